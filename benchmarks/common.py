@@ -1,0 +1,99 @@
+"""What the benchmark scripts share: the machine's name, tables and JSON files."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on: processor, cores in use, Python and library versions."""
+    found: dict[str, Any] = {
+        "cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    for library in ("torch", "numba", "ortools"):
+        try:
+            found[library] = __import__(library).__version__
+        except ImportError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Repeated measurements of one quantity."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Median, least and greatest of ``values``."""
+        return Spread(statistics.median(values), min(values), max(values))
+
+    def text(self, scale: float = 1.0, digits: int = 1) -> str:
+        """``median [low … high]``, each times ``scale``."""
+        low, high = self.low * scale, self.high * scale
+        return f"{self.median * scale:.{digits}f} [{low:.{digits}f} … {high:.{digits}f}]"
+
+
+def interleave(runs: dict[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
+    """Measure each of ``runs`` once a round, in turn, so that drift hits all alike.
+
+    Every other round goes backwards: nobody always runs after the same neighbour.
+    """
+    values: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        names = list(runs) if turn % 2 == 0 else list(reversed(runs))
+        for name in names:
+            values[name].append(runs[name]())
+    return values
+
+
+def ratios(values: dict[str, list[float]], name: str, base: str) -> Spread:
+    """``name`` over ``base``, round by round."""
+    return Spread.of([a / b for a, b in zip(values[name], values[base], strict=True)])
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, numbers right-aligned."""
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=160).print(table)
+
+
+def save(name: str, results: Any) -> Path:
+    """Write ``results`` and the machine to ``benchmarks/results/name.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+    print(f"wrote {path}")
+    return path

@@ -1,0 +1,73 @@
+"""Steps of zoo models, compiled in different ways, ready to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import fxremat
+from fxremat.measure import seconds_of
+from tests.models import BENCH, ZOO
+from tests.models.reference import compile_reference
+from tests.models.zoo import ZooModel
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A model and its training step (gradients dropped before each)."""
+
+    model: torch.nn.Module
+    run: Callable[[], None]
+
+    def seconds(self) -> float:
+        """Of one run."""
+        return seconds_of(self.run, device=torch.device("cpu"))
+
+    def peak_bytes(self) -> int:
+        """Of one run, with what is resident."""
+        self.model.zero_grad(set_to_none=True)
+        return fxremat.measure_step(self.model, self.run).peak_bytes
+
+
+def entry_of(name: str) -> ZooModel:
+    """A benchmark configuration, or a zoo model."""
+    return BENCH[name] if name in BENCH else ZOO[name]
+
+
+def make_step(entry: ZooModel, model: torch.nn.Module, call: Callable[..., Any]) -> Step:
+    """A step of ``call``, which is ``model`` compiled."""
+    args, kwargs = entry.sample(0)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        with entry.context("cpu"):
+            loss = entry.loss(call(*args, **kwargs))
+        loss.backward()
+
+    return Step(model, run)
+
+
+def reference(entry: ZooModel) -> Step:
+    """Through ``aot_eager``: nothing recomputed on purpose, nothing planned."""
+    model = entry.build()
+    return make_step(entry, model, compile_reference(entry, model))
+
+
+def planned(entry: ZooModel, budget: Any) -> tuple[Step, fxremat.CompiledModule]:
+    """Through fxremat, within ``budget``."""
+    model = entry.build()
+    args, kwargs = entry.sample(0)
+    loss = None if entry.loss_inside else entry.loss
+    with entry.context("cpu"):
+        compiled = fxremat.compile(model, fxremat.Sample(args, kwargs), budget, loss=loss)
+    return make_step(entry, model, compiled), compiled
+
+
+def static_bytes(model: torch.nn.Module) -> int:
+    """Parameters, buffers and one set of parameter gradients."""
+    parameters = list(model.parameters())
+    gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+    return sum(t.nbytes for t in (*parameters, *model.buffers())) + gradients

@@ -1,0 +1,174 @@
+"""The public functions: compile, plan, and the Dynamo backend."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from tqdm import tqdm
+
+from fxremat.budget import Budget, Readable
+from fxremat.capture import PlannedOnly, StepCompiler
+from fxremat.compiled import CompiledModule
+from fxremat.errors import BudgetError, CaptureError
+from fxremat.passes.surroundings import Caller
+from fxremat.report.plan import Plan
+from fxremat.sample import Sample, call_without_data, check_sample
+from fxremat.surplus import loss_bytes_of, optimizer_bytes
+from fxremat.units import parse_bytes
+from fxremat.untouched import generators_restored
+
+
+def compile(
+    model: nn.Module,
+    sample: object,
+    budget: Readable,
+    *,
+    reserve: int | str = 0,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    accumulate: bool = False,
+) -> CompiledModule:
+    """Make ``model`` train within ``budget``, at the least step time that can be found.
+
+    Args:
+        model: the module to train; it is captured in training mode and not changed.
+        sample: arguments of one call, on the model's device: a tensor, a tuple, a dict of
+            keywords or a :class:`Sample`.
+        budget: the most bytes that a step may have allocated: ``"6 GiB"``, bytes as an
+            int, a share in (0, 1] of the peak with everything kept as a float, or
+            ``"min"``.
+        reserve: bytes of the budget to leave alone.
+        optimizer: an optimizer of the model, or its class; the state that it keeps is
+            counted.
+        loss: computes a scalar from the outputs, outside the model; what it needs is
+            measured. Without it, three times the bytes of the outputs are set aside.
+        accumulate: count a second set of gradients, into which each step's are added.
+            Gradients that exist already are counted anyway.
+
+    Returns a module that trains exactly as ``model`` does, and shares all it has.
+
+    Raises:
+        BudgetError: the budget cannot be read, or is below the least feasible one.
+        SampleError: the model rejects the sample, or it is on another device.
+        NoGradientError: nothing requires a gradient.
+        CaptureError: the model breaks the graph.
+        CostError: an operation cannot be measured.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+    read, call = Budget.read(budget), Sample.of(sample)
+    check_sample(model, call)
+    with generators_restored(), _training(model), torch.enable_grad():
+        outputs = call_without_data(model, call)
+        caller = Caller(
+            reserve_bytes=_read_reserve(reserve) + optimizer_bytes(optimizer, model),
+            accumulate=accumulate,
+            # No outputs: they depend on data, which the capture reports.
+            loss_bytes=None if loss is None or outputs is None else loss_bytes_of(loss, outputs),
+        )
+        with _progress() as progress:
+            compiler = StepCompiler(read, caller, progress)
+            compiled = CompiledModule(model, compiler)
+            _plan_only(compiled, call)
+        compiler.progress = _silent
+        # Other shapes get the same bytes, also where the budget was a share or "min".
+        compiler.budget = Budget(budget, nbytes=compiled.plan.budget_bytes)
+    return compiled
+
+
+def plan(model: nn.Module, sample: object, budget: Readable, **options: Any) -> Plan:
+    """The plan that :func:`compile` would follow, with the same arguments and errors."""
+    return compile(model, sample, budget, **options).plan
+
+
+def backend(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    **_kwargs: Any,
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="fxremat", options={"budget": "6 GiB"})``.
+
+    Each graph that Dynamo captures is planned for the budget at its first call; the
+    promise covers the whole step where the model is captured whole (``fullgraph=True``).
+    ``options`` may also hold ``reserve`` and ``accumulate``, as for :func:`compile`.
+
+    Raises:
+        BudgetError: no budget, or one that cannot be read or met.
+        TypeError: an option that does not exist.
+    """
+    given = dict(options or {})
+    unknown = set(given) - {"budget", "reserve", "accumulate"}
+    if unknown:
+        raise TypeError(
+            f"unknown options {sorted(unknown)}: fxremat knows budget, reserve, accumulate"
+        )
+    if "budget" not in given:
+        raise BudgetError('no budget: pass options={"budget": "6 GiB"} to torch.compile')
+    read = Budget.read(given["budget"])
+    caller = Caller(
+        reserve_bytes=_read_reserve(given.get("reserve", 0)),
+        accumulate=bool(given.get("accumulate", False)),
+    )
+    return StepCompiler(read, caller, _silent)(module, example_inputs)
+
+
+def _plan_only(compiled: CompiledModule, sample: Sample) -> None:
+    """Let Dynamo capture the call and plan it, but not run it."""
+    compiler: StepCompiler = compiled.__dict__["_compiler"]
+    compiler.dry = True
+    try:
+        compiled.call_whole(sample.args, sample.kwargs)
+    except PlannedOnly:
+        pass
+    finally:
+        compiler.dry = False
+    if not compiler.plans:
+        raise CaptureError(
+            f"{type(compiled.__dict__['_original']).__name__} computes nothing with a gradient "
+            "from this sample: there is no step to plan"
+        )
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Training mode for a model in eval mode; each module's own mode is put back."""
+    if model.training:
+        yield
+        return
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _read_reserve(reserve: int | str) -> int:
+    nbytes = parse_bytes(reserve) if isinstance(reserve, str) else int(reserve)
+    if nbytes < 0:
+        raise ValueError(f"reserve is {reserve!r}, must be at least 0 bytes")
+    return nbytes
+
+
+def _silent(_what: str, _done: int, _total: int) -> None:
+    """No progress: later captures happen inside a training step."""
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    with tqdm(disable=None, leave=False, unit="stage") as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.set_description_str(f"fxremat: {what}", refresh=False)
+            bar.total, bar.n = total, done
+            bar.refresh()
+
+        yield show

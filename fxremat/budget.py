@@ -1,0 +1,80 @@
+"""What a budget may be, and how many bytes it means for a captured step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fxremat.errors import BudgetError
+from fxremat.units import format_bytes, parse_bytes
+
+Readable = str | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A budget as the user wrote it, checked.
+
+    Attributes:
+        written: what the user wrote.
+        nbytes: the bytes it names, if it names bytes.
+        share: the share of the peak with everything kept, if it names one; ``"min"``
+            names neither.
+    """
+
+    written: Readable
+    nbytes: int | None = None
+    share: float | None = None
+
+    @staticmethod
+    def read(written: Readable) -> Budget:
+        """Read ``"6 GiB"``, bytes as an int, a share in (0, 1] as a float, or ``"min"``.
+
+        Raises:
+            BudgetError: none of these, zero or negative.
+        """
+        if isinstance(written, bool) or not isinstance(written, (str, int, float)):
+            raise BudgetError(
+                f"budget is {written!r}, a {type(written).__name__}: "
+                "give bytes as '6 GiB' or an int, a share in (0, 1] as a float, or 'min'"
+            )
+        if isinstance(written, float):
+            if not (math.isfinite(written) and 0 < written <= 1):
+                raise BudgetError(
+                    f"budget is the float {written}: a share of the peak with everything kept "
+                    "must be in (0, 1]; give bytes as an int or as '6 GiB'"
+                )
+            return Budget(written, share=written)
+        if isinstance(written, str) and written.strip().lower() == "min":
+            return Budget(written)
+        nbytes = parse_bytes(written) if isinstance(written, str) else written
+        if nbytes <= 0:
+            raise BudgetError(f"budget is {written!r}: it must be at least one byte")
+        return Budget(written, nbytes=nbytes)
+
+    def resolve(self, *, full_bytes: int, least_bytes: int, needed_by: str) -> int:
+        """Bytes that the budget means.
+
+        Args:
+            full_bytes: peak with everything kept.
+            least_bytes: least peak that a schedule reaches.
+            needed_by: where that least peak occurs, for the error.
+
+        Raises:
+            BudgetError: below ``least_bytes``.
+        """
+        if self.nbytes is not None:
+            nbytes = self.nbytes
+        elif self.share is not None:
+            nbytes = int(self.share * full_bytes)
+        else:
+            return least_bytes
+        if nbytes < least_bytes:
+            raise BudgetError(
+                f"budget {self.written!r} is {nbytes} bytes ({format_bytes(nbytes)}), but the "
+                f"least feasible budget is {least_bytes} bytes ({format_bytes(least_bytes)}), "
+                f"needed by {needed_by}; with everything kept the step takes {full_bytes} bytes "
+                f"({format_bytes(full_bytes)}). Give at least {least_bytes}, or budget='min'",
+                least_budget_bytes=least_bytes,
+            )
+        return nbytes

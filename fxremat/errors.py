@@ -1,0 +1,48 @@
+"""Every error fxremat raises: each names the object, the numbers and the remedy."""
+
+from __future__ import annotations
+
+
+class FxrematError(Exception):
+    """Base of all errors raised by fxremat."""
+
+
+class BudgetError(FxrematError):
+    """The budget cannot be read, or is below what any known schedule needs.
+
+    Attributes:
+        least_budget_bytes: the least budget for which a schedule was found, or
+            ``None`` when the budget could not be read at all.
+    """
+
+    def __init__(self, message: str, *, least_budget_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.least_budget_bytes = least_budget_bytes
+
+
+class CaptureError(FxrematError):
+    """The model could not be captured as one joint forward and backward graph."""
+
+
+class SampleError(FxrematError):
+    """The sample cannot be passed to the model: wrong kind, shape or device."""
+
+
+class NoGradientError(FxrematError):
+    """The model has nothing to train: no parameter or input requires a gradient."""
+
+
+class GraphError(FxrematError):
+    """A graph violates what a pass requires of it."""
+
+
+class CostError(FxrematError):
+    """An operation could not be run alone, so its cost is unknown."""
+
+
+class ScheduleError(FxrematError):
+    """A schedule is not valid for its chain, or exceeds its budget."""
+
+
+class BackwardError(FxrematError):
+    """The backward was asked for something a planned step cannot give."""

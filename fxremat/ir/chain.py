@@ -1,0 +1,91 @@
+"""A network as a line of stages whose boundaries are sets of storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A piece of device memory that a forward node allocates.
+
+    Attributes:
+        nbytes: its size as the device allocator counts it.
+        name: for people only; identity is the index in ``Chain.storages``.
+    """
+
+    nbytes: int
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run of forward nodes between two cuts, and the backward nodes that belong to it.
+
+    Attributes:
+        name: for people, e.g. ``"stage5"``.
+        saved: ids of the storages computed by this stage that its backward reads
+            (part of the saved set; the boundary after the stage may overlap it).
+        kind: stages of equal kind have the same code, shapes, dtypes and strides.
+    """
+
+    name: str
+    saved: tuple[int, ...]
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Stages ``0 … L-1`` and the ``L + 1`` boundaries around them.
+
+    ``boundaries[i]`` holds the ids of the storages that cross the cut before stage
+    ``i`` (``boundaries[0]``: the input; ``boundaries[L]``: after the last stage,
+    usually empty). A storage lives in a contiguous run of boundaries. Pinned
+    storages, parameters and model outputs are in none of them.
+    """
+
+    storages: tuple[Storage, ...]
+    boundaries: tuple[tuple[int, ...], ...]
+    stages: tuple[Stage, ...]
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def nbytes(self, ids: Iterable[int]) -> int:
+        """Bytes of the distinct storages among ``ids``."""
+        return sum(self.storages[i].nbytes for i in set(ids))
+
+    def saved_set(self, stage: int) -> frozenset[int]:
+        """What ``F_all`` adds to its input: ``ā`` with ``a^l``, without ``a^{l-1}``."""
+        kept = {*self.stages[stage].saved, *self.boundaries[stage + 1]}
+        return frozenset(kept - set(self.boundaries[stage]))
+
+    @staticmethod
+    def from_sizes(boundary_bytes: Sequence[int], saved_bytes: Sequence[int]) -> Chain:
+        """The papers' chain: boundaries that share nothing.
+
+        Args:
+            boundary_bytes: ``L + 1`` sizes ``ω_a^0 … ω_a^L``.
+            saved_bytes: ``L`` sizes ``ω_ā^1 … ω_ā^L``, each counting ``a^l``.
+
+        Raises:
+            ValueError: wrong lengths, or a saved set smaller than its boundary.
+        """
+        count = len(saved_bytes)
+        if len(boundary_bytes) != count + 1:
+            raise ValueError(
+                f"boundary_bytes has {len(boundary_bytes)} entries, expected {count + 1}"
+            )
+        storages = [Storage(n, f"a{i}") for i, n in enumerate(boundary_bytes)]
+        stages = []
+        for i, total in enumerate(saved_bytes):
+            rest = total - boundary_bytes[i + 1]
+            if rest < 0:
+                raise ValueError(
+                    f"saved_bytes[{i}] = {total} is less than "
+                    f"boundary_bytes[{i + 1}] = {boundary_bytes[i + 1]}, which it counts"
+                )
+            storages.append(Storage(rest, f"s{i}"))
+            stages.append(Stage(f"stage{i}", (i + 1, len(storages) - 1), i))
+        return Chain(tuple(storages), tuple((i,) for i in range(count + 1)), tuple(stages))

@@ -1,0 +1,106 @@
+"""What a solver gets and what it answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from fxremat.ir.chain import Chain
+from fxremat.ir.costs import Costs
+from fxremat.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Find a schedule of ``chain`` within ``budget_bytes`` at the least time.
+
+    Raises:
+        ValueError: on construction, naming the field and index of the first entry
+            that is malformed (negative, not finite, of wrong length, out of range).
+    """
+
+    chain: Chain
+    costs: Costs
+    budget_bytes: int
+
+    def __post_init__(self) -> None:
+        _check_chain(self.chain)
+        _check_costs(self.chain, self.costs)
+        if self.budget_bytes < 0:
+            raise ValueError(f"budget_bytes is {self.budget_bytes}, must be at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A schedule and its time in the model it was planned in."""
+
+    schedule: Schedule
+    makespan_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Infeasible:
+    """No schedule of the solver's kind fits; ``least_budget_bytes`` would do."""
+
+    least_budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """The time limit was reached.
+
+    Attributes:
+        incumbent: the best schedule found, if any.
+        bound_s: no schedule of the solver's kind takes less.
+    """
+
+    incumbent: Solved | None
+    bound_s: float
+
+
+Solution = Solved | Infeasible | TimedOut
+
+
+def _check_chain(chain: Chain) -> None:
+    count = len(chain.stages)
+    if count == 0:
+        raise ValueError("chain.stages is empty")
+    if len(chain.boundaries) != count + 1:
+        raise ValueError(
+            f"chain.boundaries has {len(chain.boundaries)} entries, expected {count + 1}"
+        )
+    for i, storage in enumerate(chain.storages):
+        if storage.nbytes < 0:
+            raise ValueError(f"chain.storages[{i}].nbytes is {storage.nbytes}, must be at least 0")
+    known = range(len(chain.storages))
+    last_seen: dict[int, int] = {}
+    for i, boundary in enumerate(chain.boundaries):
+        for storage_id in boundary:
+            if storage_id not in known:
+                raise ValueError(f"chain.boundaries[{i}] names storage {storage_id}, unknown")
+            if last_seen.get(storage_id, i - 1) < i - 1:
+                raise ValueError(
+                    f"chain.boundaries[{i}] has storage {storage_id} again after "
+                    f"boundary {last_seen[storage_id]}: a storage lives in a contiguous run"
+                )
+            last_seen[storage_id] = i
+    for i, stage in enumerate(chain.stages):
+        for storage_id in stage.saved:
+            if storage_id not in known:
+                raise ValueError(f"chain.stages[{i}].saved names storage {storage_id}, unknown")
+
+
+def _check_costs(chain: Chain, costs: Costs) -> None:
+    if len(costs.stages) != len(chain.stages):
+        raise ValueError(
+            f"costs.stages has {len(costs.stages)} entries, expected {len(chain.stages)}"
+        )
+    if costs.fixed_bytes < 0:
+        raise ValueError(f"costs.fixed_bytes is {costs.fixed_bytes}, must be at least 0")
+    for i, stage in enumerate(costs.stages):
+        for field in fields(stage):
+            value = getattr(stage, field.name)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(
+                    f"costs.stages[{i}].{field.name} is {value}, must be finite and at least 0"
+                )

@@ -1,0 +1,169 @@
+"""Peak bytes and seconds of a real step, on the CPU and on CUDA."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxremat import torch_compat
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasurement:
+    """What a step took.
+
+    Attributes:
+        peak_bytes: most device memory allocated at any instant of the step, with all
+            that was allocated before it: parameters, buffers, gradients, optimizer
+            state, the batch.
+        seconds: wall time of the step, as median over the repetitions.
+        resident_bytes: what was allocated before the step.
+    """
+
+    peak_bytes: int
+    seconds: float
+    resident_bytes: int
+
+
+def measure_step(
+    model: nn.Module, step: Callable[[], object], *, repeat: int = 1
+) -> StepMeasurement:
+    """Run ``step`` and measure it.
+
+    On CUDA the peak is ``torch.cuda.max_memory_allocated()``. On the CPU it is found
+    from the allocator's own events during the step, plus what is resident before it:
+    the tensors of ``model`` and every tensor that ``step`` can reach through the names
+    it uses (closures, globals, defaults, optimizers among them).
+
+    Args:
+        model: tells the device; its parameters, buffers and gradients are resident.
+        step: one training step; it is called ``repeat + 1`` times, of which the first
+            finds the peak and the others the time.
+        repeat: how many runs are timed.
+
+    Raises:
+        ValueError: ``repeat`` is less than 1.
+    """
+    if repeat < 1:
+        raise ValueError(f"repeat is {repeat}, must be at least 1")
+    device = device_of(model)
+    resident = resident_bytes(model, step)
+    peak = peak_of(step, device=device, resident_bytes=resident)
+    seconds = [seconds_of(step, device=device) for _ in range(repeat)]
+    return StepMeasurement(peak, statistics.median(seconds), resident)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter or buffer; the CPU if it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def peak_of(step: Callable[[], object], *, device: torch.device, resident_bytes: int = 0) -> int:
+    """Most bytes allocated while ``step`` runs; ``resident_bytes`` is added on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    with torch_compat.AllocationLog() as log:
+        step()
+    now = peak = 0
+    for _mark, change in log.events:
+        now += change
+        peak = max(peak, now)
+    return resident_bytes + peak
+
+
+def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:
+    """Seconds of one run of ``step``, by CUDA events on a GPU."""
+    if device.type == "cuda":
+        start, end = (_timed_event() for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def _timed_event() -> Any:
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True)
+
+
+def resident_bytes(model: nn.Module, step: Callable[[], object]) -> int:
+    """Bytes of the distinct storages that exist before ``step`` on the model's device."""
+    device = device_of(model)
+    sizes: dict[int, int] = {}
+    for tensor in _tensors(step, _Seen()):
+        _count(tensor, device, sizes)
+    for tensor in _tensors(model, _Seen()):
+        _count(tensor, device, sizes)
+    return sum(sizes.values())
+
+
+def _count(tensor: torch.Tensor, device: torch.device, sizes: dict[int, int]) -> None:
+    if tensor.device == device:
+        sizes[torch_compat.storage_key(tensor)] = tensor.untyped_storage().nbytes()
+
+
+class _Seen:
+    """Objects visited already, kept alive so that their ids stay theirs."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, object] = {}
+
+    def add(self, item: object) -> bool:
+        """Whether ``item`` is new."""
+        if id(item) in self._objects:
+            return False
+        self._objects[id(item)] = item
+        return True
+
+
+def _tensors(item: object, seen: _Seen) -> Iterator[torch.Tensor]:
+    """Every tensor reachable from ``item``."""
+    if not seen.add(item):
+        return
+    if isinstance(item, torch.Tensor):
+        yield item
+        if item.is_leaf and item.grad is not None:
+            yield item.grad
+        return
+    for part in _parts(item):
+        yield from _tensors(part, seen)
+
+
+def _parts(item: object) -> Iterable[object]:
+    if isinstance(item, nn.Module):
+        return (*item.parameters(), *item.buffers())
+    if isinstance(item, torch.optim.Optimizer):
+        return (item.state, item.param_groups)
+    if isinstance(item, functools.partial):
+        return (item.func, item.args, item.keywords)
+    if isinstance(item, Mapping):
+        return tuple(item.values())
+    if isinstance(item, (tuple, list, set, frozenset)):
+        return tuple(item)
+    if is_dataclass(item) and not isinstance(item, type):
+        return tuple(getattr(item, f.name, None) for f in fields(item))
+    if inspect.ismethod(item):
+        return (item.__self__, item.__func__)
+    if inspect.isfunction(item):
+        names = inspect.getclosurevars(item)
+        used = (*names.nonlocals.values(), *names.globals.values())
+        return (*used, item.__defaults__ or (), item.__kwdefaults__ or {})
+    return ()

@@ -1,0 +1,170 @@
+"""Blocks: the pieces of a stage that an emitted graph calls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.errors import GraphError
+from fxremat.passes import batchnorm, rng
+from fxremat.passes.linearize import Line
+from fxremat.passes.storage import is_tensor
+from fxremat.runtime.rng import redraw
+
+
+class Mode(Enum):
+    """How a block runs its operations."""
+
+    FIRST = "first"
+    """The stage's first forward: draws random numbers, moves BatchNorm statistics."""
+    AGAIN = "again"
+    """A recomputation: repeats draws, leaves statistics alone, reads pinned tensors."""
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Operations of one stage with what goes in and out.
+
+    Attributes:
+        stage: which stage.
+        mode: how they run.
+        nodes: operations of the joint graph in the order in which they run.
+        inputs: tensors from outside, by role and then in graph order.
+        outputs: tensors asked for, likewise.
+        reads: storages of the inputs.
+    """
+
+    stage: int
+    mode: Mode
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    reads: frozenset[int]
+
+
+def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
+    """What running ``node`` in ``mode`` reads."""
+    if mode is Mode.AGAIN and batchnorm.updates_statistics(node):
+        return batchnorm.reads_for_value(node)
+    if mode is Mode.FIRST and rng.is_draw(node):
+        return tuple(n for n in node.all_input_nodes if not rng.is_state(n))
+    return tuple(node.all_input_nodes)
+
+
+def candidates(line: Line, stage: int, mode: Mode) -> tuple[fx.Node, ...]:
+    """Tensors that a block of ``stage`` in ``mode`` can give."""
+    nodes = line.stages[stage].backward if mode is Mode.BACKWARD else line.stages[stage].forward
+    if mode is Mode.AGAIN:
+        return tuple(n for n in nodes if is_tensor(n) and n not in line.pinned)
+    return tuple(n for n in nodes if is_tensor(n))
+
+
+def extract(line: Line, *, stage: int, mode: Mode, outputs: Iterable[fx.Node]) -> Block:
+    """The least block that gives ``outputs``.
+
+    Requires: ``outputs`` are among :func:`candidates`.
+    Ensures: but in ``Mode.AGAIN``, every random draw runs, asked for or not.
+    """
+    parts = line.stages[stage]
+    own = parts.backward if mode is Mode.BACKWARD else parts.forward
+    wanted = set(outputs)
+    needed = set(wanted)
+    if mode is not Mode.AGAIN:
+        needed.update(n for n in own if rng.is_draw(n) or torch_compat.draws_random_numbers(n))
+    inside: list[fx.Node] = []
+    for node in reversed(own):
+        available = mode is Mode.AGAIN and node in line.pinned
+        if node in needed and not available:
+            inside.append(node)
+            needed.update(dependencies(node, mode))
+    inside.reverse()
+    inside = _add_views(line, inside, mode)
+    chosen = set(inside)
+    inputs = {n for node in inside for n in dependencies(node, mode) if n not in chosen}
+    return Block(
+        stage,
+        mode,
+        tuple(inside),
+        tuple(sorted(inputs, key=line.rank)),
+        tuple(sorted((n for n in inside if n in wanted), key=line.rank)),
+        line.joint.storages.of(inputs),
+    )
+
+
+def _add_views(line: Line, nodes: list[fx.Node], mode: Mode) -> list[fx.Node]:
+    """``nodes`` with the views of given tensors that they read, each before its first reader."""
+    result: dict[fx.Node, None] = {}
+
+    def add(node: fx.Node) -> None:
+        for source in dependencies(node, mode):
+            if source in line.views and source not in result:
+                add(source)
+        result[node] = None
+
+    for node in nodes:
+        add(node)
+    return list(result)
+
+
+def build_graph(block: Block) -> fx.Graph:
+    """The block as a graph of its own: placeholders, aten operations, a tuple of outputs.
+
+    Raises:
+        GraphError: a node reads a value that is neither inside nor a tensor.
+    """
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(block.inputs):
+        if not is_tensor(node):
+            raise GraphError(f"{node.name} crosses a stage boundary but is no tensor")
+        copied[node] = graph.placeholder(f"in{i}")
+        copied[node].meta["val"] = node.meta["val"]
+    for node in block.nodes:
+        copied[node] = _copy_node(graph, node, copied, block.mode)
+        copied[node].meta = dict(node.meta)
+    graph.output(tuple(copied[n] for n in block.outputs))
+    graph.output_node().meta["val"] = tuple(n.meta["val"] for n in block.outputs)
+    return graph
+
+
+def _copy_node(
+    graph: fx.Graph, node: fx.Node, copied: dict[fx.Node, fx.Node], mode: Mode
+) -> fx.Node:
+    target, args, kwargs = call_of(node, mode)
+
+    def look_up(source: fx.Node) -> fx.Node:
+        return copied[source]
+
+    return graph.create_node(
+        "call_function",
+        target,
+        torch.fx.map_arg(args, look_up),
+        torch.fx.map_arg(kwargs, look_up),
+        name=node.name,
+    )
+
+
+def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
+    """Function, arguments and keywords that ``node`` stands for in ``mode``."""
+    kwargs = dict(node.kwargs)
+    if rng.is_draw(node):
+        if mode is Mode.AGAIN:
+            return redraw, node.args, kwargs
+        _state, _device, op, *args = node.args
+        return op, tuple(args), kwargs
+    if mode is Mode.AGAIN and batchnorm.updates_statistics(node):
+        return batchnorm.STATELESS, batchnorm.stateless_arguments(node), {}
+    return node.target, node.args, kwargs
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether ``node`` picks one of several results."""
+    return node.target is operator.getitem

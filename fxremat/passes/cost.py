@@ -1,0 +1,209 @@
+"""What each stage costs, measured on the device that will run it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.errors import CostError
+from fxremat.measure import seconds_of
+from fxremat.passes.block import Block, Mode, is_getitem
+from fxremat.passes.execute import compile_block, run_logged
+from fxremat.passes.linearize import Line
+from fxremat.passes.program import BlockCache
+from fxremat.passes.signature import Key, block_key, node_key
+from fxremat.passes.storage import StorageTable
+from fxremat.passes.synthetic import Synthesizer
+
+LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 15, 0.02
+"""A block is timed until it ran this often, or this long in all."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, how much of it, and of how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Measured seconds of one stage."""
+
+    forward_s: float
+    rebuild_s: float
+    backward_s: float
+
+
+class CostCache:
+    """Measurements by signature: what was measured once is not measured again.
+
+    One cache serves all models of a process, so that plans of one model for several
+    budgets rest on the same figures.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[Key, float] = {}
+        self.workspace_bytes: dict[Key, int] = {}
+        self.result_bytes: dict[Key, tuple[int, ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measurements of a line.
+
+    Attributes:
+        line: the line, its storages as large as they really are.
+        stages: seconds of each stage.
+        workspace_bytes: peak of an operation beyond its arguments and results.
+    """
+
+    line: Line
+    stages: tuple[StageSeconds, ...]
+    workspace_bytes: Callable[[fx.Node, Block], int]
+
+
+def measure_line(
+    line: Line,
+    blocks: BlockCache,
+    *,
+    real: Mapping[fx.Node, torch.Tensor],
+    cache: CostCache,
+    progress: Progress,
+) -> Measured:
+    """Run each distinct stage alone and measure it.
+
+    Args:
+        line: the stages.
+        blocks: blocks of ``line``.
+        real: values of primals, where known; others are made up with the right
+            strides. Integers and masks flow through the stages as they really would.
+        cache: measurements that exist already; new ones are added.
+        progress: told of each stage.
+
+    Ensures: no tensor of ``real`` is written to; the random generators are as before.
+
+    Raises:
+        CostError: an operation cannot be run.
+    """
+    walk = _Walk(line, blocks, Synthesizer(line.joint, real), cache)
+    stages = []
+    devices = sorted({t.device.index or 0 for t in real.values() if t.device.type == "cuda"})
+    with torch_compat.real_execution(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+        for index in range(len(line.stages)):
+            progress("measuring", index, len(line.stages))
+            stages.append(walk.stage(index))
+        progress("measuring", len(line.stages), len(line.stages))
+    sized = replace(line, joint=replace(line.joint, storages=walk.real_storages()))
+
+    def workspace_bytes(node: fx.Node, block: Block) -> int:
+        key = node_key(node, block)
+        if key not in cache.workspace_bytes:
+            raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
+        return cache.workspace_bytes[key]
+
+    return Measured(sized, tuple(stages), workspace_bytes)
+
+
+class _Walk:
+    """Carries real values from stage to stage and measures on the way."""
+
+    def __init__(
+        self, line: Line, blocks: BlockCache, values: Synthesizer, cache: CostCache
+    ) -> None:
+        self._line = line
+        self._blocks = blocks
+        self._values = values
+        self._cache = cache
+        self._sizes: dict[int, int] = {}
+
+    def stage(self, index: int) -> StageSeconds:
+        """Measure stage ``index`` and leave the boundary after it among the values."""
+        first, again, backward = stage_blocks(self._line, self._blocks, index)
+        self._values.hold(self._log(first))
+        self._log(self._again_whole(index))
+        self._log(backward)
+        seconds = StageSeconds(self._time(first), self._time(again), self._time(backward))
+        self._values.keep_only({*boundary_after(self._line, index), *self._line.pinned})
+        return seconds
+
+    def _again_whole(self, index: int) -> Block:
+        """A recomputation of all that any schedule may ask of the stage again."""
+        stage = self._line.stages[index]
+        passed_on = frozenset(stage.forward).intersection(boundary_after(self._line, index))
+        wanted = passed_on.union(stage.saved) - self._line.pinned
+        return self._blocks(index, Mode.AGAIN, wanted)
+
+    def _log(self, block: Block) -> dict[fx.Node, torch.Tensor]:
+        """Run ``block`` once, operation by operation, noting workspaces and sizes."""
+        known = all(
+            node_key(n, block) in self._cache.workspace_bytes
+            for n in block.nodes
+            if not is_getitem(n)
+        )
+        if known and block.mode is not Mode.FIRST:
+            self._note_sizes(block)
+            return {}
+        results = run_logged(block, self._values.of(block.inputs), self._cache)
+        self._note_sizes(block)
+        return results
+
+    def _note_sizes(self, block: Block) -> None:
+        for node in block.nodes:
+            if is_getitem(node):
+                continue
+            sizes = self._cache.result_bytes.get(node_key(node, block), ())
+            for storage, size in zip(self._line.joint.storages.of_node[node], sizes, strict=False):
+                self._sizes[storage] = max(self._sizes.get(storage, 0), size)
+
+    def _time(self, block: Block) -> float:
+        if not block.nodes:
+            return 0.0
+        key = block_key(block, self._line.joint.storages)
+        if key not in self._cache.seconds:
+            self._cache.seconds[key] = self._median_seconds(block)
+        return self._cache.seconds[key]
+
+    def _median_seconds(self, block: Block) -> float:
+        run = compile_block(block)
+        values = self._values.of(block.inputs)
+        inputs = [values[n] for n in block.inputs]
+        device = next((t.device for t in inputs), torch.device("cpu"))
+        run(list(inputs))  # warm: library handles, autotuning, page faults
+        seconds: list[float] = []
+        while len(seconds) < LEAST_RUNS or (sum(seconds) < ENOUGH_S and len(seconds) < MOST_RUNS):
+            seconds.append(seconds_of(lambda: run(list(inputs)), device=device))
+        return statistics.median(seconds)
+
+    def real_storages(self) -> StorageTable:
+        """The storages with their measured sizes, where larger than traced."""
+        table = self._line.joint.storages
+        sizes = tuple(max(n, self._sizes.get(i, 0)) for i, n in enumerate(table.nbytes))
+        return replace(table, nbytes=sizes)
+
+
+def stage_blocks(line: Line, blocks: BlockCache, index: int) -> tuple[Block, Block, Block]:
+    """First forward with everything kept, rebuild of the saved set, backward of a stage."""
+    stage = line.stages[index]
+    passed_on = frozenset(stage.forward).intersection(boundary_after(line, index))
+    first = blocks(index, Mode.FIRST, passed_on.union(stage.saved, stage.pinned))
+    again = blocks(index, Mode.AGAIN, frozenset(stage.saved))
+    backward = blocks(index, Mode.BACKWARD, frozenset(backward_results(line, index)))
+    return first, again, backward
+
+
+def boundary_after(line: Line, index: int) -> Sequence[fx.Node]:
+    """Tensors that cross the cut after stage ``index``."""
+    return line.stages[index + 1].boundary if index + 1 < len(line.stages) else ()
+
+
+def backward_results(line: Line, index: int) -> Sequence[fx.Node]:
+    """Tensors of a stage's backward that other stages or the step's results read."""
+    returned = {n for n in line.joint.backward_outputs if isinstance(n, fx.Node)}
+    return [
+        node
+        for node in line.stages[index].backward
+        if isinstance(node.meta.get("val"), torch.Tensor)
+        and (node in returned or any(line.stage_of.get(u) != index for u in node.users))
+    ]

@@ -1,0 +1,155 @@
+"""Run blocks: compiled, or operation by operation under the allocator's eye."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.errors import CostError
+from fxremat.passes.block import Block, build_graph, call_of, dependencies, is_getitem
+from fxremat.passes.signature import node_key
+from fxremat.passes.storage import allocated_bytes, tensors_of
+
+if TYPE_CHECKING:
+    from fxremat.passes.cost import CostCache
+
+
+def compile_block(block: Block) -> torch_compat.BoxedCallable:
+    """The block as a function of one list, which it empties, freeing as it goes."""
+    return compile_graph(build_graph(block))
+
+
+def compile_graph(graph: fx.Graph) -> fx.GraphModule:
+    """A module that takes its inputs in one list and frees each after its last use."""
+    torch_compat.boxed_code(graph)
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def run_logged(
+    block: Block, inputs: Mapping[fx.Node, torch.Tensor], cache: CostCache
+) -> dict[fx.Node, torch.Tensor]:
+    """Run each operation of ``block`` and note its workspace and its results' sizes.
+
+    Returns the values of all tensors computed.
+
+    Raises:
+        CostError: an operation failed, or returned a copy where the trace has a view.
+    """
+    values: dict[fx.Node, Any] = dict(inputs)
+    with _AllocatorPeaks(_device_of(block)) as peaks:
+        for index, node in enumerate(block.nodes):
+            peaks.mark(index)
+            values[node] = _call(node, block, values)
+    for index, node in enumerate(block.nodes):
+        if is_getitem(node):
+            continue
+        key = node_key(node, block)
+        sizes = [allocated_bytes(n, _device_of(block)) for n in _fresh(node, block, values)]
+        workspace = max(peaks.peak_bytes(index) - sum(sizes), 0)
+        cache.result_bytes[key] = _result_bytes(values[node])
+        cache.workspace_bytes[key] = max(workspace, cache.workspace_bytes.get(key, 0))
+    return {n: values[n] for n in block.nodes if isinstance(values[n], torch.Tensor)}
+
+
+def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
+    target, args, kwargs = call_of(node, block.mode)
+    assert callable(target)
+    try:
+        real_args = torch.fx.map_arg(args, lambda n: values[n])
+        real_kwargs = torch.fx.map_arg(kwargs, lambda n: values[n])
+        return target(*real_args, **real_kwargs)
+    except Exception as error:
+        raise CostError(
+            f"operation {node.name} ({target}) of stage {block.stage} cannot be run alone: {error}"
+        ) from error
+
+
+def _device_of(block: Block) -> torch.device:
+    for node in (*block.inputs, *block.nodes):
+        for tensor in tensors_of(node):
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def _result_bytes(value: object) -> tuple[int, ...]:
+    """Sizes of the distinct storages of a result, in order."""
+    sizes = {
+        torch_compat.storage_key(t): allocated_bytes(t.untyped_storage().nbytes(), t.device)
+        for t in _tensors(value)
+    }
+    return tuple(sizes.values())
+
+
+def _fresh(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> list[int]:
+    """Sizes of the storages that running ``node`` allocated for its results."""
+    sources = [values[n] for n in dependencies(node, block.mode)]
+    given = {torch_compat.storage_key(t) for value in sources for t in _tensors(value)}
+    fresh = {
+        torch_compat.storage_key(t): t.untyped_storage().nbytes()
+        for t in _tensors(values[node])
+        if torch_compat.storage_key(t) not in given
+    }
+    traced_given = {
+        torch_compat.storage_key(t) for n in dependencies(node, block.mode) for t in tensors_of(n)
+    }
+    traced = {torch_compat.storage_key(t) for t in tensors_of(node)} - traced_given
+    if len(fresh) > len(traced):
+        raise CostError(
+            f"operation {node.name} ({node.target}) of stage {block.stage} allocates "
+            f"{len(fresh)} storages where its trace has {len(traced)}: its memory cannot be known"
+        )
+    return list(fresh.values())
+
+
+class _AllocatorPeaks:
+    """The most that each marked operation had allocated at once, less its start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peaks: dict[int, int] = {}
+        self._mark = -1
+        self._start = 0
+        self._log = torch_compat.AllocationLog() if device.type != "cuda" else None
+
+    def __enter__(self) -> _AllocatorPeaks:
+        if self._log is not None:
+            self._log.__enter__()
+        return self
+
+    def mark(self, index: int) -> None:
+        """Operation ``index`` begins, and the one before is over."""
+        if self._log is not None:
+            self._log.mark(str(index))
+            return
+        self._close()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._mark, self._start = index, torch.cuda.memory_allocated(self._device)
+
+    def _close(self) -> None:
+        if self._mark >= 0:
+            most = torch.cuda.max_memory_allocated(self._device)
+            self._peaks[self._mark] = most - self._start
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._log is None:
+            self._close()
+            return
+        self._log.__exit__(*exc_info)
+        now: dict[str, int] = {}
+        for mark, change in self._log.events:
+            now[mark] = now.get(mark, 0) + change
+            if mark:
+                self._peaks[int(mark)] = max(self._peaks.get(int(mark), 0), now[mark])
+
+    def peak_bytes(self, index: int) -> int:
+        """Of operation ``index``."""
+        return self._peaks.get(index, 0)

@@ -1,0 +1,103 @@
+"""Memory of one block, operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat.passes import batchnorm
+from fxremat.passes.block import Block, Mode, dependencies, is_getitem
+from fxremat.passes.storage import StorageTable
+
+WorkspaceBytes = Callable[[fx.Node, Block], int]
+"""Peak bytes of an operation beyond its arguments and results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What running a block does to memory.
+
+    Attributes:
+        peak_bytes: most bytes at any instant, less those at the start; never negative.
+        change_bytes: bytes at the end, less those at the start.
+    """
+
+    peak_bytes: int
+    change_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a block.
+
+    Attributes:
+        allocates: storages that its results take.
+        releases: storages whose last reader it is, the block's inputs among them.
+        workspace_bytes: needed while it runs.
+    """
+
+    allocates: tuple[int, ...]
+    releases: tuple[int, ...]
+    workspace_bytes: int
+
+
+def steps_of(
+    block: Block, storages: StorageTable, workspace_bytes: WorkspaceBytes
+) -> tuple[Step, ...]:
+    """What each operation of ``block`` allocates and releases."""
+    incoming = storages.of(block.inputs)
+    staying = storages.of(block.outputs)
+    last_use: dict[int, int] = {}
+    position = -1
+    groups: list[fx.Node] = []
+    for node in block.nodes:
+        if _follows(node, groups):
+            continue
+        groups.append(node)
+        position += 1
+        read = storages.of(dependencies(node, block.mode))
+        last_use.update(dict.fromkeys((*read, *_made(node, block, storages)), position))
+    present = set(incoming)
+    steps = []
+    for i, node in enumerate(groups):
+        read = storages.of(dependencies(node, block.mode))
+        results = [s for s in _made(node, block, storages) if s not in read]
+        new = tuple(s for s in results if s not in present)
+        # A recomputed operation also returns values that were pinned the first time:
+        # that second copy is gone as soon as the results asked for are picked out.
+        second = storages.total(s for s in results if s in present)
+        present.update(new)
+        releases = tuple(s for s, last in last_use.items() if last == i and s not in staying)
+        steps.append(Step(new, releases, workspace_bytes(node, block) + second))
+    return tuple(steps)
+
+
+def _made(node: fx.Node, block: Block, storages: StorageTable) -> tuple[int, ...]:
+    """Storages of the results of ``node`` as ``block`` runs it."""
+    made = storages.of_node[node]
+    if block.mode is Mode.AGAIN and batchnorm.updates_statistics(node):
+        return made[: batchnorm.NORMALIZED_VALUES]
+    return made
+
+
+def _follows(node: fx.Node, groups: list[fx.Node]) -> bool:
+    """Whether ``node`` picks a result of the operation just run: both are one step then."""
+    return is_getitem(node) and bool(groups) and node.args[0] is groups[-1]
+
+
+def run(steps: tuple[Step, ...], storages: StorageTable, *, kept: frozenset[int]) -> Footprint:
+    """Replay ``steps``.
+
+    Args:
+        steps: of a block.
+        storages: sizes.
+        kept: storages that somebody outside still holds, so the block frees none of them.
+    """
+    now = peak = 0
+    for step in steps:
+        now += sum(storages.nbytes[s] for s in step.allocates)
+        peak = max(peak, now + step.workspace_bytes)
+        now -= sum(storages.nbytes[s] for s in step.releases if s not in kept)
+    return Footprint(peak, now)

@@ -1,0 +1,338 @@
+"""Cut the forward into stages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate
+
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.passes import batchnorm, rng
+from fxremat.passes.joint import JointGraph
+from fxremat.passes.position import Positions, locate
+from fxremat.passes.storage import is_tensor
+
+LONG_LIFE = 30
+"""Forward operations that a small storage must live across to be pinned."""
+
+PIN_SHARE = 0.005
+"""Storages above this share of the saved bytes are never pinned for being small."""
+
+MOST_STAGES = 160
+"""Solving takes time with the cube of the stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageNodes:
+    """The nodes of one stage and the tensors it exchanges with the rest.
+
+    Attributes:
+        forward, backward: operations, in the order in which they run.
+        boundary: tensors that cross the cut before the stage.
+        saved: tensors computed in the stage that its backward reads.
+        pinned: tensors computed in the stage that are kept for the whole step.
+    """
+
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    boundary: tuple[fx.Node, ...]
+    saved: tuple[fx.Node, ...]
+    pinned: tuple[fx.Node, ...]
+
+
+class Role(IntEnum):
+    """What a tensor is to the stages, in the order in which calls list them."""
+
+    GRADIENT = 0
+    BOUNDARY = 1
+    SAVED = 2
+    PINNED = 3
+    GIVEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A joint graph as a line of stages.
+
+    Attributes:
+        joint: the graph.
+        stages: in forward order.
+        pinned: tensors of the forward that are kept from the moment they are computed.
+        views: views of parameters and other given tensors. They take no memory, so each
+            block makes its own, and none crosses a cut.
+        stage_of: the stage of each operation.
+        role_of: the role of each tensor.
+        order: index of each node in the joint graph.
+    """
+
+    joint: JointGraph
+    stages: tuple[StageNodes, ...]
+    pinned: frozenset[fx.Node]
+    views: frozenset[fx.Node]
+    stage_of: dict[fx.Node, int]
+    role_of: dict[fx.Node, Role]
+    order: dict[fx.Node, int]
+
+    def rank(self, node: fx.Node) -> tuple[int, int]:
+        """Sorts tensors by role, then as they are computed."""
+        return (self.role_of[node], self.order[node])
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """Of a storage: positions ``[birth, last)`` are cuts that it crosses."""
+
+    birth: int
+    last: int
+
+
+def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None) -> Line:
+    """Cut the forward into stages.
+
+    Args:
+        joint: the step.
+        pin_below_bytes: storages up to this size that live across many operations are
+            pinned; a small share of the saved bytes if None.
+
+    Requires: ``joint`` is functional and verified.
+    Ensures: every forward node is in exactly one stage, in graph order, or a view of a
+        given tensor; every backward node belongs to a stage whose saved set, input and
+        pinned tensors hold all forward values that it reads; none reads a backward node
+        of a lower stage.
+    """
+    views = _views_of_given(joint)
+    positions = locate(joint, views=views)
+    lives = _storage_lives(joint, positions)
+    pinned = _choose_pinned(joint, positions, lives, pin_below_bytes)
+    cuts = choose_cuts(_crossing(joint, positions, lives, pinned))
+    return _assemble(joint, positions, pinned, views, cuts)
+
+
+def _readers_position(user: fx.Node, positions: Positions) -> int | None:
+    if user in positions.forward:
+        return positions.forward[user]
+    return positions.backward.get(user)
+
+
+def _storage_lives(joint: JointGraph, positions: Positions) -> dict[int, _Life]:
+    """Lives of the storages that forward operations allocate."""
+    births: dict[int, int] = {}
+    lasts: dict[int, int] = defaultdict(int)
+    given = joint.storages.of(joint.given)
+    for node in positions.forward:
+        for storage in joint.storages.of_node[node]:
+            if storage in given:
+                continue
+            position = positions.forward[node]
+            births.setdefault(storage, position)
+            readers = [_readers_position(user, positions) for user in node.users]
+            last = max((p for p in readers if p is not None), default=position)
+            lasts[storage] = max(lasts[storage], last, position)
+    return {storage: _Life(birth, lasts[storage]) for storage, birth in births.items()}
+
+
+def _choose_pinned(
+    joint: JointGraph,
+    positions: Positions,
+    lives: dict[int, _Life],
+    pin_below_bytes: int | None,
+) -> frozenset[int]:
+    """Storages to keep for the whole step.
+
+    Outputs; what cannot be computed again; what a backward reads from a later stage; and
+    what is small but would cross many cuts.
+    """
+    outputs = [n for n in joint.forward_outputs if isinstance(n, fx.Node)]
+    pinned = set(joint.storages.of(outputs))
+    saved: set[int] = set()
+    for node in positions.forward:
+        for user in node.users:
+            if user not in positions.backward:
+                continue
+            saved.update(joint.storages.of_node[node])
+            if positions.backward[user] < positions.forward[node]:
+                pinned.update(joint.storages.of_node[node])
+        once = is_old_value(joint, node) or rng.is_state(node) or batchnorm.is_new_statistic(node)
+        if once:  # nothing can compute them again
+            pinned.update(joint.storages.of_node[node])
+    saved.intersection_update(lives)
+    if pin_below_bytes is None:
+        pin_below_bytes = int(PIN_SHARE * joint.storages.total(saved))
+    for storage, life in lives.items():
+        small = joint.storages.nbytes[storage] <= pin_below_bytes
+        if small and life.last - life.birth > LONG_LIFE:
+            pinned.add(storage)
+    return frozenset(pinned)
+
+
+def is_old_value(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether ``node`` copies a primal that the forward mutates."""
+    return torch_compat.is_clone(node) and node.args[0] in joint.mutated
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What crosses the cut after each position.
+
+    Attributes:
+        weights: bytes of unpinned storages; twice where no backward reads them, because
+            then nobody would keep them but for the cut.
+        reach: the first position after which none of these storages crosses any more.
+        saved_bytes: of unpinned storages computed at the position that a backward reads.
+    """
+
+    weights: tuple[int, ...]
+    reach: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+
+
+def _crossing(
+    joint: JointGraph, positions: Positions, lives: dict[int, _Life], pinned: frozenset[int]
+) -> Crossing:
+    saved = {
+        storage
+        for node in joint.forward
+        if any(user in positions.backward for user in node.users)
+        for storage in joint.storages.of_node[node]
+    }
+    change = [0] * (positions.count + 1)
+    reach = [0] * positions.count
+    saved_bytes = [0] * positions.count
+    for storage, life in lives.items():
+        if storage not in pinned:
+            weight = joint.storages.nbytes[storage] * (1 if storage in saved else 2)
+            change[life.birth] += weight
+            change[life.last] -= weight
+            for position in range(life.birth, life.last):
+                reach[position] = max(reach[position], life.last)
+            saved_bytes[life.birth] += joint.storages.nbytes[storage] * (storage in saved)
+    weights = accumulate(change[: positions.count])
+    return Crossing(tuple(weights), tuple(reach), tuple(saved_bytes))
+
+
+def choose_cuts(crossing: Crossing) -> list[int]:
+    """Positions after which to cut.
+
+    A cut is worth having where no neighbour's is cheaper: at the last position of every
+    level run that is a local minimum, and within the run wherever all that crossed at the
+    cut before is gone (a plain stack of layers is one level run). Never after the last
+    position.
+    """
+    weights = crossing.weights
+    cuts: list[int] = []
+    start = 0
+    while start < len(weights) - 1:
+        end = start
+        while end + 1 < len(weights) and weights[end + 1] == weights[start]:
+            end += 1
+        # Where nothing crosses, the line begins or ends anew.
+        before = weights[start - 1] if start else 0
+        after = weights[end + 1] if end + 1 < len(weights) else 0
+        if all(beside == 0 or beside > weights[start] for beside in (before, after)):
+            cuts.extend(_within_run(crossing, start, min(end, len(weights) - 2)))
+        start = end + 1
+    return _merge_smallest(cuts, crossing.saved_bytes)
+
+
+def _within_run(crossing: Crossing, start: int, end: int) -> list[int]:
+    cuts = []
+    gone_at = start
+    for position in range(start, end + 1):
+        renewed = position >= gone_at and crossing.reach[position] > position
+        if position == end or renewed:
+            cuts.append(position)
+            gone_at = crossing.reach[position]
+    return cuts
+
+
+def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int]) -> list[int]:
+    """Drop the cuts between the stages that save least, until there are few enough."""
+    total = [0, *accumulate(saved_bytes)]
+    cuts = list(cuts)
+    while len(cuts) > MOST_STAGES - 1:
+        ends = [-1, *cuts, len(saved_bytes) - 1]
+        merged = [
+            total[after + 1] - total[before + 1]
+            for before, after in zip(ends, ends[2:], strict=False)
+        ]
+        del cuts[merged.index(min(merged))]
+    return cuts
+
+
+def _assemble(
+    joint: JointGraph,
+    positions: Positions,
+    pinned: frozenset[int],
+    views: frozenset[fx.Node],
+    cuts: Sequence[int],
+) -> Line:
+    stage_at: list[int] = []
+    for i, end in enumerate([*cuts, max(positions.count, 1) - 1]):
+        stage_at.extend([i] * (end + 1 - len(stage_at)))
+    count = len(cuts) + 1
+    stage_of = {n: stage_at[p] for n, p in positions.forward.items()}
+    stage_of.update({n: stage_at[p] for n, p in positions.backward.items()})
+    fixed = frozenset(
+        n
+        for n in joint.forward
+        if is_tensor(n) and n not in views and pinned.issuperset(joint.storages.of_node[n])
+    )
+    boundaries: list[list[fx.Node]] = [[] for _ in range(count + 1)]
+    saved: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node in joint.forward:
+        if not is_tensor(node) or node in fixed or node in views:
+            continue
+        born = stage_of[node]
+        users = [stage_of[u] for u in node.users if u in stage_of]
+        for cut in range(born + 1, max(users, default=born) + 1):
+            boundaries[cut].append(node)
+        if any(u in positions.backward and stage_of[u] == born for u in node.users):
+            saved[born].append(node)
+    forward: list[list[fx.Node]] = [[] for _ in range(count)]
+    backward: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node in joint.forward:
+        if node not in views:
+            forward[stage_of[node]].append(node)
+    for node in joint.backward:
+        backward[stage_of[node]].append(node)
+    stages = tuple(
+        StageNodes(
+            forward=tuple(forward[i]),
+            backward=tuple(backward[i]),
+            boundary=tuple(boundaries[i]),
+            saved=tuple(saved[i]),
+            pinned=tuple(n for n in forward[i] if n in fixed),
+        )
+        for i in range(count)
+    )
+    roles = _roles(joint, stages, fixed)
+    order = {node: index for index, node in enumerate(joint.module.graph.nodes)}
+    return Line(joint, stages, fixed, views, stage_of, roles, order)
+
+
+def _views_of_given(joint: JointGraph) -> frozenset[fx.Node]:
+    """Operations that only look at given tensors, but for outputs."""
+    views = set(joint.given)
+    given = joint.storages.of(joint.given)
+    results = {*joint.forward_outputs, *joint.backward_outputs}
+    for node in joint.forward:
+        sources = node.all_input_nodes
+        looks = is_tensor(node) and given.issuperset(joint.storages.of_node[node])
+        if looks and sources and views.issuperset(sources) and node not in results:
+            views.add(node)
+    return frozenset(views - joint.given)
+
+
+def _roles(
+    joint: JointGraph, stages: Sequence[StageNodes], pinned: frozenset[fx.Node]
+) -> dict[fx.Node, Role]:
+    roles = dict.fromkeys(joint.given, Role.GIVEN)
+    roles.update(dict.fromkeys((*joint.tangents, *joint.backward), Role.GRADIENT))
+    roles.update(dict.fromkeys(joint.forward, Role.SAVED))
+    roles.update(dict.fromkeys((n for stage in stages for n in stage.boundary), Role.BOUNDARY))
+    roles.update(dict.fromkeys(pinned, Role.PINNED))
+    return roles

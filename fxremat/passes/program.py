@@ -1,0 +1,189 @@
+"""From a schedule to the calls that carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat.errors import ScheduleError
+from fxremat.ir import Backward, Forward, Keep, Op, Schedule
+from fxremat.passes.block import Block, Mode, candidates, extract
+from fxremat.passes.joint import JointGraph
+from fxremat.passes.linearize import Line, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a block.
+
+    Attributes:
+        op: the operation of the schedule that it carries out.
+        block: what runs.
+        rebuilds: it recomputes a stage whose backward is the next call.
+        kept: storages among those of its inputs that are read again later.
+    """
+
+    op: Op
+    block: Block
+    rebuilds: bool
+    kept: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The calls of one step.
+
+    Attributes:
+        line: the stages.
+        calls: in order.
+        turn: index of the first call of the backward graph.
+        saved: tensors that the forward graph hands to the backward graph, primals among
+            them, in order of their first computation.
+    """
+
+    line: Line
+    calls: tuple[Call, ...]
+    turn: int
+    saved: tuple[fx.Node, ...]
+
+
+class BlockCache:
+    """Blocks of one line, each extracted once."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._blocks: dict[tuple[int, Mode, frozenset[fx.Node]], Block] = {}
+        self._candidates: dict[tuple[int, Mode], frozenset[fx.Node]] = {}
+
+    def __call__(self, stage: int, mode: Mode, outputs: frozenset[fx.Node]) -> Block:
+        """The block of ``stage`` that gives ``outputs``."""
+        key = (stage, mode, outputs)
+        if key not in self._blocks:
+            self._blocks[key] = extract(self._line, stage=stage, mode=mode, outputs=outputs)
+        return self._blocks[key]
+
+    def candidates(self, stage: int, mode: Mode) -> frozenset[fx.Node]:
+        """What a block of ``stage`` can give."""
+        key = (stage, mode)
+        if key not in self._candidates:
+            self._candidates[key] = frozenset(candidates(self._line, stage, mode))
+        return self._candidates[key]
+
+
+def build_program(line: Line, schedule: Schedule, blocks: BlockCache) -> Program:
+    """Find the blocks that carry out ``schedule``.
+
+    Every tensor is taken from the last call before that can give it, and every call
+    gives only what is read later, so each tensor is freed as early as the order of
+    operations allows.
+
+    Requires: ``schedule`` runs the forward of every stage before the first backward.
+    Ensures: the calls compute exactly what the joint graph does.
+
+    Raises:
+        ScheduleError: the schedule never computes something that is read.
+    """
+    joint = line.joint
+    ops = list(schedule)
+    needed = _Needed(line)
+    calls: list[Call] = []
+    turn = 0
+    for op, mode in reversed(list(zip(ops, _modes(ops), strict=True))):
+        outputs = blocks.candidates(op.stage, mode) & needed.tensors
+        if not outputs and mode is Mode.AGAIN:
+            continue
+        block = blocks(op.stage, mode, outputs)
+        needed.remove(outputs)
+        kept = needed.kept(block.reads)
+        needed.add(block.inputs)
+        rebuilds = mode is Mode.AGAIN and bool(calls) and calls[-1].op == Backward(op.stage)
+        if block.nodes:
+            calls.append(Call(op, block, rebuilds, kept))
+        if op == Backward(len(line.stages) - 1):
+            turn = len(calls)
+    calls.reverse()
+    missing = needed.tensors - joint.given - set(joint.tangents)
+    if missing:
+        raise ScheduleError(
+            f"{min(missing, key=str).name} is read but no operation computes it: {schedule}"
+        )
+    turn = len(calls) - turn
+    saved = _read_after(joint, calls[turn:])
+    return Program(
+        line=line,
+        calls=tuple(calls),
+        turn=turn,
+        saved=tuple(sorted(saved, key=lambda n: _saved_rank(line, n))),
+    )
+
+
+def _read_after(joint: JointGraph, calls: Iterable[Call]) -> set[fx.Node]:
+    """What the backward graph reads but does not compute: no output that is only returned."""
+    saved: set[fx.Node] = set()
+    known = {*joint.tangents, *joint.constants}
+    for call in calls:
+        saved.update(n for n in call.block.inputs if n not in known)
+        known.update(call.block.outputs)
+    returned = (n for n in joint.backward_outputs if isinstance(n, fx.Node))
+    saved.update(n for n in returned if n not in known)
+    return saved
+
+
+def _saved_rank(line: Line, node: fx.Node) -> tuple[int, int, int]:
+    """Parameters and pinned tensors first, then what each stage leaves."""
+    role, order = line.rank(node)
+    return (line.stage_of[node] if role < Role.PINNED else -role, role, order)
+
+
+class _Needed:
+    """Tensors read from some point on, and how many of them lie in each storage."""
+
+    def __init__(self, line: Line) -> None:
+        joint = line.joint
+        self._of_node = joint.storages.of_node
+        self._count = [0] * len(joint.storages.nbytes)
+        for storage in joint.storages.of((*joint.given, *joint.tangents)):
+            self._count[storage] += 1  # never freed
+        self.tensors: set[fx.Node] = set()
+        results = (*joint.forward_outputs, *joint.backward_outputs)
+        self.add(n for n in results if isinstance(n, fx.Node))
+
+    def add(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            if node not in self.tensors:
+                self.tensors.add(node)
+                for storage in self._of_node[node]:
+                    self._count[storage] += 1
+
+    def remove(self, nodes: Iterable[fx.Node]) -> None:
+        self.tensors.difference_update(nodes)
+        for node in nodes:
+            for storage in self._of_node[node]:
+                self._count[storage] -= 1
+
+    def kept(self, storages: Iterable[int]) -> frozenset[int]:
+        """Those of ``storages`` that hold something needed, or are never freed."""
+        count = self._count
+        return frozenset([s for s in storages if count[s]])
+
+
+def _modes(ops: list[Op]) -> list[Mode]:
+    seen: set[int] = set()
+    modes = []
+    for op in ops:
+        match op:
+            case Backward():
+                modes.append(Mode.BACKWARD)
+            case Forward(stage=stage):
+                modes.append(Mode.AGAIN if stage in seen else Mode.FIRST)
+                seen.add(stage)
+    return modes
+
+
+def keep_all(stage_count: int) -> Schedule:
+    """Nothing recomputed: every stage keeps its saved set."""
+    forward = [Forward(i, Keep.ALL) for i in range(stage_count)]
+    backward = [Backward(i) for i in reversed(range(stage_count))]
+    return Schedule((*forward, *backward))

@@ -1,0 +1,161 @@
+"""From a program to the forward and backward graphs that AOTAutograd runs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxremat.ir import Backward, Keep
+from fxremat.passes.block import Block, Mode, build_graph
+from fxremat.passes.emit import COMMENT, GROUP, ScheduleModule
+from fxremat.passes.execute import compile_graph
+from fxremat.passes.linearize import Line, Role
+from fxremat.passes.program import Call, Program
+from fxremat.passes.signature import Key, block_key
+from fxremat.passes.sweep import Sweep
+from fxremat.units import format_bytes
+
+
+@dataclass(slots=True)
+class BlockModules:
+    """One module for each distinct block: identical stages share theirs."""
+
+    modules: dict[Key, fx.GraphModule] = field(default_factory=dict)
+
+    def of(self, block: Block, line: Line) -> fx.GraphModule:
+        """The module that runs ``block``."""
+        key = block_key(block, line.joint.storages)
+        if key not in self.modules:
+            self.modules[key] = compile_graph(build_graph(block))
+        return self.modules[key]
+
+
+def rewrite(
+    program: Program, sweep: Sweep, modules: BlockModules
+) -> tuple[ScheduleModule, ScheduleModule]:
+    """Emit the forward and the backward graph.
+
+    Ensures: the forward returns its outputs, then ``program.saved``; the backward takes
+        ``program.saved``, then the tangents, and returns the gradient of each primal.
+        Each line of their code is one operation of the schedule.
+    """
+    joint = program.line.joint
+    forward = _Writer(program, modules, "forward")
+    forward.take(joint.primals)
+    for index in range(program.turn):
+        forward.call(program.calls[index], sweep.peaks_bytes[index])
+    backward = _Writer(program, modules, "backward")
+    backward.take((*program.saved, *joint.tangents))
+    for index in range(program.turn, len(program.calls)):
+        backward.call(program.calls[index], sweep.peaks_bytes[index])
+    return (
+        forward.finish((*joint.forward_outputs, *program.saved)),
+        backward.finish(joint.backward_outputs),
+    )
+
+
+class _Writer:
+    """Builds one of the two graphs."""
+
+    def __init__(self, program: Program, modules: BlockModules, name: str) -> None:
+        self._line = program.line
+        self._modules = modules
+        self._name = name
+        self._graph = fx.Graph()
+        self._root = torch.nn.Module()
+        self._values: dict[fx.Node, fx.Node] = {}
+
+    def take(self, nodes: Iterable[fx.Node]) -> None:
+        """Add a placeholder for each of ``nodes``."""
+        for node in nodes:
+            self._values[node] = self._graph.placeholder(self._value_name(node))
+            self._describe(node)
+
+    def _value_name(self, node: fx.Node) -> str:
+        """Boundaries are x, what a stage keeps is kept; the rest goes by its own name."""
+        stage = self._line.stage_of.get(node)
+        match self._line.role_of[node]:
+            case Role.BOUNDARY:
+                return f"x{stage}_{node.name}"
+            case Role.SAVED:
+                return f"kept{stage}_{node.name}"
+            case _:
+                return node.name
+
+    def _describe(self, node: fx.Node) -> None:
+        new = self._values[node]
+        new.meta = {k: v for k, v in node.meta.items() if k in ("val", "desc", "tensor_meta")}
+        if self._line.role_of[node] is Role.SAVED:
+            new.meta[GROUP] = f"kept{self._line.stage_of[node]}"
+
+    def call(self, call: Call, peak_bytes: int) -> None:
+        """Add the call and a value for each of its results."""
+        module = self._modules.of(call.block, self._line)
+        target = self._attach(_block_name(call), module)
+        arguments = tuple(self._value(n) for n in call.block.inputs)
+        made = self._graph.call_module(target, arguments)
+        made.meta["val"] = tuple(n.meta["val"] for n in call.block.outputs)
+        made.meta[COMMENT] = self._comment(call, peak_bytes)
+        made.meta[GROUP] = f"params{call.op.stage}"
+        for index, node in enumerate(call.block.outputs):
+            self._values[node] = self._graph.create_node(
+                "call_function", operator.getitem, (made, index), name=self._value_name(node)
+            )
+            self._describe(node)
+
+    def _attach(self, name: str, module: fx.GraphModule) -> str:
+        """Hang ``module`` into the root under ``name``, or a free name like it."""
+        candidate, count = name, 1
+        while getattr(self._root, candidate, module) is not module:
+            count += 1
+            candidate = f"{name}_{count}"
+        if not hasattr(self._root, candidate):
+            self._root.add_module(candidate, module)
+        return candidate
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node not in self._values:  # a constant: both graphs carry their own reference
+            name = str(node.target)
+            value: object = self._line.joint.module
+            for part in name.split("."):
+                value = getattr(value, part)
+            flat = name.replace(".", "_")
+            setattr(self._root, flat, value)
+            self._values[node] = self._graph.get_attr(flat)
+            self._describe(node)
+        return self._values[node]
+
+    def _comment(self, call: Call, peak_bytes: int) -> str:
+        storages = self._line.joint.storages
+        kept = [n for n in call.block.outputs if self._line.role_of[n] is Role.SAVED]
+        parts = [str(call.op)]
+        if call.rebuilds:
+            parts = [f"rebuild {call.op.stage}"]
+        elif call.block.mode is Mode.AGAIN:
+            parts.append("again")
+        if kept:
+            parts.append(f"keeps {format_bytes(storages.total(storages.of(kept)))}")
+        parts.append(f"peak {format_bytes(peak_bytes)}")
+        return ", ".join(parts)
+
+    def finish(self, results: Sequence[object]) -> ScheduleModule:
+        """Return ``results`` and make a module of the graph."""
+        values = [self._value(n) if isinstance(n, fx.Node) else n for n in results]
+        self._graph.output(tuple(values))  # type: ignore[arg-type]
+        self._graph.lint()
+        return ScheduleModule(self._root, self._graph, f"Fxremat{self._name.title()}")
+
+
+def _block_name(call: Call) -> str:
+    stage = call.op.stage
+    if isinstance(call.op, Backward):
+        return f"stage{stage}_backward"
+    if call.rebuilds:
+        return f"stage{stage}_rebuild"
+    again = "_again" if call.block.mode is Mode.AGAIN else ""
+    nosave = "" if call.op.keep is Keep.ALL else "_nosave"
+    return f"stage{stage}_forward{nosave}{again}"

@@ -1,0 +1,60 @@
+"""Make random draws repeatable: each gets the state it draws from as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.errors import GraphError
+from fxremat.runtime import rng
+
+
+def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
+    """Put a recorded state before each random draw of the forward.
+
+    Ensures: the draw ``op(*args)`` reads ``draw(state, device, op, *args)``; a state
+    that no recomputation reads costs nothing, because nobody asks for it then.
+    """
+    for node in list(forward):
+        if node.op == "call_function" and torch_compat.draws_random_numbers(node):
+            device = _device_of_draw(node)
+            with graph.inserting_before(node):
+                state = graph.call_function(rng.record_state, (str(device),))
+            state.meta["val"] = torch_compat.fake_like_state(node, rng.record_state(str(device)))
+            _copy_origin(node, state)
+            operation: Any = node.target
+            node.args = (state, str(device), operation, *node.args)
+            node.target = rng.draw
+
+
+def is_state(node: fx.Node) -> bool:
+    """Whether ``node`` is a recorded generator state."""
+    return node.target is rng.record_state
+
+
+def is_draw(node: fx.Node) -> bool:
+    """Whether ``node`` is a random draw that :func:`record_states` rewrote."""
+    return node.target is rng.draw
+
+
+def _copy_origin(source: fx.Node, target: fx.Node) -> None:
+    for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def _device_of_draw(node: fx.Node) -> torch.device:
+    value = node.meta["val"]
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(item, torch.Tensor):
+            if item.device.type not in ("cpu", "cuda"):
+                raise GraphError(
+                    f"{node.name} ({node.target}) draws on {item.device}, "
+                    "whose generator cannot be recorded: use cpu or cuda"
+                )
+            return item.device
+    raise GraphError(f"random operation {node.name} ({node.target}) returns no tensor")

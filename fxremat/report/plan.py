@@ -1,0 +1,44 @@
+"""A plan: what was decided for one captured step, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxremat.ir import Chain, Costs, Schedule, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The schedule of a training step under a byte budget.
+
+    Attributes:
+        budget_bytes: the budget, resolved to bytes.
+        least_budget_bytes: the least peak of any schedule that was found.
+        predicted_peak_bytes: the exact peak of the emitted graphs, with all that the
+            promise counts (parameters, gradients, inputs, reserve, …).
+        predicted_s: seconds of a step, from the measured stages.
+        baseline_peak_bytes, baseline_s: the same with nothing recomputed.
+        schedule: the operations, in order.
+        timeline: when each runs, and the memory held meanwhile.
+        chain, costs: the stages and what they cost.
+        forward_code, backward_code: the emitted graphs as Python.
+    """
+
+    budget_bytes: int
+    least_budget_bytes: int
+    predicted_peak_bytes: int
+    predicted_s: float
+    baseline_peak_bytes: int
+    baseline_s: float
+    schedule: Schedule
+    timeline: Timeline
+    chain: Chain
+    costs: Costs
+    forward_code: str
+    backward_code: str
+
+    def explain(self) -> str:
+        """Print the plan as a table, and return what was printed."""
+        from fxremat.report.text import print_plan  # noqa: PLC0415
+
+        return print_plan(self)

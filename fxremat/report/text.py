@@ -1,0 +1,152 @@
+"""A plan as text: a summary, and one row a stage."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from fxremat.ir import Keep
+from fxremat.report.plan import Plan
+from fxremat.report.stages import StageStory, tell_stages
+from fxremat.units import format_bytes, format_seconds
+
+WIDTH = 132
+"""Columns where the output is no terminal, which would have a width of its own."""
+
+LEGEND = (
+    "boundary: what the stage hands to the next; saved: that and what its backward needs of it;\n"
+    "checkpoint: its input is kept, to recompute from; frees: bytes not held meanwhile"
+)
+
+
+def print_plan(plan: Plan) -> str:
+    """Print ``plan`` to the console.
+
+    Returns what was printed, without colours.
+    """
+    console = Console(record=True)
+    if not console.is_terminal:
+        console.width = WIDTH
+    stories = tell_stages(plan)
+    console.print(Group(_summary(plan, stories), Text(), _table(stories)))
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+
+def _summary(plan: Plan, stories: tuple[StageStory, ...]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    grid.add_row("budget", _exact(plan.budget_bytes))
+    grid.add_row("least feasible", _exact(plan.least_budget_bytes))
+    used = plan.predicted_peak_bytes / plan.budget_bytes
+    grid.add_row(
+        "predicted peak",
+        f"{_exact(plan.predicted_peak_bytes)}, {used:.1%} of the budget, {_where(plan)}",
+    )
+    grid.add_row("with everything kept", _exact(plan.baseline_peak_bytes))
+    grid.add_row("predicted time", _time(plan))
+    kinds = len({stage.kind for stage in plan.chain.stages})
+    again = sum(len(story.again) for story in stories)
+    grid.add_row(
+        "stages",
+        f"{_count(len(stories), 'stage')} of {_count(kinds, 'kind')}, "
+        f"{_count(len(plan.timeline.events), 'operation')}, {_count(again, 'recomputation')}",
+    )
+    return grid
+
+
+def _where(plan: Plan) -> str:
+    """The moment of the peak."""
+    for event in plan.timeline.events:
+        if event.peak_bytes == plan.predicted_peak_bytes:
+            return f"during {event.op}"
+    return "outside the stages: at the turn, or when all gradients are there"
+
+
+def _time(plan: Plan) -> str:
+    taken, least = format_seconds(plan.predicted_s), format_seconds(plan.baseline_s)
+    if plan.baseline_s == 0:
+        return f"{taken}, {least} without recomputation"
+    ratio = plan.predicted_s / plan.baseline_s
+    return f"{taken}, {ratio:.3f} × the {least} without recomputation ({ratio - 1:+.1%})"
+
+
+def _table(stories: tuple[StageStory, ...]) -> Table:
+    table = Table(
+        box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), caption=LEGEND
+    )
+    table.caption_justify = "left"
+    table.add_column("stage", no_wrap=True)
+    table.add_column("forward", justify="right", no_wrap=True)
+    table.add_column("boundary", justify="right", no_wrap=True)
+    table.add_column("saved", justify="right", no_wrap=True)
+    table.add_column("what happens to it")
+    table.add_column("why")
+    for story in stories:
+        table.add_row(
+            story.name,
+            format_seconds(story.forward_s),
+            format_bytes(story.boundary_bytes),
+            format_bytes(story.saved_bytes),
+            describe(story),
+            explain(story),
+        )
+    return table
+
+
+def describe(story: StageStory) -> str:
+    """What happens to a stage, in words."""
+    if not story.runs[0].executed:
+        return "nothing"
+    if story.is_kept:
+        return "kept"
+    keeps_input = story.runs[0].keep is Keep.INPUT
+    if not story.again:
+        return "checkpoint" if keeps_input else "nothing kept"
+    last = story.again[-1]
+    if len(story.again) == 1:
+        words = "rebuilt right before its backward" if last.rebuilds else "recomputed once"
+    else:
+        words = f"recomputed {len(story.again)} times"
+    words += _sources(story)
+    return f"checkpoint, {words}" if keeps_input else words
+
+
+def _sources(story: StageStory) -> str:
+    """Whose inputs its recomputations set out from, where not its own."""
+    starts = sorted({run.start for run in story.again})
+    if starts == [story.index]:
+        return ""
+    if len(starts) == 1:
+        return f" from stage {starts[0]}'s checkpoint"
+    listed = f"{', '.join(map(str, starts[:-1]))} and {starts[-1]}"
+    return f" from the checkpoints of stages {listed}"
+
+
+def explain(story: StageStory) -> str:
+    """Why, in words."""
+    if not story.runs[0].executed:
+        return "its forward computes nothing"
+    if story.is_kept:
+        if story.saved_bytes == 0:
+            return "keeping it takes no memory"
+        return (
+            f"room for {format_bytes(story.saved_bytes)}, "
+            f"{format_seconds(story.rebuild_s)} to recompute"
+        )
+    if not story.again:
+        return "its backward needs nothing that it computes"
+    cost = f"costs {format_seconds(story.extra_s)}"
+    if story.freed_bytes == 0:
+        return f"on the way to later stages, {cost}"
+    return f"frees {format_bytes(story.freed_bytes)}, {cost}"
+
+
+def _exact(nbytes: int) -> str:
+    return f"{format_bytes(nbytes)} ({nbytes} bytes)"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

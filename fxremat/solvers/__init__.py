@@ -1,0 +1,19 @@
+"""Numbers in, schedule out. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fxremat.ir import Problem, Solution
+from fxremat.solvers import brute, rotor
+
+
+class Solver(Protocol):
+    """Finds a schedule: ``Solved``, ``Infeasible`` or ``TimedOut``, never an exception."""
+
+    def __call__(self, problem: Problem, /) -> Solution:
+        """Solve ``problem``."""
+
+
+SOLVERS: dict[str, Solver] = {"rotor": rotor.solve, "brute": brute.solve}
+"""Solvers by name."""

@@ -1,0 +1,313 @@
+"""The loops of the chain solvers, compiled by numba.
+
+An interval ``(s, t)`` with ``s <= t`` is row ``row_of(s, t, L)`` of a packed upper
+triangle, in the order ``(0, 0), (0, 1), … (0, L - 1), (1, 1), …``.
+
+Every kernel releases the interpreter lock. Threads of the caller, not numba's, share the
+work: numba's may not be used after a fork, nor in some builds from two threads at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from fxremat.solvers.numbers import Floats, Ints, Numbers
+
+TILE = 16
+"""Intervals of ``TILE`` starts and ``TILE`` ends are computed together, for the cache."""
+
+BLOCK = 32
+"""Entries of a row that are lowered, or skipped, at once."""
+
+
+class Table(NamedTuple):
+    """All ``C(s, t, m)``, with ``m`` in slots of ``quantum`` bytes.
+
+    Attributes:
+        numbers: the chain.
+        step_slots: ``numbers.step``, rounded up to slots.
+        quantum: bytes of a slot.
+        values: ``(L (L + 1) / 2, slots + 1)``, ``C(s, t, m) + prefix_s[s]``. With the
+            prefix in it, the sum of forwards in ``C_ck`` drops out, and a candidate is
+            one addition of two rows. A row never increases with ``m``.
+        first: ``(L (L + 1) / 2,)``, the first ``m`` with a finite entry.
+    """
+
+    numbers: Numbers
+    step_slots: Ints
+    quantum: int
+    values: Floats
+    first: Ints
+
+
+class Least(NamedTuple):
+    """Least memory of every interval.
+
+    Attributes:
+        numbers: the chain.
+        memory: ``(L, L)``, bytes beside boundary ``s``.
+        seconds: ``(L, L)``, time of a schedule that needs no more.
+    """
+
+    numbers: Numbers
+    memory: Ints
+    seconds: Floats
+
+
+@njit(inline="always")
+def row_of(s: int, t: int, count: int) -> int:
+    """Row of interval ``(s, t)`` among those of ``count`` stages."""
+    return s * count - s * (s - 1) // 2 + t - s
+
+
+@njit(inline="always")
+def _slots_up(nbytes: int, quantum: int) -> int:
+    return -(-nbytes // quantum)
+
+
+@njit(inline="always")
+def _all_bytes(n: Numbers, s: int, t: int) -> int:
+    """Least memory of ``F_all s`` and ``B s`` around ``(s + 1, t)``: ``m_all``."""
+    nbytes: int = max(n.gradient[t] + n.keep[s], n.back[s])
+    return nbytes
+
+
+@njit(inline="always")
+def _ck_bytes(n: Numbers, s: int, cut: int, t: int) -> int:
+    """Least memory of ``F_ck s, F_none s + 1 … cut - 1``: ``m_none``, of these forwards only."""
+    nbytes: int = n.gradient[t] + n.sweep[s, cut]
+    return nbytes
+
+
+@njit(cache=True, nogil=True)
+def _fill_leaf(table: Table, s: int) -> None:
+    """Row ``(s, s)``: Eq. (1)."""
+    n = table.numbers
+    row = row_of(s, s, n.backward_s.size)
+    end = table.values.shape[1]
+    table.values[row] = np.inf
+    table.first[row] = end
+    for way in (1, 0):
+        start = min(_slots_up(n.leaf_bytes[s, way], table.quantum), end)
+        table.values[row, start:] = n.leaf_s[s, way] + n.prefix_s[s]
+        table.first[row] = min(table.first[row], start)
+
+
+@njit(cache=True, nogil=True)
+def _try_all(table: Table, s: int, t: int, begin: int) -> int:
+    """Lower row ``(s, t)`` to ``C_all``; returns its first finite entry, ``begin`` so far."""
+    n = table.numbers
+    count = n.backward_s.size
+    out = table.values[row_of(s, t, count)]
+    inner = row_of(s + 1, t, count)
+    shift = _slots_up(n.saved[s], table.quantum)
+    start = max(_slots_up(_all_bytes(n, s, t), table.quantum), shift + table.first[inner])
+    for m in range(start, out.size):
+        value = table.values[inner, m - shift] + n.backward_s[s] + n.prefix_s[s]
+        out[m] = value if value < out[m] else out[m]
+    first: int = min(begin, start)
+    return first
+
+
+@njit(inline="always")
+def _lower_block(out: Floats, late: Floats, early: Floats, begin: int) -> None:
+    """Lower ``BLOCK`` entries to the sum of two rows, unless none of them can be lower.
+
+    Rows never increase: the least sum is the last one, the greatest entry the first.
+    """
+    last = begin + BLOCK - 1
+    if late[last] + early[last] < out[begin]:
+        for i in range(BLOCK):  # a constant, so that vectors are used
+            k = begin + i
+            value = late[k] + early[k]
+            out[k] = value if value < out[k] else out[k]
+
+
+@njit(inline="always")
+def _lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
+    """Lower ``out`` to the sum of two rows, which is nowhere below ``bound``."""
+    size = out.size
+    blocks = size // BLOCK
+    for block in range(blocks):
+        if out[block * BLOCK] <= bound:
+            return
+        _lower_block(out, late, early, block * BLOCK)
+    if blocks:
+        # What is left over with some entries again: a minimum can be taken twice.
+        _lower_block(out, late, early, size - BLOCK)
+        return
+    for k in range(size):
+        value = late[k] + early[k]
+        out[k] = value if value < out[k] else out[k]
+
+
+@njit(cache=True, nogil=True)
+def _try_cuts(table: Table, s: int, t: int, cuts: tuple[int, int], begin: int) -> int:
+    """Lower row ``(s, t)`` to ``C_ck`` of the half-open range ``cuts``; see ``_try_all``."""
+    n = table.numbers
+    values = table.values
+    count = n.backward_s.size
+    out = values[row_of(s, t, count)]
+    end = out.size
+    for cut in range(cuts[0], cuts[1]):
+        late = row_of(cut, t, count)
+        early = row_of(s, cut - 1, count)
+        shift = table.step_slots[s, cut]
+        start = max(shift + table.first[late], table.first[early])
+        if start >= end:
+            continue
+        bound = values[late, end - 1 - shift] + values[early, end - 1]
+        if out[start] <= bound:
+            continue
+        start = max(start, _slots_up(_ck_bytes(n, s, cut, t), table.quantum))
+        if start >= end:
+            continue
+        begin = min(begin, start)
+        late_row = values[late, start - shift : end - shift]
+        _lower(out[start:], late_row, values[early, start:], bound)
+    return begin
+
+
+@njit(cache=True, nogil=True)
+def _close(table: Table, s: int, t: int, begin: int) -> None:
+    """Turn the sums of row ``(s, t)`` into its values."""
+    n = table.numbers
+    row = row_of(s, t, n.backward_s.size)
+    for m in range(begin, table.values.shape[1]):
+        table.values[row, m] -= n.prefix_s[s]
+    table.first[row] = min(begin, table.values.shape[1])
+
+
+@njit(cache=True, nogil=True)
+def _fill_tile(table: Table, s0: int, t0: int) -> None:
+    """Rows ``(s, t)`` with ``s`` in the tile at ``s0`` and ``t`` in the one at ``t0``.
+
+    Requires: all tiles between are filled.
+
+    Cuts in tiles strictly between come first, one tile of cuts at a time: all rows of
+    this tile read the same rows then, out of the cache. Cuts in the two tiles at the
+    ends read rows of this very tile and follow row by row.
+    """
+    count = table.numbers.backward_s.size
+    s1 = min(s0 + TILE, count)
+    t1 = min(t0 + TILE, count)
+    begin = np.full((TILE, TILE), table.values.shape[1])
+    for s in range(s0, s1):
+        for t in range(max(t0, s + 1), t1):
+            table.values[row_of(s, t, count)] = np.inf
+    for cut in range(s0 + TILE, t0, TILE):
+        cuts = (cut, cut + TILE)
+        for t in range(t0, t1):
+            for s in range(s0, s1):
+                begin[s - s0, t - t0] = _try_cuts(table, s, t, cuts, begin[s - s0, t - t0])
+    for s in range(s1 - 1, s0 - 1, -1):
+        if s0 == t0:
+            _fill_leaf(table, s)
+        for t in range(max(t0, s + 1), t1):
+            b = _try_all(table, s, t, begin[s - s0, t - t0])
+            if s0 < t0:
+                b = _try_cuts(table, s, t, (s + 1, s1), b)
+            b = _try_cuts(table, s, t, (max(t0, s + 1), t + 1), b)
+            _close(table, s, t, b)
+
+
+@njit(cache=True, nogil=True)
+def fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
+    """Eq. (2) for the tiles ``begin, begin + stride, …`` of one diagonal of tiles.
+
+    Requires: all diagonals of lesser ``distance`` are filled.
+    """
+    tiles = -(-table.numbers.backward_s.size // TILE)
+    for tile in range(begin, tiles - distance, stride):
+        _fill_tile(table, tile * TILE, (tile + distance) * TILE)
+
+
+@njit(cache=True, nogil=True)
+def choose(table: Table, s: int, t: int, m: int) -> int:
+    """The choice behind entry ``m`` of row ``(s, t)``, by comparing the same sums again.
+
+    Returns:
+        ``s`` for ``F_all s``, the cut ``s' > s`` for ``F_ck s``. For ``s == t``, ``s + 1``
+        means the forward alone first, then a rebuild. -1 if the entry is infinite.
+    """
+    n = table.numbers
+    values = table.values
+    count = n.backward_s.size
+    want = values[row_of(s, t, count), m]
+    if want == np.inf:
+        return -1
+    if s == t:
+        return s if m >= _slots_up(n.leaf_bytes[s, 0], table.quantum) else s + 1
+    shift = _slots_up(n.saved[s], table.quantum)
+    if m >= max(shift, _slots_up(_all_bytes(n, s, t), table.quantum)):
+        inner = values[row_of(s + 1, t, count), m - shift]
+        if inner + n.backward_s[s] + n.prefix_s[s] - n.prefix_s[s] == want:
+            return s
+    for cut in range(s + 1, t + 1):
+        shift = table.step_slots[s, cut]
+        if m < max(shift, _slots_up(_ck_bytes(n, s, cut, t), table.quantum)):
+            continue
+        late = values[row_of(cut, t, count), m - shift]
+        if late + values[row_of(s, cut - 1, count), m] - n.prefix_s[s] == want:
+            return cut
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def fill_least(least: Least) -> None:
+    """Eq. (1) and (2) with the greatest of the parts' memory in place of the sum of times."""
+    n = least.numbers
+    memory = least.memory
+    seconds = least.seconds
+    count = n.backward_s.size
+    for s in range(count - 1, -1, -1):
+        way = 0 if n.leaf_bytes[s, 0] <= n.leaf_bytes[s, 1] else 1
+        memory[s, s] = n.leaf_bytes[s, way]
+        seconds[s, s] = n.leaf_s[s, way]
+        for t in range(s + 1, count):
+            forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
+            best = max(_all_bytes(n, s, t), n.saved[s] + memory[s + 1, t])
+            best_s = forward_s + seconds[s + 1, t] + n.backward_s[s]
+            for cut in range(s + 1, t + 1):
+                needs = max(_ck_bytes(n, s, cut, t), memory[s, cut - 1])
+                needs = max(needs, n.step[s, cut] + memory[cut, t])
+                if needs > best:
+                    continue
+                forward_s = n.prefix_s[cut] - n.prefix_s[s]
+                takes = forward_s + seconds[cut, t] + seconds[s, cut - 1]
+                if needs < best or takes < best_s:
+                    best = needs
+                    best_s = takes
+            memory[s, t] = best
+            seconds[s, t] = best_s
+
+
+@njit(cache=True, nogil=True)
+def choose_least(least: Least, s: int, t: int, available: int) -> int:
+    """Of the choices that fit ``available`` bytes, the one with the least ``seconds``.
+
+    Returns:
+        As ``choose``.
+    """
+    n = least.numbers
+    memory = least.memory
+    seconds = least.seconds
+    if s == t:
+        return s if available >= n.leaf_bytes[s, 0] else s + 1
+    best = -1
+    best_s = np.inf
+    if available >= max(_all_bytes(n, s, t), n.saved[s] + memory[s + 1, t]):
+        best = s
+        best_s = n.prefix_s[s + 1] - n.prefix_s[s] + seconds[s + 1, t] + n.backward_s[s]
+    for cut in range(s + 1, t + 1):
+        needs = max(_ck_bytes(n, s, cut, t), memory[s, cut - 1])
+        if available < max(needs, n.step[s, cut] + memory[cut, t]):
+            continue
+        takes = n.prefix_s[cut] - n.prefix_s[s] + seconds[cut, t] + seconds[s, cut - 1]
+        if takes < best_s:
+            best = cut
+            best_s = takes
+    return best

@@ -1,0 +1,126 @@
+"""A chain and its costs as arrays of bytes and seconds, for compiled loops."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxremat.ir import Chain, Costs
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_MOST_BYTES = 1 << 62
+"""Sums of sizes stay below this, half of what an int64 holds."""
+
+
+class Numbers(NamedTuple):
+    """A chain of ``L`` stages as arrays; all sizes in bytes.
+
+    Attributes:
+        prefix_s: ``(L + 1,)``, seconds of the forwards ``0 … i - 1``.
+        backward_s: ``(L,)``.
+        gradient: ``(L,)``, ``δ`` while the backward of stage ``i`` comes next.
+        saved: ``(L,)``, saved set ``i``.
+        keep: ``(L,)``, peak of ``F_all i`` beyond its input and the gradient.
+        back: ``(L,)``, peak of ``B i`` beyond its input.
+        step: ``(L, L + 1)``, what boundary ``s'`` adds to boundary ``s < s'``.
+        sweep: ``(L, L + 1)``, peak of the forwards ``s … s' - 1``, only boundary ``s``
+            kept, beyond that boundary and the gradient.
+        leaf_bytes: ``(L, 2)``, least memory of the interval ``(i, i)`` in each of its
+            two ways: at once, or the forward alone first and then a rebuild.
+        leaf_s: ``(L, 2)``, their seconds.
+    """
+
+    prefix_s: Floats
+    backward_s: Floats
+    gradient: Ints
+    saved: Ints
+    keep: Ints
+    back: Ints
+    step: Ints
+    sweep: Ints
+    leaf_bytes: Ints
+    leaf_s: Floats
+
+
+def numbers_of(chain: Chain, costs: Costs) -> Numbers:
+    """The arrays of a valid chain.
+
+    Raises:
+        ValueError: the sizes are too large to add up.
+    """
+    stages = costs.stages
+    count = len(stages)
+    _check_total(chain, costs)
+    saved = [chain.nbytes(chain.saved_set(i)) for i in range(count)]
+    keep = [saved[i] + stage.keep_extra_bytes for i, stage in enumerate(stages)]
+    back = [
+        stage.gradient_bytes + saved[i] + stage.backward_extra_bytes
+        for i, stage in enumerate(stages)
+    ]
+    step, sweep = _boundary_bytes(chain, [stage.forward_extra_bytes for stage in stages])
+    rebuild = [stage.gradient_bytes + stage.rebuild_bytes for stage in stages]
+    leaf_bytes = [[nbytes, nbytes] for nbytes in rebuild]
+    leaf_s = [[stage.rebuild_s + stage.backward_s] * 2 for stage in stages]
+    last = stages[-1]
+    run_bytes = last.gradient_bytes + int(sweep[count - 1, count])
+    leaf_bytes[-1] = [
+        max(last.gradient_bytes + keep[-1], back[-1]),
+        max(run_bytes, rebuild[-1]),
+    ]
+    leaf_s[-1] = [
+        last.forward_s + last.backward_s,
+        last.forward_s + last.rebuild_s + last.backward_s,
+    ]
+    return Numbers(
+        prefix_s=np.cumsum([0.0, *(stage.forward_s for stage in stages)]),
+        backward_s=np.array([stage.backward_s for stage in stages], dtype=np.float64),
+        gradient=np.array([stage.gradient_bytes for stage in stages], dtype=np.int64),
+        saved=np.array(saved, dtype=np.int64),
+        keep=np.array(keep, dtype=np.int64),
+        back=np.array(back, dtype=np.int64),
+        step=step,
+        sweep=sweep,
+        leaf_bytes=np.array(leaf_bytes, dtype=np.int64),
+        leaf_s=np.array(leaf_s, dtype=np.float64),
+    )
+
+
+def _check_total(chain: Chain, costs: Costs) -> None:
+    most = max(
+        2 * stage.gradient_bytes
+        + stage.forward_extra_bytes
+        + stage.keep_extra_bytes
+        + stage.backward_extra_bytes
+        + stage.rebuild_bytes
+        for stage in costs.stages
+    )
+    total = most + sum(storage.nbytes for storage in chain.storages)
+    if total > _MOST_BYTES:
+        raise ValueError(f"the sizes add up to {total} bytes, more than {_MOST_BYTES}")
+
+
+def _boundary_bytes(chain: Chain, forward_extra: list[int]) -> tuple[Ints, Ints]:
+    """``step`` and ``sweep`` of ``Numbers``.
+
+    A storage of boundary ``s'`` is not in boundary ``s < s'`` exactly if its run begins
+    after ``s``.
+    """
+    count = len(chain)
+    starting = np.zeros((count + 1, count + 1), dtype=np.int64)
+    born: dict[int, int] = {}
+    for i, boundary in enumerate(chain.boundaries):
+        for storage in set(boundary):
+            starting[born.setdefault(storage, i), i] += chain.storages[storage].nbytes
+    # step[s, s'] = Σ over runs that begin after s of what they have in boundary s'.
+    step = np.cumsum(starting[::-1], axis=0)[::-1][1:]
+    new = np.diagonal(starting)
+    sweep = np.zeros((count, count + 1), dtype=np.int64)
+    for s in range(count):
+        # Forward j holds boundaries j and j + 1; the second adds what begins there.
+        peaks = step[s, s:count] + new[s + 1 :] + forward_extra[s:]
+        sweep[s, s + 1 :] = np.maximum.accumulate(peaks)
+    return np.ascontiguousarray(step), sweep

@@ -1,0 +1,326 @@
+"""Optimal memory-persistent recomputation of a chain.
+
+Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
+heterogeneous chains: how to train deep neural networks with limited memory" (2019),
+section 4.2.
+
+``C(s, t, m)`` is the least time to get from the gradient after stage ``t`` to the one
+before stage ``s``, when boundary ``s`` is held and ``m`` bytes are free beside it:
+
+    C(s, s, m) = forward + backward, or rebuild + backward once the turn is past  Eq. (1)
+    C(s, t, m) = min(C_all(s, t, m), min over s < s' <= t of C_ck(s, s', t, m))   Eq. (2)
+    C_ck  = Σ forward_s[s … s' - 1] + C(s', t, m - step(s, s')) + C(s, s' - 1, m)
+    C_all = forward_s[s] + C(s + 1, t, m - saved(s)) + backward_s[s]
+
+The first cut runs ``F_ck s, F_none s + 1, …, F_none s' - 1``; its bound on ``m`` counts
+the forwards that it runs and no others. Where this departs from the paper:
+
+* Boundaries are sets of storages. ``step(s, s')`` is what boundary ``s'`` adds to boundary
+  ``s``. That is exact, not a bound: a storage lives in a contiguous run of boundaries,
+  so what boundary ``s'`` or anything after it shares with memory held before, it shares
+  with boundary ``s'`` itself.
+* The interval of the last stage has a second way: run its forward, keeping only the
+  input, and rebuild it before its backward. An exhaustive search showed it to be
+  needed: where ``rebuild_bytes`` is small it fits into less memory. With the papers'
+  costs it never does.
+
+``O(L³ slots)`` time and ``O(L² slots)`` memory; only values are kept, and a schedule is
+read off by comparing the sums again (``O(L²)``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+
+import numpy as np
+
+from fxremat.ir import (
+    Backward,
+    Chain,
+    Costs,
+    Forward,
+    Infeasible,
+    Keep,
+    Op,
+    Problem,
+    Schedule,
+    Solution,
+    Solved,
+)
+from fxremat.solvers import kernels
+from fxremat.solvers.kernels import Least, Table
+from fxremat.solvers.numbers import Floats, Ints, Numbers, numbers_of
+from fxremat.solvers.quantize import quantum_bytes, slots_down, slots_up
+
+_LARGEST_TABLE_BYTES = 1 << 29
+"""A retry with more slots stops before its table is larger than this."""
+
+
+def solve(problem: Problem, *, slots: int = 500) -> Solution:
+    """The fastest memory-persistent schedule within the budget; see ``brute`` for the term.
+
+    Beaumont et al. 2019, Theorem 1. ``O(L³ slots)`` time, ``O(L² slots)`` memory.
+
+    Args:
+        problem: the chain, its costs and the budget.
+        slots: sizes are rounded up to the budget's ``slots``-th part. The result is
+            exact where that is one byte.
+
+    Returns:
+        ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule.
+        A budget that only fits without rounding is first tried with up to eight times
+        the slots, then answered with a schedule from the least memory.
+
+    Raises:
+        ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
+    """
+    chain, costs = problem.chain, problem.costs
+    numbers = numbers_of(chain, costs)
+    least = _fill_least(numbers)
+    least_bytes = _base_bytes(chain, costs) + _least_bytes(least)
+    if problem.budget_bytes < least_bytes:
+        return Infeasible(least_bytes)
+    for factor in (1, 2, 4, 8):
+        if factor > 1 and _table_bytes(len(chain), slots * factor) > _LARGEST_TABLE_BYTES:
+            break
+        table = RotorTable.build(
+            chain, costs, max_budget_bytes=problem.budget_bytes, slots=slots * factor
+        )
+        if table.fits(problem.budget_bytes) or table.quantum_bytes == 1:
+            break
+    return table.schedule(problem.budget_bytes)
+
+
+def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
+    """The least budget of any memory-persistent schedule, exact in bytes, and one that has it.
+
+    Among equal memory the lesser time is taken where the recurrence has the choice. ``O(L³)``.
+
+    Raises:
+        ValueError: the chain or the costs are malformed, or too large to add up.
+    """
+    Problem(chain, costs, 0)  # validates
+    least = _fill_least(numbers_of(chain, costs))
+    ops = _least_ops(least, _least_bytes(least))
+    return _base_bytes(chain, costs) + _least_bytes(least), Schedule(ops)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotorTable:
+    """Every ``C(s, t, m)`` of a chain: schedules for all budgets up to the greatest.
+
+    Attributes:
+        chain: the chain it was built for.
+        costs: its costs.
+        max_budget_bytes: the greatest budget it answers for.
+        quantum_bytes: size of a slot.
+        slots: number of slots of the greatest budget.
+    """
+
+    chain: Chain
+    costs: Costs
+    max_budget_bytes: int
+    quantum_bytes: int
+    slots: int
+    _table: Table
+    _least: Least
+
+    @staticmethod
+    def build(chain: Chain, costs: Costs, *, max_budget_bytes: int, slots: int = 500) -> RotorTable:
+        """Fill the table. ``O(L³ slots)``, on all the cores this process may use.
+
+        Raises:
+            ValueError: the chain or the costs are malformed or too large to add up, or
+                ``slots < 1``.
+        """
+        Problem(chain, costs, max_budget_bytes)  # validates
+        numbers = numbers_of(chain, costs)
+        available_bytes = max(0, max_budget_bytes - _base_bytes(chain, costs))
+        quantum = quantum_bytes(available_bytes, slots=slots)
+        used = slots_down(available_bytes, quantum=quantum)
+        table = _fill(numbers, quantum, used)
+        least = _fill_least(numbers)
+        return RotorTable(chain, costs, max_budget_bytes, quantum, used, table, least)
+
+    @property
+    def base_bytes(self) -> int:
+        """What is held whatever the schedule: ``fixed_bytes`` and boundary 0."""
+        return _base_bytes(self.chain, self.costs)
+
+    @property
+    def least_budget_bytes(self) -> int:
+        """The exact least budget of any memory-persistent schedule."""
+        return self.base_bytes + _least_bytes(self._least)
+
+    def schedule(self, budget_bytes: int) -> Solved | Infeasible:
+        """The fastest schedule for a budget; ``O(L²)``.
+
+        A budget that suffices only without rounding gets a schedule from the least memory.
+
+        Raises:
+            ValueError: the budget is above ``max_budget_bytes``.
+        """
+        if self.fits(budget_bytes):
+            ops = self._ops(self._slots_of(budget_bytes))
+        elif budget_bytes >= self.least_budget_bytes:
+            ops = _least_ops(self._least, budget_bytes - self.base_bytes)
+        else:
+            return Infeasible(self.least_budget_bytes)
+        return Solved(Schedule(ops), _seconds(self.costs, ops))
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether the table itself, sizes rounded up, has a schedule for a budget.
+
+        Raises:
+            ValueError: the budget is above ``max_budget_bytes``.
+        """
+        slots = self._slots_of(budget_bytes)
+        return slots >= 0 and bool(np.isfinite(self._root[slots]))
+
+    def distinct_budgets(self) -> tuple[int, ...]:
+        """The budgets in bytes, ascending, at which the table's optimum improves.
+
+        The first is the least that ``fits``; from each to the next the optimum stays.
+        """
+        row = self._root
+        better = np.flatnonzero(row[1:] < row[:-1]) + 1
+        starts = [0, *better.tolist()] if np.isfinite(row[0]) else better.tolist()
+        return tuple(self.base_bytes + m * self.quantum_bytes for m in starts)
+
+    @property
+    def _root(self) -> Floats:
+        row: Floats = self._table.values[len(self.chain) - 1]
+        return row
+
+    def _slots_of(self, budget_bytes: int) -> int:
+        if budget_bytes > self.max_budget_bytes:
+            raise ValueError(
+                f"budget_bytes is {budget_bytes}, the table ends at {self.max_budget_bytes}"
+            )
+        return slots_down(budget_bytes - self.base_bytes, quantum=self.quantum_bytes)
+
+    def _ops(self, slots: int) -> tuple[Op, ...]:
+        table = self._table
+        saved = [slots_up(n, quantum=self.quantum_bytes) for n in table.numbers.saved.tolist()]
+
+        def pick(s: int, t: int, m: int) -> int:
+            return kernels.choose(table, s, t, m)
+
+        return _walk(pick, saved, table.step_slots, slots)
+
+
+def _fill_least(numbers: Numbers) -> Least:
+    count = len(numbers.backward_s)
+    least = Least(numbers, np.zeros((count, count), dtype=np.int64), np.zeros((count, count)))
+    kernels.fill_least(least)
+    return least
+
+
+def _least_bytes(least: Least) -> int:
+    return int(least.memory[0, -1])
+
+
+def _least_ops(least: Least, available_bytes: int) -> tuple[Op, ...]:
+    """A schedule within ``available_bytes``, which are at least what is needed."""
+
+    def pick(s: int, t: int, m: int) -> int:
+        return kernels.choose_least(least, s, t, m)
+
+    return _walk(pick, least.numbers.saved.tolist(), least.numbers.step, available_bytes)
+
+
+def _walk(
+    pick: Callable[[int, int, int], int], saved: list[int], step: Ints, available: int
+) -> tuple[Op, ...]:
+    """Algorithm 2, with a stack of its own since chains are deeper than Python's.
+
+    Args:
+        pick: the choice for an interval and what is available to it, as ``kernels.choose``.
+        saved: the saved sets; all three are in bytes, or all in slots.
+        step: see ``Numbers``.
+        available: what the whole chain may use beside boundary 0.
+    """
+    ops: list[Op] = []
+    todo: list[tuple[int, int, int] | Op] = [(0, len(saved) - 1, available)]
+    while todo:
+        item = todo.pop()
+        if not isinstance(item, tuple):
+            ops.append(item)
+            continue
+        s, t, m = item
+        cut = pick(s, t, m)
+        if cut < s:
+            raise AssertionError(f"no choice explains the value of interval ({s}, {t}) at {m}")
+        if cut == s:
+            ops.append(Forward(s, Keep.ALL))
+            todo.append(Backward(s))
+            if s < t:
+                todo.append((s + 1, t, m - saved[s]))
+        else:
+            ops.append(Forward(s, Keep.INPUT))
+            if s == t:
+                ops += [Forward(s, Keep.ALL), Backward(s)]
+                continue
+            ops += [Forward(j, Keep.NONE) for j in range(s + 1, cut)]
+            todo.append((s, cut - 1, m))
+            todo.append((cut, t, m - int(step[s, cut])))
+    return tuple(ops)
+
+
+def _seconds(costs: Costs, ops: tuple[Op, ...]) -> float:
+    """Time of ``ops``, summed in their order."""
+    ran: set[int] = set()
+    total = 0.0
+    for index, op in enumerate(ops):
+        cost = costs.stages[op.stage]
+        if isinstance(op, Backward):
+            total += cost.backward_s
+            continue
+        pair = op.keep is Keep.ALL and ops[index + 1] == Backward(op.stage)
+        total += cost.rebuild_s if pair and op.stage in ran else cost.forward_s
+        ran.add(op.stage)
+    return total
+
+
+def _base_bytes(chain: Chain, costs: Costs) -> int:
+    return costs.fixed_bytes + chain.nbytes(chain.boundaries[0])
+
+
+def _table_bytes(count: int, slots: int) -> int:
+    return count * (count + 1) // 2 * (slots + 1) * 8
+
+
+def _fill(numbers: Numbers, quantum: int, slots: int) -> Table:
+    count = len(numbers.backward_s)
+    rows = count * (count + 1) // 2
+    table = Table(
+        numbers,
+        step_slots=-(-numbers.step // quantum),
+        quantum=quantum,
+        values=np.empty((rows, slots + 1)),
+        first=np.empty(rows, dtype=np.int64),
+    )
+    tiles = -(-count // kernels.TILE)
+    workers = min(tiles, _cores())
+    if workers == 1:
+        for distance in range(tiles):
+            kernels.fill_tiles(table, distance, 0, 1)
+        return table
+    with ThreadPoolExecutor(workers) as pool:
+        for distance in range(tiles):
+            stride = min(workers, tiles - distance)
+            work = partial(kernels.fill_tiles, table, distance)
+            list(pool.map(work, range(stride), repeat(stride)))
+    return table
+
+
+def _cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

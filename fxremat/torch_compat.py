@@ -1,0 +1,313 @@
+"""The only file that touches private torch names.
+
+Checked on torch 2.11.0, 2.13.0 and 2.15.0; the supported range is 2.11 to 2.15. When
+another torch breaks something, the repair belongs here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.errors import CostError
+
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+
+
+def aot_autograd_backend(
+    *,
+    forward_compiler: Callable[..., BoxedCallable],
+    backward_compiler: Callable[..., BoxedCallable],
+    inference_compiler: Callable[..., BoxedCallable],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+) -> Callable[..., Any]:
+    """A Dynamo backend that hands the joint graph to ``partition``."""
+    from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
+
+    # Input mutations stay outside the graph (a copy after the forward), so the joint
+    # graph is functional and may be reordered and recomputed freely.
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=forward_compiler,
+        bw_compiler=backward_compiler,
+        inference_compiler=inference_compiler,
+        partition_fn=partition,
+        keep_inference_input_mutations=False,
+    )
+    return backend
+
+
+def capture_settings() -> contextlib.AbstractContextManager[Any]:
+    """Settings under which Dynamo captures a call; they cost some 20 µs a call.
+
+    Loggers are traced through as if they were not there, because ``warning_once`` in a
+    loss would break the graph. Every new shape is captured anew, with static shapes.
+    """
+    from torch._dynamo import config  # noqa: PLC0415
+
+    logging.getLogger("torch._dynamo.metrics_context").addFilter(_is_no_failed_metric)
+    patched: contextlib.AbstractContextManager[Any] = config.patch(**_dynamo_settings())
+    return patched
+
+
+def _is_no_failed_metric(record: logging.LogRecord) -> bool:
+    """Torch 2.11 logs an error when it cannot write down which functions it ignores."""
+    return "logging compilation metrics" not in record.getMessage()
+
+
+def _dynamo_settings() -> dict[str, Any]:
+    from torch._dynamo import config  # noqa: PLC0415
+
+    # Looked up anew each time: libraries add methods when they are imported.
+    names = ("debug", "info", "warn", "error", "exception", "critical", "log")
+    methods = {m for name, m in vars(logging.Logger).items() if name.startswith(names)}
+    settings: dict[str, Any] = {
+        "recompile_limit": 256,
+        "accumulated_recompile_limit": 4096,
+        "ignore_logging_functions": methods,
+    }
+    if not hasattr(config, "ignore_logging_functions"):
+        settings["ignore_logger_methods"] = settings.pop("ignore_logging_functions")
+    return settings
+
+
+def without_donated_buffers() -> contextlib.AbstractContextManager[Any]:
+    """Nothing emitted writes into saved tensors; donating them forbids ``retain_graph``."""
+    from torch._functorch import config  # noqa: PLC0415
+
+    patched: contextlib.AbstractContextManager[Any] = config.patch(donated_buffer=False)
+    return patched
+
+
+def is_backward_node(node: fx.Node) -> bool:
+    """Whether AOTAutograd traced ``node`` while differentiating."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def sequence_number(node: fx.Node) -> int | None:
+    """Autograd's sequence number: a backward node has that of its forward operation."""
+    number = node.meta.get("seq_nr")
+    return number if isinstance(number, int) else None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage while the tensor is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether ``tensor`` has no data."""
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
+
+    return isinstance(tensor, FakeTensor)
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether running ``node`` advances a random generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    # Fused attention carries the tag, yet draws nothing unless it drops something.
+    arguments = _named_arguments(node, target)
+    probability = arguments.get("dropout_p", arguments.get("dropout", arguments.get("p")))
+    if isinstance(probability, (int, float)) and probability == 0.0:
+        return False
+    return arguments.get("train") is not False
+
+
+def _named_arguments(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    schema = target._schema.arguments
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
+    named.update(node.kwargs)
+    return named
+
+
+def boxed_code(graph: fx.Graph) -> None:
+    """Make ``graph``'s code take its arguments in one list, which it empties."""
+    from torch.fx.graph import _BoxedCodeGen  # noqa: PLC0415
+
+    graph.set_codegen(_BoxedCodeGen())
+
+
+class AllocationLog:
+    """What the CPU allocator did between entering and leaving the context.
+
+    Attributes:
+        events: after leaving, ``(mark, signed bytes)`` of each allocation and release
+            in order, where ``mark`` is the last name passed to :meth:`mark`.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def __enter__(self) -> AllocationLog:
+        profiler: Any = torch.autograd
+        experimental = torch._C._profiler._ExperimentalConfig()
+        state = profiler.ProfilerState.CPU
+        try:
+            profiler._enable_profiler_legacy(
+                profiler.ProfilerConfig(state, False, True, False, False, False, experimental)
+            )
+        except RuntimeError as error:
+            raise CostError(
+                f"the allocator cannot be watched: {error}. Plan before the profiler starts: "
+                "compile with, or run once, the shapes of the step that is profiled"
+            ) from error
+        return self
+
+    def mark(self, name: str) -> None:
+        """Name what follows."""
+        with torch.autograd.profiler.record_function(_MARK + name):
+            pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        threads: Any = torch._C._autograd._disable_profiler_legacy()
+        start = threads[0][0]
+        records = [r for thread in threads for r in thread]
+        if len(threads) > 1:
+            records.sort(key=start.cpu_elapsed_us)
+        current = ""
+        for record in records:
+            kind = record.kind()
+            if kind == "push" and record.name().startswith(_MARK):
+                current = record.name()[len(_MARK) :]
+            elif kind == "memory_alloc":
+                self.events.append((current, record.cpu_memory_usage()))
+
+
+_MARK = "fxremat:"
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of the joint graph is the gradient of an output."""
+    return node.op == "placeholder" and node.name.startswith("tangents_")
+
+
+def is_clone(node: fx.Node) -> bool:
+    """Whether ``node`` copies its argument."""
+    return node.target is torch.ops.aten.clone.default
+
+
+def fake_like_state(node: fx.Node, state: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``state`` without data, in the fake mode that traced ``node``."""
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
+
+    value = node.meta["val"]
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(item, FakeTensor):
+            with item.fake_mode:
+                return torch.empty(state.shape, dtype=state.dtype, device=state.device)
+    return torch.empty(state.shape, dtype=state.dtype, device="meta")
+
+
+def mutated_primals(module: fx.GraphModule) -> list[int]:
+    """Indices of the primals whose new value the joint graph returns."""
+    from torch._functorch._aot_autograd.descriptors import (  # noqa: PLC0415
+        InputMutationAOTOutput,
+    )
+
+    described = module.graph.output_node().meta.get("desc", ())
+    mutated = [d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)]
+    primals = [n for n in module.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+    return [i for i, node in enumerate(primals) if node.meta.get("desc") in mutated]
+
+
+@contextlib.contextmanager
+def real_execution() -> Iterator[None]:
+    """Run operations for real although a trace is going on."""
+    from torch._dispatch.python import no_python_dispatcher  # noqa: PLC0415
+    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
+
+    with _disable_current_modes(), no_python_dispatcher(), torch._C._DisableAutocast():
+        yield
+
+
+def boxed(function: BoxedCallable) -> BoxedCallable:
+    """Mark ``function`` as taking its arguments in one list that it may empty."""
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return function(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def primal_sources(joint: fx.GraphModule) -> list[int | None]:
+    """For each primal the index of the compiled function's input that it is."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput  # noqa: PLC0415
+
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+    described = [n.meta.get("desc") for n in primals]
+    return [d.idx if isinstance(d, PlainAOTInput) else None for d in described]
+
+
+def fake_mode() -> Any:
+    """A mode in which operations compute shapes and no data; its ``from_tensor`` makes shells.
+
+    Real tensors that a forward finds outside its module are taken for shells, too.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def failure_cause(error: BaseException) -> BaseException:
+    """What really went wrong, for an error that Dynamo wrapped."""
+    from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415
+
+    while isinstance(error, BackendCompilerFailed):
+        error = error.inner_exception
+    return error
+
+
+def capture_failures() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises when a model cannot be captured as one graph."""
+    from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415
+
+    return (TorchDynamoException,)
+
+
+def compile_whole(model: torch.nn.Module, backend: Callable[..., Any]) -> Any:
+    """``model`` compiled as one graph with static shapes."""
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+
+
+def data_dependent_errors() -> tuple[type[BaseException], ...]:
+    """What a call without data raises when shapes or branches depend on data."""
+    from torch._subclasses.fake_tensor import (  # noqa: PLC0415
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+    from torch.fx.experimental.symbolic_shapes import (  # noqa: PLC0415
+        GuardOnDataDependentSymNode,
+    )
+
+    return (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+def before_backward(outputs: object, refuse: Callable[[], None]) -> None:
+    """Call ``refuse`` when the backward of a compiled step is run with ``create_graph=True``.
+
+    Autograd enables gradients in a backward exactly then.
+    """
+    from torch.utils._pytree import tree_leaves  # noqa: PLC0415
+
+    def check(_gradients: object) -> None:
+        if torch.is_grad_enabled():
+            refuse()
+
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            node: Any = leaf.grad_fn
+            while "CompiledFunction" not in node.name() and node.next_functions:
+                node = node.next_functions[0][0]
+            if node is not None and "CompiledFunction" in node.name():
+                node.register_prehook(check)
+                return

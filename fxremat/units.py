@@ -1,0 +1,54 @@
+"""Byte counts and durations, from and for people."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from fxremat.errors import BudgetError
+
+_FACTORS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """``"6 GiB"``, ``"512MB"`` or ``"1048576"`` in bytes, rounded down.
+
+    Raises:
+        BudgetError: the text is not a number of bytes.
+    """
+    match = _BYTES.fullmatch(text)
+    if match is None or match[2].upper() not in _FACTORS:
+        raise BudgetError(
+            f"{text!r} is not a number of bytes: write for example '6 GiB', '512 MB' or 1048576"
+        )
+    return int(Fraction(match[1].rstrip(".")) * _FACTORS[match[2].upper()])
+
+
+def format_bytes(nbytes: int) -> str:
+    """A byte count for people, in binary units."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * factor >= 1 or unit == "µs":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError

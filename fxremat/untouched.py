@@ -1,0 +1,115 @@
+"""Leave no trace: put back what planning a model would change about it or the process."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxremat import torch_compat
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def generators_restored() -> Iterator[None]:
+    """Python's, NumPy's and torch's default random generators end as they began."""
+    python_state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state: Any = numpy.random.get_state() if numpy else None
+    devices = list(range(torch.cuda.device_count()))
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def attributes_replaced(
+    model: nn.Module, shell: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Tensors in plain attributes become shells, and all attributes end as they began.
+
+    A forward may cache a tensor, or count its calls. Where the call installed hooks (a
+    library does so once, and notes that it did), only tensors without data are taken out
+    again: the hooks and the note belong together.
+    """
+    before = {module: _snapshot(module) for module in model.modules()}
+    hooks = _hook_counts(model)
+    for module in before:
+        _replace_tensors(module, shell)
+    try:
+        yield
+    finally:
+        installed = _hook_counts(model) != hooks
+        for module, attributes in before.items():
+            _restore(module, attributes, only_fake=installed)
+
+
+def _snapshot(module: nn.Module) -> dict[str, Any]:
+    """Attributes, with copies of the dicts and lists among them."""
+    return {
+        name: value.copy() if type(value) in (dict, list, set) else value
+        for name, value in vars(module).items()
+    }
+
+
+def _replace_tensors(module: nn.Module, shell: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    attributes = vars(module)
+    for name, value in list(attributes.items()):
+        if name in ("_parameters", "_buffers"):
+            continue
+        if isinstance(value, torch.Tensor):
+            attributes[name] = shell(value)
+        elif type(value) is dict:
+            value.update({k: shell(v) for k, v in value.items() if isinstance(v, torch.Tensor)})
+        elif type(value) is list:
+            value[:] = [shell(v) if isinstance(v, torch.Tensor) else v for v in value]
+
+
+def _hook_counts(model: nn.Module) -> list[int]:
+    return [len(getattr(m, name, ())) for m in model.modules() for name in _HOOKS]
+
+
+def _restore(module: nn.Module, before: dict[str, Any], *, only_fake: bool) -> None:
+    now = vars(module)
+    for name in list(now):
+        if only_fake and not _holds_fake(now[name]):
+            continue
+        if name not in before:
+            del now[name]
+        elif type(before[name]) in (dict, list, set):
+            _refill(now, name, before[name])
+        else:
+            now[name] = before[name]
+    if not only_fake:
+        for name in before.keys() - now.keys():
+            now[name] = before[name]
+
+
+def _refill(attributes: dict[str, Any], name: str, contents: Any) -> None:
+    """Give a container its old contents; others may hold the same object."""
+    container = attributes[name]
+    if type(container) is not type(contents):
+        attributes[name] = contents
+    elif isinstance(container, list):
+        container[:] = contents
+    else:
+        container.clear()
+        container.update(contents)
+
+
+def _holds_fake(value: object) -> bool:
+    if type(value) is set:
+        value = list(value)
+    leaves = pytree.tree_leaves(value)
+    return any(isinstance(leaf, torch.Tensor) and torch_compat.is_fake(leaf) for leaf in leaves)

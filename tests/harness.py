@@ -1,0 +1,274 @@
+"""What tests of passes share: captured steps, schedules, and the joint graph run as it is.
+
+No solver takes part: schedules are written by hand or drawn at random, and the emitted
+graphs are run directly and held against the joint graph that AOTAutograd traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from fxremat import torch_compat
+from fxremat.ir import Backward, Forward, Keep, Schedule
+from fxremat.passes.cost import CostCache, Measured, measure_line
+from fxremat.passes.joint import JointGraph, build_joint_graph
+from fxremat.passes.linearize import Line, linearize
+from fxremat.passes.program import BlockCache, Program, build_program
+from fxremat.passes.rewrite import BlockModules, rewrite
+from fxremat.passes.surroundings import Caller, surroundings_of
+from fxremat.passes.sweep import Surroundings, Sweep, Sweeper
+from tests.models import ZOO, ZooModel
+from tests.models.reference import call_without_trace
+
+COSTS = CostCache()
+SEED = 7
+
+
+@dataclass
+class Captured:
+    """One training step as AOTAutograd traced it, with real values to run it on.
+
+    ``traced`` is the joint graph before any pass of ours; ``values`` are its primals, then
+    its tangents.
+    """
+
+    traced: fx.GraphModule
+    output_count: int
+    mutated: list[int]
+    primals: list[Tensor]
+    real: dict[int, Tensor]
+    joint: JointGraph
+    tangents: list[Tensor] = field(default_factory=list)
+
+    @functools.cached_property
+    def line(self) -> Line:
+        return linearize(self.joint)
+
+    @functools.cached_property
+    def measured(self) -> Measured:
+        """The line with its measured storage sizes, and its workspaces."""
+        return measure_line(
+            self.line,
+            self.blocks,
+            real={self.joint.primals[i]: t for i, t in self.real.items()},
+            cache=COSTS,
+            progress=silent,
+        )
+
+    @functools.cached_property
+    def blocks(self) -> BlockCache:
+        return BlockCache(self.line)
+
+    @functools.cached_property
+    def sweeper(self) -> Sweeper:
+        return Sweeper(self.measured.line, self.measured.workspace_bytes)
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """As of a caller who holds nothing and computes no loss."""
+        real = {self.joint.primals[i]: t for i, t in self.real.items()}
+        return surroundings_of(self.joint, real, Caller(loss_bytes=0))
+
+    def program(self, schedule: Schedule) -> Program:
+        return build_program(self.measured.line, schedule, self.blocks)
+
+    def sweep(self, program: Program) -> Sweep:
+        return self.sweeper.sweep(program, bare(self.joint))
+
+
+def silent(_what: str, _done: int, _total: int) -> None:
+    """No progress."""
+
+
+def bare(joint: JointGraph) -> Surroundings:
+    """Tangents and nothing else: parameters and inputs are not counted."""
+    tangent_bytes = joint.storages.total(joint.storages.of(joint.tangents))
+    return Surroundings(given_bytes=0, turn_bytes=tangent_bytes, tangent_bytes=tangent_bytes)
+
+
+class _EnoughError(Exception):
+    """The joint graph is there: no more compiling."""
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    backend_sees: Callable[[fx.GraphModule], None] = lambda _module: None,
+) -> Captured:
+    """The step of ``model`` on these arguments, captured and not run."""
+    found: list[Captured] = []
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any], **_options: Any) -> Any:
+        backend_sees(module)
+
+        def partition(
+            traced: fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
+        ) -> Any:
+            found.append(_keep(traced, num_fwd_outputs, _values(traced, inputs)))
+            raise _EnoughError
+
+        compilers = dict.fromkeys(
+            ("forward_compiler", "backward_compiler", "inference_compiler"), lambda graph, _: graph
+        )
+        aot = torch_compat.aot_autograd_backend(partition=partition, **compilers)
+        return aot(module, inputs)
+
+    torch._dynamo.reset()
+    try:
+        with torch_compat.capture_settings():
+            torch_compat.compile_whole(model, backend)(*args, **kwargs or {})
+    except torch_compat.capture_failures() as error:
+        if not isinstance(torch_compat.failure_cause(error), _EnoughError):
+            raise
+    finally:
+        torch._dynamo.reset()
+    (captured,) = found
+    captured.tangents = [_like(n.meta["val"], i) for i, n in enumerate(captured.joint.tangents)]
+    return captured
+
+
+def _keep(traced: fx.GraphModule, output_count: int, real: dict[int, Tensor]) -> Captured:
+    mutated = torch_compat.mutated_primals(traced)
+    joint = build_joint_graph(traced, forward_output_count=output_count, mutated_primals=mutated)
+    primals = [real[i] for i in range(len(joint.primals))]
+    return Captured(traced, output_count, mutated, primals, real, joint)
+
+
+def _values(traced: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, Tensor]:
+    sources = torch_compat.primal_sources(traced)
+    return {i: inputs[source] for i, source in enumerate(sources) if source is not None}
+
+
+def _like(traced: Tensor, seed: int) -> Tensor:
+    """A tangent: random numbers with the traced strides."""
+    made = torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return made.copy_(torch.randn(traced.shape, generator=generator))
+
+
+@functools.cache
+def captured(name: str, *, input_gradients: bool = False) -> Captured:
+    """The step of a zoo model; captured once a process."""
+    entry = ZOO[name]
+    model = entry.build()
+    args, kwargs = entry.sample(0)
+    if input_gradients:
+        ask_input_gradients((args, kwargs))
+    if entry.hooks_at_first_call:
+        call_without_trace(entry, model)
+    with entry.context():
+        return capture(model, args, kwargs)
+
+
+def ask_input_gradients(sample: object) -> None:
+    """Have gradients of every floating-point tensor of a sample."""
+    for leaf in tree_leaves(sample):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaf.requires_grad_(True)
+
+
+@dataclass
+class Ran:
+    """What a step returned, and where it left the random generator."""
+
+    outputs: list[Any]
+    gradients: list[Any]
+    generator: Tensor
+
+
+def run_traced(step: Captured, *, seed: int = SEED) -> Ran:
+    """The joint graph as AOTAutograd traced it, node by node: the truth."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        results = fx.Interpreter(step.traced).run(
+            *step.primals, *step.tangents, enable_io_processing=False
+        )
+        flat = _flatten(results)
+        return Ran(flat[: step.output_count], flat[step.output_count :], torch.get_rng_state())
+
+
+def _flatten(results: Any) -> list[Any]:
+    return tree_leaves(results, is_leaf=lambda x: x is None)
+
+
+def run_emitted(
+    step: Captured, program: Program, *, modules: BlockModules | None = None, seed: int = SEED
+) -> Ran:
+    """The emitted graphs of ``program``, as AOTAutograd calls them."""
+    graphs = rewrite(program, step.sweep(program), modules or BlockModules())
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        return Ran(*_call(step, graphs), torch.get_rng_state())
+
+
+def _call(step: Captured, graphs: tuple[fx.GraphModule, fx.GraphModule]) -> tuple[Any, Any]:
+    forward, backward = graphs
+    saved = forward([*step.primals])
+    outputs = saved[: step.output_count]
+    del saved[: step.output_count]
+    tangents = [t.clone() for t in step.tangents]  # autograd holds them through the backward
+    saved.extend(tangents)
+    return outputs, backward(saved)
+
+
+def measured_peak_bytes(step: Captured, program: Program) -> int:
+    """Most bytes that running the emitted graphs of ``program`` allocates, tangents included."""
+    graphs = rewrite(program, step.sweep(program), BlockModules())
+    with torch.random.fork_rng(), torch.no_grad():
+        with torch_compat.AllocationLog() as log:
+            results = _call(step, graphs)
+        del results
+    now = peak = 0
+    for _mark, change in log.events:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def periodic(stage_count: int, length: int) -> Schedule:
+    """Segments of ``length`` stages, each recomputed whole but the last."""
+    segments = [range(i, min(i + length, stage_count)) for i in range(0, stage_count, length)]
+    ops: list[Forward | Backward] = []
+    for segment in segments[:-1]:
+        ops += [Forward(i, Keep.INPUT if i == segment[0] else Keep.NONE) for i in segment]
+    for number, segment in enumerate(reversed(segments)):
+        assert number or segment is segments[-1]
+        ops += [Forward(i, Keep.ALL) for i in segment]
+        ops += [Backward(i) for i in reversed(segment)]
+    return Schedule(tuple(ops))
+
+
+def random_schedule(stage_count: int, seed: int) -> Schedule:
+    """A valid persistent schedule, drawn at random."""
+    draw = random.Random(seed)
+    keep_share = draw.random()
+
+    def between(first: int, last: int) -> list[Forward | Backward]:
+        """From boundary ``first`` and the gradient after ``last`` to that before ``first``."""
+        if first == last:
+            again = [Forward(first, Keep.INPUT)] if draw.random() < 0.1 else []
+            return [*again, Forward(first, Keep.ALL), Backward(first)]
+        if draw.random() < keep_share:
+            return [Forward(first, Keep.ALL), *between(first + 1, last), Backward(first)]
+        cut = draw.randint(first + 1, last)
+        skipped = [Forward(i, Keep.NONE) for i in range(first + 1, cut)]
+        return [
+            Forward(first, Keep.INPUT), *skipped, *between(cut, last), *between(first, cut - 1)
+        ]  # fmt: skip
+
+    return Schedule(tuple(between(0, stage_count - 1)))
+
+
+def zoo(*names: str) -> list[ZooModel]:
+    """Entries by name."""
+    return [ZOO[name] for name in names]

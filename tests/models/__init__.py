@@ -1,0 +1,24 @@
+"""The zoo: small models of every kind that must train, and the larger ones that are timed."""
+
+from __future__ import annotations
+
+from tests.models import (
+    autocast,
+    densenet,
+    features,
+    gpt,
+    hf,
+    inception,
+    recurrent,
+    resnet,
+    siamese,
+    unet,
+)
+from tests.models.zoo import ZooModel
+
+_FAMILIES = (gpt, hf, resnet, densenet, inception, unet, siamese, features, recurrent, autocast)
+
+ZOO: dict[str, ZooModel] = {entry.name: entry for family in _FAMILIES for entry in family.ZOO}
+BENCH: dict[str, ZooModel] = {entry.name: entry for family in _FAMILIES for entry in family.BENCH}
+
+__all__ = ["BENCH", "ZOO", "ZooModel"]

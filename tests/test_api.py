@@ -1,0 +1,215 @@
+"""Bad input: a typed error with object, numbers and remedy, and nothing changed."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from tests.models.bits import assert_bitwise_equal
+
+
+def layers(width: int = 32) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = []
+    for _ in range(3):
+        parts += [nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1)]
+    return nn.Sequential(*parts)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.sum() > 0:
+            y = y * 2
+        return y
+
+
+class Picks(Branches):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[x.sum(1) > 0]
+
+
+def traces(model: nn.Module) -> dict[str, Any]:
+    """What compiling must not touch."""
+    return {
+        "state": {k: v.clone() for k, v in model.state_dict().items()},
+        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "modes": [m.training for m in model.modules()],
+        # torch.compile notes its own name in the modules that it was given.
+        "attributes": [sorted(set(vars(m)) - {"_is_torch_compile"}) for m in model.modules()],
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.random.get_state()[1].astype(np.int64)),
+        "python": hash(random.getstate()),
+    }
+
+
+def refuse(
+    error: type[Exception], act: Callable[[], object], model: nn.Module, *words: str
+) -> Exception:
+    """``act`` raises ``error`` with ``words`` in its message and leaves no trace."""
+    before = traces(model)
+    with pytest.raises(error) as caught:
+        act()
+    assert type(caught.value) is error
+    for word in words:
+        assert word in str(caught.value)
+    assert_bitwise_equal(traces(model), before)
+    return caught.value
+
+
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ("much", ("'much'", "6 GiB")),
+        ("12 parsecs", ("12 parsecs",)),
+        (0, ("0", "at least one byte")),
+        (-5, ("-5",)),
+        (0.0, ("0.0", "(0, 1]")),
+        (1.5, ("1.5", "(0, 1]")),
+        (float("nan"), ("nan",)),
+        (True, ("True", "bool")),
+        (None, ("None",)),
+    ],
+)
+def test_budgets_that_cannot_be_read(budget: Any, words: tuple[str, ...]):
+    model = layers()
+    refuse(fxremat.BudgetError, lambda: fxremat.compile(model, X, budget), model, *words)
+
+
+def test_a_budget_below_the_least_feasible_one_names_it():
+    model = layers()
+    error = refuse(
+        fxremat.BudgetError, lambda: fxremat.compile(model, X, 1000), model, "1000", "least"
+    )
+    assert isinstance(error, fxremat.BudgetError)
+    least = error.least_budget_bytes
+    assert least is not None and str(least) in str(error)
+    assert fxremat.compile(model, X, least).plan.predicted_peak_bytes <= least
+    refuse(fxremat.BudgetError, lambda: fxremat.compile(model, X, least - 1), model)
+
+
+def test_samples_that_the_model_rejects():
+    model = layers()
+    wrong = torch.zeros(16, 31)
+    refuse(fxremat.SampleError, lambda: fxremat.compile(model, wrong, "min"), model, "(16, 31)")
+    refuse(fxremat.SampleError, lambda: fxremat.compile(model, "text", "min"), model, "str")
+    elsewhere = X.to("meta")
+    refuse(fxremat.SampleError, lambda: fxremat.compile(model, elsewhere, "min"), model, "meta")
+
+
+def test_nothing_to_train():
+    model = layers().requires_grad_(False)
+    refuse(fxremat.NoGradientError, lambda: fxremat.compile(model, X, "min"), model, "12")
+
+
+def test_what_breaks_the_graph_is_named():
+    model = Branches()
+    refuse(
+        fxremat.CaptureError,
+        lambda: fxremat.compile(model, X, "min"),
+        model,
+        "Branches",
+        "if y.sum() > 0",
+    )
+    picks = Picks()
+    refuse(fxremat.CaptureError, lambda: fxremat.compile(picks, X, "min"), picks, "x.sum(1) > 0")
+
+
+def test_no_module():
+    with pytest.raises(TypeError, match="function"):
+        fxremat.compile(lambda x: x, X, "min")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [1.0, "min"])
+def test_compiling_leaves_no_trace(budget: Any):
+    model = layers()
+    model(X).sum().backward()
+    before = traces(model)
+    fxremat.compile(model, X, budget)
+    assert_bitwise_equal(traces(model), before)
+
+
+def test_a_model_in_eval_mode_is_planned_for_training():
+    model = layers()
+    model[1].eval()
+    model.eval()
+    before = traces(model)
+    compiled = fxremat.compile(model, X, 1.0)
+    assert_bitwise_equal(traces(model), before)
+    assert len(compiled.plans) == 1
+
+
+def test_twice_differentiated_is_refused():
+    compiled = fxremat.compile(layers(), X, "min")
+    loss = compiled(X).square().sum()
+    with pytest.raises(fxremat.BackwardError, match="create_graph"):
+        torch.autograd.grad(loss, list(compiled.parameters()), create_graph=True)
+
+
+def test_a_retained_graph_gives_the_same_gradients_again():
+    compiled = fxremat.compile(layers(), X, "min")
+    loss = compiled(X).square().sum()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in compiled.parameters()]
+    compiled.zero_grad()
+    loss.backward()
+    assert_bitwise_equal([p.grad for p in compiled.parameters()], first)
+
+
+def test_existing_gradients_and_reserves_are_counted():
+    model = layers()
+    plain = fxremat.plan(model, X, 1.0).predicted_peak_bytes
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert fxremat.plan(model, X, 1.0, accumulate=True).predicted_peak_bytes == plain + gradients
+    assert fxremat.plan(model, X, 1.0, reserve="1 KiB").predicted_peak_bytes == plain + 1024
+    state = fxremat.plan(model, X, 1.0, optimizer=torch.optim.SGD(model.parameters(), 0.1, 0.9))
+    assert state.predicted_peak_bytes == plain + gradients
+    model(X).sum().backward()
+    assert fxremat.plan(model, X, 1.0).predicted_peak_bytes == plain + gradients
+    with pytest.raises(ValueError, match="reserve"):
+        fxremat.plan(model, X, 1.0, reserve=-1)
+
+
+def test_a_measured_loss_is_counted_instead_of_a_guess():
+    model = layers()
+
+    def costly(outputs: Tensor) -> Tensor:
+        return (outputs.unsqueeze(0) * torch.ones(50, 1, 1)).square().sum()
+
+    plan = fxremat.plan(model, X, 1.0, loss=costly)
+    assert plan.predicted_peak_bytes > 2 * 50 * X.nbytes
+    assert plan.predicted_peak_bytes > fxremat.plan(model, X, 1.0).predicted_peak_bytes
+
+
+def test_through_torch_compile():
+    torch._dynamo.reset()
+    model, reference = layers(), layers()
+    compiled = torch.compile(model, backend="fxremat", options={"budget": "1 GiB"})
+    plain = torch.compile(reference, backend="aot_eager")
+    for each in (compiled, plain):
+        torch.manual_seed(1)
+        each(X).square().sum().backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({"budget": 10}, "least feasible"), (None, "no budget"), ({"budget": 1.0, "x": 1}, "unknown")],
+)
+def test_wrong_options_of_torch_compile(options: Any, word: str):
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=word):
+        torch.compile(layers(), backend="fxremat", options=options)(X)

@@ -1,0 +1,80 @@
+"""What a budget may be, and what it means."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fxremat.budget import Budget
+from fxremat.errors import BudgetError
+
+FULL, LEAST = 1000, 300
+
+
+def _resolve(written):
+    return Budget.read(written).resolve(
+        full_bytes=FULL, least_bytes=LEAST, needed_by="operation B 7"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "nbytes"),
+    [
+        (300, 300),
+        (999, 999),
+        (5000, 5000),
+        ("0.5 KB", 500),
+        ("1 KiB", 1024),
+        ("400", 400),
+        (0.5, 500),
+        (1.0, 1000),
+        (0.3, 300),
+        ("min", LEAST),
+        (" MIN ", LEAST),
+    ],
+)
+def test_feasible_budgets(written, nbytes):
+    assert _resolve(written) == nbytes
+
+
+def test_a_share_is_rounded_down():
+    assert Budget.read(0.9999).resolve(full_bytes=1001, least_bytes=1, needed_by="") == 1000
+
+
+def test_an_int_is_bytes_and_a_float_a_share():
+    assert Budget.read(1).nbytes == 1
+    assert Budget.read(1).share is None
+    assert Budget.read(1.0).share == 1.0
+    assert Budget.read(1.0).nbytes is None
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        0, -1, "0", "0 GiB", "0.1 B", 0.0, -0.5, 1.5, math.nan, math.inf,
+        "lots", "-3 MiB", "", True, None, [1], 1 + 0j,
+    ],
+)  # fmt: skip
+def test_unreadable_budgets_are_named(written):
+    with pytest.raises(BudgetError) as caught:
+        Budget.read(written)
+    assert (f"{written}" if isinstance(written, float) else repr(written)) in str(caught.value)
+    assert caught.value.least_budget_bytes is None
+
+
+@pytest.mark.parametrize("written", [299, 1, "299 B", 0.299])
+def test_an_infeasible_budget_gives_the_numbers_and_the_remedy(written):
+    with pytest.raises(BudgetError) as caught:
+        _resolve(written)
+    message = str(caught.value)
+    assert caught.value.least_budget_bytes == LEAST
+    assert repr(written) in message
+    assert "300 bytes" in message
+    assert "1000 bytes" in message
+    assert "operation B 7" in message
+    assert "budget='min'" in message
+
+
+def test_the_least_budget_itself_is_feasible():
+    assert _resolve(LEAST) == LEAST

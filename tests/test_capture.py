@@ -1,0 +1,120 @@
+"""What a sample may be, and what passes through a call."""
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from tests.models import ZOO
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(16, 16)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, times: int = 1, by: float = 1.0, flag: bool
+    ) -> dict[str, Any]:
+        for _ in range(times):
+            x = self.layer(x).tanh() * by
+        if mask is not None:
+            x = x * mask
+        return {"x": x if flag else -x, "times": times, "nothing": None}
+
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_flags_none_and_numbers_pass_through():
+    kwargs = {"times": 3, "by": 0.5, "flag": False}
+    compiled = fxremat.compile(Mixed(), fxremat.Sample((X, None), kwargs), "min")
+    found, wanted = compiled(X, None, **kwargs), Mixed()(X, None, **kwargs)
+    assert found["times"] == 3 and found["nothing"] is None
+    assert torch.equal(found["x"], wanted["x"])
+    compiled(X, X, times=1, flag=True)["x"].sum().backward()
+    assert len(compiled.plans) == 2
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        out = self.layer(x).tanh()
+        return out if y is None else out * y
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [X, (X,), [X], {"x": X}, (X, X[:, :4]), {"x": X, "y": X[:, :4]}, fxremat.Sample((X,), {})],
+)
+def test_a_sample_is_a_call(sample: Any):
+    assert fxremat.compile(Plain(), sample, 1.0).plan.baseline_peak_bytes > 0
+
+
+class Chatty(Plain):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        print("forward")
+        return super().forward(x, y)
+
+
+def test_a_graph_break_names_line_and_reason():
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        pytest.raises(fxremat.CaptureError, match=r"(?s)Chatty.*print.*test_capture\.py"),
+    ):
+        fxremat.compile(Chatty(), X, 1.0)
+
+
+class Caches(Plain):
+    """Makes a table at its first call and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.table: Tensor | None = None
+        self.tables: dict[int, Tensor] = {}
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        if self.table is None:
+            self.table = torch.arange(16.0)
+        if x.shape[0] not in self.tables:
+            self.tables[x.shape[0]] = torch.ones(x.shape[0], 1)
+        return super().forward(x * self.table * self.tables[x.shape[0]], y)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_tensors_in_plain_attributes_stay_what_they_are(called: bool):
+    model = Caches()
+    if called:
+        model(X)
+    table, tables, calls = model.table, dict(model.tables), model.calls
+    fxremat.compile(model, X, 1.0)
+    assert model.table is table and model.calls == calls
+    assert model.tables.keys() == tables.keys()
+    assert all(model.tables[k] is tables[k] for k in tables)
+
+
+@pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama_states"])
+def test_models_that_log_or_install_hooks_are_captured_whole(name: str):
+    entry = ZOO[name]
+    args, kwargs = entry.sample(0)
+    compiled = fxremat.compile(entry.build(), fxremat.Sample(args, kwargs), 1.0)
+    outputs = compiled(*args, **kwargs)
+    entry.loss(outputs).backward()
+    assert type(outputs).__name__.endswith("Output") or hasattr(outputs, "loss")
+    assert len(compiled.plans) == 1
+
+
+def test_planning_inside_a_profile_is_refused():
+    compiled = fxremat.compile(Plain(), X, "1 GiB")
+    with pytest.raises(fxremat.CostError, match="profiler"):
+        fxremat.measure_step(compiled, lambda: compiled(torch.randn(3, 16)).sum().backward())

@@ -1,0 +1,65 @@
+"""Models with one rare thing each: same bits within the budget, or a clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from fxremat.errors import CaptureError
+from tests.models.corners import CORNERS, Applied
+from tests.models.reference import reference_step
+from tests.trials import attempt
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_same_bits_within_the_budget(name: str):
+    entry = CORNERS[name]
+    expected = reference_step(entry, input_gradients=True)
+    torch._dynamo.reset()
+    least = attempt(entry, "min", expected)
+    full = attempt(entry, 1.0, expected)
+    assert least.measured_bytes <= full.measured_bytes
+
+
+def refused(model: nn.Module, *sample: Tensor) -> str:
+    with pytest.raises(CaptureError) as caught:
+        fxremat.compile(model, sample, "min", loss=torch.sum)
+    return str(caught.value)
+
+
+def test_control_flow_is_named_with_its_line():
+    def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        x = layers[0](x)
+        x = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        return layers[1](x)
+
+    message = refused(Applied(forward, nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(3, 4))
+    assert "cond runs a graph of its own" in message
+    assert "torch.cond(x.sum() > 0" in message
+    assert "control flow" in message
+
+
+def test_a_sparse_gradient_is_named_with_a_remedy():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4))
+    message = refused(model, torch.arange(9))
+    assert "sparse_coo" in message
+    assert "sparse=False" in message
+
+
+def test_sizes_that_depend_on_data_are_reported_even_with_a_loss():
+    def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        return layers[0](x).flatten()[x.flatten() > 0]
+
+    message = refused(Applied(forward, nn.Linear(4, 4)), torch.randn(3, 4))
+    assert "x.flatten() > 0" in message

@@ -1,0 +1,214 @@
+"""Measuring a real step on the CPU: exact bytes, and nothing resident overlooked."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from fxremat.measure import device_of, measure_step, peak_of, resident_bytes, seconds_of
+
+CPU = torch.device("cpu")
+
+
+def floats(nbytes: int) -> torch.Tensor:
+    """A tensor of ``nbytes``."""
+    return torch.empty(nbytes // 4)
+
+
+def model_of(nbytes: int) -> nn.Module:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(nbytes // 4))
+    return model
+
+
+def nothing() -> None:
+    pass
+
+
+def test_peak_is_exact_and_not_the_sum():
+    def step():
+        first = floats(4000)
+        second = floats(8000)
+        del first
+        third = floats(2000)
+        return second, third
+
+    took = measure_step(model_of(1024), step)
+    assert took.resident_bytes == 1024
+    assert took.peak_bytes == 1024 + 4000 + 8000
+
+
+def test_freeing_what_was_resident_never_makes_the_peak_too_low():
+    """The log does not see such a release, so the peak errs upwards only."""
+    held = [floats(4000)]
+
+    def step():
+        held.clear()
+        held.append(floats(4000))
+
+    took = measure_step(model_of(16), step)
+    assert took.resident_bytes == 4016
+    assert took.peak_bytes >= 4016
+
+
+def test_allocations_of_the_backward_count():
+    class Hungry(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            floats(1_000_000)
+            return gradient
+
+    model = model_of(4)
+
+    def step():
+        Hungry.apply(model.weight).backward(torch.ones(1))
+        model.weight.grad = None
+
+    # Beside the workspace: the output, and its gradient given by the caller.
+    assert measure_step(model, step).peak_bytes == 4 + 1_000_000 + 4 + 4
+
+
+def test_a_step_that_allocates_nothing_peaks_at_what_is_resident():
+    took = measure_step(model_of(400), nothing)
+    assert took.peak_bytes == took.resident_bytes == 400
+
+
+def test_an_operation_in_training_costs_its_result():
+    model = model_of(4000)
+    with torch.no_grad():
+        assert peak_of(model.weight.neg, device=CPU) == 4000
+        assert peak_of(model.weight.neg_, device=CPU) == 0
+
+
+def test_the_step_runs_once_for_the_peak_and_repeat_times_for_the_seconds():
+    calls = []
+    took = measure_step(model_of(4), lambda: calls.append(1), repeat=4)
+    assert len(calls) == 5
+    assert took.seconds >= 0
+
+
+def test_seconds_are_wall_time():
+    from time import sleep
+
+    assert seconds_of(lambda: sleep(0.02), device=CPU) >= 0.02
+
+
+@pytest.mark.parametrize("repeat", [0, -1])
+def test_repeat_must_be_positive(repeat):
+    with pytest.raises(ValueError, match=f"repeat is {repeat}"):
+        measure_step(model_of(4), nothing, repeat=repeat)
+
+
+def test_gradients_and_buffers_are_resident():
+    model = model_of(400)
+    model.register_buffer("table", floats(80))
+    assert resident_bytes(model, nothing) == 480
+    model.weight.grad = torch.zeros_like(model.weight)
+    assert resident_bytes(model, nothing) == 880
+
+
+def test_storages_count_once_however_many_tensors_see_them():
+    model = model_of(400)
+    table = floats(800)
+    views = [table, table[10:20], table.view(10, 20), model.weight.detach()]
+    assert resident_bytes(model, functools.partial(len, views)) == 1200
+
+
+def test_a_part_keeps_its_whole_storage():
+    part = floats(4000)[:1]
+    assert resident_bytes(model_of(4), lambda: part) == 4004
+
+
+_GLOBAL = torch.empty(25)
+
+
+def test_globals_are_reached():
+    assert resident_bytes(model_of(4), lambda: _GLOBAL) == 104
+
+
+def test_closures_are_reached_through_other_functions():
+    batch = {"x": [floats(40)], "y": (floats(60), None, 3)}
+
+    def forward():
+        return batch["x"]
+
+    def step():
+        return forward()
+
+    assert resident_bytes(model_of(4), step) == 104
+
+
+def test_defaults_are_reached():
+    def step(x=floats(40), *, y=floats(60)):  # noqa: B008
+        return x, y
+
+    assert resident_bytes(model_of(4), step) == 104
+
+
+def test_partials_methods_and_dataclasses_are_reached():
+    @dataclass
+    class Batch:
+        x: torch.Tensor
+        rest: list[torch.Tensor]
+
+        def run(self, *_more):
+            pass
+
+    batch = Batch(floats(40), [floats(60)])
+    assert resident_bytes(model_of(4), batch.run) == 104
+    step = functools.partial(batch.run, floats(100), floats(200))
+    assert resident_bytes(model_of(4), step) == 404
+
+
+def test_optimizer_state_is_reached():
+    model = model_of(400)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step():
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert resident_bytes(model, step) == 400
+    step()
+    # Two averages of the parameter's size, and a step count of 4 bytes.
+    assert resident_bytes(model, step) == 400 + 800 + 4
+
+
+def test_what_refers_to_itself_is_walked_once():
+    loop: list[object] = [floats(40)]
+    loop.append(loop)
+    assert resident_bytes(model_of(4), lambda: loop) == 44
+
+
+def test_tensors_elsewhere_do_not_count():
+    elsewhere = torch.empty(100, device="meta")
+    assert resident_bytes(model_of(4), lambda: elsewhere) == 4
+
+
+def test_device_is_the_models():
+    assert device_of(model_of(4)) == CPU
+    assert device_of(nn.Module()) == CPU
+    assert device_of(model_of(4).to("meta")) == torch.device("meta")
+    only_buffer = nn.Module()
+    only_buffer.register_buffer("table", torch.empty(1, device="meta"))
+    assert device_of(only_buffer) == torch.device("meta")
+
+
+@pytest.mark.cuda
+def test_on_cuda_the_allocator_tells():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = model_of(4096).cuda()
+    before = torch.cuda.memory_allocated()
+    took = measure_step(model, lambda: torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+    assert took.peak_bytes == before + (1 << 20)
+    assert took.seconds > 0

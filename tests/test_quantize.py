@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.solvers.quantize import quantum_bytes, slots_down, slots_up
+
+NBYTES = st.integers(0, 1 << 60)
+
+
+@given(NBYTES, st.integers(1, 1 << 40))
+def test_sizes_round_up_and_budgets_down(nbytes: int, quantum: int) -> None:
+    up, down = slots_up(nbytes, quantum=quantum), slots_down(nbytes, quantum=quantum)
+    assert (up - 1) * quantum < nbytes <= up * quantum
+    assert down * quantum <= nbytes < (down + 1) * quantum
+
+
+@given(NBYTES, st.integers(1, 5000))
+def test_the_quantum_is_the_least_that_spans_the_budget(available: int, slots: int) -> None:
+    quantum = quantum_bytes(available, slots=slots)
+    assert quantum * slots >= available
+    assert quantum == 1 or (quantum - 1) * slots < available
+
+
+@given(st.lists(NBYTES, max_size=8), st.integers(1, 1 << 40))
+def test_what_fits_in_slots_fits_in_bytes(sizes: list[int], quantum: int) -> None:
+    slots = sum(slots_up(nbytes, quantum=quantum) for nbytes in sizes)
+    assert slots <= slots_down(slots * quantum, quantum=quantum)
+    assert sum(sizes) <= slots * quantum
+
+
+def test_malformed() -> None:
+    with pytest.raises(ValueError, match="slots is 0, must be at least 1"):
+        quantum_bytes(5, slots=0)
+    with pytest.raises(ValueError, match="available_bytes is -1, must be at least 0"):
+        quantum_bytes(-1, slots=5)

@@ -1,0 +1,173 @@
+"""Emitted graphs: what goes in and out, who shares code, what things are called."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from fxremat.ir import Backward, Forward
+from fxremat.passes.block import Mode
+from fxremat.passes.program import keep_all
+from fxremat.passes.rewrite import BlockModules, rewrite
+from fxremat.passes.signature import block_key
+from tests.harness import (
+    capture,
+    captured,
+    periodic,
+    random_schedule,
+    run_emitted,
+    run_traced,
+)
+from tests.models.bits import assert_bitwise_equal
+
+models = pytest.mark.parametrize("name", ["gpt", "resnet50", "outputs", "gru", "inplace"])
+
+
+@models
+def test_the_backward_takes_what_the_forward_hands_over(name: str):
+    step = captured(name)
+    count = len(step.line.stages)
+    for schedule in (keep_all(count), periodic(count, 2), random_schedule(count, 1)):
+        program = step.program(schedule)
+        forward, backward = rewrite(program, step.sweep(program), BlockModules())
+        taken = [n.name for n in forward.graph.find_nodes(op="placeholder")]
+        assert taken == [n.name for n in step.joint.primals]
+        results = forward.graph.output_node().args[0]
+        assert len(results) == step.output_count + len(program.saved)
+        inputs = list(backward.graph.find_nodes(op="placeholder"))
+        assert len(inputs) == len(program.saved) + len(step.joint.tangents)
+        for result, placed in zip(results[step.output_count :], inputs, strict=False):
+            assert result.meta["val"] is placed.meta["val"]
+        tail = [n.name for n in inputs[len(program.saved) :]]
+        assert tail == [n.name for n in step.joint.tangents]
+        assert len(backward.graph.output_node().args[0]) == len(step.joint.primals)
+
+
+@models
+def test_a_primal_that_is_replaced_is_not_read_again(name: str):
+    """Its old value is gone when the backward runs."""
+    step = captured(name)
+    program = step.program(periodic(len(step.line.stages), 2))
+    assert step.joint.mutated.isdisjoint(program.saved)
+
+
+@models
+def test_gradients_stand_where_their_primals_do(name: str):
+    step = captured(name)
+    program = step.program(keep_all(len(step.line.stages)))
+    _, backward = rewrite(program, step.sweep(program), BlockModules())
+    for primal, gradient in zip(
+        step.joint.primals, backward.graph.output_node().args[0], strict=True
+    ):
+        if isinstance(gradient, fx.Node):
+            assert gradient.meta["val"].shape == primal.meta["val"].shape
+
+
+def test_stages_that_are_alike_share_a_module():
+    step = captured("hf_llama")
+    program = step.program(periodic(len(step.line.stages), 3))
+    modules = BlockModules()
+    forward, backward = rewrite(program, step.sweep(program), modules)
+    distinct = {block_key(call.block, step.joint.storages) for call in program.calls}
+    assert len(modules.modules) == len(distinct) < 0.6 * len(program.calls)
+    seen: dict[object, set[int]] = {}
+    calls = [
+        graph.get_submodule(n.target)
+        for graph in (forward, backward)
+        for n in graph.graph.find_nodes(op="call_module")
+    ]
+    for call, module in zip(program.calls, calls, strict=True):
+        seen.setdefault(block_key(call.block, step.joint.storages), set()).add(id(module))
+    assert all(len(ids) == 1 for ids in seen.values())
+
+
+def test_modules_are_called_for_their_stage_and_what_they_do():
+    step = captured("gpt")
+    program = step.program(random_schedule(len(step.line.stages), 3))
+    names = [
+        n.target
+        for graph in rewrite(program, step.sweep(program), BlockModules())
+        for n in graph.graph.find_nodes(op="call_module")
+    ]
+    pattern = re.compile(r"stage(\d+)_(forward(_nosave)?(_again)?|rebuild|backward)(_\d+)?")
+    for call, name in zip(program.calls, names, strict=True):
+        match = pattern.fullmatch(name)
+        assert match, name
+        assert int(match[1]) == call.op.stage
+        assert name.endswith("_again") <= (call.block.mode is Mode.AGAIN)
+        assert ("_backward" in name) == isinstance(call.op, Backward)
+        assert ("_rebuild" in name) == call.rebuilds
+
+
+def test_one_stage_called_in_two_ways_has_two_names():
+    """Asked for different results, it is different code."""
+    step = captured("gpt")
+    for seed in range(8):
+        program = step.program(random_schedule(len(step.line.stages), seed))
+        forward, backward = rewrite(program, step.sweep(program), BlockModules())
+        for graph, calls in (
+            (forward, program.calls[: program.turn]),
+            (backward, program.calls[program.turn :]),
+        ):
+            targets = [n.target for n in graph.graph.find_nodes(op="call_module")]
+            keys = [block_key(call.block, step.joint.storages) for call in calls]
+            for target in set(targets):
+                assert len({k for k, t in zip(keys, targets, strict=True) if t == target}) == 1
+
+
+def test_values_are_called_for_the_stage_that_made_them():
+    step = captured("gpt")
+    program = step.program(keep_all(len(step.line.stages)))
+    forward, _ = rewrite(program, step.sweep(program), BlockModules())
+    values = [n.name for n in forward.graph.nodes if n.op == "call_function"]
+    assert any(re.match(r"x\d+_", n) for n in values)
+    assert any(re.match(r"kept\d+_", n) for n in values)
+
+
+def test_comments_tell_bytes_and_peak():
+    step = captured("gpt")
+    program = step.program(periodic(len(step.line.stages), 2))
+    forward, backward = rewrite(program, step.sweep(program), BlockModules())
+    assert re.search(r"# F_all \d+, again, keeps [\d.]+ KiB, peak [\d.]+ \wiB", backward.code)
+    assert re.search(r"# rebuild \d+, keeps", backward.code)
+    assert re.search(r"# F_ck 0, peak", forward.code)
+    assert isinstance(program.calls[0].op, Forward)
+
+
+class Weighted(nn.Module):
+    """Every layer reads a constant of the code."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.tensor([0.5, 1.0, 2.0])
+        for layer in self.layers:
+            x = (layer(x) * weights).tanh() * weights
+        return x
+
+
+def test_constants_are_carried_by_both_graphs():
+    step = capture(Weighted(), (torch.randn(4, 3),))
+    assert step.joint.constants
+    program = step.program(periodic(len(step.line.stages), 2))
+    assert set(step.joint.constants).isdisjoint(program.saved)
+    truth = run_traced(step)
+    for graph in rewrite(program, step.sweep(program), BlockModules()):
+        (constant,) = graph.graph.find_nodes(op="get_attr")
+        assert torch.equal(getattr(graph, constant.target), torch.tensor([0.5, 1.0, 2.0]))
+    assert_bitwise_equal(run_emitted(step, program), truth)
+
+
+def test_an_output_that_no_backward_reads_is_not_handed_over():
+    """Autograd would hold it until the backward, though the caller may have dropped it."""
+    step = captured("buffers")
+    program = step.program(keep_all(len(step.line.stages)))
+    read = {n for call in program.calls[program.turn :] for n in call.block.inputs}
+    returned = {n for n in step.joint.backward_outputs if isinstance(n, fx.Node)}
+    assert set(step.joint.forward_outputs) - read
+    assert read | returned >= set(program.saved)

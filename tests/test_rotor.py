@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from fxremat.ir import Chain, Costs, Forward, Infeasible, Keep, Problem, Solved, StageCosts
+from fxremat.simulate import check, simulate
+from fxremat.solvers import brute, rotor
+from fxremat.solvers.kernels import TILE
+from fxremat.solvers.rotor import RotorTable, least_budget
+from tests.plain_rotor import plain_rotor
+from tests.problems import NAMED, Named, figure_2, keep_all, second_way
+from tests.strategies import costed_chains, huge_chains
+
+RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def exact(problem: Problem) -> Solved | Infeasible:
+    """Solve with slots of one byte."""
+    solution = rotor.solve(problem, slots=max(1, problem.budget_bytes))
+    assert isinstance(solution, Solved | Infeasible)
+    return solution
+
+
+@settings(RELAXED, max_examples=2000)
+@given(costed_chains(), st.integers(-1, 20))
+@example((figure_2(3).problem.chain, figure_2(3).problem.costs), 1)
+@example((second_way().problem.chain, second_way().problem.costs), 0)
+def test_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
+    chain, costs = costed
+    least_bytes, _ = least_budget(chain, costs)
+    problem = Problem(chain, costs, max(0, least_bytes + spare))
+    found, expected = exact(problem), brute.solve(problem)
+    if isinstance(expected, Infeasible):
+        assert found == expected
+        return
+    assert isinstance(found, Solved)
+    assert isinstance(expected, Solved)
+    assert found.makespan_s == expected.makespan_s
+    assert check(problem, found.schedule).makespan_s == found.makespan_s
+    assert check(problem, expected.schedule).makespan_s == expected.makespan_s
+
+
+@settings(RELAXED, max_examples=500)
+@given(costed_chains())
+def test_least_budget_is_the_least(costed: tuple[Chain, Costs]) -> None:
+    chain, costs = costed
+    least_bytes, schedule = least_budget(chain, costs)
+    assert simulate(chain, costs, schedule).peak_bytes == least_bytes
+    if least_bytes:
+        assert exact(Problem(chain, costs, least_bytes - 1)) == Infeasible(least_bytes)
+        assert brute.solve(Problem(chain, costs, least_bytes - 1)) == Infeasible(least_bytes)
+
+
+@pytest.mark.parametrize("named", NAMED, ids=lambda named: named.name)
+def test_named(named: Named) -> None:
+    found = exact(named.problem)
+    if named.persistent_s is None:
+        assert found == Infeasible(named.least_budget_bytes)
+    else:
+        assert isinstance(found, Solved)
+        assert found.makespan_s == named.persistent_s
+        check(named.problem, found.schedule)
+    assert least_budget(named.problem.chain, named.problem.costs)[0] == named.least_budget_bytes
+
+
+def test_a_budget_that_fits_all_recomputes_nothing() -> None:
+    problem = keep_all().problem
+    found = exact(problem)
+    assert isinstance(found, Solved)
+    assert all(op.keep is Keep.ALL for op in found.schedule if isinstance(op, Forward))
+    less = exact(Problem(problem.chain, problem.costs, problem.budget_bytes - 1))
+    assert isinstance(less, Solved)
+    assert less.makespan_s > found.makespan_s
+
+
+@settings(RELAXED, max_examples=300)
+@given(huge_chains(), st.integers(1, 60), st.floats(0, 1))
+def test_rounding_keeps_the_promise(
+    costed: tuple[Chain, Costs], slots: int, position: float
+) -> None:
+    chain, costs = costed
+    least_bytes, least = least_budget(chain, costs)
+    assert simulate(chain, costs, least).peak_bytes == least_bytes
+    everything = sum(storage.nbytes for storage in chain.storages) + (1 << 51)
+    problem = Problem(chain, costs, least_bytes + int(position**8 * everything))
+    found = rotor.solve(problem, slots=slots)
+    assert isinstance(found, Solved)
+    timeline = check(problem, found.schedule)
+    assert math.isfinite(found.makespan_s)
+    assert timeline.makespan_s == found.makespan_s
+
+
+@settings(RELAXED, max_examples=150)
+@given(costed_chains(), st.integers(1, 40), st.integers(0, 40))
+def test_one_table_answers_every_budget(
+    costed: tuple[Chain, Costs], slots: int, spare: int
+) -> None:
+    chain, costs = costed
+    least_bytes, _ = least_budget(chain, costs)
+    most_bytes = least_bytes + spare
+    table = RotorTable.build(chain, costs, max_budget_bytes=most_bytes, slots=slots)
+    assert table.least_budget_bytes == least_bytes
+    plain = plain_rotor(chain, costs, quantum=table.quantum_bytes, slots=table.slots)
+    distinct = table.distinct_budgets()
+    best = [math.inf, *(plain[(b - table.base_bytes) // table.quantum_bytes] for b in distinct)]
+    assert all(later < earlier for earlier, later in itertools.pairwise(best))
+    for budget_bytes in range(max(0, least_bytes - 2), most_bytes + 1):
+        found = table.schedule(budget_bytes)
+        if budget_bytes < least_bytes:
+            assert found == Infeasible(least_bytes)
+            continue
+        assert isinstance(found, Solved)
+        timeline = check(Problem(chain, costs, budget_bytes), found.schedule)
+        assert timeline.makespan_s == found.makespan_s
+        reached = sum(b <= budget_bytes for b in distinct)
+        assert table.fits(budget_bytes) == (reached > 0)
+        if reached:
+            assert found.makespan_s == best[reached]
+
+
+def heterogeneous(count: int, *, seed: int) -> tuple[Chain, Costs]:
+    """A chain whose times are multiples of 1/1024 s."""
+    draw = random.Random(seed)
+    sizes = [draw.randint(0, 50) for _ in range(count + 1)]
+    saved = [size + draw.randint(0, 80) for size in sizes[1:]]
+    costs = Costs.from_paper(
+        forward_s=[draw.randint(0, 100) / 1024 for _ in range(count)],
+        backward_s=[draw.randint(0, 200) / 1024 for _ in range(count)],
+        gradient_bytes=sizes,
+        saved_bytes=saved,
+        forward_extra_bytes=[draw.randint(0, 20) for _ in range(count)],
+        backward_extra_bytes=[draw.randint(0, 20) for _ in range(count)],
+    )
+    return Chain.from_sizes(sizes, saved), costs
+
+
+@pytest.mark.parametrize("count", [TILE - 1, TILE, TILE + 1, 2 * TILE, 3 * TILE + 5])
+@pytest.mark.parametrize("times_the_least", [1.1, 3.0, 12.0])
+def test_tiles_equal_the_plain_recurrence(count: int, times_the_least: float) -> None:
+    chain, costs = heterogeneous(count, seed=count)
+    budget_bytes = int(times_the_least * least_budget(chain, costs)[0])
+    table = RotorTable.build(chain, costs, max_budget_bytes=budget_bytes, slots=90)
+    expected = plain_rotor(chain, costs, quantum=table.quantum_bytes, slots=table.slots)
+    assert np.isfinite(expected).any()
+    for slots, seconds in enumerate(expected):
+        bytes_here = table.base_bytes + slots * table.quantum_bytes
+        assert table.fits(bytes_here) == math.isfinite(seconds)
+        if math.isfinite(seconds):
+            found = table.schedule(bytes_here)
+            assert isinstance(found, Solved)
+            assert found.makespan_s == seconds
+            check(Problem(chain, costs, bytes_here), found.schedule)
+
+
+def test_a_table_ends_at_its_greatest_budget() -> None:
+    problem = keep_all().problem
+    table = RotorTable.build(problem.chain, problem.costs, max_budget_bytes=20)
+    with pytest.raises(ValueError, match="budget_bytes is 21, the table ends at 20"):
+        table.schedule(21)
+
+
+def test_sizes_that_do_not_add_up_are_refused() -> None:
+    chain = Chain.from_sizes([1 << 61, 1 << 61], [1 << 61])
+    costs = Costs((StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 1),))
+    with pytest.raises(ValueError, match="the sizes add up to"):
+        least_budget(chain, costs)
+
+
+def test_malformed_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="slots is 0"):
+        rotor.solve(keep_all().problem, slots=0)

@@ -1,0 +1,70 @@
+"""Optimizer state and the loss outside the model, found by trial."""
+
+import pytest
+import torch
+from torch import nn
+
+from fxremat.surplus import loss_bytes_of, optimizer_bytes
+
+MODEL = nn.Linear(100, 50)
+BYTES = sum(p.nbytes for p in MODEL.parameters())
+
+
+def real_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the state takes after a real step."""
+    for parameter in MODEL.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    MODEL.zero_grad()
+    states = optimizer.state.values()
+    return sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.1)}),
+        (torch.optim.RMSprop, {"momentum": 0.5}),
+        (torch.optim.Adagrad, {}),
+    ],
+)
+def test_the_state_of_an_optimizer(kind, options):
+    optimizer = kind(MODEL.parameters(), **options)
+    fresh = not optimizer.state
+    found = optimizer_bytes(optimizer, MODEL)
+    assert fresh == (not optimizer.state), "the trial leaves no state behind"
+    assert found == real_state_bytes(kind(MODEL.parameters(), **options))
+
+
+def test_a_class_stands_for_its_defaults():
+    assert optimizer_bytes(torch.optim.AdamW, MODEL) == real_state_bytes(
+        torch.optim.AdamW(MODEL.parameters())
+    )
+    assert optimizer_bytes(None, MODEL) == 0
+
+
+def test_each_group_has_its_own_options():
+    groups = [
+        {"params": [MODEL.weight], "momentum": 0.9},
+        {"params": [MODEL.bias], "momentum": 0.0},
+    ]
+    assert optimizer_bytes(torch.optim.SGD(groups, lr=0.1), MODEL) == MODEL.weight.nbytes
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    with pytest.raises(TypeError, match=r"LBFGS.*reserve="):
+        optimizer_bytes(torch.optim.LBFGS(MODEL.parameters()), MODEL)
+
+
+def test_a_loss_is_measured_on_made_up_outputs():
+    outputs = {"logits": torch.empty(10, 100), "label": None}
+
+    def loss(values):
+        return values["logits"].exp().sum()
+
+    # exp, its gradient and that of the logits; the sum's gradient is expanded.
+    nbytes = outputs["logits"].nbytes
+    assert 2 * nbytes <= loss_bytes_of(loss, outputs) <= 3 * nbytes + 64

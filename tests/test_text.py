@@ -1,0 +1,142 @@
+"""The plan for people: every claim in it is one of the schedule's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxremat.report.stages import tell_stages
+from fxremat.report.text import describe, explain, print_plan
+from tests.plans import MIB, everything_kept, plan_of, schedule_of
+
+TWICE = (
+    "F_ck 0, F_none 1, F_none 2, F_all 3, B 3, "
+    "F_ck 0, F_none 1, F_all 2, B 2, F_ck 0, F_all 1, B 1, F_all 0, B 0"
+)
+"""Only the input is ever held: stage ``i`` of four is recomputed ``3 - i`` times."""
+
+SEGMENT = "F_all 0, F_ck 1, F_none 2, F_all 3, B 3, F_all 1, F_all 2, B 2, B 1, B 0"
+"""Stages 1 and 2 are recomputed as one segment."""
+
+
+def _told(text: str, stages: int = 4):
+    return tell_stages(plan_of(schedule_of(text), stages=stages))
+
+
+def test_kept_stages_say_what_they_take_and_what_they_spare():
+    story = tell_stages(plan_of(everything_kept(2), stages=2))[1]
+    assert describe(story) == "kept"
+    assert explain(story) == "room for 4.0 MiB, 2 ms to recompute"
+    assert story.freed_bytes == 0
+    assert story.again == ()
+
+
+def test_recomputations_are_counted_and_lead_back_to_their_checkpoint():
+    stories = _told(TWICE)
+    assert [len(story.again) for story in stories] == [3, 2, 1, 0]
+    assert [describe(story) for story in stories] == [
+        "checkpoint, recomputed 3 times",
+        "recomputed 2 times from stage 0's checkpoint",
+        "rebuilt right before its backward from stage 0's checkpoint",
+        "kept",
+    ]
+
+
+def test_recomputation_costs_what_its_runs_take():
+    stories = _told(TWICE)
+    assert [round(story.extra_s * 1e3, 9) for story in stories] == [3, 4, 3, 0]
+    assert explain(stories[1]) == "frees 4.0 MiB, costs 4 ms"
+
+
+def test_a_segment_is_told_from_a_rebuild():
+    stories = _told(SEGMENT)
+    assert describe(stories[1]) == "checkpoint, recomputed once"
+    assert describe(stories[2]) == ("rebuilt right before its backward from stage 1's checkpoint")
+
+
+def test_a_boundary_that_the_next_stage_holds_is_not_freed():
+    stories = _told(SEGMENT)
+    assert stories[1].freed_bytes == stories[1].saved_bytes == 4 * MIB
+    assert stories[2].saved_bytes == 5 * MIB
+    assert stories[2].freed_bytes == 4 * MIB  # stage 3 keeps its input, 1 MiB
+
+
+def test_a_second_run_may_set_out_from_a_later_checkpoint():
+    stories = _told(
+        "F_ck 0, F_none 1, F_none 2, F_all 3, B 3, "
+        "F_ck 0, F_ck 1, F_all 2, B 2, F_all 1, B 1, F_all 0, B 0"
+    )
+    assert describe(stories[1]) == "recomputed 2 times from the checkpoints of stages 0 and 1"
+
+
+def _without(plan, *left_out: int):
+    """``plan``, some of whose operations the emitted graphs leave out."""
+    events = tuple(e for i, e in enumerate(plan.timeline.events) if i not in left_out)
+    return replace(plan, timeline=replace(plan.timeline, events=events))
+
+
+def test_a_forward_that_nobody_needs_again_is_told():
+    plan = plan_of(schedule_of("F_ck 0, F_all 1, B 1, F_all 0, B 0"), stages=2)
+    told = tell_stages(_without(plan, 3))
+    assert describe(told[0]) == "checkpoint"
+    assert explain(told[0]) == "its backward needs nothing that it computes"
+
+
+def test_a_stage_that_computes_nothing_is_told():
+    plan = plan_of(everything_kept(3), stages=3)
+    told = tell_stages(_without(plan, 1, 4))
+    assert [describe(story) for story in told] == ["kept", "nothing", "kept"]
+    assert explain(told[1]) == "its forward computes nothing"
+    print_plan(_without(plan, 0, 1, 2, 3, 4, 5))  # a plan without operations prints as well
+
+
+def test_operations_left_out_do_not_hide_where_a_recomputation_starts():
+    plan = plan_of(schedule_of(TWICE), stages=4)
+    # Leave out stage 1 wherever it runs: F_none 1, F_none 1, F_all 1 and B 1.
+    told = tell_stages(_without(plan, 1, 6, 10, 11))
+    assert describe(told[1]) == "nothing"
+    assert describe(told[2]) == "rebuilt right before its backward from stage 0's checkpoint"
+    assert [len(story.again) for story in told] == [3, 0, 1, 0]
+
+
+def test_summary_gives_the_numbers(capsys):
+    plan = plan_of(schedule_of(TWICE), stages=4, budget_bytes=32 * MIB)
+    text = print_plan(plan)
+    assert "budget                32.0 MiB (33554432 bytes)" in text
+    assert f"({plan.least_budget_bytes} bytes)" in text
+    assert f"({plan.baseline_peak_bytes} bytes)" in text
+    assert f"{plan.predicted_peak_bytes / plan.budget_bytes:.1%} of the budget" in text
+    # Forwards 1 + 2 + 3 + 4 ms and as long backwards; recomputation adds 3 + 4 + 3 ms.
+    assert "30 ms, 1.500 × the 20 ms without recomputation (+50.0%)" in text
+    assert "4 stages of 4 kinds, 14 operations, 6 recomputations" in text
+    printed = capsys.readouterr().out
+    assert [line.rstrip() for line in printed.splitlines()] == text.splitlines()
+
+
+def test_the_moment_of_the_peak_is_named():
+    plan = plan_of(schedule_of(SEGMENT), stages=4)
+    first = next(e for e in plan.timeline.events if e.peak_bytes == plan.predicted_peak_bytes)
+    assert f"during {first.op}" in print_plan(plan)
+    above = replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes + 1)
+    assert "outside the stages" in print_plan(above)
+
+
+def test_a_plan_without_time_has_no_ratio():
+    text = print_plan(replace(plan_of(everything_kept(1), stages=1), baseline_s=0.0))
+    assert "without recomputation" in text
+    assert "×" not in text
+
+
+@pytest.mark.parametrize("stages", [1, 2, 150])
+def test_every_stage_has_its_row(stages):
+    text = print_plan(plan_of(everything_kept(stages), stages=stages))
+    rows = [line for line in text.splitlines() if line.startswith(" stage")][1:]
+    assert [row.split()[0] for row in rows] == [f"stage{i}" for i in range(stages)]
+    assert all("kept" in row for row in rows)
+    assert "…" not in text
+
+
+def test_explain_prints_the_plan():
+    plan = plan_of(everything_kept(3), stages=3)
+    assert plan.explain() == print_plan(plan)

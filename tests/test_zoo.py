@@ -1,0 +1,118 @@
+"""The promise, end to end: every zoo model, under every kind of budget, on the real allocator."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from statistics import median
+
+import pytest
+import torch
+
+import fxremat
+from tests.models import ZOO
+from tests.models.bits import assert_bitwise_equal
+from tests.models.reference import StepResult, compile_reference, reference_step, train
+from tests.trials import Tried, attempt, compiled
+
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+"""Budgets, from the least feasible one to the full peak."""
+
+LARGE = ("hf_gpt2", "hf_llama", "hf_llama_states", "hf_t5", "hf_clip", "resnet50", "densenet121",
+         "inception", "gru")  # fmt: skip
+"""Three budgets of these are tried each time, all six in the slow suite."""
+
+every_model = pytest.mark.parametrize("name", ZOO)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@functools.cache
+def reference(name: str) -> StepResult:
+    result = reference_step(ZOO[name], input_gradients=True)
+    torch._dynamo.reset()
+    return result
+
+
+def attempt_all(name: str, shares: tuple[float, ...]) -> list[Tried]:
+    """At ``shares`` of the way from the least feasible budget to the full peak."""
+    least = attempt(ZOO[name], "min", reference(name))
+    way = least.full_bytes - least.budget_bytes
+    budgets = [least.budget_bytes + int(share * way) for share in shares[1:]]
+    return [least, *(attempt(ZOO[name], budget, reference(name)) for budget in budgets)]
+
+
+def check_order(tried: list[Tried]) -> None:
+    """More memory is never used for a smaller budget; the full peak is used in full."""
+    for less, more in itertools.pairwise(tried):
+        assert less.predicted_bytes <= more.predicted_bytes
+        assert less.measured_bytes <= more.measured_bytes
+    assert tried[-1].predicted_bytes == tried[-1].full_bytes
+    assert tried[0].predicted_bytes < tried[-1].full_bytes
+
+
+@every_model
+def test_same_bits_within_the_budget(name: str):
+    check_order(attempt_all(name, (0.0, 0.4, 1.0) if name in LARGE else SHARES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_same_bits_within_six_budgets(name: str):
+    check_order(attempt_all(name, SHARES))
+
+
+@every_model
+def test_training_is_the_same(name: str):
+    entry = ZOO[name]
+    model, call = compiled(entry, "min")
+    ours = train(entry, model, call, steps=3)
+    assert len(call.plans) == 1, "a step was captured again"
+    torch._dynamo.reset()
+    model = entry.build()
+    assert_bitwise_equal(ours, train(entry, model, compile_reference(entry, model), steps=3))
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet50", "tied"])
+def test_accumulated_training_is_the_same_and_fits(name: str):
+    entry = ZOO[name]
+    model, call = compiled(entry, "min", accumulate=True)
+    ours = train(entry, model, call, steps=2, accumulate=3)
+    batch = entry.sample(0)
+
+    def step() -> None:
+        args, kwargs = batch
+        entry.loss(call(*args, **kwargs)).backward()
+
+    assert all(p.grad is not None for p in model.parameters())
+    assert fxremat.measure_step(model, step).peak_bytes <= call.plan.budget_bytes
+    assert len(call.plans) == 1, "a step was captured again"
+    torch._dynamo.reset()
+    model = entry.build()
+    reference = train(entry, model, compile_reference(entry, model), steps=2, accumulate=3)
+    assert_bitwise_equal(ours, reference)
+
+
+def used_shares(names: tuple[str, ...], shares: tuple[float, ...]) -> list[float]:
+    """Measured peak over budget wherever the budget is below the full peak."""
+    used = []
+    for name in names:
+        for tried in attempt_all(name, shares):
+            if tried.budget_bytes < tried.full_bytes:
+                used.append(tried.measured_bytes / tried.budget_bytes)
+                print(f"{name}: {tried.measured_bytes} of {tried.budget_bytes}, {used[-1]:.3f}")
+    return used
+
+
+def test_memory_paid_for_is_used():
+    assert median(used_shares(("gpt", "siamese", "wavenet"), SHARES[:-1])) >= 0.9
+
+
+@pytest.mark.slow
+def test_memory_paid_for_is_used_over_the_zoo():
+    assert median(used_shares(tuple(ZOO), SHARES[:-1])) >= 0.9

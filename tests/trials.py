@@ -1,0 +1,80 @@
+"""One step of a model within a budget: the same bits as the reference, and the real peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import fxremat
+from fxremat.compiled import CompiledModule
+from tests.harness import ask_input_gradients
+from tests.models import ZooModel
+from tests.models.bits import assert_bitwise_equal
+from tests.models.reference import StepResult, run_step
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One budget, tried."""
+
+    budget_bytes: int
+    predicted_bytes: int
+    measured_bytes: int
+    full_bytes: int
+
+
+def compiled(
+    entry: ZooModel, budget: int | str | float, *, input_gradients: bool = False, **options: Any
+) -> tuple[nn.Module, CompiledModule]:
+    """A fresh model and its compiled step."""
+    model = entry.build()
+    args, kwargs = entry.sample(0)
+    if input_gradients:
+        ask_input_gradients((args, kwargs))
+    loss = None if entry.loss_inside else entry.loss
+    with entry.context():
+        sample = fxremat.Sample(args, kwargs)
+        return model, fxremat.compile(model, sample, budget, loss=loss, **options)
+
+
+def measured_bytes(entry: ZooModel, model: nn.Module, call: CompiledModule) -> int:
+    """Peak of a whole step: forward, loss, backward."""
+    args, kwargs = entry.sample(0)
+    ask_input_gradients((args, kwargs))
+    leaves = [*model.parameters(), *(x for x in tree_leaves((args, kwargs)) if _is_tensor(x))]
+
+    def forget_gradients() -> None:
+        for tensor in leaves:
+            tensor.grad = None
+
+    def step() -> None:
+        forget_gradients()
+        with entry.context():
+            outputs = call(*args, **kwargs)
+            loss = entry.loss(outputs)
+        loss.backward()
+
+    forget_gradients()  # those of an earlier step are not part of this one
+    return fxremat.measure_step(model, step).peak_bytes
+
+
+def _is_tensor(x: object) -> bool:
+    return isinstance(x, Tensor)
+
+
+def attempt(entry: ZooModel, budget: int | str | float, expected: StepResult) -> Tried:
+    """Train one step within ``budget``, hold it against the reference, and measure it."""
+    model, call = compiled(entry, budget, input_gradients=True)
+    result = run_step(entry, model, call, input_gradients=True)
+    assert len(call.plans) == 1, "the step was captured again"
+    assert_bitwise_equal(result, expected)
+    plan = call.plan
+    measured = measured_bytes(entry, model, call)
+    assert measured <= plan.budget_bytes, f"{measured} bytes at budget {budget}"
+    assert measured <= plan.predicted_peak_bytes <= plan.budget_bytes
+    torch._dynamo.reset()
+    return Tried(plan.budget_bytes, plan.predicted_peak_bytes, measured, plan.baseline_peak_bytes)
