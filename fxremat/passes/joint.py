@@ -92,16 +92,17 @@ def _check_static(graph: fx.Graph) -> None:
     for node in sorted(graph.nodes, key=lambda n: n.op == "placeholder"):
         value = node.meta.get("val")
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            sizes = tuple(item.shape) if isinstance(item, torch.Tensor) else (item,)
+            shown = tuple(item.shape) if isinstance(item, torch.Tensor) else item
+            sizes = shown if isinstance(shown, tuple) else (shown,)
             if not any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
                 continue
             if any(isinstance(s, torch.SymInt) for n in graph.nodes for s in _input_sizes(n)):
                 raise CaptureError(
-                    f"the sizes {sizes} of {node.name} are symbols: fxremat plans static shapes, "
+                    f"the sizes {shown} of {node.name} are symbols: fxremat plans static shapes, "
                     "pass dynamic=False to torch.compile"
                 )
             raise CaptureError(
-                f"the sizes {sizes} computed by {node.target} depend on data\n"
+                f"the sizes {shown} computed by {node.target} depend on data\n"
                 f"{node.meta.get('stack_trace', '')}\n"
                 "fxremat plans static shapes: replace the data-dependent operation"
             )
