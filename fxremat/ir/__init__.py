@@ -7,19 +7,42 @@ boundary ``l``.
 
 from fxremat.ir.chain import Chain, Stage, Storage
 from fxremat.ir.costs import Costs, StageCosts
+from fxremat.ir.link import Link
 from fxremat.ir.problem import Infeasible, Problem, Solution, Solved, TimedOut
-from fxremat.ir.schedule import Backward, Forward, Keep, Op, Schedule
-from fxremat.ir.timeline import Event, Timeline
+from fxremat.ir.schedule import (
+    Activations,
+    Backward,
+    Compute,
+    Forward,
+    Free,
+    Keep,
+    Offload,
+    Op,
+    Part,
+    Prefetch,
+    Schedule,
+    Transfer,
+    Wait,
+)
+from fxremat.ir.timeline import Event, Lane, Timeline
 
 __all__ = [
+    "Activations",
     "Backward",
     "Chain",
+    "Compute",
     "Costs",
     "Event",
     "Forward",
+    "Free",
     "Infeasible",
     "Keep",
+    "Lane",
+    "Link",
+    "Offload",
     "Op",
+    "Part",
+    "Prefetch",
     "Problem",
     "Schedule",
     "Solution",
@@ -29,4 +52,6 @@ __all__ = [
     "Storage",
     "TimedOut",
     "Timeline",
+    "Transfer",
+    "Wait",
 ]

@@ -7,12 +7,19 @@ from dataclasses import dataclass, fields
 
 from fxremat.ir.chain import Chain
 from fxremat.ir.costs import Costs
+from fxremat.ir.link import Link
 from fxremat.ir.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Find a schedule of ``chain`` within ``budget_bytes`` at the least time.
+
+    Attributes:
+        chain: the network.
+        costs: seconds and bytes of its stages.
+        budget_bytes: device memory, ``costs.fixed_bytes`` included.
+        link: for solvers that transfer; ``None``: there is no host memory.
 
     Raises:
         ValueError: on construction, naming the field and index of the first entry
@@ -22,12 +29,15 @@ class Problem:
     chain: Chain
     costs: Costs
     budget_bytes: int
+    link: Link | None = None
 
     def __post_init__(self) -> None:
         _check_chain(self.chain)
         _check_costs(self.chain, self.costs)
         if self.budget_bytes < 0:
             raise ValueError(f"budget_bytes is {self.budget_bytes}, must be at least 0")
+        if self.link is not None:
+            _check_link(self.link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +114,10 @@ def _check_costs(chain: Chain, costs: Costs) -> None:
                 raise ValueError(
                     f"costs.stages[{i}].{field.name} is {value}, must be finite and at least 0"
                 )
+
+
+def _check_link(link: Link) -> None:
+    for name in ("offload_bytes_per_s", "prefetch_bytes_per_s"):
+        value = getattr(link, name)
+        if not math.isfinite(value) or value <= 0:
+            raise ValueError(f"link.{name} is {value}, must be finite and above 0")

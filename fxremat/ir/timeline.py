@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from fxremat.ir.schedule import Op
+
+
+class Lane(Enum):
+    """What an operation occupies while it runs."""
+
+    COMPUTE = "compute"
+    D2H = "D2H"
+    H2D = "H2D"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +25,7 @@ class Event:
         start_s, end_s: seconds since the step began.
         peak_bytes: most memory held at any instant of the operation.
         held_bytes: memory held once it is done.
+        lane: where it ran.
     """
 
     op: Op
@@ -23,6 +33,7 @@ class Event:
     end_s: float
     peak_bytes: int
     held_bytes: int
+    lane: Lane = Lane.COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +44,8 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first operation's start to the last one's end."""
-        return self.events[-1].end_s if self.events else 0.0
+        """Seconds from the first operation's start to the last end of any."""
+        return max((e.end_s for e in self.events), default=0.0)
 
     @property
     def peak_bytes(self) -> int:

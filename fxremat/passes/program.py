@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat.errors import ScheduleError
-from fxremat.ir import Backward, Forward, Keep, Op, Schedule
+from fxremat.ir import Backward, Compute, Forward, Keep, Schedule
 from fxremat.passes.block import Block, Mode, candidates, extract
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.linearize import Line, Role
@@ -25,7 +25,7 @@ class Call:
         kept: storages among those of its inputs that are read again later.
     """
 
-    op: Op
+    op: Compute
     block: Block
     rebuilds: bool
     kept: frozenset[int]
@@ -86,7 +86,9 @@ def build_program(line: Line, schedule: Schedule, blocks: BlockCache) -> Program
         ScheduleError: the schedule never computes something that is read.
     """
     joint = line.joint
-    ops = list(schedule)
+    ops = list(schedule.computations)
+    if len(ops) < len(schedule):
+        raise ScheduleError(f"graphs with transfers can't be emitted: {schedule}")
     needed = _Needed(line)
     calls: list[Call] = []
     turn = 0
@@ -169,7 +171,7 @@ class _Needed:
         return frozenset([s for s in storages if count[s]])
 
 
-def _modes(ops: list[Op]) -> list[Mode]:
+def _modes(ops: list[Compute]) -> list[Mode]:
     seen: set[int] = set()
     modes = []
     for op in ops:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxremat.ir import Backward, Event, Forward, Keep, Op
+from fxremat.ir import Backward, Compute, Event, Forward, Keep
 from fxremat.report.plan import Plan
 
 
@@ -107,10 +107,10 @@ def _runs(plan: Plan) -> list[list[Run]]:
     A forward whose predecessor is the forward of the stage before reads what that one
     wrote; any other reads an input that was held, so a run of forwards starts there.
     """
-    ops = plan.schedule.ops
+    ops = plan.schedule.computations
     runs: list[list[Run]] = [[] for _ in range(len(plan.chain))]
     start = 0
-    before: Op | None = None
+    before: Compute | None = None
     for op, event, after in zip(ops, _events(plan), (*ops[1:], None), strict=True):
         if isinstance(op, Forward):
             if not (isinstance(before, Forward) and before.stage + 1 == op.stage):
@@ -129,7 +129,7 @@ def _events(plan: Plan) -> list[Event | None]:
     """
     found: list[Event | None] = []
     events = list(plan.timeline.events)
-    for op in plan.schedule:
+    for op in plan.schedule.computations:
         fits = bool(events) and events[0].op == op
         found.append(events.pop(0) if fits else None)
     return found

@@ -42,11 +42,11 @@ import numpy as np
 from fxremat.ir import (
     Backward,
     Chain,
+    Compute,
     Costs,
     Forward,
     Infeasible,
     Keep,
-    Op,
     Problem,
     Schedule,
     Solution,
@@ -204,7 +204,7 @@ class RotorTable:
             )
         return slots_down(budget_bytes - self.base_bytes, quantum=self.quantum_bytes)
 
-    def _ops(self, slots: int) -> tuple[Op, ...]:
+    def _ops(self, slots: int) -> tuple[Compute, ...]:
         table = self._table
         saved = [slots_up(n, quantum=self.quantum_bytes) for n in table.numbers.saved.tolist()]
 
@@ -225,7 +225,7 @@ def _least_bytes(least: Least) -> int:
     return int(least.memory[0, -1])
 
 
-def _least_ops(least: Least, available_bytes: int) -> tuple[Op, ...]:
+def _least_ops(least: Least, available_bytes: int) -> tuple[Compute, ...]:
     """A schedule within ``available_bytes``, which are at least what is needed."""
 
     def pick(s: int, t: int, m: int) -> int:
@@ -236,7 +236,7 @@ def _least_ops(least: Least, available_bytes: int) -> tuple[Op, ...]:
 
 def _walk(
     pick: Callable[[int, int, int], int], saved: list[int], step: Ints, available: int
-) -> tuple[Op, ...]:
+) -> tuple[Compute, ...]:
     """Algorithm 2, with a stack of its own since chains are deeper than Python's.
 
     Args:
@@ -245,8 +245,8 @@ def _walk(
         step: see ``Numbers``.
         available: what the whole chain may use beside boundary 0.
     """
-    ops: list[Op] = []
-    todo: list[tuple[int, int, int] | Op] = [(0, len(saved) - 1, available)]
+    ops: list[Compute] = []
+    todo: list[tuple[int, int, int] | Compute] = [(0, len(saved) - 1, available)]
     while todo:
         item = todo.pop()
         if not isinstance(item, tuple):
@@ -272,7 +272,7 @@ def _walk(
     return tuple(ops)
 
 
-def _seconds(costs: Costs, ops: tuple[Op, ...]) -> float:
+def _seconds(costs: Costs, ops: tuple[Compute, ...]) -> float:
     """Time of ``ops``, summed in their order."""
     ran: set[int] = set()
     total = 0.0

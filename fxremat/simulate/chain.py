@@ -1,7 +1,4 @@
-"""Replay a schedule: is it valid, how much memory does it need, how long does it take?
-
-Written from the model alone. It shares no code with the solvers, so that one can
-be held against the other.
+"""Replay a schedule of a chain on the compute lane alone.
 
 The model. Memory holds values; a value is a set of storage *instances*.
 
@@ -27,26 +24,22 @@ The model. Memory holds values; a value is a set of storage *instances*.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
 from itertools import count
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import (
     Backward,
     Chain,
+    Compute,
     Costs,
     Event,
     Forward,
     Keep,
-    Op,
     Problem,
     Schedule,
     Timeline,
 )
-
-_Value = dict[int, int]
-"""Storage id to instance number."""
+from fxremat.simulate.memory import Memory, Value
 
 
 def simulate(chain: Chain, costs: Costs, schedule: Schedule) -> Timeline:
@@ -79,46 +72,26 @@ def check(problem: Problem, schedule: Schedule) -> Timeline:
     return timeline
 
 
-@dataclass(slots=True)
-class _Memory:
-    """Instances held, each counted once however many values share it."""
-
-    chain: Chain
-    nbytes: int = 0
-    holders: Counter[tuple[int, int]] = field(default_factory=Counter)
-
-    def take(self, value: _Value) -> None:
-        for instance in value.items():
-            if not self.holders[instance]:
-                self.nbytes += self.chain.storages[instance[0]].nbytes
-            self.holders[instance] += 1
-
-    def drop(self, value: _Value | None) -> None:
-        for instance in (value or {}).items():
-            self.holders[instance] -= 1
-            if not self.holders[instance]:
-                self.nbytes -= self.chain.storages[instance[0]].nbytes
-                del self.holders[instance]
-
-
 class _Replay:
     def __init__(self, chain: Chain, costs: Costs) -> None:
         self.chain = chain
         self.costs = costs
-        self.memory = _Memory(chain)
+        self.memory = Memory(chain.storages)
         self.numbers = count()
         self.level = len(chain)  # the backwards of stages >= level are done
         self.ran = [False] * len(chain)
-        self.kept: dict[int, _Value] = {}
-        self.saved: dict[int, _Value] = {}
+        self.kept: dict[int, Value] = {}
+        self.saved: dict[int, Value] = {}
         self.rebuild_peak: int | None = None  # set between the two operations of a rebuild
-        self.flight: tuple[int, _Value] | None = None
+        self.flight: tuple[int, Value] | None = None
         self._fly(0, {i: next(self.numbers) for i in chain.boundaries[0]})
 
     def run(self, schedule: Schedule) -> Timeline:
         events: list[Event] = []
         now = 0.0
-        ops = schedule.ops
+        ops = schedule.computations
+        if len(ops) < len(schedule):
+            raise ScheduleError("the schedule has transfers: they need a link to run on")
         for index, op in enumerate(ops):
             follower = ops[index + 1] if index + 1 < len(ops) else None
             try:
@@ -136,7 +109,7 @@ class _Replay:
             raise ScheduleError(f"the schedule ends at op {len(ops)} before B {self.level - 1}")
         return Timeline(tuple(events))
 
-    def _forward(self, op: Forward, follower: Op | None) -> tuple[float, int]:
+    def _forward(self, op: Forward, follower: Compute | None) -> tuple[float, int]:
         i = op.stage
         cost = self.costs.stages[i]
         self._require(i < self.level, f"the backward of stage {i} is done")
@@ -186,7 +159,7 @@ class _Replay:
         self.level = i
         return cost.backward_s, peak
 
-    def _read(self, boundary: int) -> _Value:
+    def _read(self, boundary: int) -> Value:
         """The value that a reader of ``boundary`` gets; frees what is in flight elsewhere."""
         if self.flight is not None:
             if self.flight[0] == boundary:
@@ -198,7 +171,7 @@ class _Replay:
         value = self.saved[boundary - 1]
         return {s: value[s] for s in self.chain.boundaries[boundary]}
 
-    def _put(self, where: dict[int, _Value], stage: int, value: _Value | None) -> None:
+    def _put(self, where: dict[int, Value], stage: int, value: Value | None) -> None:
         """Hold ``value`` (or nothing) for ``stage`` in place of what was held there."""
         if value is not None:
             self.memory.take(value)
@@ -206,7 +179,7 @@ class _Replay:
         if value is not None:
             where[stage] = value
 
-    def _fly(self, boundary: int, value: _Value) -> None:
+    def _fly(self, boundary: int, value: Value) -> None:
         self.memory.take(value)
         self._land()
         self.flight = (boundary, value)

@@ -29,7 +29,17 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fxremat.ir import Backward, Forward, Infeasible, Keep, Op, Problem, Schedule, Solution, Solved
+from fxremat.ir import (
+    Backward,
+    Compute,
+    Forward,
+    Infeasible,
+    Keep,
+    Problem,
+    Schedule,
+    Solution,
+    Solved,
+)
 
 
 def solve(problem: Problem, *, persistent: bool = True) -> Solution:
@@ -69,7 +79,7 @@ class _State(NamedTuple):
     saved: tuple[int, ...]
 
 
-_Step = tuple[float, int, tuple[Op, ...], _State]
+_Step = tuple[float, int, tuple[Compute, ...], _State]
 """Seconds, peak in bytes, operations, and the state after them."""
 
 
@@ -96,7 +106,7 @@ class _Search:
         start = self._start()
         heap: list[tuple[float, int, _State]] = [(0.0, 0, start)]
         best: dict[_State, float] = {start: 0.0}
-        came: dict[_State, tuple[_State, tuple[Op, ...]]] = {}
+        came: dict[_State, tuple[_State, tuple[Compute, ...]]] = {}
         pushes = 0
         while heap:
             seconds, _, state = heapq.heappop(heap)
@@ -259,8 +269,8 @@ def _set(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def _schedule(came: dict[_State, tuple[_State, tuple[Op, ...]]], state: _State) -> Schedule:
-    parts: list[tuple[Op, ...]] = []
+def _schedule(came: dict[_State, tuple[_State, tuple[Compute, ...]]], state: _State) -> Schedule:
+    parts: list[tuple[Compute, ...]] = []
     while state in came:
         state, ops = came[state]
         parts.append(ops)
