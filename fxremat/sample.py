@@ -95,8 +95,9 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
 
     args, kwargs = pytree.tree_map(shell, (sample.args, sample.kwargs))
     state = {name: shell(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    quiet = torch_compat.without_shape_errors_logged()
     try:
-        with attributes_replaced(model, shell), mode, torch.no_grad():
+        with attributes_replaced(model, shell), quiet, mode, torch.no_grad():
             return functional_call(model, state, args, kwargs)
     except torch_compat.data_dependent_errors():
         return None  # the capture tells where, and names the line

@@ -258,6 +258,17 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@contextlib.contextmanager
+def without_shape_errors_logged() -> Iterator[None]:
+    """Shapes that do not fit are raised and not logged with their traceback as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def failure_cause(error: BaseException) -> BaseException:
     """What really went wrong, for an error that Dynamo wrapped."""
     from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415

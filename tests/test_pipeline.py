@@ -1,0 +1,118 @@
+"""From a joint graph to a plan: the search keeps the promise before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fxremat.budget import Budget
+from fxremat.errors import BudgetError
+from fxremat.ir import Backward, Forward, Keep
+from fxremat.passes.surroundings import Caller
+from fxremat.pipeline import Planned, Search, plan_step
+from tests.harness import captured, silent
+
+NAMES = ("gpt", "unet", "siamese")
+by_model = pytest.mark.parametrize("name", NAMES)
+
+
+def search_of(name: str) -> Search:
+    step = captured(name)
+    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
+    return Search.of(step.joint, real=real, caller=Caller(), progress=silent)
+
+
+@pytest.fixture(scope="module")
+def searches() -> dict[str, Search]:
+    return {name: search_of(name) for name in NAMES}
+
+
+def planned(name: str, budget: int | float | str) -> Planned:
+    step = captured(name)
+    return plan_step(
+        step.traced,
+        forward_output_count=step.output_count,
+        inputs=step.real,
+        budget=Budget.read(budget),
+        caller=Caller(),
+        progress=silent,
+    )
+
+
+@by_model
+def test_the_best_within_each_budget_fits_and_gets_no_worse(searches: dict[str, Search], name: str):
+    search = searches[name]
+    least, full = search.least.sweep.peak_bytes, search.baseline.sweep.peak_bytes
+    chosen = []
+    for share in (0.0, 0.1, 0.3, 0.5, 0.8, 1.0):
+        budget_bytes = least + int(share * (full - least))
+        best = search.fastest_within(budget_bytes)
+        assert best.sweep.peak_bytes <= budget_bytes
+        assert (
+            not any(
+                c.sweep.peak_bytes <= budget_bytes and c.total_s < best.total_s
+                for c in search.candidates
+            )
+            or best is search.baseline
+        )
+        chosen.append(best)
+    for less, more in itertools.pairwise(chosen[:-1]):
+        assert more.total_s <= less.total_s
+    assert chosen[-1] is search.baseline
+
+
+@by_model
+def test_nothing_is_recomputed_in_the_baseline(searches: dict[str, Search], name: str):
+    search = searches[name]
+    stages = range(len(search.chain))
+    forwards = [Forward(i, Keep.ALL) for i in stages]
+    assert search.baseline.schedule.ops == (*forwards, *(Backward(i) for i in reversed(stages)))
+
+
+@by_model
+def test_the_plan_tells_what_was_chosen(name: str):
+    result = planned(name, "min")
+    plan = result.plan
+    assert plan.budget_bytes == plan.least_budget_bytes == plan.predicted_peak_bytes
+    assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
+    assert plan.predicted_s >= plan.baseline_s > 0
+    assert plan.timeline.makespan_s == pytest.approx(plan.predicted_s)
+    assert plan.timeline.peak_bytes <= plan.predicted_peak_bytes
+    left = iter(plan.schedule)
+    # Operations that nobody reads the results of are left out.
+    assert all(event.op in left for event in plan.timeline.events), "another order"
+    backwards = [e.op.stage for e in plan.timeline.events if isinstance(e.op, Backward)]
+    assert backwards == sorted(backwards, reverse=True)
+    assert plan.forward_code == result.forward.code
+    assert plan.backward_code == result.backward.code
+
+
+def test_a_budget_too_small_names_the_least_and_what_needs_it():
+    least = planned("gpt", "min").plan.least_budget_bytes
+    with pytest.raises(BudgetError, match=rf"least feasible budget is {least} bytes.*needed by "):
+        planned("gpt", least - 1)
+
+
+def test_measuring_and_solving_are_told_of():
+    step = captured("gpt")
+    seen: list[str] = []
+    plan_step(
+        step.traced,
+        forward_output_count=step.output_count,
+        inputs=step.real,
+        budget=Budget.read(1.0),
+        caller=Caller(),
+        progress=lambda what, done, total: seen.append(f"{what} {done <= total}"),
+    )
+    assert {"solving True"} < set(seen)
+    assert not [entry for entry in seen if entry.endswith("False")]
+
+
+def test_what_the_caller_reserves_is_in_every_peak():
+    step = captured("siamese")
+    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
+    plain = Search.of(step.joint, real=real, caller=Caller(), progress=silent)
+    kept = Search.of(step.joint, real=real, caller=Caller(reserve_bytes=4096), progress=silent)
+    assert kept.baseline.sweep.peak_bytes == plain.baseline.sweep.peak_bytes + 4096
+    assert kept.least.sweep.peak_bytes == plain.least.sweep.peak_bytes + 4096
