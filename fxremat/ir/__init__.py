@@ -7,6 +7,7 @@ boundary ``l``.
 
 from fxremat.ir.chain import Chain, Stage, Storage
 from fxremat.ir.costs import Costs, StageCosts
+from fxremat.ir.join import Join, JoinCosts, JoinProblem, chain_of, join_of
 from fxremat.ir.link import Link
 from fxremat.ir.problem import Infeasible, Problem, Solution, Solved, TimedOut
 from fxremat.ir.schedule import (
@@ -36,6 +37,9 @@ __all__ = [
     "Forward",
     "Free",
     "Infeasible",
+    "Join",
+    "JoinCosts",
+    "JoinProblem",
     "Keep",
     "Lane",
     "Link",
@@ -54,4 +58,6 @@ __all__ = [
     "Timeline",
     "Transfer",
     "Wait",
+    "chain_of",
+    "join_of",
 ]

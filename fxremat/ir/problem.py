@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from fxremat.ir.chain import Chain
-from fxremat.ir.costs import Costs
+from fxremat.ir.costs import Costs, StageCosts
 from fxremat.ir.link import Link
 from fxremat.ir.schedule import Schedule
 
@@ -32,7 +32,7 @@ class Problem:
     link: Link | None = None
 
     def __post_init__(self) -> None:
-        _check_chain(self.chain)
+        check_chain(self.chain)
         _check_costs(self.chain, self.costs)
         if self.budget_bytes < 0:
             raise ValueError(f"budget_bytes is {self.budget_bytes}, must be at least 0")
@@ -71,49 +71,53 @@ class TimedOut:
 Solution = Solved | Infeasible | TimedOut
 
 
-def _check_chain(chain: Chain) -> None:
+def check_chain(chain: Chain, *, name: str = "chain") -> None:
+    """Raise ``ValueError`` for the first malformed entry of ``chain``, which is called ``name``."""
     count = len(chain.stages)
     if count == 0:
-        raise ValueError("chain.stages is empty")
+        raise ValueError(f"{name}.stages is empty")
     if len(chain.boundaries) != count + 1:
         raise ValueError(
-            f"chain.boundaries has {len(chain.boundaries)} entries, expected {count + 1}"
+            f"{name}.boundaries has {len(chain.boundaries)} entries, expected {count + 1}"
         )
     for i, storage in enumerate(chain.storages):
         if storage.nbytes < 0:
-            raise ValueError(f"chain.storages[{i}].nbytes is {storage.nbytes}, must be at least 0")
+            raise ValueError(f"{name}.storages[{i}].nbytes is {storage.nbytes}, must be at least 0")
     known = range(len(chain.storages))
     last_seen: dict[int, int] = {}
     for i, boundary in enumerate(chain.boundaries):
         for storage_id in boundary:
             if storage_id not in known:
-                raise ValueError(f"chain.boundaries[{i}] names storage {storage_id}, unknown")
+                raise ValueError(f"{name}.boundaries[{i}] names storage {storage_id}, unknown")
             if last_seen.get(storage_id, i - 1) < i - 1:
                 raise ValueError(
-                    f"chain.boundaries[{i}] has storage {storage_id} again after "
+                    f"{name}.boundaries[{i}] has storage {storage_id} again after "
                     f"boundary {last_seen[storage_id]}: a storage lives in a contiguous run"
                 )
             last_seen[storage_id] = i
     for i, stage in enumerate(chain.stages):
         for storage_id in stage.saved:
             if storage_id not in known:
-                raise ValueError(f"chain.stages[{i}].saved names storage {storage_id}, unknown")
+                raise ValueError(f"{name}.stages[{i}].saved names storage {storage_id}, unknown")
 
 
-def _check_costs(chain: Chain, costs: Costs) -> None:
-    if len(costs.stages) != len(chain.stages):
-        raise ValueError(
-            f"costs.stages has {len(costs.stages)} entries, expected {len(chain.stages)}"
-        )
-    if costs.fixed_bytes < 0:
-        raise ValueError(f"costs.fixed_bytes is {costs.fixed_bytes}, must be at least 0")
-    for i, stage in enumerate(costs.stages):
+def check_stage_costs(chain: Chain, stages: tuple[StageCosts, ...], *, name: str) -> None:
+    """Raise ``ValueError`` for the first malformed entry of ``stages``, called ``name``."""
+    if len(stages) != len(chain.stages):
+        raise ValueError(f"{name} has {len(stages)} entries, expected {len(chain.stages)}")
+    for i, stage in enumerate(stages):
         for field in fields(stage):
             value = getattr(stage, field.name)
             if not math.isfinite(value) or value < 0:
                 raise ValueError(
-                    f"costs.stages[{i}].{field.name} is {value}, must be finite and at least 0"
+                    f"{name}[{i}].{field.name} is {value}, must be finite and at least 0"
                 )
+
+
+def _check_costs(chain: Chain, costs: Costs) -> None:
+    check_stage_costs(chain, costs.stages, name="costs.stages")
+    if costs.fixed_bytes < 0:
+        raise ValueError(f"costs.fixed_bytes is {costs.fixed_bytes}, must be at least 0")
 
 
 def _check_link(link: Link) -> None:

@@ -1,0 +1,271 @@
+"""A network of independent branches that meet in a trunk, its costs, and the problem to solve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxremat.ir.chain import Chain, Stage, Storage
+from fxremat.ir.costs import Costs, StageCosts
+from fxremat.ir.problem import Problem, check_chain, check_stage_costs
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Branches that share no activation, and the trunk that reads the ends of all of them.
+
+    Stages have one numbering: those of branch 0 first, then branch 1, …, then the trunk.
+    A *line* is a branch, or the trunk, which is line ``len(branches)``.
+
+    Attributes:
+        branches: at least one, each of at least one stage. All chains of a join have the
+            same ``storages``; no storage is in two branches.
+        trunk: what comes after the branches met, the loss included; at least one stage.
+            ``trunk.boundaries[0]`` is the branches' last boundaries one after the other.
+            A storage may cross from a branch into the trunk, in one contiguous run.
+    """
+
+    branches: tuple[Chain, ...]
+    trunk: Chain
+
+    def __len__(self) -> int:
+        return sum(map(len, self.lines))
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """The storages of all lines."""
+        return self.trunk.storages
+
+    @property
+    def lines(self) -> tuple[Chain, ...]:
+        """The branches, then the trunk."""
+        return (*self.branches, self.trunk)
+
+    @property
+    def first_stages(self) -> tuple[int, ...]:
+        """The number of each line's first stage, and at the end the number of stages."""
+        firsts = [0]
+        for line in self.lines:
+            firsts.append(firsts[-1] + len(line))
+        return tuple(firsts)
+
+    def locate(self, stage: int) -> tuple[int, int]:
+        """The line of ``stage`` and its place in it.
+
+        Raises:
+            IndexError: there is no such stage.
+        """
+        firsts = self.first_stages
+        if not 0 <= stage < firsts[-1]:
+            raise IndexError(f"stage {stage} is not one of 0 … {firsts[-1] - 1}")
+        line = max(i for i, first in enumerate(firsts[:-1]) if first <= stage)
+        return line, stage - firsts[line]
+
+    def stage(self, line: int, place: int) -> int:
+        """The number of the stage at ``place`` of ``line``."""
+        return self.first_stages[line] + place
+
+    def nbytes(self, ids: Sequence[int]) -> int:
+        """Bytes of the distinct storages among ``ids``."""
+        return self.trunk.nbytes(ids)
+
+    @staticmethod
+    def from_sizes(
+        branch_boundary_bytes: Sequence[Sequence[int]],
+        branch_saved_bytes: Sequence[Sequence[int]],
+        trunk_boundary_bytes: Sequence[int],
+        trunk_saved_bytes: Sequence[int],
+    ) -> Join:
+        """A join whose boundaries share nothing.
+
+        Args:
+            branch_boundary_bytes, branch_saved_bytes: of each branch, as
+                ``Chain.from_sizes`` takes them.
+            trunk_boundary_bytes: of the trunk *after* each of its stages: boundary 0 is
+                the ends of the branches.
+            trunk_saved_bytes: of each trunk stage, counting the boundary after it.
+
+        Raises:
+            ValueError: wrong lengths, or a saved set smaller than its boundary.
+        """
+        storages: list[Storage] = []
+        parts: list[tuple[list[tuple[int, ...]], list[Stage]]] = []
+        for line, (sizes, saved) in enumerate(
+            zip(branch_boundary_bytes, branch_saved_bytes, strict=True)
+        ):
+            parts.append(_append_line(storages, f"b{line}.", list(sizes), list(saved)))
+        ends = tuple(i for boundaries, _ in parts for i in boundaries[-1])
+        trunk = _append_line(storages, "t.", [0, *trunk_boundary_bytes], list(trunk_saved_bytes))
+        trunk[0][0] = ends
+        chains = [Chain(tuple(storages), tuple(b), tuple(s)) for b, s in (*parts, trunk)]
+        return Join(tuple(chains[:-1]), chains[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class JoinCosts:
+    """Costs of a join.
+
+    While the trunk's backward runs, gradients take ``gradient_bytes`` of the trunk stage
+    whose backward comes next. From then on *every* branch holds the gradient at its
+    level, that is ``gradient_bytes`` of its own next stage, and ``done_bytes`` once it has
+    none left; the trunk leaves ``trunk_done_bytes``.
+
+    Attributes:
+        branches: one entry a stage of each branch.
+        trunk: one entry a trunk stage.
+        fixed_bytes: held during the whole step whatever the schedule does.
+        done_bytes: one entry a branch: what its backward leaves until the step ends
+            (gradients of its input and parameters). Empty: nothing.
+        trunk_done_bytes: what the trunk's backward leaves beside the gradients of the
+            branches' ends (gradients of its parameters).
+    """
+
+    branches: tuple[tuple[StageCosts, ...], ...]
+    trunk: tuple[StageCosts, ...]
+    fixed_bytes: int = 0
+    done_bytes: tuple[int, ...] = ()
+    trunk_done_bytes: int = 0
+
+    @property
+    def lines(self) -> tuple[tuple[StageCosts, ...], ...]:
+        """The branches, then the trunk."""
+        return (*self.branches, self.trunk)
+
+    @property
+    def left_bytes(self) -> tuple[int, ...]:
+        """``done_bytes``, one entry a branch also where it is empty."""
+        return self.done_bytes or (0,) * len(self.branches)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinProblem:
+    """Find a schedule of ``join`` within ``budget_bytes`` at the least time.
+
+    Attributes:
+        join: the network.
+        costs: seconds and bytes of its stages.
+        budget_bytes: device memory, ``costs.fixed_bytes`` included.
+
+    Raises:
+        ValueError: on construction, naming the field and index of the first entry
+            that is malformed (negative, not finite, of wrong length, out of range).
+    """
+
+    join: Join
+    costs: JoinCosts
+    budget_bytes: int
+
+    def __post_init__(self) -> None:
+        _check_lines(self.join)
+        _check_meeting(self.join)
+        _check_disjoint(self.join)
+        _check_costs(self.join, self.costs)
+        if self.budget_bytes < 0:
+            raise ValueError(f"budget_bytes is {self.budget_bytes}, must be at least 0")
+
+
+def join_of(problem: Problem) -> JoinProblem:
+    """A chain of at least two stages as a join: all but the last stage are the only branch.
+
+    Raises:
+        ValueError: the chain has a single stage.
+    """
+    chain, costs = problem.chain, problem.costs
+    if len(chain) < 2:
+        raise ValueError("chain.stages has 1 entry, a join needs a branch and a trunk")
+    branch = Chain(chain.storages, chain.boundaries[:-1], chain.stages[:-1])
+    trunk = Chain(chain.storages, chain.boundaries[-2:], chain.stages[-1:])
+    split = JoinCosts((costs.stages[:-1],), costs.stages[-1:], costs.fixed_bytes)
+    return JoinProblem(Join((branch,), trunk), split, problem.budget_bytes)
+
+
+def chain_of(problem: JoinProblem) -> Problem:
+    """A join of one branch as a chain, the inverse of ``join_of``.
+
+    Raises:
+        ValueError: there are several branches, or something is held after a backward.
+    """
+    join, costs = problem.join, problem.costs
+    if len(join.branches) != 1:
+        raise ValueError(f"join.branches has {len(join.branches)} entries, expected 1")
+    if any(costs.done_bytes) or costs.trunk_done_bytes:
+        raise ValueError("costs.done_bytes and costs.trunk_done_bytes must be 0 for a chain")
+    (branch,) = join.branches
+    chain = Chain(
+        join.storages,
+        (*branch.boundaries, *join.trunk.boundaries[1:]),
+        (*branch.stages, *join.trunk.stages),
+    )
+    stages = (*costs.branches[0], *costs.trunk)
+    return Problem(chain, Costs(stages, costs.fixed_bytes), problem.budget_bytes)
+
+
+def _append_line(
+    storages: list[Storage], prefix: str, sizes: list[int], saved: list[int]
+) -> tuple[list[tuple[int, ...]], list[Stage]]:
+    """Boundaries and stages of ``Chain.from_sizes``, with storages appended to ``storages``."""
+    line = Chain.from_sizes(sizes, saved)
+    base = len(storages)
+    storages += [Storage(s.nbytes, prefix + s.name) for s in line.storages]
+    stages = [
+        Stage(prefix + s.name, tuple(i + base for i in s.saved), len(storages) + s.kind)
+        for s in line.stages
+    ]
+    return [tuple(i + base for i in ids) for ids in line.boundaries], stages
+
+
+def _line_names(join: Join) -> list[str]:
+    return [*(f"join.branches[{i}]" for i in range(len(join.branches))), "join.trunk"]
+
+
+def _check_lines(join: Join) -> None:
+    if not join.branches:
+        raise ValueError("join.branches is empty")
+    for name, line in zip(_line_names(join), join.lines, strict=True):
+        if line.storages != join.storages:
+            raise ValueError(f"{name}.storages differs from join.trunk.storages")
+        check_chain(line, name=name)
+
+
+def _check_meeting(join: Join) -> None:
+    ends = tuple(i for branch in join.branches for i in branch.boundaries[-1])
+    if join.trunk.boundaries[0] != ends:
+        raise ValueError(
+            f"join.trunk.boundaries[0] is {join.trunk.boundaries[0]}, the branches end in {ends}"
+        )
+
+
+def _check_disjoint(join: Join) -> None:
+    """No storage in two branches; none in the trunk that a branch had and did not hand over."""
+    owner: dict[int, int] = {}
+    names = _line_names(join)
+    ends = set(join.trunk.boundaries[0])
+    for line, chain in enumerate(join.lines):
+        saved = [stage.saved for stage in chain.stages]
+        used = {i for ids in (*chain.boundaries, *saved) for i in ids}
+        for storage in sorted(used):
+            before = owner.setdefault(storage, line)
+            crosses = line == len(join.branches) and storage in ends
+            if before != line and not crosses:
+                raise ValueError(f"{names[line]} has storage {storage}, which {names[before]} has")
+
+
+def _check_costs(join: Join, costs: JoinCosts) -> None:
+    if len(costs.branches) != len(join.branches):
+        raise ValueError(
+            f"costs.branches has {len(costs.branches)} entries, expected {len(join.branches)}"
+        )
+    names = [*(f"costs.branches[{i}]" for i in range(len(costs.branches))), "costs.trunk"]
+    for name, line, stages in zip(names, join.lines, costs.lines, strict=True):
+        check_stage_costs(line, stages, name=name)
+    if costs.done_bytes and len(costs.done_bytes) != len(join.branches):
+        raise ValueError(
+            f"costs.done_bytes has {len(costs.done_bytes)} entries, expected {len(join.branches)}"
+        )
+    for i, nbytes in enumerate(costs.done_bytes):
+        if nbytes < 0:
+            raise ValueError(f"costs.done_bytes[{i}] is {nbytes}, must be at least 0")
+    for name in ("fixed_bytes", "trunk_done_bytes"):
+        value = getattr(costs, name)
+        if value < 0:
+            raise ValueError(f"costs.{name} is {value}, must be at least 0")
