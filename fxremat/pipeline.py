@@ -16,6 +16,7 @@ from fxremat.passes.cost import CostCache, Progress, measure_line
 from fxremat.passes.emit import ScheduleModule
 from fxremat.passes.joint import JointGraph, build_joint_graph
 from fxremat.passes.linearize import linearize
+from fxremat.passes.options import Kept, find_options
 from fxremat.passes.program import BlockCache, Program, build_program, keep_all
 from fxremat.passes.rewrite import BlockModules, rewrite
 from fxremat.passes.surroundings import Caller, surroundings_of
@@ -44,6 +45,7 @@ class Candidate:
 
     program: Program
     schedule: Schedule
+    kept: Kept
     sweep: Sweep
     seconds: tuple[float, ...]
 
@@ -123,13 +125,17 @@ class Search:
         line = measured.line
         surroundings = surroundings_of(line.joint, real, caller)
         sweeper = Sweeper(line, measured.workspace_bytes)
-        chain = build_chain(line, blocks)
-        costs = build_costs(measured, chain, blocks, sweeper, surroundings)
+        options = find_options(measured, blocks)
+        chain = build_chain(line, blocks, options)
+        costs = build_costs(measured, chain, blocks, sweeper, surroundings, options)
 
         def candidate(schedule: Schedule) -> Candidate:
-            program = build_program(line, schedule, blocks)
+            kept = options.kept_by(schedule)
+            program = build_program(line, schedule, blocks, options.missing(kept))
             sweep = sweeper.sweep(program, surroundings)
-            return Candidate(program, schedule, sweep, _seconds(program, costs))
+            return Candidate(
+                program, schedule, kept, sweep, _seconds(program, costs, options.recompute_s(kept))
+            )
 
         baseline = candidate(keep_all(len(chain)))
         schedules = _distinct(_schedules(chain, costs, progress))
@@ -206,12 +212,12 @@ def _distinct(schedules: Iterable[Schedule]) -> list[Schedule]:
     return list(dict.fromkeys(schedules))
 
 
-def _seconds(program: Program, costs: Costs) -> tuple[float, ...]:
+def _seconds(program: Program, costs: Costs, recompute_s: Mapping[int, float]) -> tuple[float, ...]:
     seconds = []
     for call in program.calls:
         stage = costs.stages[call.op.stage]
         if isinstance(call.op, Backward):
-            seconds.append(stage.backward_s)
+            seconds.append(stage.backward_s + recompute_s.get(call.op.stage, 0.0))
         else:
             seconds.append(stage.rebuild_s if call.rebuilds else stage.forward_s)
     return tuple(seconds)

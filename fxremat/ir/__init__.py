@@ -6,7 +6,7 @@ boundary ``l``.
 """
 
 from fxremat.ir.chain import Chain, Stage, Storage
-from fxremat.ir.costs import Costs, StageCosts
+from fxremat.ir.costs import Costs, SaveOption, StageCosts
 from fxremat.ir.join import Join, JoinCosts, JoinProblem, chain_of, join_of
 from fxremat.ir.link import Link
 from fxremat.ir.problem import Infeasible, Problem, Solution, Solved, TimedOut
@@ -48,6 +48,7 @@ __all__ = [
     "Part",
     "Prefetch",
     "Problem",
+    "SaveOption",
     "Schedule",
     "Solution",
     "Solved",

@@ -58,8 +58,11 @@ class Chain:
 
     def saved_set(self, stage: int) -> frozenset[int]:
         """What ``F_all`` adds to its input: ``ā`` with ``a^l``, without ``a^{l-1}``."""
-        kept = {*self.stages[stage].saved, *self.boundaries[stage + 1]}
-        return frozenset(kept - set(self.boundaries[stage]))
+        return self.added(stage, self.stages[stage].saved)
+
+    def added(self, stage: int, kept: Iterable[int]) -> frozenset[int]:
+        """What an ``F_all`` that keeps the storages ``kept`` adds to its input."""
+        return frozenset({*kept, *self.boundaries[stage + 1]} - set(self.boundaries[stage]))
 
     @staticmethod
     def from_sizes(boundary_bytes: Sequence[int], saved_bytes: Sequence[int]) -> Chain:

@@ -7,6 +7,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class SaveOption:
+    """A choice of what ``F_all`` keeps of a stage; its backward rebuilds the rest.
+
+    Attributes:
+        kept: ids of the storages kept. The boundary after the stage is kept as well,
+            and the one before it is there anyway.
+        recompute_s: seconds by which the backward takes longer.
+        keep_extra_bytes: peak of this ``F_all`` beyond input and what it keeps.
+        backward_extra_bytes: peak of the backward, rebuilding included, beyond
+            ``gradient_bytes``, what was kept and the input.
+    """
+
+    kept: tuple[int, ...]
+    recompute_s: float
+    keep_extra_bytes: int
+    backward_extra_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StageCosts:
     """Times and peaks of one stage ``i``; sizes of storages are in the ``Chain``.
 
@@ -28,6 +47,8 @@ class StageCosts:
         rebuild_bytes: peak, beyond the input and ``gradient_bytes``, of rebuilding the
             saved set and running the backward straight after. In the papers
             ``ω_ā + max(o_f, ω_δ^{l-1} + o_b)``.
+        options: choices beside that of keeping the whole saved set. Schedules count
+            that one as option 0 and these from 1.
     """
 
     forward_s: float
@@ -38,6 +59,7 @@ class StageCosts:
     keep_extra_bytes: int
     backward_extra_bytes: int
     rebuild_bytes: int
+    options: tuple[SaveOption, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

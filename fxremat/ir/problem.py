@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from fxremat.ir.chain import Chain
-from fxremat.ir.costs import Costs, StageCosts
+from fxremat.ir.costs import Costs, SaveOption, StageCosts
 from fxremat.ir.link import Link
 from fxremat.ir.schedule import Schedule
 
@@ -106,12 +106,22 @@ def check_stage_costs(chain: Chain, stages: tuple[StageCosts, ...], *, name: str
     if len(stages) != len(chain.stages):
         raise ValueError(f"{name} has {len(stages)} entries, expected {len(chain.stages)}")
     for i, stage in enumerate(stages):
-        for field in fields(stage):
-            value = getattr(stage, field.name)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(
-                    f"{name}[{i}].{field.name} is {value}, must be finite and at least 0"
-                )
+        _check_numbers(stage, f"{name}[{i}]")
+        for k, option in enumerate(stage.options):
+            option_name = f"{name}[{i}].options[{k}]"
+            _check_numbers(option, option_name)
+            for storage_id in option.kept:
+                if storage_id not in range(len(chain.storages)):
+                    raise ValueError(f"{option_name}.kept names storage {storage_id}, unknown")
+
+
+def _check_numbers(costs: StageCosts | SaveOption, name: str) -> None:
+    for field in fields(costs):
+        value = getattr(costs, field.name)
+        if isinstance(value, tuple):
+            continue
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"{name}.{field.name} is {value}, must be finite and at least 0")
 
 
 def _check_costs(chain: Chain, costs: Costs) -> None:

@@ -20,14 +20,22 @@ class Keep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Forward of ``stage``: reads boundary ``stage``, writes boundary ``stage + 1``."""
+    """Forward of ``stage``: reads boundary ``stage``, writes boundary ``stage + 1``.
+
+    Attributes:
+        stage: index of the stage.
+        keep: what it leaves in memory.
+        option: what ``F_all`` keeps of the saved set: 0 for all of it, else an index into
+            ``StageCosts.options``, counted from 1.
+    """
 
     stage: int
     keep: Keep
+    option: int = 0
 
     def __str__(self) -> str:
         name = {Keep.NONE: "F_none", Keep.INPUT: "F_ck", Keep.ALL: "F_all"}[self.keep]
-        return f"{name} {self.stage}"
+        return f"{name} {self.stage}" + (f" option {self.option}" if self.option else "")
 
 
 @dataclass(frozen=True, slots=True)

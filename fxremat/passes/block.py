@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -27,6 +27,7 @@ class Mode(Enum):
     AGAIN = "again"
     """A recomputation: repeats draws, leaves statistics alone, reads pinned tensors."""
     BACKWARD = "backward"
+    """The stage's backward; what it reads and nobody kept it recomputes, as ``AGAIN`` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Block:
         inputs: tensors from outside, by role and then in graph order.
         outputs: tensors asked for, likewise.
         reads: storages of the inputs.
+        again: those of ``nodes`` that a backward recomputes.
     """
 
     stage: int
@@ -48,6 +50,15 @@ class Block:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     reads: frozenset[int]
+    again: frozenset[fx.Node] = frozenset()
+
+    def mode_of(self, node: fx.Node) -> Mode:
+        """How ``node``, one of the operations, runs."""
+        return Mode.AGAIN if node in self.again else self.mode
+
+    def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """What running ``node`` here reads."""
+        return dependencies(node, self.mode_of(node))
 
 
 def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
@@ -67,10 +78,26 @@ def candidates(line: Line, stage: int, mode: Mode) -> tuple[fx.Node, ...]:
     return tuple(n for n in nodes if is_tensor(n))
 
 
-def extract(line: Line, *, stage: int, mode: Mode, outputs: Iterable[fx.Node]) -> Block:
+def extract(
+    line: Line,
+    *,
+    stage: int,
+    mode: Mode,
+    outputs: Iterable[fx.Node],
+    missing: frozenset[fx.Node] = frozenset(),
+) -> Block:
     """The least block that gives ``outputs``.
 
-    Requires: ``outputs`` are among :func:`candidates`.
+    Args:
+        line: the stages.
+        stage: which of them.
+        mode: how the block runs.
+        outputs: what is asked for.
+        missing: for a backward: tensors of the stage's forward that nobody kept. Those
+            that it needs are recomputed, each right before it is first read.
+
+    Requires: ``outputs`` are among :func:`candidates`, ``missing`` among those of
+        ``Mode.AGAIN``.
     Ensures: but in ``Mode.AGAIN``, every random draw runs, asked for or not.
     """
     parts = line.stages[stage]
@@ -86,31 +113,69 @@ def extract(line: Line, *, stage: int, mode: Mode, outputs: Iterable[fx.Node]) -
             inside.append(node)
             needed.update(dependencies(node, mode))
     inside.reverse()
-    inside = _add_views(line, inside, mode)
-    chosen = set(inside)
-    inputs = {n for node in inside for n in dependencies(node, mode) if n not in chosen}
-    return Block(
+    again = _recomputed(line, stage, needed, missing) if missing else []
+    nodes = _interleave(line, inside, mode, again)
+    chosen = set(nodes)
+    block = Block(
         stage,
         mode,
-        tuple(inside),
-        tuple(sorted(inputs, key=line.rank)),
-        tuple(sorted((n for n in inside if n in wanted), key=line.rank)),
-        line.joint.storages.of(inputs),
+        tuple(nodes),
+        inputs=(),
+        outputs=tuple(sorted((n for n in nodes if n in wanted), key=line.rank)),
+        reads=frozenset(),
+        again=frozenset(again),
+    )
+    inputs = {n for node in nodes for n in block.sources(node) if n not in chosen}
+    return replace(
+        block,
+        inputs=tuple(sorted(inputs, key=line.rank)),
+        reads=line.joint.storages.of(inputs),
     )
 
 
-def _add_views(line: Line, nodes: list[fx.Node], mode: Mode) -> list[fx.Node]:
-    """``nodes`` with the views of given tensors that they read, each before its first reader."""
+def _recomputed(
+    line: Line, stage: int, needed: set[fx.Node], missing: frozenset[fx.Node]
+) -> list[fx.Node]:
+    """Forward operations of ``stage`` that give what is ``needed`` and ``missing``."""
+    wanted = set(needed)
+    found = []
+    for node in reversed(line.stages[stage].forward):
+        if node in wanted and (node in missing or not is_tensor(node)):
+            found.append(node)
+            wanted.update(dependencies(node, Mode.AGAIN))
+    found.reverse()
+    return found
+
+
+def _interleave(
+    line: Line, nodes: list[fx.Node], mode: Mode, again: list[fx.Node]
+) -> list[fx.Node]:
+    """``nodes``, and each view of a given tensor and each of ``again`` before its first reader.
+
+    The values of an operation with several directly follow it.
+    """
+    recomputed = set(again)
+    values: dict[fx.Node, list[fx.Node]] = {}
+    for node in again:
+        if is_getitem(node):
+            values.setdefault(node.all_input_nodes[0], []).append(node)
     result: dict[fx.Node, None] = {}
-
-    def add(node: fx.Node) -> None:
-        for source in dependencies(node, mode):
-            if source in line.views and source not in result:
-                add(source)
-        result[node] = None
-
-    for node in nodes:
-        add(node)
+    for last in nodes:
+        waiting = [last]
+        while waiting:
+            node = waiting[-1]
+            how = Mode.AGAIN if node in recomputed else mode
+            before = [
+                source
+                for source in dependencies(node, how)
+                if (source in line.views or source in recomputed) and source not in result
+            ]
+            if before:
+                waiting.extend(reversed(before))
+                continue
+            waiting.pop()
+            result[node] = None
+            result.update(dict.fromkeys(values.get(node, ())))
     return list(result)
 
 
@@ -128,7 +193,7 @@ def build_graph(block: Block) -> fx.Graph:
         copied[node] = graph.placeholder(f"in{i}")
         copied[node].meta["val"] = node.meta["val"]
     for node in block.nodes:
-        copied[node] = _copy_node(graph, node, copied, block.mode)
+        copied[node] = _copy_node(graph, node, copied, block.mode_of(node))
         copied[node].meta = dict(node.meta)
     graph.output(tuple(copied[n] for n in block.outputs))
     graph.output_node().meta["val"] = tuple(n.meta["val"] for n in block.outputs)

@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
-from fxremat.ir import Chain, Costs, Stage, StageCosts, Storage
-from fxremat.passes.block import Block
-from fxremat.passes.cost import Measured, stage_blocks
+from fxremat.ir import Chain, Costs, SaveOption, Stage, StageCosts, Storage
+from fxremat.passes.block import Block, Mode
+from fxremat.passes.cost import Measured, boundary_after, stage_blocks
 from fxremat.passes.linearize import Line
+from fxremat.passes.options import Options
 from fxremat.passes.program import BlockCache
 from fxremat.passes.signature import block_key
 from fxremat.passes.sweep import Surroundings, Sweeper
 
 
-def build_chain(line: Line, blocks: BlockCache) -> Chain:
-    """The storages, boundaries and saved sets of ``line``."""
+def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) -> Chain:
+    """The storages, boundaries and saved sets of ``line``, and what ``options`` keep."""
     table = line.joint.storages
-    given = table.of((*line.joint.given, *line.pinned))
-    used: dict[int, int] = {}
+    number = _numbering(line, options)
 
     def ids(nodes: Iterable[fx.Node]) -> tuple[int, ...]:
-        found = sorted(table.of(nodes) - given)
-        return tuple(used.setdefault(s, len(used)) for s in found)
+        return tuple(number[s] for s in sorted(table.of(nodes)) if s in number)
 
-    boundaries = [ids(stage.boundary) for stage in line.stages]
-    saved = [ids(stage.saved) for stage in line.stages]
     kinds: dict[object, int] = {}
     stages = []
-    for index in range(len(line.stages)):
+    for index, stage in enumerate(line.stages):
         key = tuple(block_key(b, table) for b in stage_blocks(line, blocks, index))
         kind = kinds.setdefault(key, len(kinds))
-        stages.append(Stage(f"stage{index}", saved[index], kind))
-    storages = [Storage(table.nbytes[s], table.owner[s].name) for s in used]
+        stages.append(Stage(f"stage{index}", ids(stage.saved), kind))
+    boundaries = [ids(stage.boundary) for stage in line.stages]
+    storages = [Storage(table.nbytes[s], table.owner[s].name) for s in number]
     return Chain(tuple(storages), (*boundaries, ()), tuple(stages))
+
+
+def _numbering(line: Line, options: Options | None) -> dict[int, int]:
+    """The chain's number of each storage that a stage may keep or hand on."""
+    table = line.joint.storages
+    given = table.of((*line.joint.given, *line.pinned))
+    found: dict[int, int] = {}
+    for index, stage in enumerate(line.stages):
+        held = table.of((*stage.boundary, *stage.saved))
+        if options is not None:
+            held |= frozenset(options.parts[index].storages)
+        for storage in sorted(held - given):
+            found.setdefault(storage, len(found))
+    return found
 
 
 def build_costs(
@@ -43,6 +56,7 @@ def build_costs(
     blocks: BlockCache,
     sweeper: Sweeper,
     surroundings: Surroundings,
+    options: Options | None = None,
 ) -> Costs:
     """Seconds and bytes of each stage, the bytes from the sweep of its blocks alone.
 
@@ -50,49 +64,99 @@ def build_costs(
     the last stage's backward and to the gradients of the others.
     """
     line = measured.line
-    table = line.joint.storages
     gradients = _gradient_bytes(line)
-    last = len(chain) - 1
+    number = _numbering(line, options)
     stages = []
-    for index, seconds in enumerate(measured.stages):
-        first, again, backward = stage_blocks(line, blocks, index)
-        boundary = frozenset(chain.boundaries[index])
-        new_boundary = chain.nbytes(set(chain.boundaries[index + 1]) - boundary)
-        saved = chain.nbytes(chain.saved_set(index))
-        pinned = table.total(table.of(line.stages[index].pinned) - table.of(line.joint.given))
-        keep_all = sweeper.footprint(first, kept=table.of(first.inputs))
-        plain = sweeper.footprint(_without_saved(line, blocks, index), kept=table.of(first.inputs))
-        alone = sweeper.footprint(backward, kept=frozenset())
-        rebuild = sweeper.footprint(again, kept=table.of(again.inputs))
-        backward_extra = alone.peak_bytes
-        if index == last:
-            backward_extra = max(
-                backward_extra + surroundings.tangent_bytes, surroundings.turn_bytes
-            )
-        stages.append(
-            StageCosts(
-                forward_s=seconds.forward_s,
-                backward_s=seconds.backward_s,
-                rebuild_s=seconds.rebuild_s,
-                gradient_bytes=0
-                if index == last
-                else gradients[index] + surroundings.tangent_bytes,
-                forward_extra_bytes=max(plain.peak_bytes - new_boundary - pinned, 0),
-                keep_extra_bytes=max(keep_all.peak_bytes - saved - pinned, 0),
-                backward_extra_bytes=backward_extra,
-                rebuild_bytes=max(rebuild.peak_bytes, rebuild.change_bytes + alone.peak_bytes),
-            )
-        )
+    for index in range(len(chain)):
+        stage = _Stage(measured, chain, blocks, sweeper, surroundings, index)
+        found = []
+        for parts, mask in options.of(index) if options else ():
+            kept = tuple(number[s] for s in parts.kept_storages(mask))
+            found.append(stage.option(kept, parts.missing(mask), parts.recompute_s(mask)))
+        stages.append(stage.costs(gradients[index], tuple(found)))
     return Costs(tuple(stages), surroundings.given_bytes + _pinned_bytes(line))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One stage of ``build_costs``."""
+
+    measured: Measured
+    chain: Chain
+    blocks: BlockCache
+    sweeper: Sweeper
+    surroundings: Surroundings
+    index: int
+
+    def costs(self, gradient_bytes: int, options: tuple[SaveOption, ...]) -> StageCosts:
+        """Of the stage, the gradients in memory after it being ``gradient_bytes``."""
+        line, chain, index = self.measured.line, self.chain, self.index
+        table = line.joint.storages
+        seconds = self.measured.stages[index]
+        first, again, backward = stage_blocks(line, self.blocks, index)
+        new_boundary = chain.nbytes({*chain.boundaries[index + 1]} - {*chain.boundaries[index]})
+        plain = _without_saved(line, self.blocks, index)
+        rebuild = self.sweeper.footprint(again, kept=table.of(again.inputs))
+        alone = self.sweeper.footprint(backward, kept=frozenset())
+        last = index == len(chain) - 1
+        return StageCosts(
+            forward_s=seconds.forward_s,
+            backward_s=seconds.backward_s,
+            rebuild_s=seconds.rebuild_s,
+            gradient_bytes=0 if last else gradient_bytes + self.surroundings.tangent_bytes,
+            forward_extra_bytes=self._forward_extra(plain, new_boundary),
+            keep_extra_bytes=self._forward_extra(first, chain.nbytes(chain.saved_set(index))),
+            backward_extra_bytes=self._backward_extra(backward),
+            rebuild_bytes=max(rebuild.peak_bytes, rebuild.change_bytes + alone.peak_bytes),
+            options=options,
+        )
+
+    def _forward_extra(self, block: Block, held_bytes: int) -> int:
+        """Peak of a first forward beyond its input, pinned tensors and ``held_bytes``."""
+        line = self.measured.line
+        table = line.joint.storages
+        pinned = table.total(table.of(line.stages[self.index].pinned) - table.of(line.joint.given))
+        footprint = self.sweeper.footprint(block, kept=table.of(block.inputs))
+        return max(footprint.peak_bytes - held_bytes - pinned, 0)
+
+    def _backward_extra(self, block: Block) -> int:
+        extra = self.sweeper.footprint(block, kept=frozenset()).peak_bytes
+        if self.index == len(self.chain) - 1:
+            around = self.surroundings
+            extra = max(extra + around.tangent_bytes, around.turn_bytes)
+        return extra
+
+    def option(
+        self, kept: tuple[int, ...], missing: frozenset[fx.Node], recompute_s: float
+    ) -> SaveOption:
+        """What keeping ``kept`` takes, so that the backward rebuilds the tensors ``missing``."""
+        _, _, backward = stage_blocks(self.measured.line, self.blocks, self.index)
+        rebuilding = self.blocks(self.index, Mode.BACKWARD, frozenset(backward.outputs), missing)
+        own = self.blocks.candidates(self.index, Mode.FIRST)
+        asked = _passed_on(self.measured.line, self.blocks, self.index) | (
+            own & frozenset(rebuilding.inputs)
+        )
+        keeping = self.blocks(self.index, Mode.FIRST, asked)
+        held_bytes = self.chain.nbytes(self.chain.added(self.index, kept))
+        return SaveOption(
+            kept,
+            recompute_s,
+            self._forward_extra(keeping, held_bytes),
+            self._backward_extra(rebuilding),
+        )
 
 
 def _without_saved(line: Line, blocks: BlockCache, index: int) -> Block:
     first, _, _ = stage_blocks(line, blocks, index)
     kept = frozenset(first.outputs) - frozenset(line.stages[index].saved)
+    return blocks(index, first.mode, kept | _passed_on(line, blocks, index))
+
+
+def _passed_on(line: Line, blocks: BlockCache, index: int) -> frozenset[fx.Node]:
+    """What a first forward gives whatever is kept: its boundary and pinned tensors."""
+    first, _, _ = stage_blocks(line, blocks, index)
     passed_on = frozenset(n for n in first.outputs if n in line.pinned)
-    if index + 1 < len(line.stages):
-        passed_on |= frozenset(first.outputs).intersection(line.stages[index + 1].boundary)
-    return blocks(index, first.mode, kept | passed_on)
+    return passed_on | frozenset(first.outputs).intersection(boundary_after(line, index))
 
 
 def _pinned_bytes(line: Line) -> int:

@@ -13,7 +13,7 @@ from fxremat import torch_compat
 from fxremat.errors import CostError
 from fxremat.measure import seconds_of
 from fxremat.passes.block import Block, Mode, is_getitem
-from fxremat.passes.execute import compile_block, run_logged
+from fxremat.passes.execute import compile_block, run_logged, time_operations
 from fxremat.passes.linearize import Line
 from fxremat.passes.program import BlockCache
 from fxremat.passes.signature import Key, block_key, node_key
@@ -45,6 +45,7 @@ class CostCache:
 
     def __init__(self) -> None:
         self.seconds: dict[Key, float] = {}
+        self.operation_s: dict[Key, float] = {}
         self.workspace_bytes: dict[Key, int] = {}
         self.result_bytes: dict[Key, tuple[int, ...]] = {}
 
@@ -56,11 +57,13 @@ class Measured:
     Attributes:
         line: the line, its storages as large as they really are.
         stages: seconds of each stage.
+        again_s: seconds of each operation that rebuilds a saved set, run alone.
         workspace_bytes: peak of an operation beyond its arguments and results.
     """
 
     line: Line
     stages: tuple[StageSeconds, ...]
+    again_s: Mapping[fx.Node, float]
     workspace_bytes: Callable[[fx.Node, Block], int]
 
 
@@ -103,7 +106,7 @@ def measure_line(
             raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
         return cache.workspace_bytes[key]
 
-    return Measured(sized, tuple(stages), workspace_bytes)
+    return Measured(sized, tuple(stages), walk.again_s, workspace_bytes)
 
 
 class _Walk:
@@ -117,6 +120,7 @@ class _Walk:
         self._values = values
         self._cache = cache
         self._sizes: dict[int, int] = {}
+        self.again_s: dict[fx.Node, float] = {}
 
     def stage(self, index: int) -> StageSeconds:
         """Measure stage ``index`` and leave the boundary after it among the values."""
@@ -124,6 +128,7 @@ class _Walk:
         self._values.hold(self._log(first))
         self._log(self._again_whole(index))
         self._log(backward)
+        self._time_operations(again)
         seconds = StageSeconds(self._time(first), self._time(again), self._time(backward))
         self._values.keep_only({*boundary_after(self._line, index), *self._line.pinned})
         return seconds
@@ -156,6 +161,14 @@ class _Walk:
             sizes = self._cache.result_bytes.get(node_key(node, block), ())
             for storage, size in zip(self._line.joint.storages.of_node[node], sizes, strict=False):
                 self._sizes[storage] = max(self._sizes.get(storage, 0), size)
+
+    def _time_operations(self, block: Block) -> None:
+        """Seconds of each operation of a recomputation."""
+        keys = {n: node_key(n, block) for n in block.nodes if not is_getitem(n)}
+        cache = self._cache.operation_s
+        if not cache.keys() >= set(keys.values()):
+            time_operations(block, self._values.of(block.inputs), cache)
+        self.again_s.update({node: cache[key] for node, key in keys.items()})
 
     def _time(self, block: Block) -> float:
         if not block.nodes:

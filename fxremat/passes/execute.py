@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +12,9 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CostError
-from fxremat.passes.block import Block, build_graph, call_of, dependencies, is_getitem
-from fxremat.passes.signature import node_key
+from fxremat.measure import seconds_of
+from fxremat.passes.block import Block, build_graph, call_of, is_getitem
+from fxremat.passes.signature import Key, node_key
 from fxremat.passes.storage import allocated_bytes, tensors_of
 
 if TYPE_CHECKING:
@@ -55,8 +58,27 @@ def run_logged(
     return {n: values[n] for n in block.nodes if isinstance(values[n], torch.Tensor)}
 
 
+def time_operations(
+    block: Block, inputs: Mapping[fx.Node, torch.Tensor], seconds: dict[Key, float]
+) -> None:
+    """Run each operation of ``block`` alone, and note the median of a few runs if it is new.
+
+    Raises:
+        CostError: an operation failed.
+    """
+    values: dict[fx.Node, Any] = dict(inputs)
+    device = _device_of(block)
+    for node in block.nodes:
+        values[node] = _call(node, block, values)  # warm as well
+        key = node_key(node, block)
+        if is_getitem(node) or key in seconds:
+            continue
+        run = functools.partial(_call, node, block, values)
+        seconds[key] = statistics.median(seconds_of(run, device=device) for _ in range(3))
+
+
 def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
-    target, args, kwargs = call_of(node, block.mode)
+    target, args, kwargs = call_of(node, block.mode_of(node))
     assert callable(target)
     try:
         real_args = torch.fx.map_arg(args, lambda n: values[n])
@@ -91,16 +113,14 @@ def _result_bytes(value: object) -> tuple[int, ...]:
 
 def _fresh(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> list[int]:
     """Sizes of the storages that running ``node`` allocated for its results."""
-    sources = [values[n] for n in dependencies(node, block.mode)]
+    sources = [values[n] for n in block.sources(node)]
     given = {torch_compat.storage_key(t) for value in sources for t in _tensors(value)}
     fresh = {
         torch_compat.storage_key(t): t.untyped_storage().nbytes()
         for t in _tensors(values[node])
         if torch_compat.storage_key(t) not in given
     }
-    traced_given = {
-        torch_compat.storage_key(t) for n in dependencies(node, block.mode) for t in tensors_of(n)
-    }
+    traced_given = {torch_compat.storage_key(t) for n in block.sources(node) for t in tensors_of(n)}
     traced = {torch_compat.storage_key(t) for t in tensors_of(node)} - traced_given
     if len(fresh) > len(traced):
         raise CostError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat.passes import batchnorm
-from fxremat.passes.block import Block, Mode, dependencies, is_getitem
+from fxremat.passes.block import Block, Mode, is_getitem
 from fxremat.passes.storage import StorageTable
 
 WorkspaceBytes = Callable[[fx.Node, Block], int]
@@ -57,12 +57,12 @@ def steps_of(
             continue
         groups.append(node)
         position += 1
-        read = storages.of(dependencies(node, block.mode))
+        read = storages.of(block.sources(node))
         last_use.update(dict.fromkeys((*read, *_made(node, block, storages)), position))
     present = set(incoming)
     steps = []
     for i, node in enumerate(groups):
-        read = storages.of(dependencies(node, block.mode))
+        read = storages.of(block.sources(node))
         results = [s for s in _made(node, block, storages) if s not in read]
         new = tuple(s for s in results if s not in present)
         # A recomputed operation also returns values that were pinned the first time:
@@ -77,7 +77,7 @@ def steps_of(
 def _made(node: fx.Node, block: Block, storages: StorageTable) -> tuple[int, ...]:
     """Storages of the results of ``node`` as ``block`` runs it."""
     made = storages.of_node[node]
-    if block.mode is Mode.AGAIN and batchnorm.updates_statistics(node):
+    if block.mode_of(node) is Mode.AGAIN and batchnorm.updates_statistics(node):
         return made[: batchnorm.NORMALIZED_VALUES]
     return made
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -54,14 +54,22 @@ class BlockCache:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._blocks: dict[tuple[int, Mode, frozenset[fx.Node]], Block] = {}
+        self._blocks: dict[tuple[object, ...], Block] = {}
         self._candidates: dict[tuple[int, Mode], frozenset[fx.Node]] = {}
 
-    def __call__(self, stage: int, mode: Mode, outputs: frozenset[fx.Node]) -> Block:
-        """The block of ``stage`` that gives ``outputs``."""
-        key = (stage, mode, outputs)
+    def __call__(
+        self,
+        stage: int,
+        mode: Mode,
+        outputs: frozenset[fx.Node],
+        missing: frozenset[fx.Node] = frozenset(),
+    ) -> Block:
+        """The block of ``stage`` that gives ``outputs``; see :func:`extract`."""
+        key = (stage, mode, outputs, missing)
         if key not in self._blocks:
-            self._blocks[key] = extract(self._line, stage=stage, mode=mode, outputs=outputs)
+            self._blocks[key] = extract(
+                self._line, stage=stage, mode=mode, outputs=outputs, missing=missing
+            )
         return self._blocks[key]
 
     def candidates(self, stage: int, mode: Mode) -> frozenset[fx.Node]:
@@ -72,8 +80,20 @@ class BlockCache:
         return self._candidates[key]
 
 
-def build_program(line: Line, schedule: Schedule, blocks: BlockCache) -> Program:
+def build_program(
+    line: Line,
+    schedule: Schedule,
+    blocks: BlockCache,
+    missing: Mapping[int, frozenset[fx.Node]] | None = None,
+) -> Program:
     """Find the blocks that carry out ``schedule``.
+
+    Args:
+        line: the stages.
+        schedule: what to do; its save options are in ``missing``.
+        blocks: blocks of ``line``.
+        missing: for each stage whose saved set is not kept whole: tensors that its
+            backward recomputes where it needs them.
 
     Every tensor is taken from the last call before that can give it, and every call
     gives only what is read later, so each tensor is freed as early as the order of
@@ -96,7 +116,8 @@ def build_program(line: Line, schedule: Schedule, blocks: BlockCache) -> Program
         outputs = blocks.candidates(op.stage, mode) & needed.tensors
         if not outputs and mode is Mode.AGAIN:
             continue
-        block = blocks(op.stage, mode, outputs)
+        lacks = (missing or {}).get(op.stage) if mode is Mode.BACKWARD else None
+        block = blocks(op.stage, mode, outputs, lacks or frozenset())
         needed.remove(outputs)
         kept = needed.kept(block.reads)
         needed.add(block.inputs)
@@ -106,10 +127,10 @@ def build_program(line: Line, schedule: Schedule, blocks: BlockCache) -> Program
         if op == Backward(len(line.stages) - 1):
             turn = len(calls)
     calls.reverse()
-    missing = needed.tensors - joint.given - set(joint.tangents)
-    if missing:
+    unknown = needed.tensors - joint.given - set(joint.tangents)
+    if unknown:
         raise ScheduleError(
-            f"{min(missing, key=str).name} is read but no operation computes it: {schedule}"
+            f"{min(unknown, key=str).name} is read but no operation computes it: {schedule}"
         )
     turn = len(calls) - turn
     saved = _read_after(joint, calls[turn:])

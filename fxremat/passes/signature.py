@@ -29,7 +29,7 @@ def tensor_key(tensor: object) -> Key:
 
 def node_key(node: fx.Node, block: Block) -> Key:
     """Of one operation as ``block`` runs it."""
-    target, args, kwargs = call_of(node, block.mode)
+    target, args, kwargs = call_of(node, block.mode_of(node))
     return _call_key(target, args, kwargs, lambda n: tensor_key(n.meta.get("val")))
 
 
@@ -47,7 +47,7 @@ def block_key(block: Block, storages: StorageTable) -> Key:
         inputs.append((tensor_key(node.meta["val"]), group))
     lines = []
     for node in block.nodes:
-        target, args, kwargs = call_of(node, block.mode)
+        target, args, kwargs = call_of(node, block.mode_of(node))
         lines.append(_call_key(target, args, kwargs, lambda n: ("%", index[n])))
         index[node] = len(index)
     outputs = tuple(index[n] for n in block.outputs)

@@ -69,9 +69,9 @@ def _slots_up(nbytes: int, quantum: int) -> int:
 
 
 @njit(inline="always")
-def _all_bytes(n: Numbers, s: int, t: int) -> int:
+def _all_bytes(n: Numbers, s: int, t: int, option: int) -> int:
     """Least memory of ``F_all s`` and ``B s`` around ``(s + 1, t)``: ``m_all``."""
-    nbytes: int = max(n.gradient[t] + n.keep[s], n.back[s])
+    nbytes: int = max(n.gradient[t] + n.keep[s, option], n.back[s, option])
     return nbytes
 
 
@@ -86,13 +86,15 @@ def _ck_bytes(n: Numbers, s: int, cut: int, t: int) -> int:
 def _fill_leaf(table: Table, s: int) -> None:
     """Row ``(s, s)``: Eq. (1)."""
     n = table.numbers
-    row = row_of(s, s, n.backward_s.size)
+    row = row_of(s, s, n.backward_s.shape[0])
     end = table.values.shape[1]
     table.values[row] = np.inf
     table.first[row] = end
-    for way in (1, 0):
+    for way in range(n.leaf_s.shape[1]):
         start = min(_slots_up(n.leaf_bytes[s, way], table.quantum), end)
-        table.values[row, start:] = n.leaf_s[s, way] + n.prefix_s[s]
+        value = n.leaf_s[s, way] + n.prefix_s[s]
+        for m in range(start, end):
+            table.values[row, m] = min(table.values[row, m], value)
         table.first[row] = min(table.first[row], start)
 
 
@@ -100,15 +102,19 @@ def _fill_leaf(table: Table, s: int) -> None:
 def _try_all(table: Table, s: int, t: int, begin: int) -> int:
     """Lower row ``(s, t)`` to ``C_all``; returns its first finite entry, ``begin`` so far."""
     n = table.numbers
-    count = n.backward_s.size
+    count = n.backward_s.shape[0]
     out = table.values[row_of(s, t, count)]
     inner = row_of(s + 1, t, count)
-    shift = _slots_up(n.saved[s], table.quantum)
-    start = max(_slots_up(_all_bytes(n, s, t), table.quantum), shift + table.first[inner])
-    for m in range(start, out.size):
-        value = table.values[inner, m - shift] + n.backward_s[s] + n.prefix_s[s]
-        out[m] = value if value < out[m] else out[m]
-    first: int = min(begin, start)
+    for option in range(n.options[s]):
+        shift = _slots_up(n.saved[s, option], table.quantum)
+        needs = _slots_up(_all_bytes(n, s, t, option), table.quantum)
+        start = max(needs, shift + table.first[inner])
+        more = n.backward_s[s, option]
+        for m in range(start, out.size):
+            value = table.values[inner, m - shift] + more + n.prefix_s[s]
+            out[m] = value if value < out[m] else out[m]
+        begin = min(begin, start)
+    first: int = begin
     return first
 
 
@@ -149,7 +155,7 @@ def _try_cuts(table: Table, s: int, t: int, cuts: tuple[int, int], begin: int) -
     """Lower row ``(s, t)`` to ``C_ck`` of the half-open range ``cuts``; see ``_try_all``."""
     n = table.numbers
     values = table.values
-    count = n.backward_s.size
+    count = n.backward_s.shape[0]
     out = values[row_of(s, t, count)]
     end = out.size
     for cut in range(cuts[0], cuts[1]):
@@ -175,7 +181,7 @@ def _try_cuts(table: Table, s: int, t: int, cuts: tuple[int, int], begin: int) -
 def _close(table: Table, s: int, t: int, begin: int) -> None:
     """Turn the sums of row ``(s, t)`` into its values."""
     n = table.numbers
-    row = row_of(s, t, n.backward_s.size)
+    row = row_of(s, t, n.backward_s.shape[0])
     for m in range(begin, table.values.shape[1]):
         table.values[row, m] -= n.prefix_s[s]
     table.first[row] = min(begin, table.values.shape[1])
@@ -191,7 +197,7 @@ def _fill_tile(table: Table, s0: int, t0: int) -> None:
     this tile read the same rows then, out of the cache. Cuts in the two tiles at the
     ends read rows of this very tile and follow row by row.
     """
-    count = table.numbers.backward_s.size
+    count = table.numbers.backward_s.shape[0]
     s1 = min(s0 + TILE, count)
     t1 = min(t0 + TILE, count)
     begin = np.full((TILE, TILE), table.values.shape[1])
@@ -220,7 +226,7 @@ def fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
 
     Requires: all diagonals of lesser ``distance`` are filled.
     """
-    tiles = -(-table.numbers.backward_s.size // TILE)
+    tiles = -(-table.numbers.backward_s.shape[0] // TILE)
     for tile in range(begin, tiles - distance, stride):
         _fill_tile(table, tile * TILE, (tile + distance) * TILE)
 
@@ -230,22 +236,23 @@ def choose(table: Table, s: int, t: int, m: int) -> int:
     """The choice behind entry ``m`` of row ``(s, t)``, by comparing the same sums again.
 
     Returns:
-        ``s`` for ``F_all s``, the cut ``s' > s`` for ``F_ck s``. For ``s == t``, ``s + 1``
-        means the forward alone first, then a rebuild. -1 if the entry is infinite.
+        ``-1 - option`` for ``F_all s``, the cut ``s' > s`` for ``F_ck s``. For ``s == t``,
+        ``s + 1`` means the forward alone first, then a rebuild. ``s`` if there is none.
     """
     n = table.numbers
     values = table.values
-    count = n.backward_s.size
+    count = n.backward_s.shape[0]
     want = values[row_of(s, t, count), m]
     if want == np.inf:
-        return -1
+        return s
     if s == t:
-        return s if m >= _slots_up(n.leaf_bytes[s, 0], table.quantum) else s + 1
-    shift = _slots_up(n.saved[s], table.quantum)
-    if m >= max(shift, _slots_up(_all_bytes(n, s, t), table.quantum)):
-        inner = values[row_of(s + 1, t, count), m - shift]
-        if inner + n.backward_s[s] + n.prefix_s[s] - n.prefix_s[s] == want:
-            return s
+        return _choose_leaf(n, s, m, table.quantum, want)
+    for option in range(n.options[s]):
+        shift = _slots_up(n.saved[s, option], table.quantum)
+        if m >= max(shift, _slots_up(_all_bytes(n, s, t, option), table.quantum)):
+            inner = values[row_of(s + 1, t, count), m - shift]
+            if inner + n.backward_s[s, option] + n.prefix_s[s] - n.prefix_s[s] == want:
+                return -1 - option
     for cut in range(s + 1, t + 1):
         shift = table.step_slots[s, cut]
         if m < max(shift, _slots_up(_ck_bytes(n, s, cut, t), table.quantum)):
@@ -253,7 +260,17 @@ def choose(table: Table, s: int, t: int, m: int) -> int:
         late = values[row_of(cut, t, count), m - shift]
         if late + values[row_of(s, cut - 1, count), m] - n.prefix_s[s] == want:
             return cut
-    return -1
+    return s
+
+
+@njit(cache=True, nogil=True)
+def _choose_leaf(n: Numbers, s: int, m: int, quantum: int, want: float) -> int:
+    ways = n.leaf_s.shape[1]
+    for way in range(ways):
+        enough = m >= _slots_up(n.leaf_bytes[s, way], quantum)
+        if enough and n.leaf_s[s, way] + n.prefix_s[s] == want:
+            return s + 1 if way == ways - 1 else -1 - way
+    return s
 
 
 @njit(cache=True, nogil=True)
@@ -262,15 +279,23 @@ def fill_least(least: Least) -> None:
     n = least.numbers
     memory = least.memory
     seconds = least.seconds
-    count = n.backward_s.size
+    count = n.backward_s.shape[0]
     for s in range(count - 1, -1, -1):
-        way = 0 if n.leaf_bytes[s, 0] <= n.leaf_bytes[s, 1] else 1
+        way = np.argmin(n.leaf_bytes[s])
         memory[s, s] = n.leaf_bytes[s, way]
         seconds[s, s] = n.leaf_s[s, way]
         for t in range(s + 1, count):
-            forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
-            best = max(_all_bytes(n, s, t), n.saved[s] + memory[s + 1, t])
-            best_s = forward_s + seconds[s + 1, t] + n.backward_s[s]
+            best = np.int64(2**62)
+            best_s = np.inf
+            for option in range(n.options[s]):
+                needs = max(_all_bytes(n, s, t, option), n.saved[s, option] + memory[s + 1, t])
+                if needs > best:
+                    continue
+                forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
+                takes = forward_s + seconds[s + 1, t] + n.backward_s[s, option]
+                if needs < best or takes < best_s:
+                    best = needs
+                    best_s = takes
             for cut in range(s + 1, t + 1):
                 needs = max(_ck_bytes(n, s, cut, t), memory[s, cut - 1])
                 needs = max(needs, n.step[s, cut] + memory[cut, t])
@@ -295,13 +320,22 @@ def choose_least(least: Least, s: int, t: int, available: int) -> int:
     n = least.numbers
     memory = least.memory
     seconds = least.seconds
-    if s == t:
-        return s if available >= n.leaf_bytes[s, 0] else s + 1
-    best = -1
+    best = s
     best_s = np.inf
-    if available >= max(_all_bytes(n, s, t), n.saved[s] + memory[s + 1, t]):
-        best = s
-        best_s = n.prefix_s[s + 1] - n.prefix_s[s] + seconds[s + 1, t] + n.backward_s[s]
+    if s == t:
+        ways = n.leaf_s.shape[1]
+        for way in range(ways):
+            if available >= n.leaf_bytes[s, way] and n.leaf_s[s, way] < best_s:
+                best = s + 1 if way == ways - 1 else -1 - way
+                best_s = n.leaf_s[s, way]
+        return best
+    for option in range(n.options[s]):
+        needs = max(_all_bytes(n, s, t, option), n.saved[s, option] + memory[s + 1, t])
+        forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
+        takes = forward_s + seconds[s + 1, t] + n.backward_s[s, option]
+        if available >= needs and takes < best_s:
+            best = -1 - option
+            best_s = takes
     for cut in range(s + 1, t + 1):
         needs = max(_ck_bytes(n, s, cut, t), memory[s, cut - 1])
         if available < max(needs, n.step[s, cut] + memory[cut, t]):

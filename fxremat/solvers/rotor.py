@@ -10,7 +10,7 @@ before stage ``s``, when boundary ``s`` is held and ``m`` bytes are free beside 
     C(s, s, m) = forward + backward, or rebuild + backward once the turn is past  Eq. (1)
     C(s, t, m) = min(C_all(s, t, m), min over s < s' <= t of C_ck(s, s', t, m))   Eq. (2)
     C_ck  = Σ forward_s[s … s' - 1] + C(s', t, m - step(s, s')) + C(s, s' - 1, m)
-    C_all = forward_s[s] + C(s + 1, t, m - saved(s)) + backward_s[s]
+    C_all = min over options o of forward_s[s] + C(s + 1, t, m - saved(s, o)) + backward_s(s, o)
 
 The first cut runs ``F_ck s, F_none s + 1, …, F_none s' - 1``; its bound on ``m`` counts
 the forwards that it runs and no others. Where this departs from the paper:
@@ -19,6 +19,8 @@ the forwards that it runs and no others. Where this departs from the paper:
   ``s``. That is exact, not a bound: a storage lives in a contiguous run of boundaries,
   so what boundary ``s'`` or anything after it shares with memory held before, it shares
   with boundary ``s'`` itself.
+* ``F_all`` keeps the whole saved set or an option's part of it (``SaveOption``), in the
+  first sweep and in recomputations alike; the paper has the whole set only.
 * The interval of the last stage has a second way: run its forward, keeping only the
   input, and rebuild it before its backward. An exhaustive search showed it to be
   needed: where ``rebuild_bytes`` is small it fits into less memory. With the papers'
@@ -55,7 +57,7 @@ from fxremat.ir import (
 from fxremat.solvers import kernels
 from fxremat.solvers.kernels import Least, Table
 from fxremat.solvers.numbers import Floats, Ints, Numbers, numbers_of
-from fxremat.solvers.quantize import quantum_bytes, slots_down, slots_up
+from fxremat.solvers.quantize import quantum_bytes, slots_down
 
 _LARGEST_TABLE_BYTES = 1 << 29
 """A retry with more slots stops before its table is larger than this."""
@@ -206,7 +208,7 @@ class RotorTable:
 
     def _ops(self, slots: int) -> tuple[Compute, ...]:
         table = self._table
-        saved = [slots_up(n, quantum=self.quantum_bytes) for n in table.numbers.saved.tolist()]
+        saved = -(-table.numbers.saved // self.quantum_bytes)
 
         def pick(s: int, t: int, m: int) -> int:
             return kernels.choose(table, s, t, m)
@@ -231,17 +233,17 @@ def _least_ops(least: Least, available_bytes: int) -> tuple[Compute, ...]:
     def pick(s: int, t: int, m: int) -> int:
         return kernels.choose_least(least, s, t, m)
 
-    return _walk(pick, least.numbers.saved.tolist(), least.numbers.step, available_bytes)
+    return _walk(pick, least.numbers.saved, least.numbers.step, available_bytes)
 
 
 def _walk(
-    pick: Callable[[int, int, int], int], saved: list[int], step: Ints, available: int
+    pick: Callable[[int, int, int], int], saved: Ints, step: Ints, available: int
 ) -> tuple[Compute, ...]:
     """Algorithm 2, with a stack of its own since chains are deeper than Python's.
 
     Args:
         pick: the choice for an interval and what is available to it, as ``kernels.choose``.
-        saved: the saved sets; all three are in bytes, or all in slots.
+        saved: ``(L, O)``, what each option adds; all three are in bytes, or all in slots.
         step: see ``Numbers``.
         available: what the whole chain may use beside boundary 0.
     """
@@ -254,13 +256,14 @@ def _walk(
             continue
         s, t, m = item
         cut = pick(s, t, m)
-        if cut < s:
-            raise AssertionError(f"no choice explains the value of interval ({s}, {t}) at {m}")
         if cut == s:
-            ops.append(Forward(s, Keep.ALL))
+            raise AssertionError(f"no choice explains the value of interval ({s}, {t}) at {m}")
+        if cut < 0:
+            option = -1 - cut
+            ops.append(Forward(s, Keep.ALL, option))
             todo.append(Backward(s))
             if s < t:
-                todo.append((s + 1, t, m - saved[s]))
+                todo.append((s + 1, t, m - int(saved[s, option])))
         else:
             ops.append(Forward(s, Keep.INPUT))
             if s == t:
@@ -275,14 +278,18 @@ def _walk(
 def _seconds(costs: Costs, ops: tuple[Compute, ...]) -> float:
     """Time of ``ops``, summed in their order."""
     ran: set[int] = set()
+    held: dict[int, int] = {}
     total = 0.0
     for index, op in enumerate(ops):
         cost = costs.stages[op.stage]
         if isinstance(op, Backward):
+            option = held[op.stage]
             total += cost.backward_s
+            total += cost.options[option - 1].recompute_s if option else 0.0
             continue
         pair = op.keep is Keep.ALL and ops[index + 1] == Backward(op.stage)
         total += cost.rebuild_s if pair and op.stage in ran else cost.forward_s
+        held[op.stage] = op.option
         ran.add(op.stage)
     return total
 

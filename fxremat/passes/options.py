@@ -1,0 +1,285 @@
+"""What a stage may keep of its saved set, and what rebuilding the rest takes.
+
+A backward can rebuild a cheap tensor (a GELU, a norm) from a dear one that was kept. For
+each stage the choices worth having are the Pareto set over bytes kept and seconds to
+rebuild: exhaustive for few storages, else by CP-SAT within a time limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from fxremat.ir import Forward, Keep, Schedule
+from fxremat.passes.block import Mode, dependencies, is_getitem
+from fxremat.passes.cost import Measured, boundary_after, stage_blocks
+from fxremat.passes.program import BlockCache
+from fxremat.passes.storage import is_tensor
+
+MOST_OPTIONS = 8
+"""Choices of a stage beside that of keeping everything."""
+
+MOST_EXHAUSTIVE = 12
+"""Storages of which all subsets are tried."""
+
+SOLVE_S = 0.3
+"""Time limit of one search by CP-SAT."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a stage's recomputation, storages as bit masks.
+
+    Attributes:
+        makes, reads: storages; those that are there anyway are left out.
+        seconds: of running it.
+    """
+
+    makes: int
+    reads: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A stage's recomputation as numbers; bit ``i`` of a mask is storage ``i``.
+
+    Attributes:
+        nbytes: size of each storage.
+        operations: in order.
+        required: storages that the backward reads.
+    """
+
+    nbytes: tuple[int, ...]
+    operations: tuple[Operation, ...]
+    required: int
+
+    def seconds(self, kept: int) -> float:
+        """Of rebuilding all that the backward reads from what is ``kept``."""
+        needed = self.required & ~kept
+        total = 0.0
+        for operation in reversed(self.operations):
+            if operation.makes & needed:
+                total += operation.seconds
+                needed |= operation.reads & ~kept
+        return total
+
+    def kept_bytes(self, kept: int) -> int:
+        """Size of a mask."""
+        return sum(n for i, n in enumerate(self.nbytes) if kept >> i & 1)
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What a stage's backward needs of its forward, and how to get it again.
+
+    Attributes:
+        numbers: for the search.
+        storages: id of each storage in the joint graph's table.
+        nodes: the tensors in each storage.
+        rebuild_s: measured seconds of rebuilding the whole saved set.
+    """
+
+    numbers: Numbers
+    storages: tuple[int, ...]
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    rebuild_s: float
+
+    @cached_property
+    def _whole_s(self) -> float:
+        return self.numbers.seconds(0)
+
+    def recompute_s(self, kept: int) -> float:
+        """Seconds of rebuilding what is not ``kept``: its share of the measured whole."""
+        part = self.numbers.seconds(kept)
+        return self.rebuild_s * part / self._whole_s if part else 0.0
+
+    def missing(self, kept: int) -> frozenset[fx.Node]:
+        """Tensors that lie in storages that are not ``kept``."""
+        return frozenset(
+            n for i, nodes in enumerate(self.nodes) if not kept >> i & 1 for n in nodes
+        )
+
+    def kept_storages(self, kept: int) -> tuple[int, ...]:
+        """Ids of a mask."""
+        return tuple(s for i, s in enumerate(self.storages) if kept >> i & 1)
+
+
+Kept = Mapping[int, int]
+"""For each stage of which not all is kept: the mask of what is, see :class:`StageParts`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Save options of all stages.
+
+    Attributes:
+        parts: of each stage.
+        masks: for each stage what its options keep, most bytes first.
+    """
+
+    parts: tuple[StageParts, ...]
+    masks: tuple[tuple[int, ...], ...]
+
+    def of(self, stage: int) -> Iterator[tuple[StageParts, int]]:
+        """The options of ``stage``."""
+        for mask in self.masks[stage]:
+            yield self.parts[stage], mask
+
+    def kept_by(self, schedule: Schedule) -> Kept:
+        """What the options of ``schedule`` keep: those of each stage's last ``F_all``."""
+        kept: dict[int, int] = {}
+        for op in schedule.computations:
+            if isinstance(op, Forward) and op.keep is Keep.ALL:
+                kept.pop(op.stage, None)
+                if op.option:
+                    kept[op.stage] = self.masks[op.stage][op.option - 1]
+        return kept
+
+    def missing(self, kept: Kept) -> dict[int, frozenset[fx.Node]]:
+        """For each stage in ``kept`` the tensors that its backward has to rebuild."""
+        return {stage: self.parts[stage].missing(mask) for stage, mask in kept.items()}
+
+    def recompute_s(self, kept: Kept) -> dict[int, float]:
+        """For each stage in ``kept`` the seconds that its backward rebuilds."""
+        return {stage: self.parts[stage].recompute_s(mask) for stage, mask in kept.items()}
+
+
+def find_options(measured: Measured, blocks: BlockCache) -> Options:
+    """The save options of every stage; stages with equal numbers are searched once.
+
+    Ensures: each stage has at most ``MOST_OPTIONS``, none better than another in both
+        bytes and seconds, and none keeps everything.
+    """
+    count = len(measured.line.stages)
+    parts = tuple(parts_of(measured, blocks, index) for index in range(count))
+    found: dict[Numbers, tuple[int, ...]] = {}
+    for part in parts:
+        if part.numbers not in found:
+            found[part.numbers] = _prune(part.numbers, search(part.numbers))
+    return Options(parts, tuple(found[part.numbers] for part in parts))
+
+
+def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
+    """Operations and storages of one stage's recomputation."""
+    line = measured.line
+    table = line.joint.storages
+    _, again, _ = stage_blocks(line, blocks, index)
+    anyway = table.of(
+        (
+            *line.joint.given,
+            *line.pinned,
+            *line.stages[index].boundary,
+            *boundary_after(line, index),
+        )
+    )
+    bits: dict[int, int] = {}
+    own = [n for n in again.nodes if n not in line.views]
+    for node in own:
+        for storage in table.of_node[node]:
+            if storage not in anyway:
+                bits.setdefault(storage, len(bits))
+
+    def mask(nodes: Iterable[fx.Node]) -> int:
+        return sum(1 << bits[s] for s in table.of(nodes) if s in bits)
+
+    operations = []
+    made = 0
+    for node in own:
+        reads = mask(dependencies(node, Mode.AGAIN))
+        makes = mask((node,)) & ~made & ~reads
+        made |= makes
+        if makes and not is_getitem(node):
+            operations.append(Operation(makes, reads, measured.again_s[node]))
+    nodes: list[list[fx.Node]] = [[] for _ in bits]
+    for node in line.stages[index].forward:
+        if is_tensor(node) and node not in line.pinned:
+            for storage in table.of_node[node]:
+                if storage in bits:
+                    nodes[bits[storage]].append(node)
+    numbers = Numbers(
+        tuple(table.nbytes[s] for s in bits),
+        tuple(operations),
+        mask(n for n in line.stages[index].saved),
+    )
+    seconds = measured.stages[index].rebuild_s
+    return StageParts(numbers, tuple(bits), tuple(map(tuple, nodes)), seconds)
+
+
+def search(numbers: Numbers) -> list[int]:
+    """Masks of the Pareto set over bytes kept and seconds, most bytes first."""
+    count = len(numbers.nbytes)
+    if count <= MOST_EXHAUSTIVE:
+        return _pareto(numbers, range(1 << count))
+    return _pareto(numbers, _by_cpsat(numbers))
+
+
+def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
+    """Those of ``masks`` that none other beats; none that rebuilds nothing."""
+    scored = sorted((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks)
+    best, found = float("inf"), []
+    for _, seconds, mask in scored:
+        if seconds < best:
+            best = seconds
+            found.append(mask)
+    found.reverse()
+    return [mask for mask in found if numbers.seconds(mask) > 0]
+
+
+def _by_cpsat(numbers: Numbers) -> list[int]:
+    """The fastest masks within each of a few shares of all the bytes.
+
+    A storage is there in the backward if it is kept or made again; an operation that
+    runs again needs all that it reads.
+    """
+    from ortools.sat.python import cp_model  # noqa: PLC0415
+
+    whole = numbers.kept_bytes(numbers.required)
+    unit_s = max(numbers.seconds(0) / 1e6, 1e-12)
+    masks = [0]
+    for share in range(1, MOST_OPTIONS + 1):
+        model = cp_model.CpModel()
+        kept = [model.new_bool_var(f"kept{i}") for i in range(len(numbers.nbytes))]
+        runs = [model.new_bool_var(f"runs{i}") for i in range(len(numbers.operations))]
+        maker = {
+            i: run
+            for operation, run in zip(numbers.operations, runs, strict=True)
+            for i in _bits(operation.makes)
+        }
+        for i in _bits(numbers.required):
+            model.add_bool_or(kept[i], maker[i])
+        for operation, run in zip(numbers.operations, runs, strict=True):
+            for i in _bits(operation.reads):
+                model.add_bool_or(kept[i], maker[i], run.Not())
+        limit = whole * share // (MOST_OPTIONS + 1)
+        model.add(sum(n * k for n, k in zip(numbers.nbytes, kept, strict=True)) <= limit)
+        weights = [round(operation.seconds / unit_s) for operation in numbers.operations]
+        model.minimize(sum(w * run for w, run in zip(weights, runs, strict=True)))
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = SOLVE_S
+        solver.parameters.num_workers = 1
+        if solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            masks.append(sum(1 << i for i, k in enumerate(kept) if solver.value(k)))
+    return masks
+
+
+def _bits(mask: int) -> list[int]:
+    return [i for i in range(mask.bit_length()) if mask >> i & 1]
+
+
+def _prune(numbers: Numbers, masks: Sequence[int]) -> tuple[int, ...]:
+    """At most ``MOST_OPTIONS``: those go first that add least area to the curve."""
+    points = [
+        (numbers.kept_bytes(numbers.required), 0.0, -1),
+        *((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks),
+    ]
+    while len(points) > MOST_OPTIONS + 1:
+        areas = [
+            (before[0] - point[0]) * (after[1] - point[1])
+            for before, point, after in zip(points, points[1:], points[2:], strict=False)
+        ]
+        del points[1 + areas.index(min(areas))]
+    return tuple(mask for _, _, mask in points[1:])
