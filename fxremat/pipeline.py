@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from fxremat.passes.cost import CostCache, Progress, measure_line
 from fxremat.passes.emit import ScheduleModule
 from fxremat.passes.joint import JointGraph, build_joint_graph
 from fxremat.passes.linearize import linearize
-from fxremat.passes.options import Kept, find_options
+from fxremat.passes.options import Kept, Options, find_options
 from fxremat.passes.program import BlockCache, Program, build_program, keep_all
 from fxremat.passes.rewrite import BlockModules, rewrite
 from fxremat.passes.surroundings import Caller, surroundings_of
@@ -109,6 +109,8 @@ class Search:
     surroundings: Surroundings
     candidates: tuple[Candidate, ...]
     baseline: Candidate
+    options: Options
+    candidate: Callable[[Schedule, Kept | None], Candidate]
 
     @staticmethod
     def of(
@@ -129,8 +131,8 @@ class Search:
         chain = build_chain(line, blocks, options)
         costs = build_costs(measured, chain, blocks, sweeper, surroundings, options)
 
-        def candidate(schedule: Schedule) -> Candidate:
-            kept = options.kept_by(schedule)
+        def candidate(schedule: Schedule, kept: Kept | None = None) -> Candidate:
+            kept = options.kept_by(schedule) if kept is None else kept
             program = build_program(line, schedule, blocks, options.missing(kept))
             sweep = sweeper.sweep(program, surroundings)
             return Candidate(
@@ -140,7 +142,7 @@ class Search:
         baseline = candidate(keep_all(len(chain)))
         schedules = _distinct(_schedules(chain, costs, progress))
         candidates = (baseline, *(candidate(schedule) for schedule in schedules))
-        return Search(line.joint, chain, costs, surroundings, candidates, baseline)
+        return Search(line.joint, chain, costs, surroundings, candidates, baseline, options, candidate)
 
     @property
     def least(self) -> Candidate:
