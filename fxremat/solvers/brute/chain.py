@@ -42,14 +42,16 @@ from fxremat.ir import (
 )
 
 
-def solve(problem: Problem, *, persistent: bool = True) -> Solution:
+def solve(problem: Problem, *, persistent: bool = True, tapes_late: bool = False) -> Solution:
     """The fastest sequence within the budget, or ``Infeasible`` with the least budget of any.
 
     Args:
         problem: the chain, its costs and the budget.
         persistent: search the memory-persistent sequences only.
+        tapes_late: search only those in which ``B i`` comes right after ``F_all i``, as in
+            automatic differentiation.
     """
-    search = _Search(problem, persistent)
+    search = _Search(problem, persistent, tapes_late)
     found = search.cheapest(problem.budget_bytes)
     if found is None:
         return Infeasible(search.least_budget())
@@ -84,10 +86,11 @@ _Step = tuple[float, int, tuple[Compute, ...], _State]
 
 
 class _Search:
-    def __init__(self, problem: Problem, persistent: bool) -> None:
+    def __init__(self, problem: Problem, persistent: bool, tapes_late: bool) -> None:
         chain = problem.chain
         self.problem = problem
         self.persistent = persistent
+        self.tapes_late = tapes_late
         self.count = len(chain)
         # Bit ``storage * copies + n`` is instance n of a storage. At most one value in
         # flight, one new, L kept and L saved hold instances of it at once.
@@ -198,7 +201,14 @@ class _Search:
         peak = self._total(state, saved) + cost.keep_extra_bytes
         after = after._replace(saved=_set(state.saved, stage, saved), pending=again)
         keep_all = Forward(stage, Keep.ALL)
-        yield cost.forward_s, peak, (keep_all,), after
+        if not self.tapes_late:
+            yield cost.forward_s, peak, (keep_all,), after
+        elif state.level == stage + 1 and not again:
+            # The last stage for the first time: two operations, since it is no rebuild.
+            followed = _landed(after, stage)
+            peak = max(peak, self._total(followed, 0) + cost.backward_extra_bytes)
+            seconds = cost.forward_s + cost.backward_s
+            yield seconds, peak, (keep_all, Backward(stage)), _after_backward(followed)
         if again:
             seconds = cost.rebuild_s + cost.backward_s
             peak = self._total(state, 0) + cost.rebuild_bytes
