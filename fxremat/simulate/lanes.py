@@ -177,9 +177,9 @@ class _Replay:
         self.profile.jump(ends, step.left_bytes - step.more_bytes)
         self.held.update(step.made)
         self.ready |= dict.fromkeys(step.made, end)
-        self.book.read(step.read, until_s=end)
         for what, instances in step.kept.items():
             self.book.keep(what, instances, ready=self.ready)
+        self.book.read(step.read, until_s=end)
         self._give_back(step.gone, ends)
         order = max(0.0, self.order_s - lower_s)
         idle = Idle(
