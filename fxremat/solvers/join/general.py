@@ -56,9 +56,11 @@ from fxremat.ir import (
     Join,
     JoinCosts,
     JoinProblem,
+    Problem,
     Schedule,
     Solved,
 )
+from fxremat.solvers import rotor
 from fxremat.solvers.join import kernels, walk
 from fxremat.solvers.join.kernels import JoinLeast, JoinTable
 from fxremat.solvers.join.numbers import JoinNumbers, base_bytes, join_numbers, line_numbers
@@ -70,11 +72,11 @@ LARGEST_TABLE_BYTES = 1 << 29
 """``solve`` takes fewer slots where the table would be larger than this."""
 
 
-def solve(problem: JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
+def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
     """The fastest canonical schedule within the budget.
 
     Args:
-        problem: the join, its costs and the budget.
+        problem: the join, its costs and the budget. A chain is answered by ``rotor``.
         slots: sizes are rounded up to the budget's ``slots``-th part; fewer where the
             table would take more than half a gibibyte. Exact where that is one byte.
 
@@ -86,6 +88,10 @@ def solve(problem: JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
     Raises:
         ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
     """
+    if isinstance(problem, Problem):
+        found = rotor.solve(problem, slots=slots)
+        assert isinstance(found, Solved | Infeasible)
+        return found
     join, costs = problem.join, problem.costs
     states = _state_count(join)
     most = max(1, LARGEST_TABLE_BYTES // (8 * states) - 1)

@@ -146,7 +146,9 @@ def _check_total(join: Join, costs: JoinCosts) -> None:
 
 def _padded(arrays: list[NDArray[_Number]]) -> NDArray[_Number]:
     """Arrays of unlike shapes in one, filled up with zeros."""
-    shape = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    shape: list[int] = [
+        max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)
+    ]
     out = np.zeros((len(arrays), *shape), dtype=arrays[0].dtype)
     for i, array in enumerate(arrays):
         out[i][tuple(map(slice, array.shape))] = array
