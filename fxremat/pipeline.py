@@ -142,7 +142,9 @@ class Search:
         baseline = candidate(keep_all(len(chain)))
         schedules = _distinct(_schedules(chain, costs, progress))
         candidates = (baseline, *(candidate(schedule) for schedule in schedules))
-        return Search(line.joint, chain, costs, surroundings, candidates, baseline, options, candidate)
+        return Search(
+            line.joint, chain, costs, surroundings, candidates, baseline, options, candidate
+        )
 
     @property
     def least(self) -> Candidate:

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
+
+Steps = Callable[[int, int], int]
+"""Forward steps of a number of steps and of checkpoints."""
 
 
 def forward_steps(steps: int, checkpoints: int) -> int:

@@ -75,7 +75,7 @@ def revolve(count: int, checkpoints: int) -> Named:
     chain = Chain.from_sizes(sizes, [too_large] * (count - 1) + [0])
     problem = Problem(chain, Costs((*[step] * (count - 1), last)), checkpoints + 2)
     repeats = next(r for r in itertools.count() if math.comb(checkpoints + r, r) >= count)
-    steps = repeats * count - math.comb(checkpoints + repeats, repeats - 1)
+    steps = repeats * count - (math.comb(checkpoints + repeats, repeats - 1) if repeats else 0)
     return Named(f"revolve-{count}-{checkpoints}", problem, steps, steps, 3)
 
 

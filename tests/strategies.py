@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from fxremat.ir import Chain, Costs, Stage, StageCosts, Storage
+from fxremat.ir import Chain, Costs, SaveOption, Stage, StageCosts, Storage
 
 SIZES = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 9))
 """Bytes, so small that budgets are met by many different sums of them."""
@@ -63,6 +65,26 @@ def any_costs(
 
 
 @st.composite
+def costs_with_options(draw: st.DrawFn, chain: Chain) -> Costs:
+    """Costs with up to two save options a stage, which need not be worth having."""
+    costs = draw(any_costs(chain))
+    stages = []
+    for i, stage in enumerate(costs.stages):
+        around = {*chain.stages[i].saved, *chain.boundaries[i], *chain.boundaries[i + 1]}
+        kept = st.lists(st.sampled_from(sorted(around)), max_size=2) if around else st.just([])
+        option = st.builds(
+            SaveOption,
+            kept=kept.map(tuple),
+            recompute_s=SECONDS,
+            keep_extra_bytes=SIZES,
+            backward_extra_bytes=SIZES,
+        )
+        options = draw(st.lists(option, max_size=2))
+        stages.append(replace(stage, options=tuple(options)))
+    return Costs(tuple(stages), costs.fixed_bytes)
+
+
+@st.composite
 def paper_costs(draw: st.DrawFn, chain: Chain) -> Costs:
     """Costs as the papers have them."""
     count = len(chain)
@@ -86,6 +108,13 @@ def costed_chains(draw: st.DrawFn, *, most: int = 6) -> tuple[Chain, Costs]:
     """Small chains with costs of either kind."""
     chain = draw(chains(most=most))
     return chain, draw(draw(st.sampled_from([any_costs, paper_costs]))(chain))
+
+
+@st.composite
+def chains_with_options(draw: st.DrawFn, *, most: int = 5) -> tuple[Chain, Costs]:
+    """Small chains with save options."""
+    chain = draw(chains(most=most))
+    return chain, draw(costs_with_options(chain))
 
 
 HUGE_SIZES = st.one_of(st.just(0), st.integers(0, 1 << 20), st.integers(0, 1 << 50))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -16,7 +17,7 @@ from fxremat.solvers.kernels import TILE
 from fxremat.solvers.rotor import RotorTable, least_budget
 from tests.plain_rotor import plain_rotor
 from tests.problems import NAMED, Named, figure_2, keep_all, second_way
-from tests.strategies import costed_chains, huge_chains
+from tests.strategies import chains_with_options, costed_chains, huge_chains
 
 RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -47,8 +48,16 @@ def test_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -
     assert check(problem, expected.schedule).makespan_s == expected.makespan_s
 
 
+@settings(RELAXED, max_examples=1000)
+@given(chains_with_options(), st.integers(-1, 20))
+def test_equals_the_exhaustive_search_with_options(
+    costed: tuple[Chain, Costs], spare: int
+) -> None:
+    test_equals_the_exhaustive_search.hypothesis.inner_test(costed, spare)
+
+
 @settings(RELAXED, max_examples=500)
-@given(costed_chains())
+@given(st.one_of(costed_chains(), chains_with_options()))
 def test_least_budget_is_the_least(costed: tuple[Chain, Costs]) -> None:
     chain, costs = costed
     least_bytes, schedule = least_budget(chain, costs)
@@ -157,6 +166,31 @@ def test_tiles_equal_the_plain_recurrence(count: int, times_the_least: float) ->
             assert isinstance(found, Solved)
             assert found.makespan_s == seconds
             check(Problem(chain, costs, bytes_here), found.schedule)
+
+
+@settings(RELAXED, max_examples=100)
+@given(costed_chains(), st.integers(30, 140), st.booleans())
+def test_rows_of_several_blocks_equal_the_plain_recurrence(
+    costed: tuple[Chain, Costs], slots: int, too_large: bool
+) -> None:
+    """Rows are flat at their end, and with saved sets that never fit nothing else is there."""
+    chain, costs = costed
+    if too_large:
+        costs = dataclasses.replace(
+            costs,
+            stages=tuple(
+                dataclasses.replace(stage, keep_extra_bytes=1 << 40) for stage in costs.stages
+            ),
+        )
+    base_bytes = costs.fixed_bytes + chain.nbytes(chain.boundaries[0])
+    table = RotorTable.build(chain, costs, max_budget_bytes=base_bytes + slots, slots=slots)
+    expected = plain_rotor(chain, costs, quantum=1, slots=slots)
+    for free_bytes, seconds in enumerate(expected):
+        assert table.fits(base_bytes + free_bytes) == math.isfinite(seconds)
+        if math.isfinite(seconds):
+            found = table.schedule(base_bytes + free_bytes)
+            assert isinstance(found, Solved)
+            assert found.makespan_s == seconds
 
 
 def test_a_table_ends_at_its_greatest_budget() -> None:

@@ -25,7 +25,7 @@ from fxremat.ir.schedule import (
     Transfer,
     Wait,
 )
-from fxremat.ir.timeline import Event, Lane, Timeline
+from fxremat.ir.timeline import Event, Idle, Lane, Timeline
 
 __all__ = [
     "Activations",
@@ -36,6 +36,7 @@ __all__ = [
     "Event",
     "Forward",
     "Free",
+    "Idle",
     "Infeasible",
     "Join",
     "JoinCosts",

@@ -17,6 +17,26 @@ class Lane(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Idle:
+    """Seconds that the compute lane does nothing, by what it waits for.
+
+    Attributes:
+        memory_s: room in device memory.
+        data_s: what was offloaded to be back.
+        lane_s: a prefetch that comes before in the schedule to start, its lane being busy.
+    """
+
+    memory_s: float = 0.0
+    data_s: float = 0.0
+    lane_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All causes together."""
+        return self.memory_s + self.data_s + self.lane_s
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One operation of a replay.
 
@@ -25,7 +45,9 @@ class Event:
         start_s, end_s: seconds since the step began.
         peak_bytes: most memory held at any instant of the operation.
         held_bytes: memory held once it is done.
-        lane: where it ran.
+        lane: where it ran. A ``Wait`` and a ``Free`` occupy none: they are the instant at
+            which what they are about is whole, or given back.
+        idle: what the compute lane waited for right before it.
     """
 
     op: Op
@@ -34,6 +56,7 @@ class Event:
     peak_bytes: int
     held_bytes: int
     lane: Lane = Lane.COMPUTE
+    idle: Idle = Idle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +74,13 @@ class Timeline:
     def peak_bytes(self) -> int:
         """Most memory held at any instant, ``fixed_bytes`` included."""
         return max((e.peak_bytes for e in self.events), default=0)
+
+    @property
+    def idle(self) -> Idle:
+        """What the compute lane waits for between its first and its last operation."""
+        waits = [e.idle for e in self.events]
+        return Idle(
+            sum(w.memory_s for w in waits),
+            sum(w.data_s for w in waits),
+            sum(w.lane_s for w in waits),
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fxremat.ir import Problem, Solution
-from fxremat.solvers import brute, rotor
+from fxremat.solvers import brute, periodic, revolve, rotor, store_all
 
 
 class Solver(Protocol):
@@ -15,5 +15,11 @@ class Solver(Protocol):
         """Solve ``problem``."""
 
 
-SOLVERS: dict[str, Solver] = {"rotor": rotor.solve, "brute": brute.solve}
+SOLVERS: dict[str, Solver] = {
+    "store_all": store_all.solve,
+    "periodic": periodic.solve,
+    "revolve": revolve.solve,
+    "rotor": rotor.solve,
+    "brute": brute.solve,
+}
 """Solvers by name."""

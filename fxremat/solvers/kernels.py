@@ -137,17 +137,18 @@ def _lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
     """Lower ``out`` to the sum of two rows, which is nowhere below ``bound``."""
     size = out.size
     blocks = size // BLOCK
+    if not blocks:
+        for k in range(size):
+            value = late[k] + early[k]
+            out[k] = value if value < out[k] else out[k]
+        return
+    # What the blocks leave over, with some entries twice. It comes first: once a block has
+    # lowered those entries, the first of them is not the greatest any more.
+    _lower_block(out, late, early, size - BLOCK)
     for block in range(blocks):
         if out[block * BLOCK] <= bound:
             return
         _lower_block(out, late, early, block * BLOCK)
-    if blocks:
-        # What is left over with some entries again: a minimum can be taken twice.
-        _lower_block(out, late, early, size - BLOCK)
-        return
-    for k in range(size):
-        value = late[k] + early[k]
-        out[k] = value if value < out[k] else out[k]
 
 
 @njit(cache=True, nogil=True)

@@ -12,8 +12,8 @@ from fxremat.ir import Chain, Costs, SaveOption, StageCosts
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_MOST_BYTES = 1 << 62
-"""Sums of sizes stay below this, half of what an int64 holds."""
+MOST_BYTES = 1 << 61
+"""Sums of sizes stay below this, a quarter of what an int64 holds."""
 
 
 class Numbers(NamedTuple):
@@ -118,6 +118,12 @@ def _choices(chain: Chain, index: int, stage: StageCosts) -> list[_Choice]:
     return found
 
 
+def without_saved_sets(numbers: Numbers) -> Numbers:
+    """The same chain where no saved set can be held while another stage runs."""
+    never = np.full_like(numbers.saved, 2 * MOST_BYTES)
+    return numbers._replace(saved=never, keep=never, back=never)
+
+
 def _check_total(chain: Chain, costs: Costs) -> None:
     most = max(
         2 * stage.gradient_bytes
@@ -128,8 +134,8 @@ def _check_total(chain: Chain, costs: Costs) -> None:
         for stage in costs.stages
     )
     total = most + sum(storage.nbytes for storage in chain.storages)
-    if total > _MOST_BYTES:
-        raise ValueError(f"the sizes add up to {total} bytes, more than {_MOST_BYTES}")
+    if total > MOST_BYTES:
+        raise ValueError(f"the sizes add up to {total} bytes, more than {MOST_BYTES}")
 
 
 def _boundary_bytes(chain: Chain, forward_extra: list[int]) -> tuple[Ints, Ints]:

@@ -56,14 +56,22 @@ from fxremat.ir import (
 )
 from fxremat.solvers import kernels
 from fxremat.solvers.kernels import Least, Table
-from fxremat.solvers.numbers import Floats, Ints, Numbers, numbers_of
+from fxremat.solvers.numbers import (
+    MOST_BYTES,
+    Floats,
+    Ints,
+    Numbers,
+    numbers_of,
+    without_saved_sets,
+)
 from fxremat.solvers.quantize import quantum_bytes, slots_down
+from fxremat.solvers.sequences import base_bytes, seconds_of
 
 _LARGEST_TABLE_BYTES = 1 << 29
 """A retry with more slots stops before its table is larger than this."""
 
 
-def solve(problem: Problem, *, slots: int = 500) -> Solution:
+def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> Solution:
     """The fastest memory-persistent schedule within the budget; see ``brute`` for the term.
 
     Beaumont et al. 2019, Theorem 1. ``O(L³ slots)`` time, ``O(L² slots)`` memory.
@@ -72,6 +80,7 @@ def solve(problem: Problem, *, slots: int = 500) -> Solution:
         problem: the chain, its costs and the budget.
         slots: sizes are rounded up to the budget's ``slots``-th part. The result is
             exact where that is one byte.
+        tapes_late: ``B i`` comes right after ``F_all i``: no ``C_all``.
 
     Returns:
         ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule.
@@ -82,16 +91,19 @@ def solve(problem: Problem, *, slots: int = 500) -> Solution:
         ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
     """
     chain, costs = problem.chain, problem.costs
-    numbers = numbers_of(chain, costs)
-    least = _fill_least(numbers)
-    least_bytes = _base_bytes(chain, costs) + _least_bytes(least)
+    least = _fill_least(_numbers(chain, costs, tapes_late))
+    least_bytes = base_bytes(chain, costs) + _least_bytes(least)
     if problem.budget_bytes < least_bytes:
         return Infeasible(least_bytes)
     for factor in (1, 2, 4, 8):
         if factor > 1 and _table_bytes(len(chain), slots * factor) > _LARGEST_TABLE_BYTES:
             break
         table = RotorTable.build(
-            chain, costs, max_budget_bytes=problem.budget_bytes, slots=slots * factor
+            chain,
+            costs,
+            max_budget_bytes=problem.budget_bytes,
+            slots=slots * factor,
+            tapes_late=tapes_late,
         )
         if table.fits(problem.budget_bytes) or table.quantum_bytes == 1:
             break
@@ -109,7 +121,7 @@ def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
     Problem(chain, costs, 0)  # validates
     least = _fill_least(numbers_of(chain, costs))
     ops = _least_ops(least, _least_bytes(least))
-    return _base_bytes(chain, costs) + _least_bytes(least), Schedule(ops)
+    return base_bytes(chain, costs) + _least_bytes(least), Schedule(ops)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +145,14 @@ class RotorTable:
     _least: Least
 
     @staticmethod
-    def build(chain: Chain, costs: Costs, *, max_budget_bytes: int, slots: int = 500) -> RotorTable:
+    def build(
+        chain: Chain,
+        costs: Costs,
+        *,
+        max_budget_bytes: int,
+        slots: int = 500,
+        tapes_late: bool = False,
+    ) -> RotorTable:
         """Fill the table. ``O(L³ slots)``, on all the cores this process may use.
 
         Raises:
@@ -141,8 +160,8 @@ class RotorTable:
                 ``slots < 1``.
         """
         Problem(chain, costs, max_budget_bytes)  # validates
-        numbers = numbers_of(chain, costs)
-        available_bytes = max(0, max_budget_bytes - _base_bytes(chain, costs))
+        numbers = _numbers(chain, costs, tapes_late)
+        available_bytes = min(max(0, max_budget_bytes - base_bytes(chain, costs)), MOST_BYTES)
         quantum = quantum_bytes(available_bytes, slots=slots)
         used = slots_down(available_bytes, quantum=quantum)
         table = _fill(numbers, quantum, used)
@@ -152,7 +171,7 @@ class RotorTable:
     @property
     def base_bytes(self) -> int:
         """What is held whatever the schedule: ``fixed_bytes`` and boundary 0."""
-        return _base_bytes(self.chain, self.costs)
+        return base_bytes(self.chain, self.costs)
 
     @property
     def least_budget_bytes(self) -> int:
@@ -170,10 +189,11 @@ class RotorTable:
         if self.fits(budget_bytes):
             ops = self._ops(self._slots_of(budget_bytes))
         elif budget_bytes >= self.least_budget_bytes:
-            ops = _least_ops(self._least, budget_bytes - self.base_bytes)
+            available_bytes = min(budget_bytes - self.base_bytes, MOST_BYTES)
+            ops = _least_ops(self._least, available_bytes)
         else:
             return Infeasible(self.least_budget_bytes)
-        return Solved(Schedule(ops), _seconds(self.costs, ops))
+        return Solved(Schedule(ops), seconds_of(self.costs, ops))
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether the table itself, sizes rounded up, has a schedule for a budget.
@@ -204,7 +224,8 @@ class RotorTable:
             raise ValueError(
                 f"budget_bytes is {budget_bytes}, the table ends at {self.max_budget_bytes}"
             )
-        return slots_down(budget_bytes - self.base_bytes, quantum=self.quantum_bytes)
+        slots = slots_down(budget_bytes - self.base_bytes, quantum=self.quantum_bytes)
+        return min(slots, self.slots)
 
     def _ops(self, slots: int) -> tuple[Compute, ...]:
         table = self._table
@@ -214,6 +235,11 @@ class RotorTable:
             return kernels.choose(table, s, t, m)
 
         return _walk(pick, saved, table.step_slots, slots)
+
+
+def _numbers(chain: Chain, costs: Costs, tapes_late: bool) -> Numbers:
+    numbers = numbers_of(chain, costs)
+    return without_saved_sets(numbers) if tapes_late else numbers
 
 
 def _fill_least(numbers: Numbers) -> Least:
@@ -273,29 +299,6 @@ def _walk(
             todo.append((s, cut - 1, m))
             todo.append((cut, t, m - int(step[s, cut])))
     return tuple(ops)
-
-
-def _seconds(costs: Costs, ops: tuple[Compute, ...]) -> float:
-    """Time of ``ops``, summed in their order."""
-    ran: set[int] = set()
-    held: dict[int, int] = {}
-    total = 0.0
-    for index, op in enumerate(ops):
-        cost = costs.stages[op.stage]
-        if isinstance(op, Backward):
-            option = held[op.stage]
-            total += cost.backward_s
-            total += cost.options[option - 1].recompute_s if option else 0.0
-            continue
-        pair = op.keep is Keep.ALL and ops[index + 1] == Backward(op.stage)
-        total += cost.rebuild_s if pair and op.stage in ran else cost.forward_s
-        held[op.stage] = op.option
-        ran.add(op.stage)
-    return total
-
-
-def _base_bytes(chain: Chain, costs: Costs) -> int:
-    return costs.fixed_bytes + chain.nbytes(chain.boundaries[0])
 
 
 def _table_bytes(count: int, slots: int) -> int:

@@ -42,14 +42,16 @@ from fxremat.ir import (
 )
 
 
-def solve(problem: Problem, *, persistent: bool = True) -> Solution:
+def solve(problem: Problem, *, persistent: bool = True, tapes_late: bool = False) -> Solution:
     """The fastest sequence within the budget, or ``Infeasible`` with the least budget of any.
 
     Args:
         problem: the chain, its costs and the budget.
         persistent: search the memory-persistent sequences only.
+        tapes_late: search only those in which ``B i`` comes right after ``F_all i``, as in
+            automatic differentiation.
     """
-    search = _Search(problem, persistent)
+    search = _Search(problem, persistent, tapes_late)
     found = search.cheapest(problem.budget_bytes)
     if found is None:
         return Infeasible(search.least_budget())
@@ -68,6 +70,7 @@ class _State(NamedTuple):
         flight: its value.
         kept: value of each kept boundary, -1 where it is not kept.
         saved: value of each held saved set with the boundary after it, -1 where not held.
+        option: the save option of each held saved set, 0 where not held.
     """
 
     level: int
@@ -77,6 +80,7 @@ class _State(NamedTuple):
     flight: int
     kept: tuple[int, ...]
     saved: tuple[int, ...]
+    option: tuple[int, ...]
 
 
 _Step = tuple[float, int, tuple[Compute, ...], _State]
@@ -84,10 +88,11 @@ _Step = tuple[float, int, tuple[Compute, ...], _State]
 
 
 class _Search:
-    def __init__(self, problem: Problem, persistent: bool) -> None:
+    def __init__(self, problem: Problem, persistent: bool, tapes_late: bool) -> None:
         chain = problem.chain
         self.problem = problem
         self.persistent = persistent
+        self.tapes_late = tapes_late
         self.count = len(chain)
         # Bit ``storage * copies + n`` is instance n of a storage. At most one value in
         # flight, one new, L kept and L saved hold instances of it at once.
@@ -146,7 +151,7 @@ class _Search:
     def _start(self) -> _State:
         nothing = (-1,) * self.count
         source = self._new(self.boundary[0], held=0, source=0)
-        return _State(self.count, False, False, 0, source, nothing, nothing)
+        return _State(self.count, False, False, 0, source, nothing, nothing, (0,) * self.count)
 
     def _steps(self, state: _State) -> Iterator[_Step]:
         """Every operation that may come next; a rebuild is one step of two."""
@@ -159,9 +164,17 @@ class _Search:
         if state.saved[stage] < 0 or state.pending or self._read(state, stage) is None:
             return
         state = _landed(state, stage)
+        seconds, extra = self._backward(stage, state.option[stage])
+        peak = self._total(state, 0) + extra
+        yield seconds, peak, (Backward(stage),), _after_backward(state)
+
+    def _backward(self, stage: int, option: int) -> tuple[float, int]:
+        """Seconds and extra bytes of a backward after an option."""
         cost = self.problem.costs.stages[stage]
-        peak = self._total(state, 0) + cost.backward_extra_bytes
-        yield cost.backward_s, peak, (Backward(stage),), _after_backward(state)
+        if option == 0:
+            return cost.backward_s, cost.backward_extra_bytes
+        chosen = cost.options[option - 1]
+        return cost.backward_s + chosen.recompute_s, chosen.backward_extra_bytes
 
     def _deepest(self, state: _State) -> int:
         """The deepest boundary in memory, but one in flight that no stage can use."""
@@ -194,15 +207,43 @@ class _Search:
         after = after._replace(kept=_set(state.kept, stage, source))
         yield cost.forward_s, peak, (Forward(stage, Keep.INPUT),), after
 
-        saved = written | new
-        peak = self._total(state, saved) + cost.keep_extra_bytes
-        after = after._replace(saved=_set(state.saved, stage, saved), pending=again)
-        keep_all = Forward(stage, Keep.ALL)
-        yield cost.forward_s, peak, (keep_all,), after
+        for option in range(len(cost.options) + 1):
+            yield from self._keeping(state, after, stage, source, option)
         if again:
             seconds = cost.rebuild_s + cost.backward_s
             peak = self._total(state, 0) + cost.rebuild_bytes
-            yield seconds, peak, (keep_all, Backward(stage)), _after_backward(after)
+            yield seconds, peak, (Forward(stage, Keep.ALL), Backward(stage)), _after_backward(after)
+
+    def _keeping(
+        self, state: _State, after: _State, stage: int, source: int, option: int
+    ) -> Iterator[_Step]:
+        """``F_all`` with an option; ``after`` is the state after ``F_ck``."""
+        cost = self.problem.costs.stages[stage]
+        again = state.last_ran and state.level == stage + 1
+        chosen = cost.options[option - 1] if option else None
+        touched = self.boundary[stage + 1] | frozenset(
+            self.problem.chain.stages[stage].saved if chosen is None else chosen.kept
+        )
+        new = self._new(touched, held=self._held(state), source=source)
+        written = (source | new) & self.within[stage + 1]
+        peak = self._total(state, written | new)
+        peak += (chosen or cost).keep_extra_bytes
+        after = after._replace(
+            flight=written,
+            saved=_set(state.saved, stage, written | new),
+            option=_set(state.option, stage, option),
+            pending=again,
+        )
+        keep_all = Forward(stage, Keep.ALL, option)
+        if not self.tapes_late:
+            yield cost.forward_s, peak, (keep_all,), after
+        elif state.level == stage + 1 and not again:
+            # The last stage for the first time: two operations, since it is no rebuild.
+            followed = _landed(after, stage)
+            seconds, extra = self._backward(stage, option)
+            peak = max(peak, self._total(followed, 0) + extra)
+            both = (keep_all, Backward(stage))
+            yield cost.forward_s + seconds, peak, both, _after_backward(followed)
 
     def _may_consume(self, state: _State, stage: int) -> bool:
         if not self.persistent:
@@ -262,7 +303,8 @@ def _landed(state: _State, reads: int) -> _State:
 def _after_backward(state: _State) -> _State:
     stage = state.level - 1
     kept, saved = _set(state.kept, stage, -1), _set(state.saved, stage, -1)
-    return _State(stage, True, False, -1, 0, kept, saved)
+    option = _set(state.option, stage, 0)
+    return _State(stage, True, False, -1, 0, kept, saved, option)
 
 
 def _set(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:

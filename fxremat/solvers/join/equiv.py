@@ -1,0 +1,139 @@
+"""A join linearized by distance from the turn, for comparison.
+
+Beaumont, Herrmann, Pallez, Shilova, "Optimal memory-aware backpropagation of deep join
+networks" (2019), section 4, *EQUIV-CHAIN*: stages of all branches that are equally far from
+the trunk form one stage of a chain, which an algorithm for chains then solves: revolve in
+the paper (see ``unit.equiv_chain``), ``rotor`` here. Branches may have any lengths: a
+shorter one waits with its input in memory until its turn comes.
+
+The members of a level run one after the other. Its peaks are bounds by the sum of what all
+members read and write, so the schedule fits, and is not always the best of its kind.
+"""
+
+from __future__ import annotations
+
+from fxremat.ir import (
+    Backward,
+    Chain,
+    Compute,
+    Costs,
+    Forward,
+    Infeasible,
+    JoinProblem,
+    Keep,
+    Problem,
+    Schedule,
+    Solved,
+    Stage,
+    StageCosts,
+)
+from fxremat.solvers import rotor
+from fxremat.solvers.join import walk
+
+
+def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
+    """The fastest memory-persistent schedule of the equivalent chain, as one of the join.
+
+    Args:
+        problem: the join; a chain is its own equivalent.
+        slots: see ``rotor.solve``.
+
+    Returns:
+        ``Solved``, with the time that the schedule takes on the join, or ``Infeasible`` with
+        the least budget at which this finds one.
+
+    Raises:
+        ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
+    """
+    line = problem if isinstance(problem, Problem) else equivalent_chain(problem)
+    found = rotor.solve(line, slots=slots)
+    assert isinstance(found, Solved | Infeasible)
+    if isinstance(problem, Problem) or isinstance(found, Infeasible):
+        return found
+    ops = _branch_ops(problem, found.schedule.computations)
+    return Solved(Schedule(ops), walk.seconds(problem.join, problem.costs, ops))
+
+
+def equivalent_chain(problem: JoinProblem) -> Problem:
+    """One stage for each distance from the trunk, then the trunk.
+
+    What a schedule of it needs is at least what it needs as a schedule of the join.
+    """
+    join, costs = problem.join, problem.costs
+    depth = max(map(len, join.branches))
+    members = [_members(problem, i) for i in range(depth)]
+    boundaries = []
+    for i in range(depth):
+        places = [max(0, i - (depth - len(chain))) for chain in join.branches]
+        ids = (s for c, p in zip(join.branches, places, strict=True) for s in c.boundaries[p])
+        boundaries.append(tuple(ids))
+    stages = []
+    for i, level in enumerate(members):
+        parts = [join.branches[b].stages[p] for b, p in level]
+        saved = tuple(s for part in parts for s in part.saved)
+        stages.append(Stage("+".join(part.name for part in parts), saved, i))
+    trunk = [Stage(stage.name, stage.saved, depth + i) for i, stage in enumerate(join.trunk.stages)]
+    chain = Chain(join.storages, (*boundaries, *join.trunk.boundaries), (*stages, *trunk))
+    levels = tuple(_level_costs(problem, level) for level in members)
+    return Problem(chain, Costs((*levels, *costs.trunk), costs.fixed_bytes), problem.budget_bytes)
+
+
+def _members(problem: JoinProblem, level: int) -> list[tuple[int, int]]:
+    """Branch and place of the stages in a level."""
+    branches = problem.join.branches
+    depth = max(map(len, branches))
+    places = ((b, level - (depth - len(chain))) for b, chain in enumerate(branches))
+    return [(b, place) for b, place in places if place >= 0]
+
+
+def _level_costs(problem: JoinProblem, members: list[tuple[int, int]]) -> StageCosts:
+    """Costs of the members run one after the other."""
+    costs = problem.costs
+    parts = [costs.branches[b][p] for b, p in members]
+    waiting = set(range(len(costs.branches))) - {b for b, _ in members}
+    held = sum(part.gradient_bytes for part in parts) + costs.trunk_done_bytes
+    held += sum(costs.left_bytes[b] for b in waiting)
+    backward, rebuild = 0, 0  # peaks
+    saved, grown = 0, 0  # what members before have given back, and what their gradients grew
+    for (b, p), part in zip(members, parts, strict=True):
+        backward = max(backward, part.backward_extra_bytes + grown - saved)
+        rebuild = max(rebuild, part.rebuild_bytes + grown)
+        chain = problem.join.branches[b]
+        saved += chain.nbytes(chain.saved_set(p))
+        grown += costs.branches[b][p - 1].gradient_bytes if p else costs.left_bytes[b]
+        grown -= part.gradient_bytes
+    return StageCosts(
+        forward_s=sum(part.forward_s for part in parts),
+        backward_s=sum(part.backward_s for part in parts),
+        rebuild_s=sum(part.rebuild_s for part in parts),
+        gradient_bytes=held,
+        forward_extra_bytes=max(part.forward_extra_bytes for part in parts),
+        keep_extra_bytes=max(part.keep_extra_bytes for part in parts),
+        backward_extra_bytes=backward,
+        rebuild_bytes=rebuild,
+    )
+
+
+def _branch_ops(problem: JoinProblem, line: tuple[Compute, ...]) -> tuple[Compute, ...]:
+    """Every operation of the chain, member by member; a rebuild stays with its member."""
+    join = problem.join
+    depth = max(map(len, join.branches))
+    first = join.first_stages
+    ops: list[Compute] = []
+    for index, op in enumerate(line):
+        if op.stage >= depth:
+            stage = first[-2] + op.stage - depth
+            ops.append(Forward(stage, op.keep) if isinstance(op, Forward) else Backward(stage))
+            continue
+        stages = [(first[b] + p, p) for b, p in _members(problem, op.stage)]
+        if isinstance(op, Backward):
+            rebuilt = line[index - 1] == Forward(op.stage, Keep.ALL)
+            ops += [] if rebuilt else [Backward(stage) for stage, _ in stages]
+            continue
+        pair = index + 1 < len(line) and line[index + 1] == Backward(op.stage)
+        for stage, place in stages:
+            # The chain holds all inputs in its boundary 0; here each branch holds its own.
+            keep = Keep.INPUT if place == 0 and op.keep is Keep.NONE else op.keep
+            ops.append(Forward(stage, keep))
+            ops += [Backward(stage)] if pair else []
+    return tuple(ops)

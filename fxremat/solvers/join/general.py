@@ -1,0 +1,310 @@
+"""Optimal canonical recomputation of a join of heterogeneous stages.
+
+Beaumont, Herrmann, Pallez, Shilova, "Optimal memory-aware backpropagation of deep join
+networks" (2019), Theorem 3, carried over from unit costs to bytes and seconds. A branch's
+position takes the place of a step count, the trunk (a chain) that of the turn, and rotor's
+chain recurrence that of ``Opt_0``.
+
+``J(p, h, t, m)`` is the least time to get from the gradient after trunk stage ``t`` to those
+at the heads ``p``, when boundary ``p[b]`` of every branch ``b`` (its *head*) is held and
+``m`` bytes are free beside them; ``h[b]`` says whether the head of ``b`` lies in the saved
+set of the stage before it. With ``C`` from ``rotor`` for a line alone:
+
+    J(ends, h, t, m) = C_trunk(0, t, m)
+    J(p, h, t, m) = least of, over the branches b with p[b] = s short of the end,
+      forward_s[s] + J(p[b] := s + 1, h[b] := 1, t, m - saved(s)) + backward_s[s]   (all)
+      Σ forward_s[s … s' - 1] + J(p[b] := s', h[b] := 0, t, m - step(s, s'))
+          + C_b(s, s' - 1, m + back(p, h, b))                   for s < s' <= end   (ck)
+    and, over the cuts 0 < q <= t of the trunk,
+      Σ of all forwards from the heads to cut q + C_trunk(q, t, m - step(p, q))
+          + J(p, h, q - 1, m)                                                     (turn)
+
+with ``back(p, h, b)`` what the segment's backward has more than its forward had: the
+other branches' heads are gone by then (but one in a saved set stays with it), and their
+gradients, ``δ`` at ``p``, lie there instead. With unit costs it is the ``- (k - 1)`` of
+Theorem 3. The first and the last line have no counterpart in the paper, whose turn is one
+step: (turn) drops the ends and runs the branches again for the first part of the trunk.
+One branch gives rotor on the whole line.
+
+``O(2^k T Π(L_b + 1) (Σ L_b + T) slots)`` time, ``O(2^k T Π(L_b + 1) slots)`` memory.
+
+What it is optimal for: the *canonical* schedules, which for unit costs contain an optimal
+one (Theorem 1). They are memory-persistent; a segment runs through without another branch
+in between; what was checkpointed last is backpropagated first, so that branches go forward
+in the reverse of the order in which they go back; and a checkpoint that is read again is
+backpropagated before any other is touched. With heterogeneous costs schedules outside of it
+can be better, as exhaustive search shows (``tests/test_join.py`` has the smallest cases):
+
+* a branch stops at a narrow boundary while another one has its widest forwards: the order
+  of forwards is free only as long as no forward needs more than what it leaves behind;
+* a branch is recomputed early, or half-way, while a narrow boundary of the other is all
+  that is held, because gradients grow on the way back.
+
+Where boundaries share storages, ``back`` counts as given back only what began with the
+head's own boundary. That is exact if the boundaries of a branch share nothing or there is
+one branch, and safe otherwise: schedules fit, and a better one may be missed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxremat.ir import (
+    Infeasible,
+    Join,
+    JoinCosts,
+    JoinProblem,
+    Problem,
+    Schedule,
+    Solved,
+)
+from fxremat.solvers import rotor
+from fxremat.solvers.join import kernels, walk
+from fxremat.solvers.join.kernels import JoinLeast, JoinTable
+from fxremat.solvers.join.numbers import JoinNumbers, base_bytes, join_numbers, line_numbers
+from fxremat.solvers.kernels import TILE, Least, Table, fill_least, fill_tiles
+from fxremat.solvers.numbers import Floats, Numbers
+from fxremat.solvers.quantize import quantum_bytes, slots_down
+
+LARGEST_TABLE_BYTES = 1 << 29
+"""``solve`` takes fewer slots where the table would be larger than this."""
+
+
+def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
+    """The fastest canonical schedule within the budget.
+
+    Args:
+        problem: the join, its costs and the budget. A chain is answered by ``rotor``.
+        slots: sizes are rounded up to the budget's ``slots``-th part; fewer where the
+            table would take more than half a gibibyte. Exact where that is one byte.
+
+    Returns:
+        ``Solved``, or ``Infeasible`` with the exact least budget of any canonical
+        schedule. A budget that only fits without rounding is first tried with up to eight
+        times the slots, then answered with a schedule from the least memory.
+
+    Raises:
+        ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
+    """
+    if isinstance(problem, Problem):
+        found = rotor.solve(problem, slots=slots)
+        assert isinstance(found, Solved | Infeasible)
+        return found
+    join, costs = problem.join, problem.costs
+    states = _state_count(join)
+    most = max(1, LARGEST_TABLE_BYTES // (8 * states) - 1)
+    for factor in (1, 2, 4, 8):
+        if factor > 1 and slots * factor > most:
+            break
+        plans = JoinPlans.build(
+            join,
+            costs,
+            max_budget_bytes=problem.budget_bytes,
+            slots=min(slots * factor, most) if slots > 0 else slots,
+        )
+        if plans.budget_is_too_small(problem.budget_bytes):
+            break
+        if plans.fits(problem.budget_bytes) or plans.quantum_bytes == 1:
+            break
+    return plans.schedule(problem.budget_bytes)
+
+
+def least_budget(join: Join, costs: JoinCosts) -> tuple[int, Schedule]:
+    """The least budget of any canonical schedule, exact in bytes, and one that has it.
+
+    Among equal memory the lesser time is taken where the recurrence has the choice.
+
+    Raises:
+        ValueError: the join or the costs are malformed, or too large to add up.
+    """
+    JoinProblem(join, costs, 0)  # validates
+    lines = line_numbers(join, costs)
+    least = _fill_least(join_numbers(join, costs, lines), lines)
+    needs = _root_bytes(least)
+    ops = walk.least_ops(join, lines, least, needs)
+    return base_bytes(join, costs) + needs, Schedule(ops)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinPlans:
+    """Every ``J(p, h, t, m)`` of a join: schedules for all budgets up to the greatest.
+
+    Attributes:
+        join: the join it was built for.
+        costs: its costs.
+        max_budget_bytes: the greatest budget it answers for.
+        quantum_bytes: size of a slot.
+    """
+
+    join: Join
+    costs: JoinCosts
+    max_budget_bytes: int
+    quantum_bytes: int
+    _lines: tuple[Numbers, ...]
+    _tables: tuple[Table, ...]
+    _table: JoinTable
+    _least: JoinLeast
+
+    @staticmethod
+    def build(
+        join: Join, costs: JoinCosts, *, max_budget_bytes: int, slots: int = 200
+    ) -> JoinPlans:
+        """Fill the table; a budget below the least leaves it almost empty.
+
+        Raises:
+            ValueError: the join or the costs are malformed or too large to add up, or
+                ``slots < 1``.
+        """
+        JoinProblem(join, costs, max_budget_bytes)  # validates
+        lines = line_numbers(join, costs)
+        numbers = join_numbers(join, costs, lines)
+        least = _fill_least(numbers, lines)
+        base = base_bytes(join, costs)
+        available = max_budget_bytes - base
+        if available < _root_bytes(least):
+            available = 0  # nothing will be read off: do not fill what nobody needs
+        quantum = quantum_bytes(max(0, available), slots=slots)
+        free = slots_down(max(0, available), quantum=quantum)
+        most = slots_down(max(0, available + base - costs.fixed_bytes), quantum=quantum)
+        tables = tuple(_fill_line(line, quantum, max(free, most)) for line in lines)
+        table = _fill_join(numbers, tables, quantum, free)
+        return JoinPlans(join, costs, max_budget_bytes, quantum, lines, tables, table, least)
+
+    @property
+    def base_bytes(self) -> int:
+        """What is held at the start: ``fixed_bytes`` and every branch's input."""
+        return base_bytes(self.join, self.costs)
+
+    @property
+    def least_budget_bytes(self) -> int:
+        """The exact least budget of any canonical schedule."""
+        return self.base_bytes + _root_bytes(self._least)
+
+    def budget_is_too_small(self, budget_bytes: int) -> bool:
+        """Whether no canonical schedule fits."""
+        return budget_bytes < self.least_budget_bytes
+
+    def schedule(self, budget_bytes: int) -> Solved | Infeasible:
+        """The fastest schedule for a budget.
+
+        A budget that suffices only without rounding gets a schedule from the least memory.
+
+        Raises:
+            ValueError: the budget is above ``max_budget_bytes``.
+        """
+        if self.budget_is_too_small(budget_bytes):
+            return Infeasible(self.least_budget_bytes)
+        if self.fits(budget_bytes):
+            ops = walk.table_ops(
+                self.join, self._lines, self._tables, self._table, self._slots_of(budget_bytes)
+            )
+        else:
+            ops = walk.least_ops(
+                self.join, self._lines, self._least, budget_bytes - self.base_bytes
+            )
+        return Solved(Schedule(ops), walk.seconds(self.join, self.costs, ops))
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether the table itself, sizes rounded up, has a schedule for a budget.
+
+        Raises:
+            ValueError: the budget is above ``max_budget_bytes``.
+        """
+        slots = self._slots_of(budget_bytes)
+        return 0 <= slots < self._root.size and bool(np.isfinite(self._root[slots]))
+
+    def distinct_budgets(self) -> tuple[int, ...]:
+        """The budgets in bytes, ascending, at which the table's optimum improves.
+
+        The first is the least that ``fits``; from each to the next the optimum stays.
+        """
+        row = self._root
+        better = np.flatnonzero(row[1:] < row[:-1]) + 1
+        starts = [0, *better.tolist()] if np.isfinite(row[0]) else better.tolist()
+        return tuple(self.base_bytes + m * self.quantum_bytes for m in starts)
+
+    @property
+    def _root(self) -> Floats:
+        row: Floats = self._table.values[len(self.join.trunk) - 1]
+        return row
+
+    def _slots_of(self, budget_bytes: int) -> int:
+        if budget_bytes > self.max_budget_bytes:
+            raise ValueError(
+                f"budget_bytes is {budget_bytes}, the table ends at {self.max_budget_bytes}"
+            )
+        return slots_down(budget_bytes - self.base_bytes, quantum=self.quantum_bytes)
+
+
+def _state_count(join: Join) -> int:
+    count = len(join.trunk) << len(join.branches)
+    for branch in join.branches:
+        count *= len(branch) + 1
+    return count
+
+
+def _root_bytes(least: JoinLeast) -> int:
+    return int(least.memory[least.numbers.turn_gradient.size - 1])
+
+
+def _fill_least(numbers: JoinNumbers, lines: tuple[Numbers, ...]) -> JoinLeast:
+    chains = []
+    for line in lines:
+        count = len(line.backward_s)
+        chain = Least(line, np.zeros((count, count), dtype=np.int64), np.zeros((count, count)))
+        fill_least(chain)
+        chains.append(chain)
+    k, most = len(lines) - 1, int(numbers.lengths.max())
+    memory = np.zeros((k, most, most), dtype=np.int64)
+    seconds = np.zeros((k, most, most))
+    for b, chain in enumerate(chains[:-1]):
+        count = len(chain.memory)
+        memory[b, :count, :count] = chain.memory
+        seconds[b, :count, :count] = chain.seconds
+    states = numbers.heads * numbers.turn_gradient.size << k
+    least = JoinLeast(
+        numbers,
+        memory=np.zeros(states, dtype=np.int64),
+        seconds=np.zeros(states),
+        branch_memory=memory,
+        branch_s=seconds,
+        trunk_memory=chains[-1].memory,
+        trunk_s=chains[-1].seconds,
+    )
+    kernels.fill_least(least)
+    return least
+
+
+def _fill_line(numbers: Numbers, quantum: int, slots: int) -> Table:
+    """Rotor's table of one line."""
+    count = len(numbers.backward_s)
+    rows = count * (count + 1) // 2
+    table = Table(
+        numbers,
+        step_slots=-(-numbers.step // quantum),
+        quantum=quantum,
+        values=np.empty((rows, slots + 1)),
+        first=np.empty(rows, dtype=np.int64),
+    )
+    for distance in range(-(-count // TILE)):
+        fill_tiles(table, distance, 0, 1)
+    return table
+
+
+def _fill_join(
+    numbers: JoinNumbers, tables: tuple[Table, ...], quantum: int, slots: int
+) -> JoinTable:
+    rows = [len(table.values) for table in tables[:-1]]
+    states = numbers.heads * numbers.turn_gradient.size << len(rows)
+    table = JoinTable(
+        numbers,
+        quantum=quantum,
+        values=np.empty((states, slots + 1)),
+        branch=np.concatenate([table.values for table in tables[:-1]]),
+        branch_row=np.array([0, *np.cumsum(rows[:-1], dtype=np.int64)], dtype=np.int64),
+        trunk=tables[-1].values,
+    )
+    kernels.fill(table)
+    return table

@@ -1,0 +1,242 @@
+"""Schedules of a join read off the tables, with a stack since branches are deep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from fxremat.ir import Backward, Compute, Forward, Join, JoinCosts, Keep
+from fxremat.solvers import kernels as chains
+from fxremat.solvers.join import kernels
+from fxremat.solvers.join.kernels import JoinLeast, JoinTable
+from fxremat.solvers.join.numbers import JoinNumbers
+from fxremat.solvers.kernels import Least, Table
+from fxremat.solvers.numbers import Floats, Ints, Numbers
+
+
+class _State(NamedTuple):
+    """``J(p, h, t, available)`` is to be scheduled."""
+
+    p: tuple[int, ...]
+    h: int
+    t: int
+    available: int
+
+
+class _Segment(NamedTuple):
+    """``C(s, t, available)`` of a line is to be scheduled."""
+
+    line: int
+    s: int
+    t: int
+    available: int
+
+
+_Choice = tuple[int, int, int]
+
+
+class _Walk(NamedTuple):
+    """What a walk reads off: all sizes in bytes, or all in slots.
+
+    Attributes:
+        join: the join.
+        numbers: its arrays.
+        choose: the choice for a state and what is available to it.
+        pick: the choice for a segment, as ``kernels.choose`` of the chain solvers.
+        saved: of each line's stages.
+        step: of each line, see ``Numbers``.
+        turn: what cut ``q`` of the trunk adds to the heads.
+        more: what branch ``b``'s backward has more than its forward, see ``general``.
+    """
+
+    join: Join
+    numbers: JoinNumbers
+    choose: Callable[[_State], _Choice]
+    pick: Callable[[_Segment], int]
+    saved: list[list[int]]
+    step: list[list[list[int]]]
+    turn: Callable[[_State, int], int]
+    more: Callable[[_State, int], int]
+
+
+def table_ops(
+    join: Join,
+    lines: tuple[Numbers, ...],
+    tables: tuple[Table, ...],
+    table: JoinTable,
+    slots: int,
+) -> tuple[Compute, ...]:
+    """The schedule behind entry ``slots`` of the whole join."""
+    quantum = table.quantum
+    last = table.branch.shape[1] - 1
+    numbers = table.numbers
+
+    def choose(state: _State) -> _Choice:
+        number = int(np.dot(state.p, numbers.strides))
+        return kernels.choose(table, (number, state.h, state.t), state.available)
+
+    def pick(item: _Segment) -> int:
+        return chains.choose(tables[item.line], item.s, item.t, min(item.available, last))
+
+    walk = _Walk(
+        join,
+        numbers,
+        choose,
+        pick,
+        saved=[[-(-n // quantum) for n in line.saved.tolist()] for line in lines],
+        step=[(-(-line.step // quantum)).tolist() for line in lines],
+        turn=lambda state, q: -(-_turn_bytes(table, state, q) // quantum),
+        more=lambda state, b: _more_bytes(table, state, b) // quantum,
+    )
+    return _ops(walk, slots)
+
+
+def least_ops(
+    join: Join, lines: tuple[Numbers, ...], least: JoinLeast, available_bytes: int
+) -> tuple[Compute, ...]:
+    """A schedule within ``available_bytes``, which are at least what is needed."""
+    numbers = least.numbers
+    parts = [Least(line, *_line_least(least, i, len(lines))) for i, line in enumerate(lines)]
+
+    def choose(state: _State) -> _Choice:
+        number = int(np.dot(state.p, numbers.strides))
+        return kernels.choose_least(least, (number, state.h, state.t), state.available)[:3]
+
+    def pick(item: _Segment) -> int:
+        return chains.choose_least(parts[item.line], item.s, item.t, item.available)
+
+    walk = _Walk(
+        join,
+        numbers,
+        choose,
+        pick,
+        saved=[line.saved.tolist() for line in lines],
+        step=[line.step.tolist() for line in lines],
+        turn=partial(_turn_bytes, least),
+        more=partial(_more_bytes, least),
+    )
+    return _ops(walk, available_bytes)
+
+
+def seconds(join: Join, costs: JoinCosts, ops: tuple[Compute, ...]) -> float:
+    """Time of ``ops``, summed in their order."""
+    flat = [cost for stages in costs.lines for cost in stages]
+    ran: set[int] = set()
+    total = 0.0
+    for index, op in enumerate(ops):
+        cost = flat[op.stage]
+        if isinstance(op, Backward):
+            total += cost.backward_s
+            continue
+        pair = op.keep is Keep.ALL and ops[index + 1] == Backward(op.stage)
+        total += cost.rebuild_s if pair and op.stage in ran else cost.forward_s
+        ran.add(op.stage)
+    return total
+
+
+def _line_least(least: JoinLeast, line: int, count: int) -> tuple[Ints, Floats]:
+    if line == count - 1:
+        return least.trunk_memory, least.trunk_s
+    return least.branch_memory[line], least.branch_s[line]
+
+
+def _turn_bytes(table: JoinTable | JoinLeast, state: _State, q: int) -> int:
+    n = table.numbers
+    crossed = sum(int(n.turn_crossed[b, p, q]) for b, p in enumerate(state.p))
+    return int(n.turn_born[q]) + crossed
+
+
+def _more_bytes(table: JoinTable | JoinLeast, state: _State, b: int) -> int:
+    n = table.numbers
+    more = -n.done
+    for other, p in enumerate(state.p):
+        if other != b:
+            more -= int(n.held[other, p])
+            more += 0 if state.h >> other & 1 else int(n.freed[other, p])
+    return more
+
+
+def _ops(walk: _Walk, available: int) -> tuple[Compute, ...]:
+    join = walk.join
+    first = join.first_stages
+    ops: list[Compute] = []
+    start = (0,) * len(join.branches)
+    todo: list[_State | _Segment | Compute] = [_State(start, 0, len(join.trunk) - 1, available)]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, _State):
+            todo += reversed(_expand_state(walk, item, ops))
+        elif isinstance(item, _Segment):
+            todo += reversed(_expand_segment(walk, item, ops))
+        else:
+            ops.append(item)
+    assert all(0 <= op.stage < first[-1] for op in ops)
+    return tuple(ops)
+
+
+def _expand_state(
+    walk: _Walk, state: _State, ops: list[Compute]
+) -> list[_State | _Segment | Compute]:
+    """Append the forwards of a state's choice; returns what follows them, in order."""
+    choice, b, cut = walk.choose(state)
+    first = walk.join.first_stages
+    trunk = len(walk.join.branches)
+    p, h, t, available = state
+    if choice == kernels.TRUNK:
+        return [_Segment(trunk, 0, t, available)]
+    if choice == kernels.TURN:
+        _append_turn(walk, state, cut, ops)
+        inner = _Segment(trunk, cut, t, available - walk.turn(state, cut))
+        return [inner, _State(p, h, cut - 1, available)]
+    if choice == kernels.KEEP:
+        stage = first[b] + p[b]
+        ops.append(Forward(stage, Keep.ALL))
+        moved = (*p[:b], p[b] + 1, *p[b + 1 :])
+        rest = available - walk.saved[b][p[b]]
+        return [_State(moved, h | 1 << b, t, rest), Backward(stage)]
+    if choice == kernels.CUT:
+        _append_sweep(first[b], p[b], cut, ops)
+        moved = (*p[:b], cut, *p[b + 1 :])
+        rest = available - walk.step[b][p[b]][cut]
+        segment = _Segment(b, p[b], cut - 1, available + walk.more(state, b))
+        return [_State(moved, h & ~(1 << b), t, rest), segment]
+    raise AssertionError(f"no choice explains the value of {state}")
+
+
+def _append_sweep(first: int, s: int, cut: int, ops: list[Compute]) -> None:
+    ops.append(Forward(first + s, Keep.INPUT))
+    ops += [Forward(first + j, Keep.NONE) for j in range(s + 1, cut)]
+
+
+def _append_turn(walk: _Walk, state: _State, cut: int, ops: list[Compute]) -> None:
+    """From the heads to the branches' ends, in the order that needs least, and to the cut."""
+    first = walk.join.first_stages
+    for b in kernels.turn_order(walk.numbers, np.array(state.p, dtype=np.int64)).tolist():
+        end = len(walk.join.branches[b])
+        if state.p[b] < end:
+            _append_sweep(first[b], state.p[b], end, ops)
+    ops += [Forward(first[-2] + j, Keep.NONE) for j in range(cut)]
+
+
+def _expand_segment(
+    walk: _Walk, item: _Segment, ops: list[Compute]
+) -> list[_State | _Segment | Compute]:
+    """As ``_expand_state``, for an interval of a line: Algorithm 2 of the rotor paper."""
+    line, s, t, available = item
+    first = walk.join.first_stages[line]
+    cut = walk.pick(item)
+    if cut < s:
+        raise AssertionError(f"no choice explains the value of {item}")
+    if cut == s:
+        ops.append(Forward(first + s, Keep.ALL))
+        inner = [_Segment(line, s + 1, t, available - walk.saved[line][s])] if s < t else []
+        return [*inner, Backward(first + s)]
+    if s == t:
+        ops += [Forward(first + s, Keep.INPUT), Forward(first + s, Keep.ALL)]
+        return [Backward(first + s)]
+    _append_sweep(first, s, cut, ops)
+    late = _Segment(line, cut, t, available - walk.step[line][s][cut])
+    return [late, _Segment(line, s, cut - 1, available)]

@@ -1,0 +1,135 @@
+"""A chain whose forwards keep everything, as numbers for deciding what to offload.
+
+Beaumont, Eyraud-Dubois, Shilova, "Optimal GPU-CPU offloading strategies for deep neural
+network training" (2019), section 3. Activation ``x_0`` is boundary 0, and ``x_{i+1}`` is saved
+set ``i``, the boundary after it included. Both ``F_i`` and ``B_i`` need ``x_i`` and
+``x_{i+1}``; nothing else of the chain but what they hold for themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fxremat.ir import Activations, Chain, Part, Problem
+
+_MOST_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """``L`` stages in the paper's terms; sizes in bytes.
+
+    Attributes:
+        sizes: ``L + 1`` sizes ``|x_i|``.
+        before: ``L + 2`` sums of them, ``before[i]`` over ``x_0 … x_{i-1}``.
+        forward_s, backward_s: ``u_F`` and ``u_B``.
+        forward_own: what ``F_i`` holds beside ``x_0 … x_{i-1}``: ``x_i``, ``x_{i+1}``, its
+            extra, gradients and what is fixed.
+        backward_own: the same of ``B_i``, and of the time between it and ``B_{i-1}``.
+        budget: device memory.
+        offload_rate, prefetch_rate: bytes per second; infinite where there is no link.
+        linked: there is one.
+    """
+
+    sizes: tuple[int, ...]
+    before: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    forward_own: tuple[int, ...]
+    backward_own: tuple[int, ...]
+    budget: int
+    offload_rate: float
+    prefetch_rate: float
+    linked: bool
+
+    def __len__(self) -> int:
+        return len(self.forward_s)
+
+    @property
+    def movable(self) -> range:
+        """Activations that are ever worth moving.
+
+        ``x_L`` and ``x_{L-1}`` are needed by ``F_{L-1}``, and next by ``B_{L-1}``.
+        """
+        return range(max(0, len(self) - 1)) if self.linked else range(0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of host and device together where it is most, ``M_peak``."""
+        return max(m for own in (self.forward_own, self.backward_own) for m in self.totals(own))
+
+    def totals(self, own: tuple[int, ...]) -> list[int]:
+        """``m_F`` or ``m_B``: what ``own`` is with ``x_0 … x_{i-1}``."""
+        return [n + m for n, m in zip(own, self.before, strict=False)]
+
+    def away(self, own: tuple[int, ...]) -> list[int]:
+        """How much must be in host memory alone while each operation runs."""
+        return [m - self.budget for m in self.totals(own)]
+
+    @property
+    def least_budget_bytes(self) -> int:
+        """The least budget with all the time there is.
+
+        Whatever an operation does not need itself can be on the host, for whole and for
+        interruptible transfers alike: nothing need come back before the operation before is
+        done.
+        """
+        return max(*self.forward_own, *self.backward_own) if self.linked else self.peak_bytes
+
+    @property
+    def compute_s(self) -> float:
+        """All computations back to back."""
+        return sum(self.forward_s) + sum(self.backward_s)
+
+
+def line_of(problem: Problem) -> Line:
+    """The numbers of a problem.
+
+    Raises:
+        ValueError: a storage crosses two cuts, or the sizes are too large to add up.
+    """
+    chain, stages = problem.chain, problem.costs.stages
+    _check_boundaries(chain)
+    count = len(chain)
+    saved = [chain.nbytes(chain.saved_set(i)) for i in range(count)]
+    sizes = [chain.nbytes(chain.boundaries[0]), *saved]
+    forward_own, backward_own = [], []
+    fixed = problem.costs.fixed_bytes
+    for i, stage in enumerate(stages):
+        both = fixed + sizes[i] + sizes[i + 1]
+        forward_own.append(both + stages[-1].gradient_bytes + stage.keep_extra_bytes)
+        after = fixed + sizes[i] + (stages[i - 1].gradient_bytes if i else 0)
+        during = both + stage.gradient_bytes + stage.backward_extra_bytes
+        backward_own.append(max(during, after))
+    total = sum(sizes) + max(*forward_own, *backward_own)
+    if total > _MOST_BYTES:
+        raise ValueError(f"the sizes add up to {total} bytes, more than {_MOST_BYTES}")
+    link = problem.link
+    return Line(
+        sizes=tuple(sizes),
+        before=(0, *accumulate(sizes)),
+        forward_s=tuple(stage.forward_s for stage in stages),
+        backward_s=tuple(stage.backward_s for stage in stages),
+        forward_own=tuple(forward_own),
+        backward_own=tuple(backward_own),
+        budget=problem.budget_bytes,
+        offload_rate=link.offload_bytes_per_s if link else 1.0,
+        prefetch_rate=link.prefetch_bytes_per_s if link else 1.0,
+        linked=link is not None,
+    )
+
+
+def activations(index: int) -> Activations:
+    """What ``x_index`` is in a schedule."""
+    return Activations(Part.SAVED, index - 1) if index else Activations(Part.INPUT, 0)
+
+
+def _check_boundaries(chain: Chain) -> None:
+    for i in range(1, len(chain.boundaries)):
+        for storage in chain.boundaries[i]:
+            if storage in chain.boundaries[i - 1] and chain.storages[storage].nbytes:
+                raise ValueError(
+                    f"chain.boundaries[{i}] has storage {storage} like boundary {i - 1}: "
+                    "offloading solvers want every activation to be of one stage"
+                )

@@ -1,0 +1,102 @@
+"""Checkpoints at equal distances: ``torch.utils.checkpoint.checkpoint_sequential``.
+
+Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost" (2016);
+Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
+heterogeneous chains" (2019), section 5.3, strategy *sequential*.
+
+The chain is cut as PyTorch cuts it: ``s - 1`` segments of ``L // s`` stages, and the rest
+is the last one. The forward keeps the input of every segment but the last, and all of the
+last; on the way back each segment is run again with everything kept:
+
+    F_ck c_1, F_none …, F_ck c_2, F_none …, …, F_all c_s … F_all L - 1, B L - 1 … B c_s,
+    F_all c_(s-1) … B c_(s-1), …, F_all 0 … B 0
+
+In rotor's terms these are the cuts ``c_2 < … < c_s``, and ``C_all`` everywhere else, so
+rotor is never slower within the same bytes. The paper counts ``L`` stages and the loss; here
+every stage counts, whatever computes the loss is in the last. One segment is ``store_all``.
+
+``O(L)`` for a number of segments, ``O(L²)`` for the best one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from fxremat.ir import (
+    Compute,
+    Costs,
+    Forward,
+    Infeasible,
+    Keep,
+    Problem,
+    Schedule,
+    Solution,
+    Solved,
+)
+from fxremat.solvers.numbers import Numbers, numbers_of
+from fxremat.solvers.sequences import base_bytes, seconds_of
+from fxremat.solvers.store_all import span_bytes, span_ops
+
+
+def solve(problem: Problem, *, segments: int | None = None) -> Solution:
+    """The periodic schedule of ``segments`` segments, if it fits.
+
+    Args:
+        problem: the chain, its costs and the budget.
+        segments: from 1 to the number of stages; ``None``: of all these schedules that
+            fit the fastest, among equals the one with fewer segments.
+
+    Returns:
+        ``Solved``, or ``Infeasible`` with the exact peak: the least one if ``segments``
+        is ``None``.
+
+    Raises:
+        ValueError: ``segments`` is out of range, or the sizes are too large to add up.
+    """
+    chain, costs = problem.chain, problem.costs
+    count = len(chain)
+    if segments is not None and not 1 <= segments <= count:
+        raise ValueError(f"segments is {segments}, must be from 1 to {count}, the stages")
+    numbers = numbers_of(chain, costs)
+    base = base_bytes(chain, costs)
+    best: Solved | None = None
+    least_bytes: int | None = None
+    for number in range(1, count + 1) if segments is None else (segments,):
+        starts = _starts(count, number)
+        peak_bytes = base + _peak_bytes(numbers, starts)
+        least_bytes = peak_bytes if least_bytes is None else min(least_bytes, peak_bytes)
+        if peak_bytes <= problem.budget_bytes:
+            found = _schedule(costs, starts)
+            best = found if best is None or found.makespan_s < best.makespan_s else best
+    assert least_bytes is not None
+    return Infeasible(least_bytes) if best is None else best
+
+
+def _starts(count: int, segments: int) -> range:
+    """First stages of the segments."""
+    size = count // segments
+    return range(0, size * segments, size)
+
+
+def _schedule(costs: Costs, starts: Sequence[int]) -> Solved:
+    count = len(costs.stages)
+    ops: list[Compute] = []
+    for start, end in itertools.pairwise(starts):
+        ops.append(Forward(start, Keep.INPUT))
+        ops += [Forward(i, Keep.NONE) for i in range(start + 1, end)]
+    ends = [*starts[1:], count]
+    for start, end in zip(reversed(starts), reversed(ends), strict=True):
+        ops += span_ops(start, end - 1)
+    return Solved(Schedule(tuple(ops)), seconds_of(costs, ops))
+
+
+def _peak_bytes(numbers: Numbers, starts: Sequence[int]) -> int:
+    """Peak beside boundary 0: rotor's recurrence with these cuts."""
+    last = len(numbers.backward_s) - 1
+    nbytes = span_bytes(numbers, starts[-1], last)
+    for start, end in reversed(list(itertools.pairwise(starts))):
+        sweep = int(numbers.gradient[last] + numbers.sweep[start, end])
+        late = int(numbers.step[start, end]) + nbytes
+        nbytes = max(sweep, late, span_bytes(numbers, start, end - 1))
+    return nbytes

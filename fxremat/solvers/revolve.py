@@ -1,0 +1,164 @@
+"""The optimum of automatic differentiation, made valid for networks.
+
+In automatic differentiation a checkpoint is the input of a step, and a backward tapes what
+it needs by itself. For a network that means: an ``F_all`` before each ``B``, and nothing
+else is kept than boundaries. This is the strategy *revolve* of Beaumont,
+Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains"
+(2019), section 5.3, and ``REV`` of Beaumont, Herrmann, Pallez, Shilova, "Optimal
+memory-aware backpropagation of deep join networks" (2019).
+
+It is optimal among the memory-persistent schedules (see ``brute``) in which ``B i`` comes
+right after ``F_all i``: ``brute.solve(problem, tapes_late=True)``. Every stage but the last
+runs at least twice.
+
+*Heterogeneous chains* (Griewank and Walther, "Evaluating derivatives" (2008), section 12;
+Gruslys et al., "Memory-efficient backpropagation through time" (2016), appendix C). With
+``C(s, t, m)`` as in ``rotor``:
+
+    C(s, s, m) = rebuild + backward; of the last stage as in rotor
+    C(s, t, m) = min over s < s' <= t of
+                 Σ forward_s[s … s' - 1] + C(s', t, m - step(s, s')) + C(s, s' - 1, m)
+
+that is rotor without ``C_all``, and it is solved by rotor's kernels: ``O(L³ slots)`` time.
+
+*Homogeneous chains* (Griewank and Walther, "Algorithm 799: revolve" (2000), Theorem 6.1).
+With room for ``c`` checkpoints, boundary 0 one of them, ``l`` steps take
+``r l - C(c + r, r - 1)`` forwards beside those that tape, ``r`` the least number with
+``C(c + r, r) >= l``, and ``_split`` gives the next checkpoint without any table: ``O(L)``.
+Exact in bytes. It is taken where the budget makes the chain such a one, see ``_checkpoints``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+
+from fxremat.ir import (
+    Backward,
+    Compute,
+    Costs,
+    Forward,
+    Keep,
+    Problem,
+    Schedule,
+    Solution,
+    Solved,
+)
+from fxremat.solvers import rotor
+from fxremat.solvers.numbers import Numbers, numbers_of
+from fxremat.solvers.sequences import base_bytes, seconds_of
+
+
+def solve(problem: Problem, *, slots: int = 500) -> Solution:
+    """The fastest memory-persistent schedule that keeps boundaries only.
+
+    Args:
+        problem: the chain, its costs and the budget.
+        slots: as for ``rotor.solve``; not used for a homogeneous chain.
+
+    Returns:
+        ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule.
+
+    Raises:
+        ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
+    """
+    chain, costs = problem.chain, problem.costs
+    available_bytes = problem.budget_bytes - base_bytes(chain, costs)
+    checkpoints = _checkpoints(costs, numbers_of(chain, costs), available_bytes)
+    if checkpoints is None:
+        return rotor.solve(problem, slots=slots, tapes_late=True)
+    ops = _homogeneous_ops(len(chain), checkpoints)
+    return Solved(Schedule(ops), seconds_of(costs, ops))
+
+
+def forward_steps(count: int, checkpoints: int) -> int:
+    """Forwards of the optimum for ``count`` equal stages, those that tape among them.
+
+    Args:
+        count: stages, at least 1.
+        checkpoints: at least 1; boundary 0 is one of them.
+    """
+    repeats = _repeats(count, checkpoints)
+    if repeats == 0:
+        return count
+    return count + repeats * count - math.comb(checkpoints + repeats, repeats - 1)
+
+
+def _checkpoints(costs: Costs, numbers: Numbers, available_bytes: int) -> int | None:
+    """How many checkpoints of a homogeneous chain fit beside what a backward needs.
+
+    Boundary 0 is one of them; the input of the stage whose backward is next is none.
+
+    Returns:
+        ``None`` if nothing fits or the chain is not homogeneous. It is when forwards that
+        can be repeated take the same time, each boundary adds the same bytes to any before
+        it, every backward leaves room for as many of them, and no sweep of forwards needs
+        more than a backward and one boundary. Then a schedule fits if and only if it never
+        keeps more boundaries than this number.
+    """
+    count = len(costs.stages)
+    needs = numbers.leaf_bytes
+    room = available_bytes - int(needs[:, 0].max())
+    if room < 0:
+        return None
+    if count == 1:
+        return 1
+    # Nothing repeats the last forward, and nobody keeps the boundary after it.
+    forward_s = {stage.forward_s for stage in costs.stages[:-1]}
+    steps = set(numbers.step[:, :count][np.triu_indices(count, 1)].tolist())
+    if len(forward_s) > 1 or len(steps) > 1:
+        return None
+    step = int(steps.pop())
+    sweep = int(numbers.sweep[: count - 1, 1:count].max()) + int(numbers.gradient.max())
+    if sweep > step + int(needs[:, 0].max()):
+        return None
+    if step == 0:
+        return count
+    checkpoints = room // step
+    if checkpoints == 0 or checkpoints != (available_bytes - int(needs.min())) // step:
+        return None
+    return min(checkpoints, count)
+
+
+def _homogeneous_ops(count: int, checkpoints: int) -> tuple[Compute, ...]:
+    ops: list[Compute] = []
+    todo = [(0, count, checkpoints)]
+    while todo:
+        start, length, free = todo.pop()
+        if length == 1:
+            ops += [Forward(start, Keep.ALL), Backward(start)]
+            continue
+        advance = _split(length, free)
+        ops.append(Forward(start, Keep.INPUT))
+        ops += [Forward(i, Keep.NONE) for i in range(start + 1, start + advance)]
+        todo.append((start, advance, free))
+        todo.append((start + advance, length - advance, free - 1))
+    return tuple(ops)
+
+
+def _split(length: int, checkpoints: int) -> int:
+    """Where the second checkpoint of ``length >= 2`` stages goes; the first is at 0.
+
+    The greatest of the optimal places, Griewank and Walther 2000, section 3. With
+    ``η(c, r) = C(c + r, c)`` and ``η(c, r - 1) < length <= η(c, r)`` both parts then lie
+    where one more stage costs one more repetition and not two. A single checkpoint leaves
+    no second one: all but the last stage are run, and that one keeps its input in flight.
+    """
+    if checkpoints == 1:
+        return length - 1
+    repeats = _repeats(length, checkpoints)
+    early = _reach(checkpoints, repeats - 1)
+    if length >= early + _reach(checkpoints - 1, repeats - 1):
+        return early
+    return max(_reach(checkpoints, repeats - 2), length - _reach(checkpoints - 1, repeats - 1))
+
+
+def _reach(checkpoints: int, repeats: int) -> int:
+    """``η(c, r)``: the most stages of which none is advanced more than ``r`` times."""
+    return math.comb(checkpoints + repeats, checkpoints) if repeats >= 0 else 0
+
+
+def _repeats(count: int, checkpoints: int) -> int:
+    return next(r for r in itertools.count() if _reach(checkpoints, r) >= count)

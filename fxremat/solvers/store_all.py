@@ -1,0 +1,58 @@
+"""Keep everything: what PyTorch does by itself.
+
+Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
+heterogeneous chains" (2019), section 5.3, strategy *PyTorch*:
+``F_all 0 … F_all L - 1, B L - 1 … B 0``. There is one such schedule, so nothing is
+optimized: it fits or it does not. ``O(L)``.
+"""
+
+from __future__ import annotations
+
+from fxremat.ir import (
+    Backward,
+    Compute,
+    Forward,
+    Infeasible,
+    Keep,
+    Problem,
+    Schedule,
+    Solution,
+    Solved,
+)
+from fxremat.solvers.numbers import Numbers, numbers_of
+from fxremat.solvers.sequences import base_bytes, seconds_of
+
+
+def solve(problem: Problem) -> Solution:
+    """The schedule without recomputation, or ``Infeasible`` with its exact peak.
+
+    Raises:
+        ValueError: the sizes are too large to add up.
+    """
+    chain, costs = problem.chain, problem.costs
+    last = len(chain) - 1
+    numbers = numbers_of(chain, costs)
+    peak_bytes = base_bytes(chain, costs) + span_bytes(numbers, 0, last)
+    if peak_bytes > problem.budget_bytes:
+        return Infeasible(peak_bytes)
+    ops = span_ops(0, last)
+    return Solved(Schedule(ops), seconds_of(costs, ops))
+
+
+def span_ops(s: int, t: int) -> tuple[Compute, ...]:
+    """Stages ``s … t`` forward, all kept, and back."""
+    there = [Forward(i, Keep.ALL) for i in range(s, t + 1)]
+    return (*there, *(Backward(i) for i in range(t, s - 1, -1)))
+
+
+def span_bytes(numbers: Numbers, s: int, t: int) -> int:
+    """Peak of ``span_ops`` beside boundary ``s`` while the gradient after ``t`` is held.
+
+    Theorem 1 of the paper with ``C_all`` at every stage. Past the turn the innermost pair
+    is a rebuild. ``O(t - s)``.
+    """
+    nbytes = int(numbers.leaf_bytes[t, 0])
+    for i in range(t - 1, s - 1, -1):
+        ends = max(int(numbers.gradient[t] + numbers.keep[i]), int(numbers.back[i]))
+        nbytes = max(ends, int(numbers.saved[i]) + nbytes)
+    return nbytes

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from fxremat.ir import Chain, Costs, Forward, Infeasible, Keep, Problem, Solved, StageCosts
+from fxremat.simulate import check
+from fxremat.solvers import brute, revolve, rotor
+from tests import griewank, problems
+from tests.problems import NAMED, Named
+from tests.strategies import SECONDS, costed_chains, huge_chains
+
+RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def exact(problem: Problem) -> Solved | Infeasible:
+    """Solve with slots of one byte."""
+    solution = revolve.solve(problem, slots=max(1, problem.budget_bytes))
+    assert isinstance(solution, Solved | Infeasible)
+    return solution
+
+
+def least_budget(chain: Chain, costs: Costs) -> int:
+    found = exact(Problem(chain, costs, 0))
+    return found.least_budget_bytes if isinstance(found, Infeasible) else 0
+
+
+def check_optimum(chain: Chain, costs: Costs, spare: int) -> None:
+    """Equal to the search, to its own replay, and not faster than rotor."""
+    problem = Problem(chain, costs, max(0, least_budget(chain, costs) + spare))
+    found, expected = exact(problem), brute.solve(problem, tapes_late=True)
+    if isinstance(expected, Infeasible):
+        assert found == expected
+        return
+    assert isinstance(found, Solved)
+    assert isinstance(expected, Solved)
+    assert found.makespan_s == expected.makespan_s
+    assert check(problem, found.schedule).makespan_s == found.makespan_s
+    assert check(problem, expected.schedule).makespan_s == expected.makespan_s
+    best = rotor.solve(problem, slots=max(1, problem.budget_bytes))
+    assert isinstance(best, Solved)
+    assert best.makespan_s <= found.makespan_s
+
+
+@settings(RELAXED, max_examples=400)
+@given(costed_chains(), st.integers(-1, 20))
+def test_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
+    check_optimum(*costed, spare)
+
+
+@pytest.mark.slow
+@settings(RELAXED, max_examples=4000)
+@given(costed_chains(), st.integers(-1, 20))
+def test_equals_the_exhaustive_search_on_many(costed: tuple[Chain, Costs], spare: int) -> None:
+    check_optimum(*costed, spare)
+
+
+@st.composite
+def equal_stages(draw: st.DrawFn, most: int) -> tuple[Chain, Costs]:
+    """Chains whose boundaries are of one size, and times of forwards but the last equal."""
+    count = draw(st.integers(1, most))
+    sizes = st.integers(0, 4)
+    size, extra, gradient = draw(sizes), draw(sizes), draw(sizes)
+    forward_s, last_s = draw(SECONDS), draw(SECONDS)
+    stages = []
+    for stage in range(count):
+        stages.append(
+            StageCosts(
+                forward_s=forward_s if stage < count - 1 else last_s,
+                backward_s=draw(SECONDS),
+                rebuild_s=draw(SECONDS),
+                gradient_bytes=gradient,
+                forward_extra_bytes=extra,
+                keep_extra_bytes=draw(sizes),
+                backward_extra_bytes=draw(sizes),
+                rebuild_bytes=size + extra + draw(st.integers(0, 2)),
+            )
+        )
+    ends = [draw(sizes), draw(sizes)]
+    chain = Chain.from_sizes([ends[0], *[size] * (count - 1), ends[1]], [size + 9] * count)
+    return chain, Costs(tuple(stages), draw(sizes))
+
+
+@settings(RELAXED, max_examples=400)
+@given(equal_stages(6), st.integers(-1, 30))
+def test_equal_stages_equal_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
+    check_optimum(*costed, spare)
+
+
+@settings(RELAXED, max_examples=300)
+@given(equal_stages(40), st.integers(0, 120))
+def test_the_closed_form_equals_the_recurrence(costed: tuple[Chain, Costs], spare: int) -> None:
+    problem = Problem(*costed, least_budget(*costed) + spare)
+    found = exact(problem)
+    table = rotor.solve(problem, slots=problem.budget_bytes + 1, tapes_late=True)
+    assert isinstance(found, Solved)
+    assert isinstance(table, Solved)
+    event(f"same schedule: {found.schedule == table.schedule}")
+    assert found.makespan_s == pytest.approx(table.makespan_s, rel=1e-12)
+    check(problem, found.schedule)
+
+
+def forwards(count: int, checkpoints: int) -> int:
+    """Forwards of the schedule for ``count`` equal stages, without any table."""
+    problem = problems.revolve(count, checkpoints).problem
+    found = revolve.solve(problem, slots=1)
+    assert isinstance(found, Solved)
+    check(problem, found.schedule)
+    ran = [op for op in found.schedule if isinstance(op, Forward)]
+    assert sum(op.keep is Keep.ALL for op in ran) == count
+    assert len(ran) == revolve.forward_steps(count, checkpoints)
+    return len(ran)
+
+
+def test_step_counts_for_orientation() -> None:
+    assert [forwards(*of) for of in ((10, 3), (50, 5), (100, 5))] == [25, 172, 416]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        griewank.forward_steps,
+        griewank.checkpoint_schedules_steps,
+        griewank.pyrevolve_steps,
+    ],
+)
+def test_step_counts(steps: griewank.Steps) -> None:
+    for count in range(1, 61):
+        for checkpoints in range(1, 13):
+            expected = steps(count, checkpoints)
+            assert revolve.forward_steps(count, checkpoints) == expected, (count, checkpoints)
+
+
+@pytest.mark.parametrize("checkpoints", range(1, 13))
+def test_schedules_have_these_step_counts(checkpoints: int) -> None:
+    for count in range(1, 61):
+        assert forwards(count, checkpoints) == griewank.forward_steps(count, checkpoints)
+
+
+def test_a_long_chain_needs_no_table() -> None:
+    problem = problems.revolve(3000, 10).problem
+    found = revolve.solve(problem)
+    assert isinstance(found, Solved)
+    assert len(found.schedule) - 3000 == griewank.forward_steps(3000, 10)
+    check(problem, found.schedule)
+
+
+@settings(RELAXED, max_examples=200)
+@given(huge_chains(), st.integers(1, 60), st.floats(0, 1))
+def test_rounding_keeps_the_promise(
+    costed: tuple[Chain, Costs], slots: int, position: float
+) -> None:
+    chain, costs = costed
+    least_bytes = revolve.solve(Problem(chain, costs, 0))
+    least = least_bytes.least_budget_bytes if isinstance(least_bytes, Infeasible) else 0
+    everything = sum(storage.nbytes for storage in chain.storages) + (1 << 51)
+    problem = Problem(chain, costs, least + int(position**8 * everything))
+    found = revolve.solve(problem, slots=slots)
+    assert isinstance(found, Solved)
+    assert math.isfinite(found.makespan_s)
+    assert check(problem, found.schedule).makespan_s == found.makespan_s
+    if least:
+        assert revolve.solve(Problem(chain, costs, least - 1), slots=slots) == Infeasible(least)
+
+
+@pytest.mark.parametrize("named", NAMED, ids=lambda named: named.name)
+def test_named(named: Named) -> None:
+    found = exact(named.problem)
+    if isinstance(found, Infeasible):
+        assert found.least_budget_bytes >= named.least_budget_bytes
+        assert found.least_budget_bytes > named.problem.budget_bytes
+        return
+    assert named.persistent_s is not None
+    assert found.makespan_s >= named.persistent_s
+    check(named.problem, found.schedule)
+
+
+def test_malformed_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="slots is 0"):
+        revolve.solve(problems.keep_all().problem, slots=0)
