@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fxremat.capture
-import fxremat.pipeline
+import fxremat.search
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of, planned
 from fxremat.passes.cost import CostCache
@@ -42,7 +42,7 @@ def planning_seconds(name: str) -> dict[str, Any]:
     """Seconds from the captured graph to the emitted ones, with nothing measured before."""
     entry = entry_of(name)
     torch._dynamo.reset()
-    fxremat.pipeline._COSTS = CostCache()
+    fxremat.search.COSTS = CostCache()
     taken: list[float] = []
     plan_step = fxremat.capture.plan_step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fxremat.ir import Backward, Chain, Costs, Forward, Keep, Schedule
+from fxremat.report.frontier import frontier_of
 from fxremat.report.plan import Plan
 from fxremat.simulate import simulate
 
@@ -53,10 +54,13 @@ def plan_of(schedule: Schedule, *, stages: int, budget_bytes: int | None = None)
         predicted_s=timeline.makespan_s,
         baseline_peak_bytes=baseline.peak_bytes,
         baseline_s=baseline.makespan_s,
+        lower_bound_s=baseline.makespan_s,
+        local_search_s=0.0,
         schedule=schedule,
         timeline=timeline,
         chain=chain,
         costs=costs,
+        frontier=frontier_of([(baseline.peak_bytes, baseline.makespan_s)]),
         forward_code="",
         backward_code="",
     )

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("torch_compat",),
     ("runtime", "measure", "untouched"),
     ("passes", "sample"),
-    ("surplus", "report"),
+    ("surplus", "report", "search"),
     ("pipeline",),
     ("capture",),
     ("compiled",),

@@ -50,9 +50,7 @@ def test_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -
 
 @settings(RELAXED, max_examples=1000)
 @given(chains_with_options(), st.integers(-1, 20))
-def test_equals_the_exhaustive_search_with_options(
-    costed: tuple[Chain, Costs], spare: int
-) -> None:
+def test_equals_the_exhaustive_search_with_options(costed: tuple[Chain, Costs], spare: int) -> None:
     test_equals_the_exhaustive_search.hypothesis.inner_test(costed, spare)
 
 

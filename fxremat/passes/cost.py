@@ -57,7 +57,7 @@ class Measured:
     Attributes:
         line: the line, its storages as large as they really are.
         stages: seconds of each stage.
-        again_s: seconds of each operation that rebuilds a saved set, run alone.
+        again_s: seconds of each operation that a recomputation may run, alone.
         workspace_bytes: peak of an operation beyond its arguments and results.
     """
 
@@ -126,9 +126,10 @@ class _Walk:
         """Measure stage ``index`` and leave the boundary after it among the values."""
         first, again, backward = stage_blocks(self._line, self._blocks, index)
         self._values.hold(self._log(first))
-        self._log(self._again_whole(index))
+        whole = self._again_whole(index)
+        self._log(whole)
         self._log(backward)
-        self._time_operations(again)
+        self._time_operations(whole)
         seconds = StageSeconds(self._time(first), self._time(again), self._time(backward))
         self._values.keep_only({*boundary_after(self._line, index), *self._line.pinned})
         return seconds

@@ -8,12 +8,13 @@ rebuild: exhaustive for few storages, else by CP-SAT within a time limit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeGuard
 
 from torch import fx
 
-from fxremat.ir import Forward, Keep, Schedule
+from fxremat.ir import Forward, Keep, Op, Schedule
 from fxremat.passes.block import Mode, dependencies, is_getitem
 from fxremat.passes.cost import Measured, boundary_after, stage_blocks
 from fxremat.passes.program import BlockCache
@@ -132,12 +133,33 @@ class Options:
     def kept_by(self, schedule: Schedule) -> Kept:
         """What the options of ``schedule`` keep: those of each stage's last ``F_all``."""
         kept: dict[int, int] = {}
-        for op in schedule.computations:
-            if isinstance(op, Forward) and op.keep is Keep.ALL:
-                kept.pop(op.stage, None)
-                if op.option:
-                    kept[op.stage] = self.masks[op.stage][op.option - 1]
+        for op in filter(_keeps, schedule.computations):
+            kept.pop(op.stage, None)
+            if op.option:
+                kept[op.stage] = self.masks[op.stage][op.option - 1]
         return kept
+
+    def including(self, kept: Kept) -> Options:
+        """With what ``kept`` keeps among the options."""
+        masks = list(self.masks)
+        for stage, mask in kept.items():
+            if mask not in masks[stage] and not self._is_whole(stage, mask):
+                masks[stage] = (*masks[stage], mask)
+        return replace(self, masks=tuple(masks))
+
+    def chosen(self, schedule: Schedule, kept: Kept) -> Schedule:
+        """``schedule`` with the options that keep what ``kept`` does, which are among these."""
+        ops = list(schedule.ops)
+        last = {op.stage: i for i, op in enumerate(ops) if _keeps(op)}
+        for stage, index in last.items():
+            mask = kept.get(stage)
+            whole = mask is None or self._is_whole(stage, mask)
+            option = 0 if whole else self.masks[stage].index(mask) + 1
+            ops[index] = Forward(stage, Keep.ALL, option)
+        return Schedule(tuple(ops))
+
+    def _is_whole(self, stage: int, mask: int) -> bool:
+        return not self.parts[stage].numbers.required & ~mask
 
     def missing(self, kept: Kept) -> dict[int, frozenset[fx.Node]]:
         """For each stage in ``kept`` the tensors that its backward has to rebuild."""
@@ -146,6 +168,10 @@ class Options:
     def recompute_s(self, kept: Kept) -> dict[int, float]:
         """For each stage in ``kept`` the seconds that its backward rebuilds."""
         return {stage: self.parts[stage].recompute_s(mask) for stage, mask in kept.items()}
+
+
+def _keeps(op: Op) -> TypeGuard[Forward]:
+    return isinstance(op, Forward) and op.keep is Keep.ALL
 
 
 def find_options(measured: Measured, blocks: BlockCache) -> Options:

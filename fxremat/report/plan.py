@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxremat.ir import Chain, Costs, Schedule, Timeline
+from fxremat.report.frontier import Frontier
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,12 @@ class Plan:
             promise counts (parameters, gradients, inputs, reserve, …).
         predicted_s: seconds of a step, from the measured stages.
         baseline_peak_bytes, baseline_s: the same with nothing recomputed.
+        lower_bound_s: no schedule of these stages within the budget takes less.
+        local_search_s: seconds by which local search on the exact sweep beat the solver.
         schedule: the operations, in order.
         timeline: when each runs, and the memory held meanwhile.
         chain, costs: the stages and what they cost.
+        frontier: the least time at every other budget.
         forward_code, backward_code: the emitted graphs as Python.
     """
 
@@ -30,10 +34,13 @@ class Plan:
     predicted_s: float
     baseline_peak_bytes: int
     baseline_s: float
+    lower_bound_s: float
+    local_search_s: float
     schedule: Schedule
     timeline: Timeline
     chain: Chain
     costs: Costs
+    frontier: Frontier
     forward_code: str
     backward_code: str
 

@@ -1,0 +1,175 @@
+"""How fast any schedule could be: a relaxation of one moment of the step.
+
+At the turn, and at each operation of the backward, memory holds some of the tensors that
+are still to be read. The others are computed again after that moment, and so is whatever
+that takes and is not held either. Storages may be held and operations run in fractions
+here, and no other moment limits memory, so no schedule takes less, persistent or not. The
+bound is the greatest over a few moments at which memory is fullest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat.passes.block import Mode, dependencies, is_getitem
+from fxremat.passes.cost import Measured, backward_results
+from fxremat.passes.linearize import Line
+from fxremat.passes.program import BlockCache
+from fxremat.passes.sweep import Surroundings
+
+MOST_MOMENTS = 12
+"""Moments of the backward that are looked at beside the turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recomputation:
+    """A forward operation, as it would run again."""
+
+    makes: frozenset[int]
+    reads: frozenset[int]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A moment of the step.
+
+    Attributes:
+        required: forward storages that the backward reads after it.
+        anyway: forward storages that are in memory then whatever the schedule.
+        occupied_bytes: taken then, ``anyway`` included.
+    """
+
+    required: frozenset[int]
+    anyway: frozenset[int]
+    occupied_bytes: int
+
+
+def least_recompute_s(
+    measured: Measured, blocks: BlockCache, *, budget_bytes: int, surroundings: Surroundings
+) -> float:
+    """Seconds of recomputation that no schedule within a budget can do without."""
+    operations = _operations(measured)
+    maker = {s: i for i, operation in enumerate(operations) for s in operation.makes}
+    moments = _moments(measured, blocks, surroundings, frozenset(maker))
+    nbytes = measured.line.joint.storages.nbytes
+    return max(
+        _solve(operations, maker, moment, nbytes, max(budget_bytes - moment.occupied_bytes, 0))
+        for moment in moments
+    )
+
+
+def _moments(
+    measured: Measured,
+    blocks: BlockCache,
+    surroundings: Surroundings,
+    rebuildable: frozenset[int],
+) -> list[_Moment]:
+    """The turn, and the fullest operations of the backward, one a stage."""
+    line = measured.line
+    table = line.joint.storages
+    given = table.of(line.joint.given)
+    pinned = table.of(line.pinned) - given
+    always = given | pinned | table.of(line.joint.tangents)
+    constant_bytes = surroundings.given_bytes + table.total(pinned)
+    returned = table.of(n for n in line.joint.backward_outputs if isinstance(n, fx.Node))
+    required: set[int] = set()
+    finished = set(returned - always)  # before the operation: all but those to come
+    fullest: dict[int, _Moment] = {}
+    for index, stage in enumerate(line.stages):
+        block = blocks(index, Mode.BACKWARD, frozenset(backward_results(line, index)))
+        for node in reversed(stage.backward):
+            finished -= set(table.of_node[node])
+            touched = table.of((node, *node.all_input_nodes)) - always
+            occupied = constant_bytes + surroundings.tangent_bytes
+            occupied += table.total(touched | finished)
+            if node in block.nodes and not is_getitem(node):
+                occupied += measured.workspace_bytes(node, block)
+            moment = _Moment(frozenset(required), touched & rebuildable, occupied)
+            best = fullest.get(index)
+            if best is None or moment.occupied_bytes > best.occupied_bytes:
+                fullest[index] = moment
+            required |= table.of(node.all_input_nodes) & rebuildable
+    turn = _Moment(frozenset(required), frozenset(), constant_bytes + surroundings.turn_bytes)
+    chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
+    return [turn, *chosen[:MOST_MOMENTS]]
+
+
+def _operations(measured: Measured) -> list[_Recomputation]:
+    line = measured.line
+    table = line.joint.storages
+    held = table.of((*line.joint.given, *line.pinned))
+    found = []
+    made: set[int] = set()
+    for index, stage in enumerate(line.stages):
+        seconds = _charged(measured, index)
+        for node in stage.forward:
+            if is_getitem(node):
+                continue
+            values = (node, *(user for user in node.users if is_getitem(user)))
+            reads = table.of(dependencies(node, Mode.AGAIN)) - held
+            makes = table.of(values) - held - reads - made
+            made |= makes
+            if makes:
+                found.append(_Recomputation(makes, reads, seconds.get(node, 0.0)))
+    return found
+
+
+def _charged(measured: Measured, index: int) -> dict[fx.Node, float]:
+    """What a plan charges at least where an operation of a stage runs again.
+
+    A forward as a whole is charged as measured, and so is a rebuild, which leaves out
+    what only later stages read. Each is shared out over its operations.
+    """
+    line, seconds = measured.line, measured.stages[index]
+    alone = {n: measured.again_s[n] for n in line.stages[index].forward if n in measured.again_s}
+    rebuilt = _closure(line, index)
+    of_forward = _share(seconds.forward_s, alone.values())
+    of_rebuild = _share(seconds.rebuild_s, (s for n, s in alone.items() if n in rebuilt))
+    return {
+        node: taken * (min(of_forward, of_rebuild) if node in rebuilt else of_forward)
+        for node, taken in alone.items()
+    }
+
+
+def _share(whole_s: float, parts: Iterable[float]) -> float:
+    total = sum(parts)
+    return whole_s / total if total else 0.0
+
+
+def _closure(line: Line, index: int) -> set[fx.Node]:
+    """Operations of a stage that its saved set takes."""
+    needed = set(line.stages[index].saved)
+    for node in reversed(line.stages[index].forward):
+        if node in needed and node not in line.pinned:
+            needed.update(dependencies(node, Mode.AGAIN))
+    return needed
+
+
+def _solve(
+    operations: list[_Recomputation],
+    maker: dict[int, int],
+    moment: _Moment,
+    nbytes: tuple[int, ...],
+    room_bytes: int,
+) -> float:
+    """The linear program: hold or compute again what is read, in ``room_bytes``."""
+    from ortools.linear_solver import pywraplp  # noqa: PLC0415
+
+    solver = pywraplp.Solver.CreateSolver("GLOP")
+    held = {s: solver.NumVar(0.0, 1.0, f"held{s}") for s in maker}
+    runs = [solver.NumVar(0.0, 1.0, f"runs{i}") for i in range(len(operations))]
+    for storage in moment.required - moment.anyway:
+        solver.Add(held[storage] + runs[maker[storage]] >= 1)
+    for operation, run in zip(operations, runs, strict=True):
+        for storage in (operation.reads & maker.keys()) - moment.anyway:
+            solver.Add(held[storage] + runs[maker[storage]] >= run)
+    unit = max(sum(nbytes[s] for s in maker), 1)  # coefficients near one
+    solver.Add(sum(nbytes[s] / unit * held[s] for s in maker) <= room_bytes / unit)
+    solver.Minimize(sum(op.seconds * run for op, run in zip(operations, runs, strict=True)))
+    if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        return 0.0
+    return max(float(solver.Objective().Value()), 0.0) * (1 - 1e-9)

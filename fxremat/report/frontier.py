@@ -1,0 +1,80 @@
+"""The memory-time curve of a model: the least step time at every budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxremat.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """A plan that no other beats in both peak and time.
+
+    Attributes:
+        peak_bytes: the exact peak of a step.
+        predicted_s: seconds of a step.
+    """
+
+    peak_bytes: int
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """All such plans.
+
+    Attributes:
+        points: by ascending peak and descending time; the last one recomputes nothing.
+    """
+
+    points: tuple[FrontierPoint, ...]
+
+    @property
+    def least_budget_bytes(self) -> int:
+        """The least feasible budget."""
+        return self.points[0].peak_bytes
+
+    @property
+    def baseline(self) -> FrontierPoint:
+        """With everything kept."""
+        return self.points[-1]
+
+    def at(self, budget_bytes: int) -> FrontierPoint | None:
+        """The fastest within a budget, ``None`` below the least feasible one."""
+        within = [point for point in self.points if point.peak_bytes <= budget_bytes]
+        return within[-1] if within else None
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the curve into a file (PNG, SVG or PDF, by its suffix).
+
+        Raises:
+            ImportError: matplotlib is not installed (``pip install fxremat[plot]``).
+        """
+        try:
+            from matplotlib.figure import Figure  # noqa: PLC0415
+        except ImportError as error:
+            raise ImportError("drawing needs matplotlib: pip install 'fxremat[plot]'") from error
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        mib = [point.peak_bytes / 2**20 for point in self.points]
+        more = [100 * (p.predicted_s / self.baseline.predicted_s - 1) for p in self.points]
+        axes.step(mib, more, where="post")
+        axes.plot(mib[-1:], more[-1:], "o", label="nothing recomputed")
+        axes.axvline(mib[0], linestyle=":", color="gray")
+        axes.set_xlabel("budget (MiB)")
+        axes.set_ylabel("predicted step time beyond no recomputation (%)")
+        axes.set_title(f"least feasible: {format_bytes(self.least_budget_bytes)}")
+        axes.legend()
+        axes.grid(alpha=0.3)
+        figure.savefig(path)
+
+
+def frontier_of(pairs: list[tuple[int, float]]) -> Frontier:
+    """The best among pairs of peak bytes and seconds; the lowest peak among the fastest."""
+    points: list[FrontierPoint] = []
+    for peak_bytes, seconds in sorted(pairs):
+        if not points or seconds < points[-1].predicted_s:
+            points.append(FrontierPoint(peak_bytes, seconds))
+    return Frontier(tuple(points))

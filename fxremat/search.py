@@ -1,0 +1,184 @@
+"""All candidate schedules of one step, and the best of them for a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxremat.ir import Chain, Costs, Schedule, Solved
+from fxremat.passes.bound import least_recompute_s
+from fxremat.passes.candidate import Candidate, Sweeps
+from fxremat.passes.chain import build_chain, build_costs
+from fxremat.passes.cost import CostCache, Measured, Progress, measure_line
+from fxremat.passes.improve import improve
+from fxremat.passes.joint import JointGraph
+from fxremat.passes.linearize import linearize
+from fxremat.passes.options import find_options
+from fxremat.passes.program import BlockCache, keep_all
+from fxremat.passes.surroundings import Caller, surroundings_of
+from fxremat.passes.sweep import Sweeper
+from fxremat.simulate import simulate
+
+SLOTS = 500
+"""Slots of each table; a few tables with ever lower ceilings keep rounding small."""
+
+COSTS = CostCache()
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """All candidate schedules of one joint graph.
+
+    The solver's model rounds and simplifies; the graphs that would be emitted are swept
+    exactly. Solving for many budgets and keeping each schedule's exact peak finds, for
+    any budget, the fastest schedule that truly fits, and makes time and peak monotonic
+    in the budget.
+
+    Attributes:
+        chain: the stages.
+        measured: what they cost.
+        sweeps: makes candidates.
+        baseline: nothing recomputed.
+        frontier: the candidates that no other beats in both exact peak and time, by
+            ascending peak; the last one is the baseline.
+    """
+
+    chain: Chain
+    measured: Measured
+    sweeps: Sweeps
+    baseline: Candidate
+    frontier: tuple[Candidate, ...]
+
+    @staticmethod
+    def of(
+        joint: JointGraph,
+        *,
+        real: Mapping[fx.Node, torch.Tensor],
+        caller: Caller,
+        progress: Progress,
+    ) -> Search:
+        """Linearize, measure and solve."""
+        line = linearize(joint)
+        blocks = BlockCache(line)
+        measured = measure_line(line, blocks, real=real, cache=COSTS, progress=progress)
+        line = measured.line
+        surroundings = surroundings_of(line.joint, real, caller)
+        sweeper = Sweeper(line, measured.workspace_bytes)
+        options = find_options(measured, blocks)
+        chain = build_chain(line, blocks, options)
+        costs = build_costs(measured, chain, blocks, sweeper, surroundings, options)
+        sweeps = Sweeps(line, blocks, options, costs, sweeper, surroundings)
+        baseline = sweeps.candidate(keep_all(len(chain)))
+        schedules = dict.fromkeys(_schedules(chain, costs, progress))
+        found = [sweeps.candidate(schedule) for schedule in schedules]
+        return Search(chain, measured, sweeps, baseline, _frontier(baseline, found))
+
+    @property
+    def costs(self) -> Costs:
+        """What the solvers work on."""
+        return self.sweeps.costs
+
+    @property
+    def least(self) -> Candidate:
+        """The schedule of the lowest peak; the fastest among those."""
+        return self.frontier[0]
+
+    def fastest_within(self, budget_bytes: int) -> Candidate:
+        """The fastest schedule of a solver whose exact peak fits.
+
+        Where everything can be kept nothing is recomputed, be it free.
+
+        Requires: the budget is at least the least one's peak.
+        """
+        return self.frontier[self._position(budget_bytes)]
+
+    def improved_within(self, budget_bytes: int) -> Candidate:
+        """The same after local search.
+
+        The search from each candidate goes as far as the peak of the next better one,
+        whatever the budget: so a larger budget still takes no less memory and no more time.
+        """
+        position = self._position(budget_bytes)
+        reached = self.frontier[max(position - 1, 0) : position + 1]
+        found = [
+            step
+            for start in reached
+            for step in (start, *self._improvements(start))
+            if step.peak_bytes <= budget_bytes
+        ]
+        return min(found, key=lambda c: (c.total_s, c.peak_bytes))
+
+    def _improvements(self, start: Candidate) -> Iterator[Candidate]:
+        position = self.frontier.index(start)
+        if start is self.baseline:
+            return
+        ceiling_bytes = self.frontier[position + 1].peak_bytes - 1
+        yield from improve(start, self.sweeps, ceiling_bytes=ceiling_bytes)
+
+    def _position(self, budget_bytes: int) -> int:
+        fitting = [c for c in self.frontier if c.peak_bytes <= budget_bytes]
+        return len(fitting) - 1
+
+    def lower_bound_s(self, budget_bytes: int) -> float:
+        """No schedule of these stages within the budget takes less."""
+        recompute_s = least_recompute_s(
+            self.measured,
+            self.sweeps.blocks,
+            budget_bytes=budget_bytes,
+            surroundings=self.sweeps.surroundings,
+        )
+        return self.baseline.total_s + recompute_s
+
+    def named(self, candidate: Candidate) -> tuple[Schedule, Costs]:
+        """Its schedule and costs in which all that it keeps is one of the save options."""
+        sweeps = self.sweeps
+        options = sweeps.options.including(candidate.kept)
+        costs = build_costs(
+            self.measured, self.chain, sweeps.blocks, sweeps.sweeper, sweeps.surroundings, options
+        )
+        return options.chosen(candidate.schedule, candidate.kept), costs
+
+    def describe_peak(self, candidate: Candidate) -> str:
+        """Where a schedule's peak is."""
+        sweep = candidate.sweep
+        peak = sweep.peak_bytes
+        if peak == sweep.turn_bytes:
+            return "the turn between forward and backward"
+        if peak == sweep.end_bytes:
+            return "the end of the backward, when all gradients are there"
+        return f"operation {candidate.program.calls[sweep.peaks_bytes.index(peak)].op}"
+
+
+def _frontier(baseline: Candidate, candidates: list[Candidate]) -> tuple[Candidate, ...]:
+    """Those that no other beats; nothing beats the baseline where it fits."""
+    found: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.total_s)):
+        if candidate.peak_bytes >= baseline.peak_bytes:
+            break
+        if not found or candidate.total_s < found[-1].total_s:
+            found.append(candidate)
+    return (*found, baseline)
+
+
+def _schedules(chain: Chain, costs: Costs, progress: Progress) -> Iterator[Schedule]:
+    """Optimal persistent schedules for budgets from the least to all that can be used."""
+    # Loading numba takes longer than all else in the package: not at import.
+    from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
+
+    full_bytes = simulate(chain, costs, keep_all(len(chain))).peak_bytes
+    least_bytes, least = least_budget(chain, costs)
+    yield least
+    ceiling, done = full_bytes, 0
+    while ceiling > least_bytes:
+        progress("solving", done, done + 1)
+        table = RotorTable.build(chain, costs, max_budget_bytes=ceiling, slots=SLOTS)
+        for budget_bytes in table.distinct_budgets():
+            solution = table.schedule(budget_bytes)
+            if isinstance(solution, Solved):
+                yield solution.schedule
+        floor = costs.fixed_bytes
+        ceiling, done = floor + (ceiling - floor) // 4, done + 1
+    progress("solving", done, done)
