@@ -71,8 +71,7 @@ def plan_step(
 
 def emit(search: Search, budget_bytes: int) -> Planned:
     """Write the graphs of the best schedule within a budget, and the plan that tells of them."""
-    solved = search.fastest_within(budget_bytes)
-    chosen = search.improved_within(budget_bytes)
+    chosen = search.fastest_within(budget_bytes)
     schedule, costs = search.named(chosen)
     forward, backward = rewrite(chosen.program, chosen.sweep, BlockModules())
     plan = Plan(
@@ -83,7 +82,7 @@ def emit(search: Search, budget_bytes: int) -> Planned:
         baseline_peak_bytes=search.baseline.peak_bytes,
         baseline_s=search.baseline.total_s,
         lower_bound_s=min(search.lower_bound_s(budget_bytes), chosen.total_s),
-        local_search_s=solved.total_s - chosen.total_s,
+        local_search_s=search.gained_s(budget_bytes),
         schedule=schedule,
         timeline=_timeline(chosen, schedule),
         chain=search.chain,

@@ -25,6 +25,9 @@ from fxremat.simulate import simulate
 SLOTS = 500
 """Slots of each table; a few tables with ever lower ceilings keep rounding small."""
 
+STARTS = 10
+"""Candidates that local search sets out from."""
+
 COSTS = CostCache()
 
 
@@ -42,14 +45,16 @@ class Search:
         measured: what they cost.
         sweeps: makes candidates.
         baseline: nothing recomputed.
-        frontier: the candidates that no other beats in both exact peak and time, by
-            ascending peak; the last one is the baseline.
+        solved: the best of the solver's schedules: none beats another in both exact peak
+            and time, by ascending peak; the last one is the baseline.
+        frontier: the same with what local search found.
     """
 
     chain: Chain
     measured: Measured
     sweeps: Sweeps
     baseline: Candidate
+    solved: tuple[Candidate, ...]
     frontier: tuple[Candidate, ...]
 
     @staticmethod
@@ -74,7 +79,16 @@ class Search:
         baseline = sweeps.candidate(keep_all(len(chain)))
         schedules = dict.fromkeys(_schedules(chain, costs, progress))
         found = [sweeps.candidate(schedule) for schedule in schedules]
-        return Search(chain, measured, sweeps, baseline, _frontier(baseline, found))
+        solved = _frontier(baseline, found)
+        improved = [c for start in _spread(solved[:-1]) for c in improve(start, sweeps)]
+        return Search(
+            chain,
+            measured,
+            sweeps,
+            baseline,
+            solved,
+            _frontier(baseline, [*solved[:-1], *improved]),
+        )
 
     @property
     def costs(self) -> Costs:
@@ -87,40 +101,18 @@ class Search:
         return self.frontier[0]
 
     def fastest_within(self, budget_bytes: int) -> Candidate:
-        """The fastest schedule of a solver whose exact peak fits.
+        """The fastest candidate whose exact peak fits.
 
         Where everything can be kept nothing is recomputed, be it free.
 
         Requires: the budget is at least the least one's peak.
         """
-        return self.frontier[self._position(budget_bytes)]
+        return _within(self.frontier, budget_bytes)
 
-    def improved_within(self, budget_bytes: int) -> Candidate:
-        """The same after local search.
-
-        The search from each candidate goes as far as the peak of the next better one,
-        whatever the budget: so a larger budget still takes no less memory and no more time.
-        """
-        position = self._position(budget_bytes)
-        reached = self.frontier[max(position - 1, 0) : position + 1]
-        found = [
-            step
-            for start in reached
-            for step in (start, *self._improvements(start))
-            if step.peak_bytes <= budget_bytes
-        ]
-        return min(found, key=lambda c: (c.total_s, c.peak_bytes))
-
-    def _improvements(self, start: Candidate) -> Iterator[Candidate]:
-        position = self.frontier.index(start)
-        if start is self.baseline:
-            return
-        ceiling_bytes = self.frontier[position + 1].peak_bytes - 1
-        yield from improve(start, self.sweeps, ceiling_bytes=ceiling_bytes)
-
-    def _position(self, budget_bytes: int) -> int:
-        fitting = [c for c in self.frontier if c.peak_bytes <= budget_bytes]
-        return len(fitting) - 1
+    def gained_s(self, budget_bytes: int) -> float:
+        """Seconds by which local search beats the solver within a budget."""
+        solved = _within(self.solved, budget_bytes)
+        return solved.total_s - self.fastest_within(budget_bytes).total_s
 
     def lower_bound_s(self, budget_bytes: int) -> float:
         """No schedule of these stages within the budget takes less."""
@@ -161,6 +153,19 @@ def _frontier(baseline: Candidate, candidates: list[Candidate]) -> tuple[Candida
         if not found or candidate.total_s < found[-1].total_s:
             found.append(candidate)
     return (*found, baseline)
+
+
+def _within(frontier: tuple[Candidate, ...], budget_bytes: int) -> Candidate:
+    return [c for c in frontier if c.peak_bytes <= budget_bytes][-1]
+
+
+def _spread(frontier: tuple[Candidate, ...]) -> list[Candidate]:
+    """A few of them, evenly over their peaks."""
+    if len(frontier) <= STARTS:
+        return list(frontier)
+    low, high = frontier[0].peak_bytes, frontier[-1].peak_bytes
+    wanted = [low + (high - low) * i // (STARTS - 1) for i in range(STARTS)]
+    return list({id(c): c for c in (_within(frontier, nbytes) for nbytes in wanted)}.values())
 
 
 def _schedules(chain: Chain, costs: Costs, progress: Progress) -> Iterator[Schedule]:

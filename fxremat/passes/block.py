@@ -70,11 +70,14 @@ def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
     return tuple(node.all_input_nodes)
 
 
-def candidates(line: Line, stage: int, mode: Mode) -> tuple[fx.Node, ...]:
-    """Tensors that a block of ``stage`` in ``mode`` can give."""
+def candidates(
+    line: Line, stage: int, mode: Mode, held: frozenset[fx.Node] = frozenset()
+) -> tuple[fx.Node, ...]:
+    """Tensors that a block of ``stage`` in ``mode`` can give; see :func:`extract`."""
     nodes = line.stages[stage].backward if mode is Mode.BACKWARD else line.stages[stage].forward
     if mode is Mode.AGAIN:
-        return tuple(n for n in nodes if is_tensor(n) and n not in line.pinned)
+        there = line.pinned | held
+        return tuple(n for n in nodes if is_tensor(n) and n not in there)
     return tuple(n for n in nodes if is_tensor(n))
 
 
@@ -85,6 +88,7 @@ def extract(
     mode: Mode,
     outputs: Iterable[fx.Node],
     missing: frozenset[fx.Node] = frozenset(),
+    held: frozenset[fx.Node] = frozenset(),
 ) -> Block:
     """The least block that gives ``outputs``.
 
@@ -95,6 +99,8 @@ def extract(
         outputs: what is asked for.
         missing: for a backward: tensors of the stage's forward that nobody kept. Those
             that it needs are recomputed, each right before it is first read.
+        held: tensors of the stage's forward that are kept from their first computation
+            on, as pinned ones are: a recomputation reads them.
 
     Requires: ``outputs`` are among :func:`candidates`, ``missing`` among those of
         ``Mode.AGAIN``.
@@ -108,12 +114,12 @@ def extract(
         needed.update(n for n in own if rng.is_draw(n) or torch_compat.draws_random_numbers(n))
     inside: list[fx.Node] = []
     for node in reversed(own):
-        available = mode is Mode.AGAIN and node in line.pinned
+        available = mode is Mode.AGAIN and (node in line.pinned or node in held)
         if node in needed and not available:
             inside.append(node)
             needed.update(dependencies(node, mode))
     inside.reverse()
-    again = _recomputed(line, stage, needed, missing) if missing else []
+    again = _recomputed(line, stage, needed, missing - held) if missing else []
     nodes = _interleave(line, inside, mode, again)
     chosen = set(nodes)
     block = Block(

@@ -9,14 +9,13 @@ bound is the greatest over a few moments at which memory is fullest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
 
 from fxremat.passes.block import Mode, dependencies, is_getitem
+from fxremat.passes.charges import Charges
 from fxremat.passes.cost import Measured, backward_results
-from fxremat.passes.linearize import Line
 from fxremat.passes.program import BlockCache
 from fxremat.passes.sweep import Surroundings
 
@@ -105,7 +104,7 @@ def _operations(measured: Measured) -> list[_Recomputation]:
     found = []
     made: set[int] = set()
     for index, stage in enumerate(line.stages):
-        seconds = _charged(measured, index)
+        charges = Charges.of(measured, index)
         for node in stage.forward:
             if is_getitem(node):
                 continue
@@ -114,39 +113,8 @@ def _operations(measured: Measured) -> list[_Recomputation]:
             makes = table.of(values) - held - reads - made
             made |= makes
             if makes:
-                found.append(_Recomputation(makes, reads, seconds.get(node, 0.0)))
+                found.append(_Recomputation(makes, reads, charges.least_s(node)))
     return found
-
-
-def _charged(measured: Measured, index: int) -> dict[fx.Node, float]:
-    """What a plan charges at least where an operation of a stage runs again.
-
-    A forward as a whole is charged as measured, and so is a rebuild, which leaves out
-    what only later stages read. Each is shared out over its operations.
-    """
-    line, seconds = measured.line, measured.stages[index]
-    alone = {n: measured.again_s[n] for n in line.stages[index].forward if n in measured.again_s}
-    rebuilt = _closure(line, index)
-    of_forward = _share(seconds.forward_s, alone.values())
-    of_rebuild = _share(seconds.rebuild_s, (s for n, s in alone.items() if n in rebuilt))
-    return {
-        node: taken * (min(of_forward, of_rebuild) if node in rebuilt else of_forward)
-        for node, taken in alone.items()
-    }
-
-
-def _share(whole_s: float, parts: Iterable[float]) -> float:
-    total = sum(parts)
-    return whole_s / total if total else 0.0
-
-
-def _closure(line: Line, index: int) -> set[fx.Node]:
-    """Operations of a stage that its saved set takes."""
-    needed = set(line.stages[index].saved)
-    for node in reversed(line.stages[index].forward):
-        if node in needed and node not in line.pinned:
-            needed.update(dependencies(node, Mode.AGAIN))
-    return needed
 
 
 def _solve(

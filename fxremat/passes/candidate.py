@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fxremat.ir import Backward, Costs, Schedule
+from torch import fx
+
+from fxremat.ir import Costs, Schedule
+from fxremat.passes.block import Mode
 from fxremat.passes.linearize import Line
 from fxremat.passes.options import Kept, Options
-from fxremat.passes.program import BlockCache, Program, build_program
+from fxremat.passes.program import BlockCache, Call, Program, build_program
 from fxremat.passes.sweep import Surroundings, Sweep, Sweeper
+
+Held = Mapping[int, frozenset[fx.Node]]
+"""For each stage of which something is kept from its first forward on: those tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +25,7 @@ class Candidate:
     Attributes:
         schedule: the operations; what its save options keep is in ``kept``.
         kept: what each stage keeps, of those that do not keep everything.
+        held: tensors that a stage keeps from its first forward on, whatever the schedule.
         program: the calls that carry it out.
         sweep: their memory.
         seconds: of each call.
@@ -27,6 +34,7 @@ class Candidate:
 
     schedule: Schedule
     kept: Kept
+    held: Held
     program: Program
     sweep: Sweep
     seconds: tuple[float, ...]
@@ -49,23 +57,26 @@ class Sweeps:
     sweeper: Sweeper
     surroundings: Surroundings
 
-    def candidate(self, schedule: Schedule, kept: Kept | None = None) -> Candidate:
+    def candidate(
+        self, schedule: Schedule, kept: Kept | None = None, held: Held | None = None
+    ) -> Candidate:
         """``schedule``, with ``kept`` in place of what its options keep if given."""
         if kept is None:
             kept = self.options.kept_by(schedule)
+        held = held or {}
         missing = self.options.missing(kept)
-        program = build_program(self.line, schedule, self.blocks, missing)
+        program = build_program(self.line, schedule, self.blocks, missing, held)
         sweep = self.sweeper.sweep(program, self.surroundings)
-        seconds = _seconds(program, self.costs, self.options.recompute_s(kept))
-        return Candidate(schedule, kept, program, sweep, seconds, sum(seconds))
+        seconds = tuple(map(self._seconds, program.calls))
+        return Candidate(schedule, kept, held, program, sweep, seconds, sum(seconds))
 
-
-def _seconds(program: Program, costs: Costs, recompute_s: Mapping[int, float]) -> tuple[float, ...]:
-    seconds = []
-    for call in program.calls:
-        stage = costs.stages[call.op.stage]
-        if isinstance(call.op, Backward):
-            seconds.append(stage.backward_s + recompute_s.get(call.op.stage, 0.0))
-        else:
-            seconds.append(stage.rebuild_s if call.rebuilds else stage.forward_s)
-    return tuple(seconds)
+    def _seconds(self, call: Call) -> float:
+        index, block = call.op.stage, call.block
+        stage = self.costs.stages[index]
+        charges = self.options.parts[index].charges
+        if block.mode is Mode.FIRST:
+            return stage.forward_s
+        if block.mode is Mode.AGAIN:
+            return charges.again_s(block, rebuilds=call.rebuilds)
+        again_s = sum(charges.alone_s.get(node, 0.0) for node in block.again)
+        return stage.backward_s + charges.of_rebuild * again_s

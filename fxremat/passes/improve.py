@@ -1,8 +1,10 @@
-"""Local search on the exact sweep: use the memory that the solver's model leaves over.
+"""Local search on the exact sweep: keep single storages where that pays.
 
-The solver rounds sizes up, charges what it keeps as if nothing else held the same storage,
-and knows a few save options a stage. Here storages are kept one by one, wherever the sweep
-of the whole program has room between a stage's forward and its backward.
+A solver of chains keeps whole boundaries and, of a saved set, what an option names. It
+cannot keep a small tensor from inside a residual block and drop the large stream beside
+it, nor know that two stages hold the same storage, and it rounds sizes up. Here single
+storages are kept from their first computation on, and recomputations that then are not
+needed disappear. Each change is swept operation by operation.
 """
 
 from __future__ import annotations
@@ -10,84 +12,101 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fxremat.ir import Backward, Forward, Keep
-from fxremat.passes.candidate import Candidate, Sweeps
-from fxremat.passes.options import Kept, Options
+from torch import fx
 
-MOST_FAILURES = 6
-"""Changes in a row that turn out too large before the search gives up."""
+from fxremat.ir import Forward
+from fxremat.passes.block import Mode, is_getitem
+from fxremat.passes.candidate import Candidate, Held, Sweeps
+from fxremat.passes.storage import is_tensor
+
+MOST_STEPS = 40
+"""Changes that a search takes at most."""
+
+MOST_FAILURES = 10
+"""Changes in a row that gain nothing before a search gives up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Keep ``mask`` of ``stage``: this many seconds less, this many bytes more meanwhile."""
+    """Keep the results of an operation of ``stage``, at this many seconds less a byte."""
 
     stage: int
-    mask: int
-    gained_s: float
-    more_bytes: int
+    operation: fx.Node
+    storages: frozenset[int]
+    worth: float
 
 
-def improve(start: Candidate, sweeps: Sweeps, *, ceiling_bytes: int) -> Iterator[Candidate]:
-    """Keep more of what is rebuilt, the most time saved first.
+def improve(start: Candidate, sweeps: Sweeps) -> Iterator[Candidate]:
+    """Keep more and more of what is computed again, what gains most a byte first.
 
-    Args:
-        start: the candidate to set out from.
-        sweeps: makes candidates.
-        ceiling_bytes: no exact peak may be above.
+    What fits below the present peak goes before what raises it.
 
     Yields candidates, each faster than the one before.
     """
-    best, failures = start, 0
-    refused: set[tuple[int, int]] = set()
-    while failures < MOST_FAILURES:
-        room = _room(best, ceiling_bytes)
-        fitting = [
-            change
-            for change in _changes(best.kept, sweeps.options)
-            if change.more_bytes <= room.get(change.stage, -1)
-            and (change.stage, change.mask) not in refused
-        ]
-        if not fitting:
+    best, steps, failures = start, 0, 0
+    refused: set[fx.Node] = set()
+    while steps < MOST_STEPS and failures < MOST_FAILURES:
+        changes = [c for c in _changes(best, sweeps) if c.operation not in refused]
+        if not changes:
             return
-        change = max(fitting, key=lambda c: c.gained_s)
-        tried = sweeps.candidate(best.schedule, {**best.kept, change.stage: change.mask})
-        if tried.peak_bytes <= ceiling_bytes and tried.total_s < best.total_s:
-            best, failures = tried, 0
-            refused.clear()
+        change = max(changes, key=lambda c: c.worth)
+        refused.add(change.operation)
+        held = _with(best.held, change, sweeps)
+        tried = sweeps.candidate(best.schedule, best.kept, held)
+        if tried.total_s < best.total_s:
+            best, steps, failures = tried, steps + 1, 0
             yield best
         else:
-            refused.add((change.stage, change.mask))
             failures += 1
 
 
-def _changes(kept: Kept, options: Options) -> Iterator[_Change]:
-    """Keeping one storage more, or what another option keeps, wherever that is faster."""
-    for stage, mask in kept.items():
-        parts = options.parts[stage]
-        before_s, before_bytes = parts.recompute_s(mask), parts.numbers.kept_bytes(mask)
-        singles = {mask | 1 << i for i in range(len(parts.storages))}
-        others = {*singles, *options.masks[stage], parts.numbers.required} - {mask}
-        for other in sorted(others):
-            gained_s = before_s - parts.recompute_s(other)
-            if gained_s > 0:
-                more = parts.numbers.kept_bytes(other) - before_bytes
-                yield _Change(stage, other, gained_s, more)
+def _with(held: Held, change: _Change, sweeps: Sweeps) -> Held:
+    of_node = sweeps.line.joint.storages.of_node
+    nodes = frozenset(
+        node
+        for node in sweeps.line.stages[change.stage].forward
+        if is_tensor(node) and change.storages.issuperset(of_node[node])
+    )
+    return {**held, change.stage: held.get(change.stage, frozenset()) | nodes}
 
 
-def _room(candidate: Candidate, ceiling_bytes: int) -> dict[int, int]:
-    """For each stage: bytes left at the worst moment between its last ``F_all`` and ``B``."""
+def _changes(candidate: Candidate, sweeps: Sweeps) -> Iterator[_Change]:
+    """A change for each operation that is run again."""
+    table = sweeps.line.joint.storages
+    fixed = table.of((*sweeps.line.joint.given, *sweeps.line.pinned))
+    room = _room(candidate)
+    for call in candidate.program.calls:
+        block = call.block
+        again = block.nodes if block.mode is Mode.AGAIN else tuple(block.again)
+        charges = sweeps.options.parts[block.stage].charges
+        values: dict[fx.Node, list[fx.Node]] = {}
+        for node in again:
+            values.setdefault(node.all_input_nodes[0] if is_getitem(node) else node, []).append(
+                node
+            )
+        for operation, results in values.items():
+            storages = table.of(n for n in results if is_tensor(n)) - fixed - block.reads
+            gained_s = charges.least_s(operation)
+            if storages and gained_s > 0:
+                more = max(table.total(storages) - room.get(block.stage, 0), 1)
+                yield _Change(block.stage, operation, storages, gained_s / more)
+
+
+def _room(candidate: Candidate) -> dict[int, int]:
+    """For each stage: bytes below the peak at the worst moment until it is first run again."""
     sweep, program = candidate.sweep, candidate.program
     begin: dict[int, int] = {}
     room: dict[int, int] = {}
     for index, call in enumerate(program.calls):
-        op = call.op
-        if isinstance(op, Forward) and op.keep is Keep.ALL:
-            begin[op.stage] = index
-        if isinstance(op, Backward) and op.stage in begin:
-            first = begin[op.stage]
-            most = max(sweep.peaks_bytes[first:index], default=0)
-            if first < program.turn:
-                most = max(most, sweep.turn_bytes)
-            room[op.stage] = ceiling_bytes - most
+        stage = call.op.stage
+        if stage not in begin:
+            begin[stage] = index
+            continue
+        runs_again = isinstance(call.op, Forward) or call.block.again
+        if stage in room or not runs_again:
+            continue
+        most = max(sweep.peaks_bytes[begin[stage] : index], default=0)
+        if begin[stage] < program.turn <= index:
+            most = max(most, sweep.turn_bytes)
+        room[stage] = sweep.peak_bytes - most
     return room

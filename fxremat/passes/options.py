@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TypeGuard
 
 from torch import fx
 
 from fxremat.ir import Forward, Keep, Op, Schedule
 from fxremat.passes.block import Mode, dependencies, is_getitem
+from fxremat.passes.charges import Charges
 from fxremat.passes.cost import Measured, boundary_after, stage_blocks
 from fxremat.passes.program import BlockCache
 from fxremat.passes.storage import is_tensor
@@ -81,22 +81,17 @@ class StageParts:
         numbers: for the search.
         storages: id of each storage in the joint graph's table.
         nodes: the tensors in each storage.
-        rebuild_s: measured seconds of rebuilding the whole saved set.
+        charges: what plans charge for recomputing.
     """
 
     numbers: Numbers
     storages: tuple[int, ...]
     nodes: tuple[tuple[fx.Node, ...], ...]
-    rebuild_s: float
-
-    @cached_property
-    def _whole_s(self) -> float:
-        return self.numbers.seconds(0)
+    charges: Charges
 
     def recompute_s(self, kept: int) -> float:
-        """Seconds of rebuilding what is not ``kept``: its share of the measured whole."""
-        part = self.numbers.seconds(kept)
-        return self.rebuild_s * part / self._whole_s if part else 0.0
+        """Seconds of rebuilding what is not ``kept``."""
+        return self.charges.of_rebuild * self.numbers.seconds(kept)
 
     def missing(self, kept: int) -> frozenset[fx.Node]:
         """Tensors that lie in storages that are not ``kept``."""
@@ -165,10 +160,6 @@ class Options:
         """For each stage in ``kept`` the tensors that its backward has to rebuild."""
         return {stage: self.parts[stage].missing(mask) for stage, mask in kept.items()}
 
-    def recompute_s(self, kept: Kept) -> dict[int, float]:
-        """For each stage in ``kept`` the seconds that its backward rebuilds."""
-        return {stage: self.parts[stage].recompute_s(mask) for stage, mask in kept.items()}
-
 
 def _keeps(op: Op) -> TypeGuard[Forward]:
     return isinstance(op, Forward) and op.keep is Keep.ALL
@@ -231,8 +222,8 @@ def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
         tuple(operations),
         mask(n for n in line.stages[index].saved),
     )
-    seconds = measured.stages[index].rebuild_s
-    return StageParts(numbers, tuple(bits), tuple(map(tuple, nodes)), seconds)
+    charges = Charges.of(measured, index)
+    return StageParts(numbers, tuple(bits), tuple(map(tuple, nodes)), charges)
 
 
 def search(numbers: Numbers) -> list[int]:

@@ -55,7 +55,7 @@ class BlockCache:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._blocks: dict[tuple[object, ...], Block] = {}
-        self._candidates: dict[tuple[int, Mode], frozenset[fx.Node]] = {}
+        self._candidates: dict[tuple[object, ...], frozenset[fx.Node]] = {}
 
     def __call__(
         self,
@@ -63,20 +63,25 @@ class BlockCache:
         mode: Mode,
         outputs: frozenset[fx.Node],
         missing: frozenset[fx.Node] = frozenset(),
+        held: frozenset[fx.Node] = frozenset(),
     ) -> Block:
         """The block of ``stage`` that gives ``outputs``; see :func:`extract`."""
-        key = (stage, mode, outputs, missing)
+        if mode is not Mode.AGAIN and not missing:
+            held = frozenset()  # makes no difference
+        key = (stage, mode, outputs, missing, held)
         if key not in self._blocks:
             self._blocks[key] = extract(
-                self._line, stage=stage, mode=mode, outputs=outputs, missing=missing
+                self._line, stage=stage, mode=mode, outputs=outputs, missing=missing, held=held
             )
         return self._blocks[key]
 
-    def candidates(self, stage: int, mode: Mode) -> frozenset[fx.Node]:
+    def candidates(
+        self, stage: int, mode: Mode, held: frozenset[fx.Node] = frozenset()
+    ) -> frozenset[fx.Node]:
         """What a block of ``stage`` can give."""
-        key = (stage, mode)
+        key = (stage, mode, held)
         if key not in self._candidates:
-            self._candidates[key] = frozenset(candidates(self._line, stage, mode))
+            self._candidates[key] = frozenset(candidates(self._line, stage, mode, held))
         return self._candidates[key]
 
 
@@ -85,6 +90,7 @@ def build_program(
     schedule: Schedule,
     blocks: BlockCache,
     missing: Mapping[int, frozenset[fx.Node]] | None = None,
+    held: Mapping[int, frozenset[fx.Node]] | None = None,
 ) -> Program:
     """Find the blocks that carry out ``schedule``.
 
@@ -94,6 +100,7 @@ def build_program(
         blocks: blocks of ``line``.
         missing: for each stage whose saved set is not kept whole: tensors that its
             backward recomputes where it needs them.
+        held: for each stage: tensors kept from its first forward until they are last read.
 
     Every tensor is taken from the last call before that can give it, and every call
     gives only what is read later, so each tensor is freed as early as the order of
@@ -113,11 +120,12 @@ def build_program(
     calls: list[Call] = []
     turn = 0
     for op, mode in reversed(list(zip(ops, _modes(ops), strict=True))):
-        outputs = blocks.candidates(op.stage, mode) & needed.tensors
+        there = (held or {}).get(op.stage, frozenset())
+        outputs = blocks.candidates(op.stage, mode, there) & needed.tensors
         if not outputs and mode is Mode.AGAIN:
             continue
         lacks = (missing or {}).get(op.stage) if mode is Mode.BACKWARD else None
-        block = blocks(op.stage, mode, outputs, lacks or frozenset())
+        block = blocks(op.stage, mode, outputs, lacks or frozenset(), there)
         needed.remove(outputs)
         kept = needed.kept(block.reads)
         needed.add(block.inputs)
