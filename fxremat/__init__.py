@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxremat.api import backend, compile, plan
+    from fxremat.api import backend, compile, frontier, plan
     from fxremat.compiled import CompiledModule
     from fxremat.errors import (
         BackwardError,
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from fxremat.measure import StepMeasurement, measure_step
+    from fxremat.report.frontier import Frontier
     from fxremat.report.plan import Plan
     from fxremat.sample import Sample
 
 _HOMES = {
     "backend": "api",
     "compile": "api",
+    "frontier": "api",
     "plan": "api",
     "CompiledModule": "compiled",
     "BackwardError": "errors",
@@ -43,6 +45,7 @@ _HOMES = {
     "ScheduleError": "errors",
     "StepMeasurement": "measure",
     "measure_step": "measure",
+    "Frontier": "report.frontier",
     "Plan": "report.plan",
     "Sample": "sample",
 }
@@ -53,6 +56,7 @@ __all__ = [
     "CaptureError",
     "CompiledModule",
     "CostError",
+    "Frontier",
     "FxrematError",
     "GraphError",
     "NoGradientError",
@@ -63,6 +67,7 @@ __all__ = [
     "StepMeasurement",
     "backend",
     "compile",
+    "frontier",
     "measure_step",
     "plan",
 ]

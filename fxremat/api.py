@@ -15,6 +15,7 @@ from fxremat.capture import PlannedOnly, StepCompiler
 from fxremat.compiled import CompiledModule
 from fxremat.errors import BudgetError, CaptureError
 from fxremat.passes.surroundings import Caller
+from fxremat.report.frontier import Frontier
 from fxremat.report.plan import Plan
 from fxremat.sample import Sample, call_without_data, check_sample
 from fxremat.surplus import loss_bytes_of, optimizer_bytes
@@ -83,6 +84,14 @@ def compile(
 def plan(model: nn.Module, sample: object, budget: Readable, **options: Any) -> Plan:
     """The plan that :func:`compile` would follow, with the same arguments and errors."""
     return compile(model, sample, budget, **options).plan
+
+
+def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
+    """The least step time at every budget, with the arguments of :func:`compile` but that.
+
+    All points come from the tables that one plan is made from: no solve a point.
+    """
+    return plan(model, sample, 1.0, **options).frontier
 
 
 def backend(

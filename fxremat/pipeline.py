@@ -10,7 +10,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.budget import Budget
-from fxremat.ir import Event, Schedule, Timeline
+from fxremat.ir import Event, Timeline
 from fxremat.passes.candidate import Candidate
 from fxremat.passes.cost import Progress
 from fxremat.passes.emit import ScheduleModule
@@ -72,7 +72,6 @@ def plan_step(
 def emit(search: Search, budget_bytes: int) -> Planned:
     """Write the graphs of the best schedule within a budget, and the plan that tells of them."""
     chosen = search.fastest_within(budget_bytes)
-    schedule, costs = search.named(chosen)
     forward, backward = rewrite(chosen.program, chosen.sweep, BlockModules())
     plan = Plan(
         budget_bytes=budget_bytes,
@@ -83,10 +82,11 @@ def emit(search: Search, budget_bytes: int) -> Planned:
         baseline_s=search.baseline.total_s,
         lower_bound_s=min(search.lower_bound_s(budget_bytes), chosen.total_s),
         local_search_s=search.gained_s(budget_bytes),
-        schedule=schedule,
-        timeline=_timeline(chosen, schedule),
+        schedule=chosen.schedule,
+        held_bytes=_held_bytes(chosen),
+        timeline=_timeline(chosen),
         chain=search.chain,
-        costs=costs,
+        costs=search.costs,
         frontier=frontier_of([(c.peak_bytes, c.total_s) for c in search.frontier]),
         forward_code=forward.code,
         backward_code=backward.code,
@@ -94,12 +94,13 @@ def emit(search: Search, budget_bytes: int) -> Planned:
     return Planned(plan, forward, backward)
 
 
-def _timeline(chosen: Candidate, schedule: Schedule) -> Timeline:
-    """The calls one after the other; each tells of its operation in ``schedule``.
+def _held_bytes(chosen: Candidate) -> tuple[int, ...]:
+    line = chosen.program.line
+    table = line.joint.storages
+    return tuple(table.total(table.of(chosen.held.get(i, ()))) for i in range(len(line.stages)))
 
-    Equal operations stand for each other: an ``F_all`` comes once a stage.
-    """
-    named = dict(zip(chosen.schedule.ops, schedule.ops, strict=True))
+
+def _timeline(chosen: Candidate) -> Timeline:
     events, now = [], 0.0
     for call, seconds, peak, held in zip(
         chosen.program.calls,
@@ -108,6 +109,6 @@ def _timeline(chosen: Candidate, schedule: Schedule) -> Timeline:
         chosen.sweep.held_bytes,
         strict=True,
     ):
-        events.append(Event(named[call.op], now, now + seconds, peak, held))
+        events.append(Event(call.op, now, now + seconds, peak, held))
         now += seconds
     return Timeline(tuple(events))

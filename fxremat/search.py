@@ -110,9 +110,13 @@ class Search:
         return _within(self.frontier, budget_bytes)
 
     def gained_s(self, budget_bytes: int) -> float:
-        """Seconds by which local search beats the solver within a budget."""
-        solved = _within(self.solved, budget_bytes)
-        return solved.total_s - self.fastest_within(budget_bytes).total_s
+        """Seconds by which local search beats the solver within a budget.
+
+        0 where the solver finds nothing within it.
+        """
+        solved = [c for c in self.solved if c.peak_bytes <= budget_bytes]
+        chosen = self.fastest_within(budget_bytes)
+        return solved[-1].total_s - chosen.total_s if solved else 0.0
 
     def lower_bound_s(self, budget_bytes: int) -> float:
         """No schedule of these stages within the budget takes less."""
@@ -123,15 +127,6 @@ class Search:
             surroundings=self.sweeps.surroundings,
         )
         return self.baseline.total_s + recompute_s
-
-    def named(self, candidate: Candidate) -> tuple[Schedule, Costs]:
-        """Its schedule and costs in which all that it keeps is one of the save options."""
-        sweeps = self.sweeps
-        options = sweeps.options.including(candidate.kept)
-        costs = build_costs(
-            self.measured, self.chain, sweeps.blocks, sweeps.sweeper, sweeps.surroundings, options
-        )
-        return options.chosen(candidate.schedule, candidate.kept), costs
 
     def describe_peak(self, candidate: Candidate) -> str:
         """Where a schedule's peak is."""

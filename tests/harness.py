@@ -77,8 +77,14 @@ class Captured:
         real = {self.joint.primals[i]: t for i, t in self.real.items()}
         return surroundings_of(self.joint, real, Caller(loss_bytes=0))
 
-    def program(self, schedule: Schedule) -> Program:
-        return build_program(self.measured.line, schedule, self.blocks)
+    def program(
+        self,
+        schedule: Schedule,
+        *,
+        missing: dict[int, frozenset[fx.Node]] | None = None,
+        held: dict[int, frozenset[fx.Node]] | None = None,
+    ) -> Program:
+        return build_program(self.measured.line, schedule, self.blocks, missing, held)
 
     def sweep(self, program: Program) -> Sweep:
         return self.sweeper.sweep(program, bare(self.joint))

@@ -57,6 +57,7 @@ def plan_of(schedule: Schedule, *, stages: int, budget_bytes: int | None = None)
         lower_bound_s=baseline.makespan_s,
         local_search_s=0.0,
         schedule=schedule,
+        held_bytes=(0,) * stages,
         timeline=timeline,
         chain=chain,
         costs=costs,

@@ -8,7 +8,7 @@ rebuild: exhaustive for few storages, else by CP-SAT within a time limit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from torch import fx
@@ -134,28 +134,6 @@ class Options:
                 kept[op.stage] = self.masks[op.stage][op.option - 1]
         return kept
 
-    def including(self, kept: Kept) -> Options:
-        """With what ``kept`` keeps among the options."""
-        masks = list(self.masks)
-        for stage, mask in kept.items():
-            if mask not in masks[stage] and not self._is_whole(stage, mask):
-                masks[stage] = (*masks[stage], mask)
-        return replace(self, masks=tuple(masks))
-
-    def chosen(self, schedule: Schedule, kept: Kept) -> Schedule:
-        """``schedule`` with the options that keep what ``kept`` does, which are among these."""
-        ops = list(schedule.ops)
-        last = {op.stage: i for i, op in enumerate(ops) if _keeps(op)}
-        for stage, index in last.items():
-            mask = kept.get(stage)
-            whole = mask is None or self._is_whole(stage, mask)
-            option = 0 if whole else self.masks[stage].index(mask) + 1
-            ops[index] = Forward(stage, Keep.ALL, option)
-        return Schedule(tuple(ops))
-
-    def _is_whole(self, stage: int, mask: int) -> bool:
-        return not self.parts[stage].numbers.required & ~mask
-
     def missing(self, kept: Kept) -> dict[int, frozenset[fx.Node]]:
         """For each stage in ``kept`` the tensors that its backward has to rebuild."""
         return {stage: self.parts[stage].missing(mask) for stage, mask in kept.items()}
@@ -235,7 +213,7 @@ def search(numbers: Numbers) -> list[int]:
 
 
 def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
-    """Those of ``masks`` that none other beats; none that rebuilds nothing."""
+    """Those of ``masks`` that none other beats and that keep less than everything."""
     scored = sorted((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks)
     best, found = float("inf"), []
     for _, seconds, mask in scored:
@@ -243,7 +221,8 @@ def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
             best = seconds
             found.append(mask)
     found.reverse()
-    return [mask for mask in found if numbers.seconds(mask) > 0]
+    whole = numbers.kept_bytes(numbers.required)
+    return [mask for mask in found if numbers.kept_bytes(mask) < whole]
 
 
 def _by_cpsat(numbers: Numbers) -> list[int]:

@@ -139,6 +139,9 @@ class _Writer:
             parts.append("again")
         if kept:
             parts.append(f"keeps {format_bytes(storages.total(storages.of(kept)))}")
+        if call.block.again:
+            made = storages.of(call.block.again) - storages.of(call.block.inputs)
+            parts.append(f"rebuilds {format_bytes(storages.total(made))}")
         parts.append(f"peak {format_bytes(peak_bytes)}")
         return ", ".join(parts)
 

@@ -22,6 +22,8 @@ class Plan:
         lower_bound_s: no schedule of these stages within the budget takes less.
         local_search_s: seconds by which local search on the exact sweep beat the solver.
         schedule: the operations, in order.
+        held_bytes: for each stage what it keeps from its first forward on beside what the
+            schedule says, as found by local search.
         timeline: when each runs, and the memory held meanwhile.
         chain, costs: the stages and what they cost.
         frontier: the least time at every other budget.
@@ -37,6 +39,7 @@ class Plan:
     lower_bound_s: float
     local_search_s: float
     schedule: Schedule
+    held_bytes: tuple[int, ...]
     timeline: Timeline
     chain: Chain
     costs: Costs

@@ -17,6 +17,7 @@ class Run:
         seconds: how long it takes.
         start: the stage whose held input this run of forwards set out from.
         rebuilds: the stage's backward is the next operation.
+        option: which save option, 0 for none.
         executed: False where the emitted graphs leave it out: nobody reads what it gives.
     """
 
@@ -25,6 +26,7 @@ class Run:
     start: int
     rebuilds: bool
     executed: bool
+    option: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,10 @@ class StageStory:
         saved_bytes: bytes that keeping its saved set takes, the boundary included.
         freed_bytes: bytes that are not held between its first forward and its backward,
             compared with keeping its saved set; 0 if that is kept.
+        held_bytes: of ``saved_bytes``, held all that time.
+        single_bytes: of those, kept storage by storage, beside what the schedule keeps.
         rebuild_s: seconds that recomputing it once, before its backward, takes.
+        rebuilt_s: seconds that its backward spends on rebuilding.
         runs: its forwards, in order.
     """
 
@@ -49,13 +54,21 @@ class StageStory:
     boundary_bytes: int
     saved_bytes: int
     freed_bytes: int
+    held_bytes: int
+    single_bytes: int
     rebuild_s: float
+    rebuilt_s: float
     runs: tuple[Run, ...]
 
     @property
     def is_kept(self) -> bool:
         """Whether the first forward keeps all that the backward needs."""
-        return self.runs[0].keep is Keep.ALL
+        return self.runs[0].keep is Keep.ALL and not self.is_kept_in_part
+
+    @property
+    def is_kept_in_part(self) -> bool:
+        """Whether the first forward keeps what its backward rebuilds the rest from."""
+        return self.runs[0].keep is Keep.ALL and self.rebuilt_s > 0
 
     @property
     def again(self) -> tuple[Run, ...]:
@@ -65,26 +78,38 @@ class StageStory:
     @property
     def extra_s(self) -> float:
         """Seconds spent on recomputing it."""
-        return sum(run.seconds for run in self.again)
+        return sum(run.seconds for run in self.again) + self.rebuilt_s
 
 
 def tell_stages(plan: Plan) -> tuple[StageStory, ...]:
     """One story a stage, in forward order."""
     chain = plan.chain
     runs = _runs(plan)
+    backward_s = {
+        event.op.stage: event.end_s - event.start_s
+        for event in plan.timeline.events
+        if isinstance(event.op, Backward)
+    }
     stories = []
     for index, stage in enumerate(chain.stages):
         saved = chain.saved_set(index)
         costs = plan.costs.stages[index]
+        saved_bytes = chain.nbytes(saved)
+        held_bytes = chain.nbytes(saved & _held(plan, runs, index)) + plan.held_bytes[index]
+        held_bytes = min(held_bytes, saved_bytes)
+        rebuilt_s = max(backward_s.get(index, 0.0) - costs.backward_s, 0.0)
         stories.append(
             StageStory(
                 index=index,
                 name=stage.name,
                 forward_s=costs.forward_s,
                 boundary_bytes=chain.nbytes(chain.boundaries[index + 1]),
-                saved_bytes=chain.nbytes(saved),
-                freed_bytes=chain.nbytes(saved - _held(plan, runs, index)),
+                saved_bytes=saved_bytes,
+                freed_bytes=saved_bytes - held_bytes,
+                held_bytes=held_bytes,
+                single_bytes=plan.held_bytes[index],
                 rebuild_s=costs.rebuild_s,
+                rebuilt_s=rebuilt_s if rebuilt_s > 1e-9 else 0.0,  # else from rounding
                 runs=tuple(runs[index]),
             )
         )
@@ -93,9 +118,11 @@ def tell_stages(plan: Plan) -> tuple[StageStory, ...]:
 
 def _held(plan: Plan, runs: list[list[Run]], index: int) -> frozenset[int]:
     """What is held of the saved set of stage ``index`` after the first forward."""
-    chain = plan.chain
-    if runs[index][0].keep is Keep.ALL:
-        return chain.saved_set(index)
+    chain, first = plan.chain, runs[index][0]
+    if first.keep is Keep.ALL:
+        options = plan.costs.stages[index].options
+        kept = options[first.option - 1].kept if first.option else chain.stages[index].saved
+        return chain.added(index, kept)
     if index + 1 < len(chain) and runs[index + 1][0].keep is not Keep.NONE:
         return frozenset(chain.boundaries[index + 1])
     return frozenset()
@@ -117,7 +144,8 @@ def _runs(plan: Plan) -> list[list[Run]]:
                 start = op.stage
             seconds = 0.0 if event is None else event.end_s - event.start_s
             rebuilds = after == Backward(op.stage)
-            runs[op.stage].append(Run(op.keep, seconds, start, rebuilds, event is not None))
+            run = Run(op.keep, seconds, start, rebuilds, event is not None, op.option)
+            runs[op.stage].append(run)
         before = op
     return runs
 

@@ -47,6 +47,7 @@ def _summary(plan: Plan, stories: tuple[StageStory, ...]) -> Table:
     )
     grid.add_row("with everything kept", _exact(plan.baseline_peak_bytes))
     grid.add_row("predicted time", _time(plan))
+    grid.add_row("lower bound", _bound(plan))
     kinds = len({stage.kind for stage in plan.chain.stages})
     again = sum(len(story.again) for story in stories)
     grid.add_row(
@@ -71,6 +72,17 @@ def _time(plan: Plan) -> str:
         return f"{taken}, {least} without recomputation"
     ratio = plan.predicted_s / plan.baseline_s
     return f"{taken}, {ratio:.3f} × the {least} without recomputation ({ratio - 1:+.1%})"
+
+
+def _bound(plan: Plan) -> str:
+    """How much better any plan could be, and what local search did."""
+    if plan.predicted_s == 0:
+        return format_seconds(0.0)
+    above = plan.predicted_s / plan.lower_bound_s - 1
+    text = f"{format_seconds(plan.lower_bound_s)}: this plan is at most {above:.1%} above any other"
+    if plan.local_search_s > 0:
+        text += f"; local search gained {plan.local_search_s / plan.predicted_s:.1%}"
+    return text
 
 
 def _table(stories: tuple[StageStory, ...]) -> Table:
@@ -102,6 +114,9 @@ def describe(story: StageStory) -> str:
         return "nothing"
     if story.is_kept:
         return "kept"
+    if story.is_kept_in_part:
+        part = f"{format_bytes(story.held_bytes)} of {format_bytes(story.saved_bytes)}"
+        return f"{part} kept, the rest rebuilt in its backward"
     keeps_input = story.runs[0].keep is Keep.INPUT
     if not story.again:
         return "checkpoint" if keeps_input else "nothing kept"
@@ -111,6 +126,8 @@ def describe(story: StageStory) -> str:
     else:
         words = f"recomputed {len(story.again)} times"
     words += _sources(story)
+    if story.single_bytes:
+        words += f", {format_bytes(story.single_bytes)} of it kept"
     return f"checkpoint, {words}" if keeps_input else words
 
 

@@ -1,0 +1,157 @@
+"""Save options: a Pareto set over bytes kept and seconds to rebuild, and what it means."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fxremat.ir import Backward, Forward, Keep, Schedule
+from fxremat.passes import options as module
+from fxremat.passes.block import Mode
+from fxremat.passes.cost import backward_results
+from fxremat.passes.options import MOST_OPTIONS, Numbers, Operation, find_options, search
+from tests.harness import capture, captured, run_emitted
+from tests.models.bits import assert_bitwise_equal
+
+
+@st.composite
+def numbers(draw: st.DrawFn, *, most: int = 6) -> Numbers:
+    """Operations that each make one storage, or two, from earlier ones."""
+    count = draw(st.integers(1, most))
+    made, operations = 0, []
+    while made < count:
+        several = min(draw(st.sampled_from([1, 1, 2])), count - made)
+        makes = ((1 << several) - 1) << made
+        reads = draw(st.integers(0, (1 << made) - 1))
+        operations.append(Operation(makes, reads, draw(st.integers(0, 5)) / 4))
+        made += several
+    nbytes = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    return Numbers(tuple(nbytes), tuple(operations), draw(st.integers(0, (1 << count) - 1)))
+
+
+def recomputed_s(given_numbers: Numbers, kept: int) -> float:
+    """By fetching what is required, one storage after the other."""
+    ran: set[int] = set()
+    waiting = [i for i in range(len(given_numbers.nbytes)) if given_numbers.required >> i & 1]
+    while waiting:
+        bit = waiting.pop()
+        if kept >> bit & 1:
+            continue
+        maker = next(k for k, o in enumerate(given_numbers.operations) if o.makes >> bit & 1)
+        if maker not in ran:
+            ran.add(maker)
+            reads = given_numbers.operations[maker].reads
+            waiting += [i for i in range(len(given_numbers.nbytes)) if reads >> i & 1]
+    return sum(given_numbers.operations[k].seconds for k in ran)
+
+
+@settings(deadline=None, max_examples=300)
+@given(numbers())
+def test_the_search_finds_the_pareto_set(given_numbers: Numbers):
+    masks = range(1 << len(given_numbers.nbytes))
+    for mask in masks:
+        assert given_numbers.seconds(mask) == recomputed_s(given_numbers, mask)
+    found = search(given_numbers)
+    points = [(given_numbers.kept_bytes(m), recomputed_s(given_numbers, m)) for m in found]
+    assert points == sorted(points, reverse=True)
+    assert all(a[1] < b[1] for a, b in itertools.pairwise(points))
+    points.append((given_numbers.kept_bytes(given_numbers.required), 0.0))
+    for mask in masks:
+        nbytes, seconds = given_numbers.kept_bytes(mask), recomputed_s(given_numbers, mask)
+        assert any(b <= nbytes and s <= seconds for b, s in points)
+
+
+@settings(deadline=None, max_examples=25)
+@given(numbers(most=8))
+def test_cpsat_finds_points_of_the_same_set(given_numbers: Numbers):
+    found = search(given_numbers)
+    exact = [(given_numbers.kept_bytes(m), given_numbers.seconds(m)) for m in found]
+    for mask in module._pareto(given_numbers, module._by_cpsat(given_numbers)):
+        nbytes, seconds = given_numbers.kept_bytes(mask), given_numbers.seconds(mask)
+        best_s = min(s for b, s in exact if b <= nbytes)
+        assert seconds == pytest.approx(best_s, abs=1e-5)
+
+
+def test_few_options_stay_and_they_span_the_curve():
+    draw = random.Random(0)
+    chain = tuple(Operation(1 << i, 0, draw.random()) for i in range(10))
+    many = Numbers(tuple(draw.randint(1, 100) for _ in range(10)), chain, (1 << 10) - 1)
+    every = search(many)
+    kept = module._prune(many, every)
+    assert len(every) > MOST_OPTIONS == len(kept)
+    assert kept[-1] == every[-1]
+    assert set(kept) <= set(every)
+
+
+class Wide(nn.Module):
+    """A GELU and a dropout between two layers: cheap to rebuild, dear to keep."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 16))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().sum()
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return capture(Wide(), (torch.randn(8, 16),))
+
+
+def test_options_rebuild_the_same_bits_and_draw_the_same_masks(wide):
+    found = find_options(wide.measured, wide.blocks)
+    assert any(found.masks), "nothing to choose"
+    count = len(wide.line.stages)
+    expected = run_emitted(wide, wide.program(plain(count, {})))
+    tried = 0
+    for stage in range(count):
+        for option in range(1, len(found.masks[stage]) + 1):
+            schedule = plain(count, {stage: option})
+            kept = found.kept_by(schedule)
+            assert kept == {stage: found.masks[stage][option - 1]}
+            program = wide.program(schedule, missing=found.missing(kept))
+            assert_bitwise_equal(run_emitted(wide, program), expected)
+            tried += 1
+    assert tried >= 3
+
+
+def plain(count: int, options: dict[int, int]) -> Schedule:
+    forward = [Forward(i, Keep.ALL, options.get(i, 0)) for i in range(count)]
+    return Schedule((*forward, *map(Backward, reversed(range(count)))))
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet50"])
+def test_a_backward_rebuilds_what_is_missing_and_no_more(name: str):
+    step = captured(name)
+    found = find_options(step.measured, step.blocks)
+    seen = 0
+    for index, parts in enumerate(found.parts):
+        results = frozenset(backward_results(step.line, index))
+        backward = step.blocks(index, Mode.BACKWARD, results)
+        for mask in found.masks[index]:
+            missing = parts.missing(mask)
+            block = step.blocks(index, Mode.BACKWARD, results, missing)
+            assert not missing.intersection(block.inputs)
+            assert set(block.nodes) - block.again == set(backward.nodes)
+            order = {node: i for i, node in enumerate(block.nodes)}
+            assert all(
+                order[source] < order[node]
+                for node in block.nodes
+                for source in block.sources(node)
+                if source in order
+            )
+            seen += 1
+    assert seen
