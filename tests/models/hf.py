@@ -81,9 +81,10 @@ def llama(
     layers: int,
     batch: int,
     length: int,
+    heads: int = 8,
     **flags: bool,
 ):
-    """Llama with 8 heads: RMSNorm, rotary positions, gated MLP."""
+    """Llama: RMSNorm, rotary positions, gated MLP."""
 
     def build() -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,8 +94,8 @@ def llama(
             hidden_size=width,
             intermediate_size=inner,
             num_hidden_layers=layers,
-            num_attention_heads=8,
-            num_key_value_heads=8,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
             max_position_embeddings=max(256, length),
             use_cache=False,
         )
@@ -226,5 +227,6 @@ ZOO = [
 ]
 BENCH = [
     llama("llama8", vocabulary=1024, width=256, inner=688, layers=8, batch=8, length=256),
+    llama("llama16", vocabulary=512, width=128, inner=344, layers=16, batch=4, length=512, heads=4),
     vit("vit", width=256, layers=8, batch=8, size=128, patch=8),
 ]

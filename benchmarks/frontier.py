@@ -1,0 +1,218 @@
+"""Peak and step time against torch's own means of recomputation, point by point.
+
+Each policy of a peer is run and its peak measured; fxremat gets that peak as its budget and
+must be at or under it and no slower. Interleaved rounds, ratio round by round.
+Run: python -m benchmarks.frontier [model …] [--rounds N] [--threads N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import config
+from torch.utils.checkpoint import checkpoint
+
+import fxremat
+from benchmarks.common import RESULTS, interleave, ratios, save, show
+from benchmarks.steps import Step, entry_of, make_step, planned
+from fxremat.errors import BudgetError
+from fxremat.units import format_bytes
+from tests.models.zoo import ZooModel
+
+MEMORY_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
+
+BLOCKS = {
+    "gpt16": ("blocks",),
+    "llama8": ("model.layers",),
+    "llama16": ("model.layers",),
+    "resnet50": ("groups.0", "groups.1", "groups.2", "groups.3"),
+    "densenet121": ("body",),
+    "unet": ("down", "merge"),
+    "vit": ("vit.layers",),
+}
+"""Where each model has the blocks that a user would wrap."""
+
+CHAINS = ("gpt16", "llama8", "llama16", "resnet50", "densenet121", "vit")
+"""Models whose blocks run one after the other, as ``checkpoint_sequential`` needs it."""
+
+
+class Recomputed(nn.Module):
+    """Runs modules one after the other under one checkpoint."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the last one returns."""
+
+        def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+            for part in self.parts:
+                x = part(x, *args, **kwargs)
+            return x
+
+        return checkpoint(run, x, *args, use_reentrant=False, **kwargs)
+
+
+def grouped(name: str, model: nn.Module, length: int) -> None:
+    """Put runs of ``length`` blocks under a checkpoint each."""
+    for path in BLOCKS[name]:
+        blocks = attrgetter(path)(model)
+        parts = list(blocks)
+        groups = [Recomputed(parts[i : i + length]) for i in range(0, len(parts), length)]
+        parent, _, leaf = path.rpartition(".")
+        setattr(
+            attrgetter(parent)(model) if parent else model,
+            leaf,
+            type(blocks)(*groups) if isinstance(blocks, nn.Sequential) else nn.ModuleList(groups),
+        )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A peer's way of saving memory."""
+
+    name: str
+    make: Callable[[ZooModel], Step]
+
+
+def memory_budget(ratio: float) -> Policy:
+    """``activation_memory_budget`` through the partitioner that obeys it."""
+
+    def make(entry: ZooModel) -> Step:
+        model = entry.build()
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+        step = make_step(entry, model, compiled)
+        with config.patch(activation_memory_budget=ratio):
+            step.run()  # compiled now, with this budget
+        return step
+
+    return Policy(f"activation_memory_budget={ratio}", make)
+
+
+def checkpointed(name: str, length: int, label: str) -> Policy:
+    """``torch.utils.checkpoint`` around runs of blocks."""
+
+    def make(entry: ZooModel) -> Step:
+        model = entry.build()
+        grouped(name, model, length)
+        return make_step(entry, model, model)
+
+    return Policy(label, make)
+
+
+def policies(name: str) -> Iterator[Policy]:
+    """All peers' points for one model."""
+    yield from map(memory_budget, MEMORY_BUDGETS)
+    yield checkpointed(name, 1, "checkpoint, per block")
+    if name in CHAINS:
+        model = entry_of(name).build()
+        count = sum(len(attrgetter(path)(model)) for path in BLOCKS[name])
+        most = 2 * math.isqrt(count)
+        for segments in sorted({2, math.isqrt(count), most}):
+            length = -(-count // segments)
+            yield checkpointed(name, length, f"checkpoint_sequential, {segments} segments")
+
+
+def compare(name: str, policy: Policy, rounds: int) -> dict[str, Any]:
+    """One point of a peer, and fxremat given its peak."""
+    entry = entry_of(name)
+    theirs = policy.make(entry)
+    theirs.run()
+    peak_bytes = theirs.peak_bytes()
+    found: dict[str, Any] = {"model": name, "policy": policy.name, "peer_peak_bytes": peak_bytes}
+    torch._dynamo.reset()
+    try:
+        ours, compiled = planned(entry, peak_bytes)
+    except BudgetError as error:
+        return {**found, "least_budget_bytes": error.least_budget_bytes}
+    ours.run()
+    found["peak_bytes"] = ours.peak_bytes()
+    found["predicted_ratio"] = compiled.plan.predicted_s / compiled.plan.baseline_s
+    theirs.run()
+    values = interleave({"ours": ours.seconds, "theirs": theirs.seconds}, rounds=rounds)
+    spread = ratios(values, "ours", "theirs")
+    found["time_ratio"] = (spread.median, spread.low, spread.high)
+    found["seconds"] = values
+    return found
+
+
+def row(found: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    begin = [found["model"], found["policy"], format_bytes(found["peer_peak_bytes"])]
+    if "peak_bytes" not in found:
+        return [*begin, f"least {format_bytes(found['least_budget_bytes'])}", "", "no"]
+    median, low, high = found["time_ratio"]
+    under = found["peak_bytes"] <= found["peer_peak_bytes"]
+    verdict = "yes" if under and median <= 1 else "within noise" if under and low <= 1 else "no"
+    ratio = f"{median:.3f} [{low:.3f} … {high:.3f}]"
+    return [*begin, format_bytes(found["peak_bytes"]), ratio, verdict]
+
+
+def draw(name: str, results: list[dict[str, Any]], path: Path) -> None:
+    """The model's frontier and the peers' points."""
+    from matplotlib.figure import Figure
+
+    entry = entry_of(name)
+    args, kwargs = entry.sample(0)
+    loss = None if entry.loss_inside else entry.loss
+    torch._dynamo.reset()
+    with entry.context("cpu"):
+        curve = fxremat.frontier(entry.build(), fxremat.Sample(args, kwargs), loss=loss)
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    base_s = curve.baseline.predicted_s
+    axes.step(
+        [p.peak_bytes / 2**20 for p in curve.points],
+        [p.predicted_s / base_s for p in curve.points],
+        where="post",
+        label="fxremat, predicted",
+    )
+    for kind, marker in (("activation_memory_budget", "o"), ("checkpoint", "s")):
+        points = [r for r in results if r["policy"].startswith(kind) and "time_ratio" in r]
+        axes.plot(
+            [r["peer_peak_bytes"] / 2**20 for r in points],
+            [r["predicted_ratio"] / r["time_ratio"][0] for r in points],
+            marker,
+            label=f"{kind}, measured against fxremat",
+        )
+    axes.set_xlabel("peak (MiB)")
+    axes.set_ylabel("step time / nothing recomputed")
+    axes.set_title(name)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(BLOCKS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    results = []
+    for name in options.models:
+        own = [compare(name, policy, options.rounds) for policy in policies(name)]
+        RESULTS.mkdir(exist_ok=True)
+        draw(name, own, RESULTS / f"frontier_{name}.png")
+        results += own
+        save("frontier", {"threads": options.threads, "points": results})
+    show(
+        "fxremat given each peer's measured peak (time: fxremat ÷ peer)",
+        ["model", "peer", "its peak", "ours", "time", "dominates"],
+        [row(found) for found in results],
+    )
+
+
+if __name__ == "__main__":
+    main()
