@@ -1,7 +1,8 @@
 """Exhaustive search over the operation sequences of small joins.
 
-Written from the model (see ``fxremat.simulate.join``) without any recurrence: a uniform cost
-search (Dijkstra) over the states that memory can be in. Exponential in the number of stages.
+Written from the model (see ``fxremat.simulate.join``) without any recurrence: a best-first
+search over the states that memory can be in, with what is still to run as lower bound (A*).
+Exponential in the number of stages.
 
 As for chains, only sequences are searched in which no boundary is held twice. ``Kind``
 narrows them down:
@@ -110,42 +111,74 @@ class _Search:
         self.first = join.first_stages
         self.costs: list[StageCosts] = [c for stages in problem.costs.lines for c in stages]
         self.sets = [[frozenset(ids) for ids in line.boundaries] for line in self.lines]
-        # Bit ``storage * copies + n`` is instance n of a storage.
-        self.copies = 2 * len(join) + 4
+        self.lengths = [len(line) for line in self.lines]
+        # Bit ``storage * copies + n`` is instance n of a storage. Boundaries that have it, as
+        # many saved sets and one more, one in flight on either line and one new may differ.
+        runs = [i for line in self.lines for ids in line.boundaries for i in set(ids)]
+        self.copies = 2 * max(map(runs.count, set(runs)), default=0) + 4
         every = (1 << self.copies) - 1
         self.slot = [every << (i * self.copies) for i in range(len(join.storages))]
+        self.within = [[sum(self.slot[i] for i in ids) for ids in sets] for sets in self.sets]
+        self.touched = [
+            [at | frozenset(stage.saved) for at, stage in zip(sets[1:], line.stages, strict=True)]
+            for sets, line in zip(self.sets, self.lines, strict=True)
+        ]
         self.sizes: dict[int, int] = {}
 
     def cheapest(self, budget_bytes: int) -> Solved | None:
         """The fastest sequence whose peak is at most ``budget_bytes``."""
         start = self._start()
-        heap: list[tuple[float, int, _State]] = [(0.0, 0, start)]
+        heap: list[tuple[float, int, float, _State]] = [(0.0, 0, 0.0, start)]
         best: dict[_State, float] = {start: 0.0}
         came: dict[_State, tuple[_State, tuple[Compute, ...]]] = {}
         pushes = 0
         while heap:
-            seconds, _, state = heapq.heappop(heap)
+            _, _, seconds, state = heapq.heappop(heap)
             if not any(state.levels):
                 return Solved(_schedule(came, state), seconds)
             if seconds > best[state]:
                 continue
             for step in self._steps(state):
                 total = seconds + step.seconds
-                if step.peak <= budget_bytes and total < best.get(step.after, float("inf")):
+                if step.peak > budget_bytes or total >= best.get(step.after, float("inf")):
+                    continue
+                if self._still_needs(step.after) <= budget_bytes:
                     best[step.after] = total
                     came[step.after] = (state, step.ops)
                     pushes += 1
-                    heapq.heappush(heap, (total, pushes, step.after))
+                    bound = total + self._still_to_run_s(step.after)
+                    heapq.heappush(heap, (bound, -pushes, total, step.after))
         return None
+
+    def _still_to_run_s(self, state: _State) -> float:
+        """No less is missing: every backward that is not done, and a forward where not saved."""
+        seconds = 0.0
+        for line, level in enumerate(state.levels):
+            for stage in range(self.first[line], self.first[line] + level):
+                cost = self.costs[stage]
+                seconds += cost.backward_s
+                if state.saved[stage] < 0:
+                    seconds += min(cost.forward_s, cost.rebuild_s)
+        return seconds
+
+    def _still_needs(self, state: _State) -> int:
+        """No less will be held at the trunk's next backward: what is kept stays until then."""
+        level = state.levels[self.turn]
+        if self.kind is Kind.ANY or not level:
+            return 0
+        stage = self.first[self.turn] + level - 1
+        cost = self.costs[stage]
+        held = self._total(state._replace(flight=()), 0)
+        return held + min(cost.backward_extra_bytes, cost.rebuild_bytes)
 
     def least_budget(self) -> int:
         """The least peak of any sequence."""
         start = self._start()
-        heap: list[tuple[int, int, _State]] = [(0, 0, start)]
+        heap: list[tuple[int, int, int, _State]] = [(0, 0, 0, start)]
         best: dict[_State, int] = {start: 0}
         pushes = 0
         while heap:
-            peak, _, state = heapq.heappop(heap)
+            peak, _, _, state = heapq.heappop(heap)
             if not any(state.levels):
                 return peak
             if peak > best[state]:
@@ -155,7 +188,7 @@ class _Search:
                 if step.after not in best or total < best[step.after]:
                     best[step.after] = total
                     pushes += 1
-                    heapq.heappush(heap, (total, pushes, step.after))
+                    heapq.heappush(heap, (total, sum(step.after.levels), -pushes, step.after))
         raise AssertionError("keeping everything is a sequence too")
 
     def _start(self) -> _State:
@@ -229,17 +262,17 @@ class _Search:
             return
         heads = [self._deepest(state, b) for b in range(self.turn)]
         if any(
-            head == len(self.lines[b]) and state.saved[self.first[b + 1] - 1] < 0
+            head == self.lengths[b] and state.saved[self.first[b + 1] - 1] < 0
             for b, head in enumerate(heads)
         ):
             return
-        moving = [b for b, head in enumerate(heads) if head < len(self.lines[b])]
+        moving = [b for b, head in enumerate(heads) if head < self.lengths[b]]
         for order in permutations(moving):
             swept = _Step(0.0, 0, (), state)
             stages = [
                 (b, i, Keep.INPUT if i == heads[b] else Keep.NONE)
                 for b in order
-                for i in range(heads[b], len(self.lines[b]))
+                for i in range(heads[b], self.lengths[b])
             ]
             stages += [(self.turn, i, Keep.NONE) for i in range(state.levels[self.turn] - 1)]
             for line, i, keep in stages:
@@ -279,11 +312,8 @@ class _Search:
         again = self._may_go_back(state, line, i) and (line != self.turn or state.last_ran)
         if keep is Keep.ALL and again and self.kind is not Kind.ANY:
             return  # its backward comes next, and that is a rebuild
-        touched = frozenset(self.lines[line].stages[i].saved)
-        at_end = self.sets[line][i + 1]
-        held = self._held(state)
-        new = self._new(at_end | touched, held=held, source=source)
-        written = (source | new) & self._mask(at_end)
+        new = self._new(self.touched[line][i], held=self._held(state), source=source)
+        written = (source | new) & self.within[line][i + 1]
         adds = written | new if keep is Keep.ALL else written
         extra = cost.keep_extra_bytes if keep is Keep.ALL else cost.forward_extra_bytes
         peak = self._total(state, adds) + extra
@@ -371,7 +401,7 @@ class _Search:
         if state.kept[stage] >= 0:
             return state.kept[stage], True
         if i and state.saved[stage - 1] >= 0:
-            return state.saved[stage - 1] & self._mask(self.sets[line][i]), False
+            return state.saved[stage - 1] & self.within[line][i], False
         return None
 
     def _meet(self, state: _State) -> tuple[int, bool] | None:
@@ -379,7 +409,7 @@ class _Search:
         met, from_kept = 0, False
         kept = state.kept[self.first[self.turn]]
         for b in range(self.turn):
-            end = len(self.lines[b])
+            end = self.lengths[b]
             last = self.first[b] + end - 1
             if state.at[b] == end:
                 value = state.flight[b]
@@ -389,14 +419,14 @@ class _Search:
                 value = state.saved[last]
             else:
                 return None
-            met |= value & self._mask(self.sets[b][end])
+            met |= value & self.within[b][end]
         return met, from_kept
 
     def _is_held(self, state: _State, line: int, boundary: int) -> bool:
         stage = self.first[line] + boundary
         if state.saved[stage - 1] >= 0:
             return True
-        if boundary < len(self.lines[line]):
+        if boundary < self.lengths[line]:
             return state.kept[stage] >= 0
         return line != self.turn and state.kept[self.first[self.turn]] >= 0
 
@@ -409,7 +439,7 @@ class _Search:
     def _without_ends(self, state: _State) -> _State:
         at, flight = list(state.at), list(state.flight)
         for b in range(self.turn):
-            if at[b] == len(self.lines[b]):
+            if at[b] == self.lengths[b]:
                 at[b], flight[b] = -1, 0
         return state._replace(at=tuple(at), flight=tuple(flight))
 
@@ -419,9 +449,6 @@ class _Search:
             if value > 0:
                 held |= value
         return held
-
-    def _mask(self, storages: frozenset[int]) -> int:
-        return sum(self.slot[s] for s in storages)
 
     def _new(self, storages: frozenset[int], *, held: int, source: int) -> int:
         """New instances of ``storages`` but those in ``source``: the lowest unused numbers."""
