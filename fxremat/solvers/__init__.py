@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fxremat.ir import Problem, Solution
-from fxremat.solvers import brute, periodic, revolve, rotor, store_all
+from fxremat.solvers import brute, cpsat, periodic, revolve, rotor, store_all
 
 
 class Solver(Protocol):
@@ -20,6 +20,7 @@ SOLVERS: dict[str, Solver] = {
     "periodic": periodic.solve,
     "revolve": revolve.solve,
     "rotor": rotor.solve,
+    "cpsat": cpsat.solve,
     "brute": brute.solve,
 }
 """Solvers by name."""
