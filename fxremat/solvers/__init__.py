@@ -6,6 +6,7 @@ from typing import Protocol
 
 from fxremat.ir import Problem, Solution
 from fxremat.solvers import brute, cpsat, periodic, revolve, rotor, store_all
+from fxremat.solvers.offload import conv, dp, greedy, vdnn
 
 
 class Solver(Protocol):
@@ -20,6 +21,10 @@ SOLVERS: dict[str, Solver] = {
     "periodic": periodic.solve,
     "revolve": revolve.solve,
     "rotor": rotor.solve,
+    "offload_greedy": greedy.solve,
+    "offload_dp": dp.solve,
+    "vdnn": vdnn.solve,
+    "offload_conv": conv.solve,
     "cpsat": cpsat.solve,
     "brute": brute.solve,
 }
