@@ -42,7 +42,7 @@ class Ticks:
     exact: bool
 
     @staticmethod
-    def of(durations_s: Iterable[float], *, total_s: float) -> Ticks:
+    def of(durations_s: Iterable[float | Fraction], *, total_s: float | Fraction) -> Ticks:
         """The unit for these durations.
 
         Args:
@@ -61,7 +61,7 @@ class Ticks:
         exponent = math.floor(math.log2(MOST_TICKS)) - math.frexp(float(most))[1]
         return Ticks(Fraction(2) ** exponent, False)
 
-    def count(self, seconds: float) -> int:
+    def count(self, seconds: float | Fraction) -> int:
         """Ticks in a duration, to the nearest."""
         return round(Fraction(seconds) * self.per_s)
 
