@@ -140,15 +140,20 @@ HUGE_LINKS = st.builds(Link, *[st.floats(1e6, 1e12)] * 2, st.booleans())
     st.booleans(),
 )
 def test_sizes_and_times_of_any_magnitude(problem: Problem, interruptible: bool) -> None:
+    """Within the bytes; and the time is that of the replay, up to rounding (see ``scale``)."""
     found = offload.solve(problem, interruptible=interruptible, ordered=True, time_limit_s=5.0)
     if isinstance(found, TimedOut):
         found = found.incumbent
     assert isinstance(found, Solved)
     replayed = check(problem, found.schedule, fluid=interruptible)
-    assert replayed.makespan_s == pytest.approx(found.makespan_s, rel=1e-9)
-    stages = problem.costs.stages
+    stages, link, chain = problem.costs.stages, problem.link, problem.chain
+    assert link is not None
+    moved_bytes = sum(storage.nbytes for storage in chain.storages)
     compute_s = sum(s.forward_s + s.backward_s for s in stages)
-    assert found.makespan_s >= compute_s * (1 - 1e-12)
+    slowest = min(link.offload_bytes_per_s, link.prefetch_bytes_per_s)
+    near_s = 2.0**-40 * (compute_s + 2 * moved_bytes / slowest)
+    assert replayed.makespan_s <= found.makespan_s + near_s
+    assert found.makespan_s >= compute_s - near_s
 
 
 def turned_around() -> Problem:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar, LinearExpr
 
 _COARSE = 1 << 20
+"""Units in the sum of sizes, and the root of the ticks in a step, where nothing is exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,15 @@ class Grains:
         half = Ticks.of([*map(Fraction, seconds), *moves], total_s=2 * total_s)
         ticks = Ticks(2 * half.per_s, half.exact)
         per_unit = [int(move * ticks.per_s) for move in moves]
-        if ticks.exact and sum(sizes) // common * math.lcm(*per_unit) <= MOST_TICKS:
-            return Grains._with(ticks, Fraction(common), per_unit)
+        if ticks.exact:
+            grains = math.lcm(*per_unit)
+            sums = max(sum(sizes) // common, math.ceil(ticks.per_s * total_s) // min(per_unit))
+            if sums * grains <= MOST_TICKS:
+                return Grains._with(ticks, Fraction(common), per_unit)
         unit = Fraction(-(-sum(line.sizes) // _COARSE) or 1)
-        per_s = min(16 * max(rates) / unit, MOST_TICKS / total_s)
+        per_s = 64 * min(rates) / unit
+        if per_s * total_s > _COARSE**2:
+            per_s = _COARSE**2 / total_s
         per_unit = [max(1, round(unit / rate * per_s)) for rate in rates]
         return Grains._with(Ticks(per_s, False), unit, per_unit)
 
