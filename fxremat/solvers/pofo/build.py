@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -15,8 +17,14 @@ from fxremat.solvers.pofo.least import least_runs
 from fxremat.solvers.pofo.sweep import Sweep
 from fxremat.solvers.quantize import quantum_bytes, slots_down
 
+_ENTRIES = 1 << 20
+"""Fronts are as wide as this many entries in all allow, within bounds."""
 
-def build(problem: Problem, *, slots: int, width: int) -> Sweep:
+_SHARED_STAGES = 16
+"""From so many stages on, threads share the work."""
+
+
+def build(problem: Problem, *, slots: int) -> Sweep:
     """Everything but the labels. ``O(L³ slots width²)`` time, less where fronts are short.
 
     Raises:
@@ -38,9 +46,7 @@ def build(problem: Problem, *, slots: int, width: int) -> Sweep:
     alone = last.gradient_bytes + int(peaks[-1, -1])
     return Sweep(
         numbers=numbers,
-        fronts=_fronts(
-            inner, sweep_lag, moves, budget=budget, byte_s=back_s, slots=slots, width=width
-        ),
+        fronts=_fronts(inner, sweep_lag, moves, budget=budget, byte_s=back_s, slots=slots),
         least=least_runs(inner, sweep_lag, back_s),
         budget=budget,
         input_bytes=problem.chain.nbytes(problem.chain.boundaries[0]),
@@ -131,12 +137,12 @@ def _fronts(
     budget: int,
     byte_s: float,
     slots: int,
-    width: int,
 ) -> Fronts:
     count = len(numbers.backward_s)
     quantum = quantum_bytes(budget, slots=slots)
     used = slots_down(budget, quantum=quantum)
     rows = count * (count + 1) // 2
+    width = min(64, max(8, _ENTRIES // max(1, rows * (used + 1))))
     missing = np.cumsum([0, *np.maximum(moves.max(axis=1), 0).tolist()])[:count]
     fronts = Fronts(
         numbers,
@@ -148,18 +154,41 @@ def _fronts(
         work=np.empty((rows, used + 1, width)),
         lag=np.empty((rows, used + 1, width)),
         size=np.zeros((rows, used + 1), dtype=np.int64),
+        lost=np.zeros(rows, dtype=np.int64),
     )
-    with ThreadPoolExecutor(workers()) as pool:
+    with Crew(count) as crew:
         for distance in range(count):
-            share = min(workers(), count - distance)
-            tasks = [pool.submit(fill_fronts, fronts, distance, k, share) for k in range(share)]
-            for task in tasks:
-                task.result()
+            share = min(crew.size, count - distance)
+            crew.run([partial(fill_fronts, fronts, distance, k, share) for k in range(share)])
     return fronts
 
 
-def workers() -> int:
-    """Threads that share the work: the cores this process may run on, at most eight."""
+class Crew:
+    """Threads that share the work; none for short chains, where they cost more than they do."""
+
+    def __init__(self, stages: int) -> None:
+        self.size = _cores() if stages >= _SHARED_STAGES else 1
+        self._pool = ThreadPoolExecutor(self.size) if self.size > 1 else None
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def run(self, tasks: Sequence[Callable[[], object]]) -> None:
+        """Run all tasks, and return when they are done."""
+        if self._pool is None:
+            for task in tasks:
+                task()
+            return
+        for future in [self._pool.submit(task) for task in tasks]:
+            future.result()
+
+
+def _cores() -> int:
+    """Cores that this process may run on, at most eight."""
     if hasattr(os, "sched_getaffinity"):
         return min(8, len(os.sched_getaffinity(0)))
     return min(8, os.cpu_count() or 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fxremat.ir import Free, Link, Offload, Op, Prefetch, Schedule, Wait
-from fxremat.solvers.pofo.steps import Moved, Plan, Step
+from fxremat.solvers.pofo.steps import Plan, Step
 
 
 class _Times(NamedTuple):

@@ -41,6 +41,7 @@ class Fronts(NamedTuple):
         work: ``(L (L + 1) / 2, slots + 1, width)`` seconds, ascending.
         lag: the same shape, seconds, descending.
         size: ``(L (L + 1) / 2, slots + 1)``, how many there are.
+        lost: ``(L (L + 1) / 2,)``, how many were dropped for want of width.
     """
 
     numbers: Numbers
@@ -52,6 +53,7 @@ class Fronts(NamedTuple):
     work: Floats
     lag: Floats
     size: Ints
+    lost: Ints
 
 
 @njit(cache=True, nogil=True)
@@ -206,10 +208,11 @@ def _ck_front(
         lag_so_far = max(first, sweep_s + late_lag[i] + step_s)
         for j in range(earlies):
             takes = before + early_work[j]
-            lags = max(max(lag_so_far, before + early_lag[j]), takes + floor)
+            lags = max(lag_so_far, before + early_lag[j], takes + floor)
             size = _insert(work, lag, size, takes, lags)
             if size > width:
                 size = _thin(work, lag, size)
+                fronts.lost[row_of(s, t, count)] += 1
     return size
 
 
@@ -265,7 +268,7 @@ def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, i
             lag_so_far = max(first, sweep_s + fronts.lag[late, m - shift, i] + step_s)
             for j in range(fronts.size[early, m]):
                 takes = before + fronts.work[early, m, j]
-                lags = max(max(lag_so_far, before + fronts.lag[early, m, j]), takes + floor)
+                lags = max(lag_so_far, before + fronts.lag[early, m, j], takes + floor)
                 if takes == want and lags == want_lag:
                     return cut, i, j
     return -1, -1, -1

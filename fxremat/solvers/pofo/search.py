@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from fxremat.solvers.pofo.build import workers
 from fxremat.solvers.numbers import Floats
+from fxremat.solvers.pofo.bounds import fill_bounds
+from fxremat.solvers.pofo.build import Crew
 from fxremat.solvers.pofo.sweep import (
     Labels,
     Limits,
     Sweep,
     expand_all,
     expand_ck,
-    fill_bounds,
     finish,
 )
 
@@ -54,20 +54,23 @@ class Found(NamedTuple):
     lost: int
 
 
+def bound_s(sweep: Sweep, limits: Limits) -> float:
+    """No schedule takes less, sizes in slots."""
+    free = sweep.budget - sweep.input_bytes
+    slots = min(sweep.fronts.size.shape[1] - 1, free // sweep.fronts.quantum)
+    return float(limits.bounds[0, slots].max())
+
+
 def limits_of(sweep: Sweep) -> Limits:
     """The bounds, with nothing known yet. ``O(L² slots)`` for each pair of shares."""
     nodes = 2 * len(sweep.numbers.backward_s)
     shares = _shares(sweep)
     slots = sweep.fronts.size.shape[1]
-    limits = Limits(shares, np.empty((nodes, slots, len(shares))), np.array([np.inf]))
-    stride = workers()
-    with ThreadPoolExecutor(stride) as pool:
+    limits = Limits(shares, np.empty((nodes, slots, len(shares))), np.array([np.inf]), 0.0)
+    with Crew(nodes // 2) as crew:
         for node in range(nodes - 1, -1, -1):
-            tasks = [
-                pool.submit(fill_bounds, sweep, limits, k, stride, node) for k in range(stride)
-            ]
-            for task in tasks:
-                task.result()
+            share = range(crew.size)
+            crew.run([partial(fill_bounds, sweep, limits, k, len(share), node) for k in share])
     return limits
 
 
@@ -105,20 +108,18 @@ def search(sweep: Sweep, limits: Limits, *, most: int, recompute: bool = True) -
         labels.held[0, 0] = sweep.input_bytes
         labels.size[0] = 1
     end = (-1, -1, -1)
-    share = workers()
-    with ThreadPoolExecutor(share) as pool:
+    with Crew(count) as crew:
         for node in range(2 * count):
             stage = node // 2
             if stage == count - 1:
                 label, way = finish(sweep, labels, limits, node)
                 end = (node, label, way) if label >= 0 else end
                 continue
-            tasks = [pool.submit(expand_all, sweep, labels, limits, node)]
-            for k in range(share if recompute else 0):
-                cuts = (stage + 1 + k, count, share)
-                tasks.append(pool.submit(expand_ck, sweep, labels, limits, node, cuts))
-            for task in tasks:
-                task.result()
+            tasks = [partial(expand_all, sweep, labels, limits, node)]
+            for k in range(crew.size if recompute else 0):
+                cuts = (stage + 1 + k, count, crew.size)
+                tasks.append(partial(expand_ck, sweep, labels, limits, node, cuts))
+            crew.run(tasks)
     decisions = tuple(_walk(labels, *end))[::-1] if end[0] >= 0 else None
     return Found(float(limits.best_s[0]), decisions, int(labels.lost.sum()))
 
