@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fxremat.ir import Problem, Solution
-from fxremat.solvers import brute, cpsat, periodic, revolve, rotor, store_all
+from fxremat.ir import JoinProblem, Problem, Solution
+from fxremat.solvers import brute, cpsat, join, periodic, revolve, rotor, store_all
+from fxremat.solvers.brute import join as brute_join
+from fxremat.solvers.cpsat import join as cpsat_join
+from fxremat.solvers.join import equiv
 from fxremat.solvers.offload import conv, dp, greedy, vdnn
 
 
@@ -13,6 +16,13 @@ class Solver(Protocol):
     """Finds a schedule: ``Solved``, ``Infeasible`` or ``TimedOut``, never an exception."""
 
     def __call__(self, problem: Problem, /) -> Solution:
+        """Solve ``problem``."""
+
+
+class JoinSolver(Protocol):
+    """As ``Solver``, for branches that meet in a trunk."""
+
+    def __call__(self, problem: JoinProblem, /) -> Solution:
         """Solve ``problem``."""
 
 
@@ -25,7 +35,17 @@ SOLVERS: dict[str, Solver] = {
     "offload_dp": dp.solve,
     "vdnn": vdnn.solve,
     "offload_conv": conv.solve,
+    "join": join.solve,
+    "equiv_chain": equiv.solve,
     "cpsat": cpsat.solve,
     "brute": brute.solve,
 }
-"""Solvers by name."""
+"""Solvers by name. Those of joins answer a chain as rotor does."""
+
+JOIN_SOLVERS: dict[str, JoinSolver] = {
+    "join": join.solve,
+    "equiv_chain": equiv.solve,
+    "cpsat": cpsat_join.solve,
+    "brute": brute_join.solve,
+}
+"""Solvers of joins by name."""

@@ -37,11 +37,11 @@ from fxremat.solvers.join import general
 from fxremat.solvers.join.walk import seconds as seconds_of
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpSolver
+    from ortools.sat.python.cp_model import CpSolver, IntVar
 
 
 def default_steps(join: Join) -> int:
-    """``n (n + 1) / 2 + n T`` for each branch of ``n`` stages, as many for the ``T`` of the trunk."""
+    """``n (n + 1) / 2 + n T`` for a branch of ``n`` stages, ``T (T + 3) / 2 + 1`` for a trunk."""
     turns = len(join.trunk)
     trunk = turns * (turns + 1) // 2 + turns + 1
     return trunk + sum(n * (n + 1) // 2 + n * turns for n in map(len, join.branches))
@@ -139,7 +139,7 @@ def _bound_s(search: CpSolver, model: Model, problem: JoinProblem, ticks: Ticks)
     return max(0.0, ticks.seconds(bound)) + backward_s
 
 
-def _ways(step: Step, stage: int) -> list[tuple[tuple[Compute, ...], object]]:
+def _ways(step: Step, stage: int) -> list[tuple[tuple[Compute, ...], IntVar]]:
     forward = {keep: Forward(stage, keep) for keep in Keep}
     return [
         ((forward[Keep.NONE],), step.none[stage]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from fxremat.ir import JoinProblem
 from fxremat.solvers.cpsat.scale import byte_unit
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr
+    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr, LiteralT
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,19 @@ class _Builder:
         def some(name: str, length: int) -> list[IntVar]:
             return [self.cp.new_bool_var(f"{name}_{k}_{i}") for i in range(length)]
 
-        ways = ("none", "ck", "all", "rebuild", "back")
-        ops = [some(name, self.stages if k < count else 0) for name in ways]
-        held = [some(name, self.stages) for name in ("done", "kept", "saved")]
-        flight = [some(f"flight_{i}", len(line) + 1) for i, line in self._lines()]
-        return Step(*ops, *held, flight, self.cp.new_bool_var(f"ran_{k}"))
+        running = self.stages if k < count else 0
+        return Step(
+            none=some("none", running),
+            ck=some("ck", running),
+            all=some("all", running),
+            rebuild=some("rebuild", running),
+            back=some("back", running),
+            done=some("done", self.stages),
+            kept=some("kept", self.stages),
+            saved=some("saved", self.stages),
+            flight=[some(f"flight_{i}", len(line) + 1) for i, line in self._lines()],
+            ran=self.cp.new_bool_var(f"ran_{k}"),
+        )
 
     def _lines(self) -> Iterator[tuple[int, range]]:
         """Every line and its stages."""
@@ -229,10 +237,10 @@ class _Builder:
         after = [step.done[i + 1]] if i + 1 < self.first[line + 1] else []
         return after + ([step.done[self.turn]] if line < self.trunk else [])
 
-    def _level(self, step: Step, line: int, j: int) -> list[IntVar]:
+    def _level(self, step: Step, line: int, j: int) -> list[LiteralT]:
         """What is 1 when stage ``j`` is the deepest of its line whose backward is missing."""
-        after = [step.done[j + 1]] if j + 1 < self.first[line + 1] else []
-        return [*after, ~step.done[j]]
+        missing: list[LiteralT] = [~step.done[j]]
+        return [*missing, *([step.done[j + 1]] if j + 1 < self.first[line + 1] else [])]
 
     def _only_the_deepest(self, step: Step, line: int, i: int, forward: LinearExpr) -> None:
         stages = range(self.first[line], self.first[line + 1])
@@ -266,7 +274,7 @@ class _Builder:
         cp.add_bool_or(*(~part for part in parts), step.done[self.turn], busy)
         return busy
 
-    def _all_of(self, variables: list[IntVar]) -> IntVar:
+    def _all_of(self, variables: Sequence[LiteralT]) -> IntVar:
         """At least their conjunction."""
         every = self.cp.new_bool_var("")
         self.cp.add_bool_or(*(~v for v in variables), every)
