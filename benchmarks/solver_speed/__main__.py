@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from benchmarks.solver_speed import offload, rotor
+from benchmarks.solver_speed import joins, offload, rotor
 
 SECTIONS: dict[str, Callable[[int], None]] = {
     "rotor": rotor.section,
     "offload": offload.section,
+    "joins": joins.section,
 }
 """Sections by name; each is given how often to repeat a measurement."""
 
