@@ -33,8 +33,9 @@ departs from the paper:
   activation back; in order it has to wait (``test_order_costs_time``). With one link for each
   direction, order also keeps it from moving one activation out and another in at once.
 
-``O(L N log N)`` for ``N`` states a stage; ``N`` is bounded by the slots times the states that
-are incomparable at equal ``K``, some tens. Problem 2 is NP-complete in the weak sense.
+``O(L N log N)`` for ``N`` states a stage, if few are incomparable at equal ``K``. Problem 2 is
+NP-complete in the weak sense; where the times make too many states (from about 100 stages on),
+those whose ``Δ`` are in the same slots count as one, as all do in the paper.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ from fxremat.solvers.offload.greedy import eager
 from fxremat.solvers.offload.line import Line, line_of
 from fxremat.solvers.offload.phases import plan
 from fxremat.solvers.quantize import quantum_bytes, slots_up
+
+_MOST_STATES = 1 << 15
+"""Beyond, states of equal ``K`` are told apart by the slots of their ``Δ`` only."""
 
 
 def solve(problem: Problem, *, slots: int = 500, relaxed: bool = False) -> Solution:
@@ -150,7 +154,7 @@ def _search(line: Line, quantum: int, below_s: float) -> list[int] | None:
         backlog_s = states.forth / line.offload_rate + states.back / line.prefetch_rate
         # What is left to move takes its time, of which the rest of the step hides rest_s.
         least_s = states.idle_s + np.maximum(0.0, backlog_s - rest_s)
-        states = states.only(least_s < below_s)
+        states = _thinned(states.only(least_s < below_s), backlog_s[least_s < below_s], quantum)
         states = states.only(np.lexsort((states.idle_s, states.kept)))
         best = _undominated(
             states.kept,
@@ -218,6 +222,19 @@ def _extended(line: Line, i: int, states: _States, quantum: int) -> _States:
         moved=np.ones(base.moved.size, dtype=np.bool_),
     )
     return stays.and_these(goes)
+
+
+def _thinned(states: _States, backlog_s: Floats, quantum: int) -> _States:
+    """At most ``_MOST_STATES``: one for each cell of ``K``, ``Δ_F``, ``Δ_B``, the least loaded."""
+    cell = quantum
+    while states.kept.size > _MOST_STATES:
+        forth, back = np.floor(states.forth / cell), np.floor(states.back / cell)
+        order = np.lexsort((states.idle_s + backlog_s, back, forth, states.kept))
+        keys = np.stack((states.kept[order], forth[order], back[order]))
+        first = np.append(True, np.any(keys[:, 1:] != keys[:, :-1], axis=0))
+        states, backlog_s = states.only(order[first]), backlog_s[order[first]]
+        cell *= 2
+    return states
 
 
 def _totals(line: Line, states: _States, quantum: int) -> Floats:
