@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fxremat.ir import JoinProblem, Problem, Solution
-from fxremat.solvers import brute, cpsat, join, periodic, revolve, rotor, store_all
+from fxremat.solvers import brute, cpsat, join, periodic, pofo, revolve, rotor, store_all
 from fxremat.solvers.brute import join as brute_join
 from fxremat.solvers.cpsat import join as cpsat_join
 from fxremat.solvers.join import equiv
@@ -37,6 +37,7 @@ SOLVERS: dict[str, Solver] = {
     "offload_conv": conv.solve,
     "join": join.solve,
     "equiv_chain": equiv.solve,
+    "pofo": pofo.solve,
     "cpsat": cpsat.solve,
     "brute": brute.solve,
 }

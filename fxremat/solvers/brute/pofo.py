@@ -23,6 +23,7 @@ combination of rematerialization and offloading for training DNNs", NeurIPS 2021
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import compress, product
 from typing import NamedTuple
@@ -106,18 +107,27 @@ def solve(problem: Problem) -> Solution:
     best: Solved | None = None
     least_bytes: int | None = None
     for run in runs(problem.chain, problem.costs):
-        values = run.values if problem.link is not None else ()
-        needs = needed_bytes(run, values)
+        needs = needed_bytes(run, run.values if problem.link is not None else ())
         least_bytes = needs if least_bytes is None else min(needs, least_bytes)
-        if needs > problem.budget_bytes:
-            continue
-        for chosen in product((False, True), repeat=len(values)):
-            moved = tuple(compress(values, chosen))
-            seconds = least_seconds(run, moved, problem.budget_bytes, problem.link)
-            if seconds is not None and (best is None or seconds < best.makespan_s):
-                best = Solved(_schedule(run, moved), seconds)
+        seconds, moved = best_seconds(problem, run)
+        if seconds < (math.inf if best is None else best.makespan_s):
+            best = Solved(_schedule(run, moved), seconds)
     assert least_bytes is not None
     return best if best is not None else Infeasible(least_bytes)
+
+
+def best_seconds(problem: Problem, run: Run) -> tuple[float, tuple[Value, ...]]:
+    """The least time of a sequence, and what it offloads; infinite if it does not fit."""
+    values = run.values if problem.link is not None else ()
+    best: tuple[float, tuple[Value, ...]] = (math.inf, ())
+    if needed_bytes(run, values) > problem.budget_bytes:
+        return best
+    for chosen in product((False, True), repeat=len(values)):
+        moved = tuple(compress(values, chosen))
+        seconds = least_seconds(run, moved, problem.budget_bytes, problem.link)
+        if seconds is not None and seconds < best[0]:
+            best = (seconds, moved)
+    return best
 
 
 def needed_bytes(run: Run, moved: tuple[Value, ...]) -> int:

@@ -40,12 +40,17 @@ takes less time than a slot's transfer, as most do with 50 slots, nothing would 
 
 Where the supplement is wrong or silent, by comparison with an exhaustive search:
 
-* In ``C_Δ^{F_ck}`` the forwards that have to fit are those up to ``i'``, not up to ``j``.
+* In ``OC^{F_ck}``, ``j`` goes up to the last stage before the loss: the text stops one earlier,
+  and so finds nothing at low memory.
 * In ``OC^{F_ck}`` the amount prefetched is ``C_Δ(i, j, A + I^x_i, Δ_B) β``, ``I^x_i`` included.
-  ``j`` goes up to the last stage before the loss: the text stops one earlier.
+* In ``C_Δ^{F_ck}`` the text wants forwards up to ``j - 1`` to fit. Those up to ``i'`` have to.
+  With the papers' costs it is the same, as later ones run with more in memory.
 * Lemma 1 does not say that waiting helps only until nothing waits. That is what the separate
-  conditions "the final sequence is valid if" are for; they are necessary.
-* The last stage may also be run forward alone and rebuilt after the turn, as in ``rotor``.
+  conditions "the final sequence is valid if" are for; without them plans come out that
+  do not fit.
+* The last stage may also be run forward alone and rebuilt after the turn. In ``rotor`` that
+  only helps if rebuilds are cheap. Here it does with the papers' costs, too: its saved
+  set does not have to lie beside what still waits to be offloaded.
 * Bandwidths may differ by direction. With one shared link nothing changes: the phases do
   not overlap.
 * Boundaries may share storages. What a boundary adds is exact as in ``rotor``; but a value
@@ -98,7 +103,9 @@ class Outcome:
     exact: bool
 
 
-def solve(problem: Problem, *, slots: int = 50, labels: int = 600, whole: bool = False) -> Solution:
+def solve(
+    problem: Problem, *, slots: int = 50, labels: int = 600, relaxed: bool = False
+) -> Solution:
     """The fastest memory-persistent schedule with offloading that the search finds.
 
     It is optimal for sizes in slots unless more than ``labels`` labels were wanted somewhere
@@ -109,9 +116,9 @@ def solve(problem: Problem, *, slots: int = 50, labels: int = 600, whole: bool =
         problem: the chain, its costs, the budget and the link.
         slots: sizes after the turn are rounded up to the budget's ``slots``-th part.
         labels: how many ways to have come so far are kept at a node.
-        whole: give a schedule for whole transfers, and its time with these: of all plans
-            that were the best at some time during the search, the fastest. It is valid, not
-            optimal. Else the schedule is for fluid transfers.
+        relaxed: give the optimum with fluid transfers, and a schedule for these. Else one for
+            whole transfers and its time with them: the fastest of all plans that were the
+            best at some time during the search. It is valid, not optimal.
 
     Returns:
         ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule.
@@ -126,14 +133,14 @@ def solve(problem: Problem, *, slots: int = 50, labels: int = 600, whole: bool =
     if isinstance(found, Infeasible):
         return found
     solutions = [] if found.alone is None else [found.alone]
-    if whole:
-        solutions += [
-            Solved(*whole_schedule(plan, sweep.budget, problem.link)) for plan in found.plans
-        ]
-    else:
+    if relaxed:
         plan = found.plans[-1]
         seconds = fluid_seconds(plan, sweep.budget, problem.link)
         solutions.append(Solved(fluid_schedule(plan, sweep.budget, problem.link), seconds))
+    else:
+        solutions += [
+            Solved(*whole_schedule(plan, sweep.budget, problem.link)) for plan in found.plans
+        ]
     return min(solutions, key=lambda solution: solution.makespan_s)
 
 
