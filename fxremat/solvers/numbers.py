@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +88,20 @@ def numbers_of(chain: Chain, costs: Costs) -> Numbers:
         leaf_bytes=np.array(leaf_bytes, dtype=np.int64),
         leaf_s=np.array(leaf_s, dtype=np.float64),
     )
+
+
+def unit_bytes(numbers: Numbers) -> int:
+    """The greatest common divisor of all sizes, at least 1: slots of it round nothing."""
+    sizes = (
+        numbers.gradient,
+        numbers.saved,
+        numbers.keep,
+        numbers.back,
+        numbers.step,
+        numbers.sweep,
+        numbers.leaf_bytes,
+    )
+    return math.gcd(*(int(np.gcd.reduce(array, axis=None)) for array in sizes)) or 1
 
 
 def without_saved_sets(numbers: Numbers) -> Numbers:
