@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -27,6 +28,8 @@ from fxremat.simulate import check
 from fxremat.solvers.brute.offload import Transfers, least_budget, shortest_s
 from fxremat.solvers.offload import conv, dp, greedy, vdnn
 from fxremat.solvers.offload.bounds import lower_bounds
+from fxremat.solvers.offload.line import line_of
+from fxremat.solvers.offload.phases import plan
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES
 
 RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -152,6 +155,20 @@ def check_whole(problem: Problem) -> None:
     assert bounds.makespan_s <= relaxed <= min(interruptible, shortest)
 
 
+def check_recurrence(problem: Problem) -> None:
+    """Algorithm 1 finds the idle time of the best of all subsets, by its own account."""
+    line = line_of(problem)
+    found = dp.search(line, 1)
+    assert found is not None
+    times = []
+    for moves in itertools.product((True, False), repeat=len(line.movable)):
+        chosen = {i for i, move in zip(line.movable, moves, strict=True) if move}
+        amounts = [size if i in chosen else 0 for i, size in enumerate(line.sizes)]
+        planned = plan(line, amounts, whole=False)
+        times += [planned.makespan_s] if planned is not None else []
+    assert found[0] == min(times) - line.compute_s
+
+
 def check_least(problem: Problem) -> None:
     least = least_bytes(problem.chain, problem.costs)
     for transfers in Transfers:
@@ -166,6 +183,7 @@ def check_least(problem: Problem) -> None:
 CHECKS = {
     "partial": check_partial,
     "interruptible": check_interruptible,
+    "recurrence": check_recurrence,
     "whole": check_whole,
     "least": check_least,
 }

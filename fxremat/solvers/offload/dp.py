@@ -92,8 +92,8 @@ def choose(line: Line, quantum: int) -> list[int]:
     best_s, best = min(zip(times, simple, strict=True))
     if best_s <= line.compute_s:
         return best
-    found = _search(line, quantum, best_s - line.compute_s)
-    return found if found is not None and _fluid_s(line, found) < best_s else best
+    found = search(line, quantum, below_s=best_s - line.compute_s)
+    return found[1] if found is not None and _fluid_s(line, found[1]) < best_s else best
 
 
 def _fluid_s(line: Line, amounts: list[int]) -> float:
@@ -142,8 +142,14 @@ class _States(NamedTuple):
         )
 
 
-def _search(line: Line, quantum: int, below_s: float) -> list[int] | None:
-    """The choice with the least idle time, if there is one with less than ``below_s``."""
+def search(
+    line: Line, quantum: int, *, below_s: float = float("inf")
+) -> tuple[float, list[int]] | None:
+    """Algorithm 1: the least idle time and what to offload for it.
+
+    Returns:
+        ``None`` if nothing has less idle time than ``below_s``, sizes rounded up to ``quantum``.
+    """
     none, nobody = np.zeros(1), np.zeros(1, dtype=np.int64)
     states = _States(nobody, none, none, none, nobody, np.zeros(1, dtype=np.bool_))
     history: list[_States] = []
@@ -174,7 +180,7 @@ def _search(line: Line, quantum: int, below_s: float) -> list[int] | None:
     for i, states in zip(reversed(line.movable), reversed(history), strict=True):
         amounts[i] = line.sizes[i] if states.moved[at] else 0
         at = int(states.parent[at])
-    return amounts
+    return float(total_s.min()), amounts
 
 
 def _run(line: Line, i: int, states: _States, quantum: int) -> tuple[_States, Floats, Floats]:
