@@ -39,6 +39,7 @@ SOLVERS: dict[str, Solver] = {
     "equiv_chain": equiv.solve,
     "pofo": pofo.solve,
     "cpsat": cpsat.solve,
+    "cpsat_offload": cpsat.offload.solve,
     "brute": brute.solve,
 }
 """Solvers by name. Those of joins answer a chain as rotor does."""
