@@ -28,7 +28,7 @@ from fxremat.simulate import check
 from fxremat.solvers.brute.offload import Transfers, least_budget, shortest_s
 from fxremat.solvers.offload import conv, dp, greedy, vdnn
 from fxremat.solvers.offload.bounds import lower_bounds
-from fxremat.solvers.offload.line import line_of
+from fxremat.solvers.offload.line import activations, line_of
 from fxremat.solvers.offload.phases import plan
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES
 
@@ -145,10 +145,12 @@ def check_whole(problem: Problem) -> None:
     shortest = shortest_s(problem, Transfers.WHOLE, tick_s=TICK_S)
     bounds = lower_bounds(problem)
     assert bounds.makespan_s <= shortest
+    sizes = {activations(i): size for i, size in enumerate(line_of(problem).sizes)}
     for solve in WHOLE:
         found = solved(problem, solve)
         assert found.makespan_s >= shortest
         moved = [op.what for op in found.schedule if isinstance(op, Offload)]
+        assert sum(map(sizes.__getitem__, moved)) >= bounds.offloaded_bytes
         assert moved == [op.what for op in reversed(found.schedule.ops) if isinstance(op, Prefetch)]
     relaxed = solved(problem, greedy.solve, fluid=True).makespan_s
     interruptible = solved(problem, dp.solve, fluid=True, slots=BYTE_SLOTS).makespan_s
