@@ -24,8 +24,8 @@ from fxremat.ir import (
     join_of,
 )
 from fxremat.simulate.join import check, simulate
+from fxremat.solvers import JOIN_SOLVERS, rotor
 from fxremat.solvers import join as solver
-from fxremat.solvers import rotor
 from fxremat.solvers.brute import join as brute
 from tests.joins import (
     costed_joins,
@@ -233,11 +233,25 @@ def test_few_slots_are_still_answered() -> None:
     check(replace(problem, budget_bytes=least_bytes), found.schedule)
 
 
+@pytest.mark.parametrize("name", JOIN_SOLVERS)
+def test_every_solver_of_joins_answers(name: str) -> None:
+    problem = interrupted()
+    found = JOIN_SOLVERS[name](replace(problem, budget_bytes=20))
+    assert isinstance(found, Solved)
+    assert found.makespan_s == 1.0
+    check(replace(problem, budget_bytes=20), found.schedule)
+    assert isinstance(JOIN_SOLVERS[name](replace(problem, budget_bytes=1)), Infeasible)
+
+
 def test_malformed_arguments_are_named() -> None:
+    long = Join.from_sizes([[0] * 301] * 3, [[0] * 300] * 3, [0], [0])
+    step = two_towers().costs.trunk[1]
+    costs = JoinCosts(((step,) * 300,) * 3, (step,))
+    with pytest.raises(ValueError, match=r"\[300, 300, 300\] stages .* merge stages"):
+        solver.solve(JoinProblem(long, costs, 1))
     with pytest.raises(ValueError, match="slots is 0, must be at least 1"):
         solver.solve(two_towers(), slots=0)
     join = Join.from_sizes([[1 << 61, 1 << 61]], [[1 << 61]], [0], [0])
-    step = two_towers().costs.trunk[1]
     problem = JoinProblem(join, JoinCosts(((step,),), (step,)), 1)
     with pytest.raises(ValueError, match="the sizes add up to"):
         solver.solve(problem)

@@ -71,8 +71,11 @@ from fxremat.solvers.kernels import TILE, Least, Table, fill_least, fill_tiles
 from fxremat.solvers.numbers import Floats, Numbers
 from fxremat.solvers.quantize import quantum_bytes, slots_down
 
-LARGEST_TABLE_BYTES = 1 << 29
+LARGEST_TABLE_BYTES = 1 << 30
 """``solve`` takes fewer slots where the table would be larger than this."""
+
+MOST_STATES = 1 << 23
+"""Of a join that can be solved: 15 slots at least."""
 
 
 def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
@@ -81,7 +84,7 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
     Args:
         problem: the join, its costs and the budget. A chain is answered by ``rotor``.
         slots: sizes are rounded up to the budget's ``slots``-th part; fewer where the
-            table would take more than half a gibibyte. Exact where that is one byte.
+            table would take more than a gibibyte. Exact where that is one byte.
 
     Returns:
         ``Solved``, or ``Infeasible`` with the exact least budget of any canonical
@@ -89,7 +92,8 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
         times the slots, then answered with a schedule from the least memory.
 
     Raises:
-        ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
+        ValueError: ``slots`` is less than 1, the sizes are too large to add up, or the
+            branches are too many or too long.
     """
     if isinstance(problem, Problem):
         found = rotor.solve(problem, slots=slots)
@@ -123,6 +127,7 @@ def least_budget(join: Join, costs: JoinCosts) -> tuple[int, Schedule]:
         ValueError: the join or the costs are malformed, or too large to add up.
     """
     JoinProblem(join, costs, 0)  # validates
+    _state_count(join)
     lines = line_numbers(join, costs)
     least = _fill_least(join_numbers(join, costs, lines), lines)
     needs = _root_bytes(least)
@@ -161,6 +166,7 @@ class JoinPlans:
                 ``slots < 1``.
         """
         JoinProblem(join, costs, max_budget_bytes)  # validates
+        _state_count(join)
         lines = line_numbers(join, costs)
         numbers = join_numbers(join, costs, lines)
         least = _fill_least(numbers, lines)
@@ -247,6 +253,12 @@ def _state_count(join: Join) -> int:
     count = len(join.trunk) << len(join.branches)
     for branch in join.branches:
         count *= len(branch) + 1
+    if count > MOST_STATES:
+        raise ValueError(
+            f"join.branches have {[len(b) for b in join.branches]} stages and join.trunk "
+            f"{len(join.trunk)}: {count} states, more than {MOST_STATES}; merge stages, or move "
+            "short branches into the trunk"
+        )
     return count
 
 
