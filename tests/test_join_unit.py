@@ -139,6 +139,15 @@ def test_enough_slots_recompute_nothing() -> None:
             assert table.makespan_s(lengths, enough - 1) > 12 * size + 1
 
 
+@pytest.mark.parametrize("size", [5, 15])
+def test_half_of_the_memory_costs_about_a_quarter(size: int) -> None:
+    """Section 4, Figure 7."""
+    for lengths in ((2 * size,) * 3, (size, 5 * size), (6 * size,)):
+        half = (6 * size + len(lengths)) // 2
+        makespan_s = UnitTable.build(lengths, half).makespan_s(lengths, half)
+        assert 1.24 < makespan_s / (12 * size + 1) < 1.29
+
+
 @pytest.mark.parametrize("branches", [1, 2, 3])
 def test_the_equivalent_chain_fits_and_is_never_better(branches: int) -> None:
     for length, slots in itertools.product((1, 2, 5, 8), range(branches * 11)):
