@@ -92,8 +92,8 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 def save(name: str, results: Any) -> Path:
     """Write ``results`` and the machine to ``benchmarks/results/name.json``."""
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
     print(f"wrote {path}")
     return path

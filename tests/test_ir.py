@@ -12,6 +12,7 @@ from fxremat.ir import (
     Event,
     Forward,
     Keep,
+    Link,
     Problem,
     Schedule,
     Stage,
@@ -45,6 +46,9 @@ def chain(
             r"chain.boundaries\[2\] has storage 0 again after boundary 0",
         ),
         (chain(saved=((), (9,))), r"chain.stages\[1\].saved names storage 9, unknown"),
+        (chain(sizes=(1, math.nan, 3)), r"chain.storages\[1\].nbytes is nan, must be a whole"),
+        (chain(sizes=(1, 2, math.inf)), r"chain.storages\[2\].nbytes is inf, must be a whole"),
+        (chain(sizes=(0.5, 2, 3)), r"chain.storages\[0\].nbytes is 0.5, must be a whole number"),
     ],
 )
 def test_a_malformed_chain_is_named(malformed: Chain, message: str) -> None:
@@ -67,6 +71,50 @@ def test_other_malformed_fields_are_named() -> None:
         Problem(chain(), Costs((COST, COST), fixed_bytes=-1), 0)
     with pytest.raises(ValueError, match="budget_bytes is -1, must be at least 0"):
         Problem(chain(), Costs((COST, COST)), -1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.5])
+def test_sizes_are_whole_numbers(value: float) -> None:
+    with pytest.raises(ValueError, match=f"budget_bytes is {value}, must be a whole number"):
+        Problem(chain(), Costs((COST, COST)), value)
+    with pytest.raises(ValueError, match=f"costs.fixed_bytes is {value}, must be a whole number"):
+        Problem(chain(), Costs((COST, COST), fixed_bytes=value), 0)
+
+
+def test_a_fraction_of_a_byte_is_named() -> None:
+    costs = Costs((COST, dataclasses.replace(COST, rebuild_bytes=1.5)))
+    with pytest.raises(
+        ValueError, match=r"costs.stages\[1\].rebuild_bytes is 1.5, must be a whole"
+    ):
+        Problem(chain(), costs, 0)
+
+
+@pytest.mark.parametrize("field", ["offload_bytes_per_s", "prefetch_bytes_per_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_malformed_link_is_named(field: str, value: float) -> None:
+    link = dataclasses.replace(Link.symmetric(1.0), **{field: value})
+    with pytest.raises(ValueError, match=f"link.{field} is {value}, must be finite and above 0"):
+        Problem(chain(), Costs((COST, COST)), 0, link)
+
+
+PAPER = {
+    "forward_s": [1.0, 1.0],
+    "backward_s": [1.0, 1.0],
+    "gradient_bytes": [1, 1, 1],
+    "saved_bytes": [1, 1],
+    "forward_extra_bytes": [0, 0],
+    "backward_extra_bytes": [0, 0],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in PAPER if name != "forward_s"])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_wrong_lengths_are_named(name: str, more: int) -> None:
+    values = PAPER[name]
+    wrong = {**PAPER, name: [*values, 1] if more > 0 else values[:-1]}
+    expected = f"{name} has {len(values) + more} entries, expected {len(values)}"
+    with pytest.raises(ValueError, match=expected):
+        Costs.from_paper(**wrong)
 
 
 def test_saved_set_adds_the_boundary_after_and_leaves_out_the_one_before() -> None:

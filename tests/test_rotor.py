@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fxremat.ir import Chain, Costs, Forward, Infeasible, Keep, Problem, Solved, StageCosts
 from fxremat.simulate import check, simulate
-from fxremat.solvers import brute, rotor
+from fxremat.solvers import brute, rotor, store_all
 from fxremat.solvers.kernels import TILE
 from fxremat.solvers.rotor import RotorTable, least_budget
 from tests.plain_rotor import plain_rotor
@@ -203,6 +203,23 @@ def test_sizes_that_do_not_add_up_are_refused() -> None:
     costs = Costs((StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 1),))
     with pytest.raises(ValueError, match="the sizes add up to"):
         least_budget(chain, costs)
+
+
+@settings(RELAXED, max_examples=100)
+@given(costed_chains() | huge_chains(), st.integers(1, 5))
+def test_rounding_does_not_cost_a_budget_that_fits_all(
+    costed: tuple[Chain, Costs], slots: int
+) -> None:
+    chain, costs = costed
+    least = store_all.solve(Problem(chain, costs, 0))
+    problem = Problem(
+        chain, costs, least.least_budget_bytes if isinstance(least, Infeasible) else 0
+    )
+    found, kept = rotor.solve(problem, slots=slots), store_all.solve(problem)
+    assert isinstance(found, Solved)
+    assert isinstance(kept, Solved)
+    assert found.makespan_s <= kept.makespan_s
+    check(problem, found.schedule)
 
 
 def test_malformed_slots_are_refused() -> None:

@@ -95,7 +95,21 @@ class Costs:
             forward_extra_bytes, backward_extra_bytes: ``o_f`` and ``o_b``; ``o_b``
                 does not count ``δ^{l-1}``, which is added here.
             fixed_bytes: memory outside the chain.
+
+        Raises:
+            ValueError: a length differs from that of ``forward_s``, or from one more.
         """
+        count = len(forward_s)
+        lengths = {
+            "backward_s": (backward_s, count),
+            "gradient_bytes": (gradient_bytes, count + 1),
+            "saved_bytes": (saved_bytes, count),
+            "forward_extra_bytes": (forward_extra_bytes, count),
+            "backward_extra_bytes": (backward_extra_bytes, count),
+        }
+        for name, (values, expected) in lengths.items():
+            if len(values) != expected:
+                raise ValueError(f"{name} has {len(values)} entries, expected {expected}")
         stages = []
         for i, (u_f, u_b) in enumerate(zip(forward_s, backward_s, strict=True)):
             backward_extra = backward_extra_bytes[i] + gradient_bytes[i]

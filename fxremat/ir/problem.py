@@ -34,8 +34,7 @@ class Problem:
     def __post_init__(self) -> None:
         check_chain(self.chain)
         _check_costs(self.chain, self.costs)
-        if self.budget_bytes < 0:
-            raise ValueError(f"budget_bytes is {self.budget_bytes}, must be at least 0")
+        check_bytes(self.budget_bytes, name="budget_bytes")
         if self.link is not None:
             _check_link(self.link)
 
@@ -81,8 +80,7 @@ def check_chain(chain: Chain, *, name: str = "chain") -> None:
             f"{name}.boundaries has {len(chain.boundaries)} entries, expected {count + 1}"
         )
     for i, storage in enumerate(chain.storages):
-        if storage.nbytes < 0:
-            raise ValueError(f"{name}.storages[{i}].nbytes is {storage.nbytes}, must be at least 0")
+        check_bytes(storage.nbytes, name=f"{name}.storages[{i}].nbytes")
     known = range(len(chain.storages))
     last_seen: dict[int, int] = {}
     for i, boundary in enumerate(chain.boundaries):
@@ -122,12 +120,21 @@ def _check_numbers(costs: StageCosts | SaveOption, name: str) -> None:
             continue
         if not math.isfinite(value) or value < 0:
             raise ValueError(f"{name}.{field.name} is {value}, must be finite and at least 0")
+        if field.name.endswith("_bytes"):
+            check_bytes(value, name=f"{name}.{field.name}")
+
+
+def check_bytes(value: int, *, name: str) -> None:
+    """Raise ``ValueError`` unless ``value``, called ``name``, is a whole number of bytes."""
+    if value < 0:
+        raise ValueError(f"{name} is {value}, must be at least 0")
+    if not math.isfinite(value) or value != int(value):
+        raise ValueError(f"{name} is {value}, must be a whole number")
 
 
 def _check_costs(chain: Chain, costs: Costs) -> None:
     check_stage_costs(chain, costs.stages, name="costs.stages")
-    if costs.fixed_bytes < 0:
-        raise ValueError(f"costs.fixed_bytes is {costs.fixed_bytes}, must be at least 0")
+    check_bytes(costs.fixed_bytes, name="costs.fixed_bytes")
 
 
 def _check_link(link: Link) -> None:

@@ -27,7 +27,8 @@ starts later instead, and ends when it would have.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left, bisect_right
+from math import ceil, inf
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import (
@@ -62,8 +63,9 @@ from fxremat.simulate.profile import (
 _BEFORE, _BEGIN, _END, _AFTER = range(4)
 """The order of an operation's changes where they coincide."""
 
-_ROUNDING = 2.0**-40
-"""Relative to all that was moved or is held: rounding errors of a fluid replay stay below."""
+_ROUNDING = 2.0**-44
+"""Relative to what is held and to what the link can move until then: errors that a fluid replay
+takes for rounding."""
 
 
 def simulate(
@@ -82,7 +84,8 @@ def simulate(
         costs: its costs.
         schedule: its operations.
         link: what transfers run on.
-        fluid: memory goes and comes with every byte of a transfer, not all at once.
+        fluid: memory goes and comes with every byte of a transfer, not all at once. Times are
+            then only as exact as floats are, and so is the peak.
         budget_bytes: operations wait for room in that much memory; ``None``: there is
             always room.
 
@@ -202,8 +205,8 @@ class _Replay:
         first = made + step.more_bytes
         later = made + step.left_bytes - freed
         start = when_steps_fit(pieces, room, seconds=step.seconds, first=first, later=later)
-        if start == math.inf:
-            peak = math.ceil(pieces[-1].end + max(first, later) - room.slack_bytes)
+        if start == inf:
+            peak = ceil(pieces[-1].end + max(first, later) - room.slack_bytes)
             raise _NoRoomError(f"peaks at {peak} bytes, the budget is {self.budget} bytes")
         return start
 
@@ -291,8 +294,8 @@ class _Replay:
                 begin = when_ramp_fits(pieces, room, seconds=seconds, nbytes=nbytes)
             else:
                 begin = when_steps_fit(pieces, room, seconds=seconds, first=nbytes, later=nbytes)
-            if begin == math.inf:
-                peak = math.ceil(pieces[-1].end + nbytes - room.slack_bytes)
+            if begin == inf:
+                peak = ceil(pieces[-1].end + nbytes - room.slack_bytes)
                 raise _NoRoomError(f"peaks at {peak} bytes, the budget is {self.budget} bytes")
         end = begin + seconds
         if self.fluid:
@@ -334,10 +337,12 @@ class _Replay:
         place = {key: n for n, key in enumerate(keys)}
         events = []
         for op, lane, idle, begins, ends in entries:
-            inside = keys[place[begins] + 1 : place[ends]]
-            most = max(
-                totals[begins][1], totals[ends][0], *(t for key in inside for t in totals[key])
-            )
+            first, last = place[begins], place[ends]
+            if begins[0] < ends[0]:  # leave out what ends or begins at the same instants
+                first = bisect_right(keys, (begins[0], inf, inf)) - 1
+                last = bisect_left(keys, (ends[0], -inf, -inf))
+            within = [t for key in keys[first + 1 : last] for t in totals[key]]
+            most = max(totals[keys[first]][1], totals[keys[last]][0], *within)
             held = totals[ends][1]
             events.append(
                 Event(op, begins[0], ends[0], self._whole(most), self._whole(held), lane, idle)
@@ -351,4 +356,4 @@ class _Replay:
         near = round(nbytes)
         rate = self.link.prefetch_bytes_per_s if self.link else 0.0
         slack = _ROUNDING * (near + rate * max(self.lane_free_s.values()))
-        return near if abs(nbytes - near) <= slack else math.ceil(nbytes)
+        return near if abs(nbytes - near) <= slack else ceil(nbytes)

@@ -69,10 +69,24 @@ def _slots_up(nbytes: int, quantum: int) -> int:
 
 
 @njit(inline="always")
-def _all_bytes(n: Numbers, s: int, t: int, option: int) -> int:
+def _all_bytes(n: Numbers, s: int, t: int) -> int:
     """Least memory of ``F_all s`` and ``B s`` around ``(s + 1, t)``: ``m_all``."""
-    nbytes: int = max(n.gradient[t] + n.keep[s, option], n.back[s, option])
+    nbytes: int = max(n.gradient[t] + n.keep[s], n.back[s])
     return nbytes
+
+
+@njit(inline="always")
+def _option_bytes(n: Numbers, s: int, t: int, k: int) -> int:
+    """The same with save option ``k + 1``."""
+    nbytes: int = max(n.gradient[t] + n.option_keep[s, k], n.option_back[s, k])
+    return nbytes
+
+
+@njit(inline="always")
+def _at_once_s(n: Numbers, s: int, k: int) -> float:
+    """Seconds of ``F_all s`` with save option ``k + 1`` and ``B s``, ``s`` being the last."""
+    seconds: float = n.prefix_s[s + 1] - n.prefix_s[s] + n.option_s[s, k]
+    return seconds
 
 
 @njit(inline="always")
@@ -86,35 +100,48 @@ def _ck_bytes(n: Numbers, s: int, cut: int, t: int) -> int:
 def _fill_leaf(table: Table, s: int) -> None:
     """Row ``(s, s)``: Eq. (1)."""
     n = table.numbers
-    row = row_of(s, s, n.backward_s.shape[0])
+    row = row_of(s, s, n.backward_s.size)
     end = table.values.shape[1]
     table.values[row] = np.inf
     table.first[row] = end
-    for way in range(n.leaf_s.shape[1]):
+    for way in (1, 0):
         start = min(_slots_up(n.leaf_bytes[s, way], table.quantum), end)
-        value = n.leaf_s[s, way] + n.prefix_s[s]
+        table.values[row, start:] = n.leaf_s[s, way] + n.prefix_s[s]
+        table.first[row] = min(table.first[row], start)
+    if s < n.backward_s.size - 1:
+        return
+    for k in range(n.option_s.shape[1]):
+        start = min(_slots_up(_option_bytes(n, s, s, k), table.quantum), end)
+        value = _at_once_s(n, s, k) + n.prefix_s[s]
         for m in range(start, end):
             table.values[row, m] = min(table.values[row, m], value)
-        table.first[row] = min(table.first[row], start)
+        if value < np.inf:
+            table.first[row] = min(table.first[row], start)
 
 
 @njit(cache=True, nogil=True)
 def _try_all(table: Table, s: int, t: int, begin: int) -> int:
     """Lower row ``(s, t)`` to ``C_all``; returns its first finite entry, ``begin`` so far."""
     n = table.numbers
-    count = n.backward_s.shape[0]
+    count = n.backward_s.size
     out = table.values[row_of(s, t, count)]
     inner = row_of(s + 1, t, count)
-    for option in range(n.options[s]):
-        shift = _slots_up(n.saved[s, option], table.quantum)
-        needs = _slots_up(_all_bytes(n, s, t, option), table.quantum)
+    shift = _slots_up(n.saved[s], table.quantum)
+    start = max(_slots_up(_all_bytes(n, s, t), table.quantum), shift + table.first[inner])
+    for m in range(start, out.size):
+        value = table.values[inner, m - shift] + n.backward_s[s] + n.prefix_s[s]
+        out[m] = value if value < out[m] else out[m]
+    first: int = min(begin, start)
+    for k in range(n.option_s.shape[1]):
+        if n.option_s[s, k] == np.inf:
+            continue
+        shift = _slots_up(n.option_saved[s, k], table.quantum)
+        needs = _slots_up(_option_bytes(n, s, t, k), table.quantum)
         start = max(needs, shift + table.first[inner])
-        more = n.backward_s[s, option]
         for m in range(start, out.size):
-            value = table.values[inner, m - shift] + more + n.prefix_s[s]
+            value = table.values[inner, m - shift] + n.option_s[s, k] + n.prefix_s[s]
             out[m] = value if value < out[m] else out[m]
-        begin = min(begin, start)
-    first: int = begin
+        first = min(first, start)
     return first
 
 
@@ -156,7 +183,7 @@ def _try_cuts(table: Table, s: int, t: int, cuts: tuple[int, int], begin: int) -
     """Lower row ``(s, t)`` to ``C_ck`` of the half-open range ``cuts``; see ``_try_all``."""
     n = table.numbers
     values = table.values
-    count = n.backward_s.shape[0]
+    count = n.backward_s.size
     out = values[row_of(s, t, count)]
     end = out.size
     for cut in range(cuts[0], cuts[1]):
@@ -182,7 +209,7 @@ def _try_cuts(table: Table, s: int, t: int, cuts: tuple[int, int], begin: int) -
 def _close(table: Table, s: int, t: int, begin: int) -> None:
     """Turn the sums of row ``(s, t)`` into its values."""
     n = table.numbers
-    row = row_of(s, t, n.backward_s.shape[0])
+    row = row_of(s, t, n.backward_s.size)
     for m in range(begin, table.values.shape[1]):
         table.values[row, m] -= n.prefix_s[s]
     table.first[row] = min(begin, table.values.shape[1])
@@ -198,7 +225,7 @@ def _fill_tile(table: Table, s0: int, t0: int) -> None:
     this tile read the same rows then, out of the cache. Cuts in the two tiles at the
     ends read rows of this very tile and follow row by row.
     """
-    count = table.numbers.backward_s.shape[0]
+    count = table.numbers.backward_s.size
     s1 = min(s0 + TILE, count)
     t1 = min(t0 + TILE, count)
     begin = np.full((TILE, TILE), table.values.shape[1])
@@ -227,7 +254,7 @@ def fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
 
     Requires: all diagonals of lesser ``distance`` are filled.
     """
-    tiles = -(-table.numbers.backward_s.shape[0] // TILE)
+    tiles = -(-table.numbers.backward_s.size // TILE)
     for tile in range(begin, tiles - distance, stride):
         _fill_tile(table, tile * TILE, (tile + distance) * TILE)
 
@@ -237,23 +264,30 @@ def choose(table: Table, s: int, t: int, m: int) -> int:
     """The choice behind entry ``m`` of row ``(s, t)``, by comparing the same sums again.
 
     Returns:
-        ``-1 - option`` for ``F_all s``, the cut ``s' > s`` for ``F_ck s``. For ``s == t``,
-        ``s + 1`` means the forward alone first, then a rebuild. ``s`` if there is none.
+        ``s`` for ``F_all s``, ``-1 - option`` for one of its save options, the cut
+        ``s' > s`` for ``F_ck s``. For ``s == t``, ``s + 1`` means the forward alone first,
+        then a rebuild. -1 if the entry is infinite.
     """
     n = table.numbers
     values = table.values
-    count = n.backward_s.shape[0]
+    count = n.backward_s.size
     want = values[row_of(s, t, count), m]
     if want == np.inf:
-        return s
+        return -1
     if s == t:
-        return _choose_leaf(n, s, m, table.quantum, want)
-    for option in range(n.options[s]):
-        shift = _slots_up(n.saved[s, option], table.quantum)
-        if m >= max(shift, _slots_up(_all_bytes(n, s, t, option), table.quantum)):
-            inner = values[row_of(s + 1, t, count), m - shift]
-            if inner + n.backward_s[s, option] + n.prefix_s[s] - n.prefix_s[s] == want:
-                return -1 - option
+        return _choose_leaf(table, s, m)
+    shift = _slots_up(n.saved[s], table.quantum)
+    if m >= max(shift, _slots_up(_all_bytes(n, s, t), table.quantum)):
+        inner = values[row_of(s + 1, t, count), m - shift]
+        if inner + n.backward_s[s] + n.prefix_s[s] - n.prefix_s[s] == want:
+            return s
+    for k in range(n.option_s.shape[1]):
+        shift = _slots_up(n.option_saved[s, k], table.quantum)
+        if m < max(shift, _slots_up(_option_bytes(n, s, t, k), table.quantum)):
+            continue
+        inner = values[row_of(s + 1, t, count), m - shift]
+        if inner + n.option_s[s, k] + n.prefix_s[s] - n.prefix_s[s] == want:
+            return -2 - k
     for cut in range(s + 1, t + 1):
         shift = table.step_slots[s, cut]
         if m < max(shift, _slots_up(_ck_bytes(n, s, cut, t), table.quantum)):
@@ -261,17 +295,22 @@ def choose(table: Table, s: int, t: int, m: int) -> int:
         late = values[row_of(cut, t, count), m - shift]
         if late + values[row_of(s, cut - 1, count), m] - n.prefix_s[s] == want:
             return cut
-    return s
+    return -1
 
 
 @njit(cache=True, nogil=True)
-def _choose_leaf(n: Numbers, s: int, m: int, quantum: int, want: float) -> int:
-    ways = n.leaf_s.shape[1]
-    for way in range(ways):
-        enough = m >= _slots_up(n.leaf_bytes[s, way], quantum)
-        if enough and n.leaf_s[s, way] + n.prefix_s[s] == want:
-            return s + 1 if way == ways - 1 else -1 - way
-    return s
+def _choose_leaf(table: Table, s: int, m: int) -> int:
+    n = table.numbers
+    want = table.values[row_of(s, s, n.backward_s.size), m]
+    for way in range(2):
+        fits = m >= _slots_up(n.leaf_bytes[s, way], table.quantum)
+        if fits and n.leaf_s[s, way] + n.prefix_s[s] == want:
+            return s + way
+    for k in range(n.option_s.shape[1]):
+        fits = m >= _slots_up(_option_bytes(n, s, s, k), table.quantum)
+        if fits and _at_once_s(n, s, k) + n.prefix_s[s] == want:
+            return -2 - k
+    return -1
 
 
 @njit(cache=True, nogil=True)
@@ -280,21 +319,26 @@ def fill_least(least: Least) -> None:
     n = least.numbers
     memory = least.memory
     seconds = least.seconds
-    count = n.backward_s.shape[0]
+    count = n.backward_s.size
     for s in range(count - 1, -1, -1):
-        way = np.argmin(n.leaf_bytes[s])
+        way = 0 if n.leaf_bytes[s, 0] <= n.leaf_bytes[s, 1] else 1
         memory[s, s] = n.leaf_bytes[s, way]
         seconds[s, s] = n.leaf_s[s, way]
+        if s == count - 1:
+            for k in range(n.option_s.shape[1]):
+                needs = _option_bytes(n, s, s, k)
+                takes = _at_once_s(n, s, k)
+                if needs < memory[s, s] and takes < np.inf:
+                    memory[s, s] = needs
+                    seconds[s, s] = takes
         for t in range(s + 1, count):
-            best = np.int64(2**62)
-            best_s = np.inf
-            for option in range(n.options[s]):
-                needs = max(_all_bytes(n, s, t, option), n.saved[s, option] + memory[s + 1, t])
-                if needs > best:
-                    continue
-                forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
-                takes = forward_s + seconds[s + 1, t] + n.backward_s[s, option]
-                if needs < best or takes < best_s:
+            forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
+            best = max(_all_bytes(n, s, t), n.saved[s] + memory[s + 1, t])
+            best_s = forward_s + seconds[s + 1, t] + n.backward_s[s]
+            for k in range(n.option_s.shape[1]):
+                needs = max(_option_bytes(n, s, t, k), n.option_saved[s, k] + memory[s + 1, t])
+                takes = forward_s + seconds[s + 1, t] + n.option_s[s, k]
+                if takes < np.inf and (needs < best or (needs == best and takes < best_s)):
                     best = needs
                     best_s = takes
             for cut in range(s + 1, t + 1):
@@ -321,21 +365,28 @@ def choose_least(least: Least, s: int, t: int, available: int) -> int:
     n = least.numbers
     memory = least.memory
     seconds = least.seconds
-    best = s
+    best = -1
     best_s = np.inf
     if s == t:
-        ways = n.leaf_s.shape[1]
-        for way in range(ways):
+        for way in range(2):
             if available >= n.leaf_bytes[s, way] and n.leaf_s[s, way] < best_s:
-                best = s + 1 if way == ways - 1 else -1 - way
+                best = s + way
                 best_s = n.leaf_s[s, way]
+        if s == n.backward_s.size - 1:
+            for k in range(n.option_s.shape[1]):
+                fits = available >= _option_bytes(n, s, s, k)
+                if fits and _at_once_s(n, s, k) < best_s:
+                    best = -2 - k
+                    best_s = _at_once_s(n, s, k)
         return best
-    for option in range(n.options[s]):
-        needs = max(_all_bytes(n, s, t, option), n.saved[s, option] + memory[s + 1, t])
-        forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
-        takes = forward_s + seconds[s + 1, t] + n.backward_s[s, option]
+    if available >= max(_all_bytes(n, s, t), n.saved[s] + memory[s + 1, t]):
+        best = s
+        best_s = n.prefix_s[s + 1] - n.prefix_s[s] + seconds[s + 1, t] + n.backward_s[s]
+    for k in range(n.option_s.shape[1]):
+        needs = max(_option_bytes(n, s, t, k), n.option_saved[s, k] + memory[s + 1, t])
+        takes = n.prefix_s[s + 1] - n.prefix_s[s] + seconds[s + 1, t] + n.option_s[s, k]
         if available >= needs and takes < best_s:
-            best = -1 - option
+            best = -2 - k
             best_s = takes
     for cut in range(s + 1, t + 1):
         needs = max(_ck_bytes(n, s, cut, t), memory[s, cut - 1])

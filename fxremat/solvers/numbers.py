@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fxremat.ir import Chain, Costs, SaveOption, StageCosts
+from fxremat.ir import Chain, Costs, SaveOption
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -16,27 +17,29 @@ MOST_BYTES = 1 << 61
 """Sums of sizes stay below this, a quarter of what an int64 holds."""
 
 
-class Numbers(NamedTuple):
-    """A chain of ``L`` stages with up to ``O`` save options as arrays; all sizes in bytes.
+_NO_SECONDS: Floats = np.zeros((0, 0))
+_NO_SIZES: Ints = np.zeros((0, 0), dtype=np.int64)
 
-    Option 0 keeps the whole saved set. Columns past a stage's own options repeat option 0.
+
+class Numbers(NamedTuple):
+    """A chain of ``L`` stages as arrays; all sizes in bytes.
 
     Attributes:
         prefix_s: ``(L + 1,)``, seconds of the forwards ``0 … i - 1``.
-        backward_s: ``(L, O)``, rebuilding what was not kept included.
+        backward_s: ``(L,)``.
         gradient: ``(L,)``, ``δ`` while the backward of stage ``i`` comes next.
-        saved: ``(L, O)``, what ``F_all i`` adds to its input.
-        keep: ``(L, O)``, peak of ``F_all i`` beyond its input and the gradient.
-        back: ``(L, O)``, peak of ``B i`` beyond its input.
-        options: ``(L,)``, number of options of each stage.
+        saved: ``(L,)``, saved set ``i``.
+        keep: ``(L,)``, peak of ``F_all i`` beyond its input and the gradient.
+        back: ``(L,)``, peak of ``B i`` beyond its input.
         step: ``(L, L + 1)``, what boundary ``s'`` adds to boundary ``s < s'``.
         sweep: ``(L, L + 1)``, peak of the forwards ``s … s' - 1``, only boundary ``s``
             kept, beyond that boundary and the gradient.
-        leaf_bytes: ``(L, O + 1)``, least memory of the interval ``(i, i)`` in each of its
-            ways. For the last stage: ``F_all`` and ``B`` at once with an option, or, in
-            the last column, the forward alone first and then a rebuild. For the others a
-            rebuild, whatever the column.
-        leaf_s: ``(L, O + 1)``, their seconds.
+        leaf_bytes: ``(L, 2)``, least memory of the interval ``(i, i)`` in each of its
+            two ways: at once, or the forward alone first and then a rebuild.
+        leaf_s: ``(L, 2)``, their seconds.
+        option_s, option_saved, option_keep, option_back: ``(L, O)``, ``backward_s``,
+            ``saved``, ``keep`` and ``back`` for each save option beside the whole saved
+            set; a stage with fewer has some that take for ever.
     """
 
     prefix_s: Floats
@@ -45,11 +48,14 @@ class Numbers(NamedTuple):
     saved: Ints
     keep: Ints
     back: Ints
-    options: Ints
     step: Ints
     sweep: Ints
     leaf_bytes: Ints
     leaf_s: Floats
+    option_s: Floats = _NO_SECONDS
+    option_saved: Ints = _NO_SIZES
+    option_keep: Ints = _NO_SIZES
+    option_back: Ints = _NO_SIZES
 
 
 def numbers_of(chain: Chain, costs: Costs) -> Numbers:
@@ -59,77 +65,105 @@ def numbers_of(chain: Chain, costs: Costs) -> Numbers:
         ValueError: the sizes are too large to add up.
     """
     stages = costs.stages
+    count = len(stages)
     _check_total(chain, costs)
-    choices = [_choices(chain, i, stage) for i, stage in enumerate(stages)]
-    width = max(map(len, choices))
-    padded = [own + own[:1] * (width - len(own)) for own in choices]
+    saved = [chain.nbytes(chain.saved_set(i)) for i in range(count)]
+    keep = [saved[i] + stage.keep_extra_bytes for i, stage in enumerate(stages)]
+    back = [
+        stage.gradient_bytes + saved[i] + stage.backward_extra_bytes
+        for i, stage in enumerate(stages)
+    ]
     step, sweep = _boundary_bytes(chain, [stage.forward_extra_bytes for stage in stages])
-    leaf_bytes = [[stage.gradient_bytes + stage.rebuild_bytes] * (width + 1) for stage in stages]
-    leaf_s = [[stage.rebuild_s + stage.backward_s] * (width + 1) for stage in stages]
+    rebuild = [stage.gradient_bytes + stage.rebuild_bytes for stage in stages]
+    leaf_bytes = [[nbytes, nbytes] for nbytes in rebuild]
+    leaf_s = [[stage.rebuild_s + stage.backward_s] * 2 for stage in stages]
     last = stages[-1]
-    run_bytes = last.gradient_bytes + int(sweep[-1, -1])
+    run_bytes = last.gradient_bytes + int(sweep[count - 1, count])
     leaf_bytes[-1] = [
-        *(max(last.gradient_bytes + c.keep_bytes, c.back_bytes) for c in padded[-1]),
-        max(run_bytes, leaf_bytes[-1][-1]),
+        max(last.gradient_bytes + keep[-1], back[-1]),
+        max(run_bytes, rebuild[-1]),
     ]
     leaf_s[-1] = [
-        *(last.forward_s + c.backward_s for c in padded[-1]),
-        last.forward_s + leaf_s[-1][-1],
+        last.forward_s + last.backward_s,
+        last.forward_s + last.rebuild_s + last.backward_s,
     ]
     return Numbers(
         prefix_s=np.cumsum([0.0, *(stage.forward_s for stage in stages)]),
-        backward_s=np.array([[c.backward_s for c in own] for own in padded], dtype=np.float64),
+        backward_s=np.array([stage.backward_s for stage in stages], dtype=np.float64),
         gradient=np.array([stage.gradient_bytes for stage in stages], dtype=np.int64),
-        saved=np.array([[c.saved_bytes for c in own] for own in padded], dtype=np.int64),
-        keep=np.array([[c.keep_bytes for c in own] for own in padded], dtype=np.int64),
-        back=np.array([[c.back_bytes for c in own] for own in padded], dtype=np.int64),
-        options=np.array([len(own) for own in choices], dtype=np.int64),
+        saved=np.array(saved, dtype=np.int64),
+        keep=np.array(keep, dtype=np.int64),
+        back=np.array(back, dtype=np.int64),
         step=step,
         sweep=sweep,
         leaf_bytes=np.array(leaf_bytes, dtype=np.int64),
         leaf_s=np.array(leaf_s, dtype=np.float64),
+        **_option_arrays(chain, costs),
     )
 
 
-class _Choice(NamedTuple):
-    """``F_all`` and ``B`` of a stage with one of its options; see ``Numbers``."""
-
-    saved_bytes: int
-    keep_bytes: int
-    back_bytes: int
-    backward_s: float
-
-
-def _choices(chain: Chain, index: int, stage: StageCosts) -> list[_Choice]:
-    whole = SaveOption(
-        chain.stages[index].saved, 0.0, stage.keep_extra_bytes, stage.backward_extra_bytes
-    )
-    found = []
-    for option in (whole, *stage.options):
-        saved = chain.nbytes(chain.added(index, option.kept))
-        found.append(
-            _Choice(
+def _option_arrays(chain: Chain, costs: Costs) -> dict[str, Any]:
+    """The last four fields of ``Numbers``; what fills them up takes for ever."""
+    width = max(len(stage.options) for stage in costs.stages)
+    seconds = np.full((len(chain), width), np.inf)
+    sizes = np.zeros((3, len(chain), width), dtype=np.int64)
+    for i, stage in enumerate(costs.stages):
+        whole = SaveOption(
+            chain.stages[i].saved, np.inf, stage.keep_extra_bytes, stage.backward_extra_bytes
+        )
+        for k, option in enumerate((*stage.options, *[whole] * (width - len(stage.options)))):
+            saved = chain.nbytes(chain.added(i, option.kept))
+            seconds[i, k] = stage.backward_s + option.recompute_s
+            sizes[:, i, k] = (
                 saved,
                 saved + option.keep_extra_bytes,
                 stage.gradient_bytes + saved + option.backward_extra_bytes,
-                stage.backward_s + option.recompute_s,
             )
-        )
-    return found
+    return {
+        "option_s": seconds,
+        "option_saved": sizes[0],
+        "option_keep": sizes[1],
+        "option_back": sizes[2],
+    }
+
+
+def unit_bytes(numbers: Numbers) -> int:
+    """The greatest common divisor of all sizes, at least 1: slots of it round nothing."""
+    sizes = (
+        numbers.gradient,
+        numbers.saved,
+        numbers.keep,
+        numbers.back,
+        numbers.step,
+        numbers.sweep,
+        numbers.leaf_bytes,
+        numbers.option_saved,
+        numbers.option_keep,
+        numbers.option_back,
+    )
+    return math.gcd(*(int(np.gcd.reduce(array, axis=None)) for array in sizes)) or 1
 
 
 def without_saved_sets(numbers: Numbers) -> Numbers:
     """The same chain where no saved set can be held while another stage runs."""
     never = np.full_like(numbers.saved, 2 * MOST_BYTES)
-    return numbers._replace(saved=never, keep=never, back=never)
+    return numbers._replace(
+        saved=never,
+        keep=never,
+        back=never,
+        option_s=numbers.option_s[:, :0],
+        option_saved=numbers.option_saved[:, :0],
+        option_keep=numbers.option_keep[:, :0],
+        option_back=numbers.option_back[:, :0],
+    )
 
 
 def _check_total(chain: Chain, costs: Costs) -> None:
     most = max(
         2 * stage.gradient_bytes
         + stage.forward_extra_bytes
-        + max(stage.keep_extra_bytes, *(o.keep_extra_bytes for o in stage.options), 0)
-        + max(stage.backward_extra_bytes, *(o.backward_extra_bytes for o in stage.options), 0)
+        + max([stage.keep_extra_bytes, *(o.keep_extra_bytes for o in stage.options)])
+        + max([stage.backward_extra_bytes, *(o.backward_extra_bytes for o in stage.options)])
         + stage.rebuild_bytes
         for stage in costs.stages
     )

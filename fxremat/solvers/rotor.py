@@ -54,7 +54,7 @@ from fxremat.ir import (
     Solution,
     Solved,
 )
-from fxremat.solvers import kernels
+from fxremat.solvers import kernels, store_all
 from fxremat.solvers.kernels import Least, Table
 from fxremat.solvers.numbers import (
     MOST_BYTES,
@@ -62,6 +62,7 @@ from fxremat.solvers.numbers import (
     Ints,
     Numbers,
     numbers_of,
+    unit_bytes,
     without_saved_sets,
 )
 from fxremat.solvers.quantize import quantum_bytes, slots_down
@@ -79,13 +80,14 @@ def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> So
     Args:
         problem: the chain, its costs and the budget.
         slots: sizes are rounded up to the budget's ``slots``-th part. The result is
-            exact where that is one byte.
+            exact where that is no more than what all sizes are multiples of.
         tapes_late: ``B i`` comes right after ``F_all i``: no ``C_all``.
 
     Returns:
         ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule.
         A budget that only fits without rounding is first tried with up to eight times
-        the slots, then answered with a schedule from the least memory.
+        the slots, then answered with a schedule from the least memory. A budget that fits
+        everything without rounding is never answered with more than that takes.
 
     Raises:
         ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
@@ -107,7 +109,11 @@ def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> So
         )
         if table.fits(problem.budget_bytes) or table.quantum_bytes == 1:
             break
-    return table.schedule(problem.budget_bytes)
+    found = table.schedule(problem.budget_bytes)
+    kept = store_all.solve(problem)  # rounding must not cost a budget that fits everything
+    if tapes_late or isinstance(kept, Infeasible) or isinstance(found, Infeasible):
+        return found
+    return min(kept, found, key=lambda solved: solved.makespan_s)
 
 
 def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
@@ -155,14 +161,18 @@ class RotorTable:
     ) -> RotorTable:
         """Fill the table. ``O(L³ slots)``, on all the cores this process may use.
 
+        There are fewer slots where all sizes are multiples of a greater one than asked for.
+
         Raises:
             ValueError: the chain or the costs are malformed or too large to add up, or
                 ``slots < 1``.
         """
         Problem(chain, costs, max_budget_bytes)  # validates
-        numbers = _numbers(chain, costs, tapes_late)
+        numbers = numbers_of(chain, costs)
         available_bytes = min(max(0, max_budget_bytes - base_bytes(chain, costs)), MOST_BYTES)
-        quantum = quantum_bytes(available_bytes, slots=slots)
+        quantum = max(quantum_bytes(available_bytes, slots=slots), unit_bytes(numbers))
+        if tapes_late:
+            numbers = without_saved_sets(numbers)
         used = slots_down(available_bytes, quantum=quantum)
         table = _fill(numbers, quantum, used)
         least = _fill_least(numbers)
@@ -229,7 +239,7 @@ class RotorTable:
 
     def _ops(self, slots: int) -> tuple[Compute, ...]:
         table = self._table
-        saved = -(-table.numbers.saved // self.quantum_bytes)
+        saved = -(-_saved(table.numbers) // self.quantum_bytes)
 
         def pick(s: int, t: int, m: int) -> int:
             return kernels.choose(table, s, t, m)
@@ -259,7 +269,12 @@ def _least_ops(least: Least, available_bytes: int) -> tuple[Compute, ...]:
     def pick(s: int, t: int, m: int) -> int:
         return kernels.choose_least(least, s, t, m)
 
-    return _walk(pick, least.numbers.saved, least.numbers.step, available_bytes)
+    return _walk(pick, _saved(least.numbers), least.numbers.step, available_bytes)
+
+
+def _saved(numbers: Numbers) -> Ints:
+    """``(L, 1 + O)``: what ``F_all`` adds, for each of its save options from 0."""
+    return np.column_stack([numbers.saved, numbers.option_saved])
 
 
 def _walk(
@@ -269,7 +284,7 @@ def _walk(
 
     Args:
         pick: the choice for an interval and what is available to it, as ``kernels.choose``.
-        saved: ``(L, O)``, what each option adds; all three are in bytes, or all in slots.
+        saved: see ``_saved``; all three are in bytes, or all in slots.
         step: see ``Numbers``.
         available: what the whole chain may use beside boundary 0.
     """
@@ -282,10 +297,10 @@ def _walk(
             continue
         s, t, m = item
         cut = pick(s, t, m)
-        if cut == s:
+        if cut == -1:
             raise AssertionError(f"no choice explains the value of interval ({s}, {t}) at {m}")
-        if cut < 0:
-            option = -1 - cut
+        if cut <= s:
+            option = 0 if cut == s else -1 - cut
             ops.append(Forward(s, Keep.ALL, option))
             todo.append(Backward(s))
             if s < t:

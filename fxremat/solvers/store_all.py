@@ -16,14 +16,13 @@ from fxremat.ir import (
     Keep,
     Problem,
     Schedule,
-    Solution,
     Solved,
 )
 from fxremat.solvers.numbers import Numbers, numbers_of
 from fxremat.solvers.sequences import base_bytes, seconds_of
 
 
-def solve(problem: Problem) -> Solution:
+def solve(problem: Problem) -> Solved | Infeasible:
     """The schedule without recomputation, or ``Infeasible`` with its exact peak.
 
     Raises:

@@ -13,7 +13,9 @@ Three models of what a transfer is (Beaumont et al. 2019, sections 3, 4 and 5):
   from when the way back begins.
 
 An activation can go as soon as it is computed, but its memory is not free before the forward
-that reads it is done. ``two_phase`` says that nothing goes any more once something came back.
+that reads it is done. ``ordered`` is the paper's restriction: activations go one after another
+in the order of the stages, come back one after another in the opposite order, and nothing goes
+any more once something came back.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Transfers(Enum):
 
 
 def shortest_s(
-    problem: Problem, transfers: Transfers, *, tick_s: float, two_phase: bool = True
+    problem: Problem, transfers: Transfers, *, tick_s: float, ordered: bool = False
 ) -> float:
     """Seconds of the shortest step, infinite if none fits.
 
@@ -48,25 +50,25 @@ def shortest_s(
         problem: the chain, its costs, the budget and a link.
         transfers: the model.
         tick_s: length of a tick.
-        two_phase: see the module.
+        ordered: see the module.
     """
-    return _Search(problem, transfers, tick_s, two_phase).run() * tick_s
+    return _Search(problem, transfers, tick_s, ordered).run() * tick_s
 
 
-def least_budget(problem: Problem, transfers: Transfers, *, two_phase: bool = True) -> int:
+def least_budget(problem: Problem, transfers: Transfers, *, ordered: bool = False) -> int:
     """The least budget in bytes for which there is a step at all."""
     budget = 0
     while True:
         trial = Problem(problem.chain, problem.costs, budget, problem.link)
-        if _Search(trial, transfers, None, two_phase).run() < math.inf:
+        if _Search(trial, transfers, None, ordered).run() < math.inf:
             return budget
         budget += 1
 
 
 class _Way(NamedTuple):
-    """A transfer of activation ``index``; ``left`` ticks to go."""
+    """A transfer of an activation; ``left`` ticks to go."""
 
-    index: int
+    activation: int
     out: bool
     left: int
 
@@ -93,12 +95,12 @@ class _State(NamedTuple):
 
 class _Search:
     def __init__(
-        self, problem: Problem, transfers: Transfers, tick_s: float | None, two_phase: bool
+        self, problem: Problem, transfers: Transfers, tick_s: float | None, ordered: bool
     ) -> None:
         chain, costs, link = problem.chain, problem.costs, problem.link
         assert link is not None
         self.transfers = transfers
-        self.two_phase = two_phase
+        self.ordered = ordered
         self.shared = link.shared
         self.budget = problem.budget_bytes
         self.count = len(chain)
@@ -156,7 +158,7 @@ class _Search:
             for way in self._departures(state):
                 after = state._replace(ways=tuple(sorted((*state.ways, way))))
                 if not way.out:
-                    host = _set(state.host, way.index, 0)
+                    host = _set(state.host, way.activation, 0)
                     after = after._replace(host=host, back=True)
                 if self._memory(after) <= self.budget:
                     yield now, after
@@ -182,7 +184,7 @@ class _Search:
         stage = 2 * self.count - 1 - state.done
         needed = (stage, stage + 1)
         return all(not state.host[i] for i in needed) and all(
-            way.out or way.index not in needed for way in state.ways
+            way.activation not in needed for way in state.ways
         )
 
     def _memory(self, state: _State) -> int:
@@ -200,9 +202,18 @@ class _Search:
         computed = index <= state.done
         last = 2 * self.count - 1 - index  # the computation that reads it first on the way back
         wanted = state.done > last or (state.done == last and state.left > 0)
-        return computed and not wanted and not (state.back and self.two_phase)
+        if not computed or wanted:
+            return False
+        if not self.ordered:
+            return True
+        entire = all(
+            host in (0, size) for host, size in zip(state.host[:index], self.sizes, strict=False)
+        )
+        return entire and not state.back and not any(state.host[index + 1 :])
 
     def _may_return(self, state: _State, index: int) -> bool:
+        if self.ordered and any(state.host[index + 1 :]):
+            return False
         return state.host[index] > 0 and index < state.done
 
     def _moved(self, state: _State) -> Iterator[_State]:
@@ -214,7 +225,7 @@ class _Search:
             yield self._one(state, i, True)
         for i in back:
             yield self._one(state, i, False)
-        if not self.shared and not self.two_phase:
+        if not self.shared and not self.ordered:
             for i in out:
                 for j in back:
                     if i != j:
@@ -245,10 +256,10 @@ class _Search:
         for out in (True, False):
             if any(self.shared or way.out is out for way in state.ways):
                 continue
-            if self.two_phase and not out and any(way.out for way in state.ways):
+            if self.ordered and not out and any(way.out for way in state.ways):
                 continue
             for i, size in enumerate(self.sizes):
-                if any(way.index == i for way in state.ways):
+                if any(way.activation == i for way in state.ways):
                     continue
                 home = state.host[i] == 0
                 may = self._may_leave(state, i) if out else self._may_return(state, i)
@@ -263,7 +274,7 @@ class _Search:
             if way.left > 1:
                 ways.append(way._replace(left=way.left - 1))
             elif way.out:
-                host = _set(host, way.index, self.sizes[way.index])
+                host = _set(host, way.activation, self.sizes[way.activation])
         return state._replace(host=host, ways=tuple(ways))
 
 

@@ -10,7 +10,9 @@ at most ``n / 2`` ticks, that is ``n total_s / 2**50``; for ten hours and 500 op
 8 microseconds. ``Ticks.exact`` says which.
 
 Bytes. Sizes are divided by their greatest common divisor, budgets rounded down: exact. Sums
-must stay below ``2**61`` (``numbers.MOST_BYTES``).
+must stay below ``2**61`` (``numbers.MOST_BYTES``). Where they pass ``2**31``, CP-SAT's
+presolve is left out: that of 9.15 adds up the coefficients of conditional constraints in 32
+bits and then calls feasible models infeasible (google/or-tools#5293).
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from fractions import Fraction
 
 MOST_TICKS = 1 << 50
 """Of any sum of durations."""
+
+MOST_PRESOLVED = (1 << 31) - 1
+"""Of any sum of coefficients in a conditional constraint that presolve may see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class Ticks:
     exact: bool
 
     @staticmethod
-    def of(durations_s: Iterable[float], *, total_s: float) -> Ticks:
+    def of(durations_s: Iterable[float | Fraction], *, total_s: float | Fraction) -> Ticks:
         """The unit for these durations.
 
         Args:
@@ -56,7 +61,7 @@ class Ticks:
         exponent = math.floor(math.log2(MOST_TICKS)) - math.frexp(float(most))[1]
         return Ticks(Fraction(2) ** exponent, False)
 
-    def count(self, seconds: float) -> int:
+    def count(self, seconds: float | Fraction) -> int:
         """Ticks in a duration, to the nearest."""
         return round(Fraction(seconds) * self.per_s)
 

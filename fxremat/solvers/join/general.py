@@ -30,15 +30,18 @@ One branch gives rotor on the whole line.
 
 What it is optimal for: the *canonical* schedules, which for unit costs contain an optimal
 one (Theorem 1). They are memory-persistent; a segment runs through without another branch
-in between; what was checkpointed last is backpropagated first, so that branches go forward
+in between; what was checkpointed last is backpropagated first, so that segments go forward
 in the reverse of the order in which they go back; and a checkpoint that is read again is
-backpropagated before any other is touched. With heterogeneous costs schedules outside of it
-can be better, as exhaustive search shows (``tests/test_join.py`` has the smallest cases):
+backpropagated before any other is touched. With heterogeneous costs it is almost always the
+best of all memory-persistent schedules, but not always (about one random instance in
+sixty; the smallest are in ``tests/test_join.py``):
 
-* a branch stops at a narrow boundary while another one has its widest forwards: the order
-  of forwards is free only as long as no forward needs more than what it leaves behind;
-* a branch is recomputed early, or half-way, while a narrow boundary of the other is all
-  that is held, because gradients grow on the way back.
+* The order back is best chosen by gradients and saved sets, the order forward by the
+  workspace of the forwards. Only if no forward needs more than is held at the turn are all
+  orders forward alike, as the proof of Theorem 1 has it. Else both may ask for the same
+  branch first, and a canonical schedule cannot do that.
+* A segment of one branch may stop where its boundary is small, for another branch to go on,
+  before its last forwards. That was 1 of 43 instances in which the best was not canonical.
 
 Where boundaries share storages, ``back`` counts as given back only what began with the
 head's own boundary. That is exact if the boundaries of a branch share nothing or there is
@@ -68,8 +71,11 @@ from fxremat.solvers.kernels import TILE, Least, Table, fill_least, fill_tiles
 from fxremat.solvers.numbers import Floats, Numbers
 from fxremat.solvers.quantize import quantum_bytes, slots_down
 
-LARGEST_TABLE_BYTES = 1 << 29
+LARGEST_TABLE_BYTES = 1 << 30
 """``solve`` takes fewer slots where the table would be larger than this."""
+
+MOST_STATES = 1 << 23
+"""Of a join that can be solved: 15 slots at least."""
 
 
 def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
@@ -78,7 +84,7 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
     Args:
         problem: the join, its costs and the budget. A chain is answered by ``rotor``.
         slots: sizes are rounded up to the budget's ``slots``-th part; fewer where the
-            table would take more than half a gibibyte. Exact where that is one byte.
+            table would take more than a gibibyte. Exact where that is one byte.
 
     Returns:
         ``Solved``, or ``Infeasible`` with the exact least budget of any canonical
@@ -86,7 +92,8 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
         times the slots, then answered with a schedule from the least memory.
 
     Raises:
-        ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
+        ValueError: ``slots`` is less than 1, the sizes are too large to add up, or the
+            branches are too many or too long.
     """
     if isinstance(problem, Problem):
         found = rotor.solve(problem, slots=slots)
@@ -120,6 +127,7 @@ def least_budget(join: Join, costs: JoinCosts) -> tuple[int, Schedule]:
         ValueError: the join or the costs are malformed, or too large to add up.
     """
     JoinProblem(join, costs, 0)  # validates
+    _state_count(join)
     lines = line_numbers(join, costs)
     least = _fill_least(join_numbers(join, costs, lines), lines)
     needs = _root_bytes(least)
@@ -158,6 +166,7 @@ class JoinPlans:
                 ``slots < 1``.
         """
         JoinProblem(join, costs, max_budget_bytes)  # validates
+        _state_count(join)
         lines = line_numbers(join, costs)
         numbers = join_numbers(join, costs, lines)
         least = _fill_least(numbers, lines)
@@ -167,8 +176,10 @@ class JoinPlans:
             available = 0  # nothing will be read off: do not fill what nobody needs
         quantum = quantum_bytes(max(0, available), slots=slots)
         free = slots_down(max(0, available), quantum=quantum)
+        # A backward has more than was ever free in the forward where heads are given back.
         most = slots_down(max(0, available + base - costs.fixed_bytes), quantum=quantum)
-        tables = tuple(_fill_line(line, quantum, max(free, most)) for line in lines)
+        most = max(free, min(most, 2 * slots))
+        tables = tuple(_fill_line(line, quantum, most) for line in lines)
         table = _fill_join(numbers, tables, quantum, free)
         return JoinPlans(join, costs, max_budget_bytes, quantum, lines, tables, table, least)
 
@@ -242,6 +253,12 @@ def _state_count(join: Join) -> int:
     count = len(join.trunk) << len(join.branches)
     for branch in join.branches:
         count *= len(branch) + 1
+    if count > MOST_STATES:
+        raise ValueError(
+            f"join.branches have {[len(b) for b in join.branches]} stages and join.trunk "
+            f"{len(join.trunk)}: {count} states, more than {MOST_STATES}; merge stages, or move "
+            "short branches into the trunk"
+        )
     return count
 
 

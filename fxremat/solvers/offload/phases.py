@@ -11,16 +11,19 @@ offloaded, ``R`` of what, counted from the end ``T`` of the step, is still to co
 the two is always all that is moved, as prefetches wait for the last offload. An operation runs
 while at least ``away`` bytes (see ``Line``) are there, so the shortest step is
 
-    T = max(end of F + length of B, end of O + length of R,
+    T = max(end of F + length of B,
+            end of O and of the last F_i that reads what is moved + length of R,
             start of B_j in R's time + when O reaches B_j's away,
             end of F_j + when R reaches F_j's away).
 
-This is (9) and (10), but exact: the paper leaves out what ``B_{j+1}`` and those before free.
-Transfers are fluid (memory goes with every byte) or whole (assumption (D)).
+This is (9) and (10), but exact: the paper leaves out what ``B_{j+1}`` and those before free,
+and lets ``x_i`` come back while ``F_i`` still runs, before its memory is free. Transfers
+are fluid (memory goes with every byte) or whole (assumption (D)).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,16 +42,30 @@ class Transferred:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Start of each operation and the transfers, in the phase's own time."""
+    """Start of each operation and the transfers, in the phase's own time.
+
+    Attributes:
+        starts: of the operations, in their order.
+        end_s: when the last is done.
+        transfers: in their order.
+        moved: bytes of each transfer and those before it.
+        whole: transfers are.
+    """
 
     starts: tuple[float, ...]
     end_s: float
     transfers: tuple[Transferred, ...]
+    moved: tuple[float, ...]
+    whole: bool
 
     @property
     def transferred_s(self) -> float:
         """When the last transfer ends."""
         return self.transfers[-1].end_s if self.transfers else 0.0
+
+    def reaches(self, nbytes: float) -> float:
+        """When ``nbytes`` are moved. In the end they are, but for rounding errors."""
+        return _reached(self.transfers, self.moved, nbytes, whole=self.whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +90,24 @@ class Plan:
 def plan(line: Line, amounts: Sequence[float], *, whole: bool) -> Plan | None:
     """The ordered no-wait schedule that offloads ``amounts[i]`` bytes of ``x_i``.
 
-    ``O(L (L + transfers))``.
+    ``O(L log L)``.
 
     Returns:
         ``None`` if that is not enough for some operation, however long it waits.
     """
     forward_away, backward_away = line.away(line.forward_own), line.away(line.backward_own)
-    moved = 0.0
-    for i in range(len(line)):
-        if max(forward_away[i], backward_away[i]) > moved:
-            return None
-        moved += amounts[i]
-    forth = _no_wait(
-        line.forward_s, forward_away, amounts, line.offload_rate, whole=whole, during=True
-    )
+    if not suffices(line, amounts):
+        return None
+    forth = forward_phase(line, amounts, whole=whole)
     back = _no_wait(
         line.backward_s, backward_away, amounts, line.prefetch_rate, whole=whole, during=False
     )
-    total = max(forth.end_s + back.end_s, forth.transferred_s + back.transferred_s)
+    total = max(forth.end_s + back.end_s, turned(line, forth) + back.transferred_s)
     for i in range(len(line)):
         done = back.starts[i] + line.backward_s[i]
-        total = max(total, done + _reached(forth.transfers, backward_away[i], whole=whole))
+        total = max(total, done + forth.reaches(backward_away[i]))
         done = forth.starts[i] + line.forward_s[i]
-        total = max(total, done + _reached(back.transfers, forward_away[i], whole=whole))
+        total = max(total, done + back.reaches(forward_away[i]))
     return Plan(
         forwards=forth.starts,
         backwards=tuple(
@@ -110,6 +122,32 @@ def plan(line: Line, amounts: Sequence[float], *, whole: bool) -> Plan | None:
         makespan_s=total,
         whole=whole,
     )
+
+
+def suffices(line: Line, amounts: Sequence[float]) -> bool:
+    """Whether offloading ``amounts`` makes room for every operation, if it waits."""
+    moved = 0.0
+    for i, away in enumerate(
+        zip(line.away(line.forward_own), line.away(line.backward_own), strict=True)
+    ):
+        if max(away) > moved:
+            return False
+        moved += amounts[i]
+    return True
+
+
+def forward_phase(line: Line, amounts: Sequence[float], *, whole: bool) -> Phase:
+    """Forwards and offloads, which must be enough for every forward."""
+    away = line.away(line.forward_own)
+    return _no_wait(line.forward_s, away, amounts, line.offload_rate, whole=whole, during=True)
+
+
+def turned(line: Line, forth: Phase) -> float:
+    """When the first prefetch can start: what it moves is copied, and was read."""
+    if not forth.transfers:
+        return 0.0
+    last = forth.transfers[-1].index
+    return max(forth.transferred_s, forth.starts[last] + line.forward_s[last])
 
 
 def _no_wait(
@@ -129,25 +167,28 @@ def _no_wait(
     now = linked = 0.0
     starts: list[float] = []
     transfers: list[Transferred] = []
+    moved: list[float] = []
     for i, takes in enumerate(seconds):
-        start = max(now, _reached(transfers, away[i], whole=whole))
+        start = max(now, _reached(transfers, moved, away[i], whole=whole))
         starts.append(start)
         if amounts[i]:
             begin = max(linked, now if during else start + takes)
             linked = begin + amounts[i] / rate
             transfers.append(Transferred(i, begin, linked, amounts[i]))
+            moved.append(amounts[i] + (moved[-1] if moved else 0.0))
         now = start + takes
-    return Phase(tuple(starts), now, tuple(transfers))
+    return Phase(tuple(starts), now, tuple(transfers), tuple(moved), whole)
 
 
-def _reached(transfers: Sequence[Transferred], nbytes: float, *, whole: bool) -> float:
-    """When ``transfers`` have moved ``nbytes``; they do in the end, but for rounding errors."""
+def _reached(
+    transfers: Sequence[Transferred], moved: Sequence[float], nbytes: float, *, whole: bool
+) -> float:
+    """When ``transfers`` have moved ``nbytes``."""
     if nbytes <= 0:
         return 0.0
-    left = nbytes
-    for t in transfers:
-        if left <= t.nbytes:
-            part = 1.0 if whole else left / t.nbytes
-            return t.begin_s + (t.end_s - t.begin_s) * part
-        left -= t.nbytes
-    return transfers[-1].end_s
+    at = min(bisect_left(moved, nbytes), len(moved) - 1)
+    t = transfers[at]
+    if whole:
+        return t.end_s
+    part = 1.0 - (moved[at] - nbytes) / t.nbytes
+    return t.begin_s + (t.end_s - t.begin_s) * min(1.0, part)

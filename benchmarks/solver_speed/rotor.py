@@ -1,45 +1,26 @@
 """How long rotor takes on a long chain, beside the same recurrence in plain numpy.
 
-Run: python -m benchmarks.solver_speed
-
-The chain has as many stages as ResNet-1001 in the rotor paper. Its times are multiples of
-2**-20 s, so that both must find equal optima, which is checked.
+The chain has as many stages as ResNet-1001 in the rotor paper. Its times add up exactly, so
+that both must find equal optima, which is checked.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
-import random
 import resource
 import time
 from pathlib import Path
 
 from benchmarks.common import Spread, save, show
+from benchmarks.solver_speed.chains import MIB, heterogeneous
 from fxremat.ir import Backward, Chain, Costs, Forward, Keep, Op, Problem, Schedule, Solved
 from fxremat.simulate import check, simulate
 from fxremat.solvers.rotor import RotorTable, least_budget
 from tests.plain_rotor import plain_rotor
 
-MIB = 1 << 20
-
-
-def heterogeneous(count: int) -> tuple[Chain, Costs]:
-    """Boundaries of 1 to 64 MiB, saved sets up to 200 MiB more, forwards of 0.1 to 5 ms."""
-    draw = random.Random(0)
-    sizes = [draw.randint(MIB, 64 * MIB) for _ in range(count + 1)]
-    saved = [size + draw.randint(MIB, 200 * MIB) for size in sizes[1:]]
-    forward_s = [draw.randint(100, 5000) / 2**20 for _ in range(count)]
-    costs = Costs.from_paper(
-        forward_s=forward_s,
-        backward_s=[seconds * draw.choice([1.5, 2.0, 2.5]) for seconds in forward_s],
-        gradient_bytes=sizes,
-        saved_bytes=saved,
-        forward_extra_bytes=[draw.randint(0, 32 * MIB) for _ in range(count)],
-        backward_extra_bytes=[draw.randint(0, 32 * MIB) for _ in range(count)],
-    )
-    return Chain.from_sizes(sizes, saved), costs
+STAGES = 339
+SLOTS = 500
 
 
 def resident_bytes() -> int:
@@ -59,19 +40,13 @@ def cpu_seconds() -> float:
     return times.user + times.system
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stages", type=int, default=339)
-    parser.add_argument("--slots", type=int, default=500)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-plain", action="store_true", help="leave plain numpy out")
-    options = parser.parse_args()
-
-    chain, costs = heterogeneous(options.stages)
+def section(repeats: int) -> None:
+    """Time rotor at several budgets."""
+    chain, costs = heterogeneous(STAGES)
     least_budget(*heterogeneous(20))  # loads the compiled code
     RotorTable.build(*heterogeneous(20), max_budget_bytes=1 << 30)
-    ops: list[Op] = [Forward(i, Keep.ALL) for i in range(options.stages)]
-    ops += [Backward(i) for i in reversed(range(options.stages))]
+    ops: list[Op] = [Forward(i, Keep.ALL) for i in range(STAGES)]
+    ops += [Backward(i) for i in reversed(range(STAGES))]
     full = simulate(chain, costs, Schedule(tuple(ops)))
     least_bytes, _ = least_budget(chain, costs)
 
@@ -79,7 +54,7 @@ def main() -> None:
     before = resident_bytes()
     for share in (0.05, 0.1, 0.3, 0.6, 0.9):
         budget_bytes = int(full.peak_bytes * share)
-        wall, cpu, found = repeated(chain, costs, budget_bytes, options.slots, options.repeats)
+        wall, cpu, found = repeated(chain, costs, budget_bytes, SLOTS, repeats)
         check(Problem(chain, costs, budget_bytes), found.schedule)
         rss_bytes = most_resident_bytes() - before
         entry = {
@@ -101,22 +76,20 @@ def main() -> None:
             ]
         )
     load = os.getloadavg()
-    plain_s = None
-    if not options.no_plain:
-        plain_s = plain_seconds(chain, costs, budget_bytes, options.slots, found)
-        rows.append([f"plain numpy, {share:.2f}, once", f"{plain_s:.0f}", "", "", ""])
+    plain_s = plain_seconds(chain, costs, budget_bytes, SLOTS, found)
+    rows.append([f"plain numpy, {share:.2f}, once", f"{plain_s:.0f}", "", "", ""])
     title = (
-        f"{options.stages} stages x {options.slots} slots, warm; least budget "
+        f"{STAGES} stages x {SLOTS} slots, warm; least budget "
         f"{least_bytes / full.peak_bytes:.3f} of the full peak; load {load[0]:.1f}"
     )
     columns = ["", "seconds, median (low … high)", "cpu s", "MiB above before", "recomputation"]
     show(title, columns, rows)
     save(
-        "solver_speed",
+        "solver_speed_rotor",
         {
-            "stages": options.stages,
-            "slots": options.slots,
-            "repeats": options.repeats,
+            "stages": STAGES,
+            "slots": SLOTS,
+            "repeats": repeats,
             "load_average": load,
             "rotor": results,
             "plain_numpy_seconds": plain_s,
@@ -157,7 +130,3 @@ def plain_seconds(
 
 def vars_of(spread: Spread) -> dict[str, float]:
     return {"median": spread.median, "low": spread.low, "high": spread.high}
-
-
-if __name__ == "__main__":
-    main()

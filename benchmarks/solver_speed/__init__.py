@@ -1,0 +1,1 @@
+"""How long the solvers take, a section a family."""

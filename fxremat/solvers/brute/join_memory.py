@@ -1,0 +1,161 @@
+"""What memory holds during the exhaustive search of joins, see ``join``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fxremat.ir import JoinProblem, StageCosts
+
+
+class State(NamedTuple):
+    """Memory between two operations; values are bit masks of storage instances.
+
+    Attributes:
+        levels: of each line: the backwards of its stages from there on are done.
+        last_ran: the trunk's last stage has run. All others have where it matters.
+        pending: the operation before was a second ``F_all`` of the stage whose backward may
+            come next. That may not follow: together they are a rebuild, a step of its own.
+        at: of each line, the boundary in flight, -1 if none.
+        flight: their values.
+        kept: of each stage, its boundary if kept, else -1.
+        saved: of each stage, its saved set with the boundary after it if held, else -1.
+        order: stages whose boundary is kept, the one last read or written at the end.
+    """
+
+    levels: tuple[int, ...]
+    last_ran: bool
+    pending: bool
+    at: tuple[int, ...]
+    flight: tuple[int, ...]
+    kept: tuple[int, ...]
+    saved: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+class Held:
+    """A join, and what its states hold."""
+
+    def __init__(self, problem: JoinProblem) -> None:
+        join = problem.join
+        self.problem = problem
+        self.lines = join.lines
+        self.turn = len(self.lines) - 1  # the trunk
+        self.first = join.first_stages
+        self.costs: list[StageCosts] = [c for stages in problem.costs.lines for c in stages]
+        self.sets = [[frozenset(ids) for ids in line.boundaries] for line in self.lines]
+        self.lengths = [len(line) for line in self.lines]
+        # Bit ``storage * copies + n`` is instance n of a storage. Boundaries that have it, as
+        # many saved sets and one more, one in flight on either line and one new may differ.
+        runs = [i for line in self.lines for ids in line.boundaries for i in set(ids)]
+        self.copies = 2 * max(map(runs.count, set(runs)), default=0) + 4
+        every = (1 << self.copies) - 1
+        self.slot = [every << (i * self.copies) for i in range(len(join.storages))]
+        self.within = [[sum(self.slot[i] for i in ids) for ids in sets] for sets in self.sets]
+        self.touched = [
+            [at | frozenset(stage.saved) for at, stage in zip(sets[1:], line.stages, strict=True)]
+            for sets, line in zip(self.sets, self.lines, strict=True)
+        ]
+        self.sizes: dict[int, int] = {}
+
+    def read(self, state: State, line: int, i: int) -> tuple[int, bool] | None:
+        """The value that a reader of boundary ``i`` gets, and whether it was a kept one."""
+        if i == 0 and line == self.turn:
+            return self.meet(state)
+        stage = self.first[line] + i
+        if state.at[line] == i:
+            return state.flight[line], False
+        if state.kept[stage] >= 0:
+            return state.kept[stage], True
+        if i and state.saved[stage - 1] >= 0:
+            return state.saved[stage - 1] & self.within[line][i], False
+        return None
+
+    def meet(self, state: State) -> tuple[int, bool] | None:
+        """Boundary 0 of the trunk, put together from the branches' ends."""
+        met, from_kept = 0, False
+        kept = state.kept[self.first[self.turn]]
+        for b in range(self.turn):
+            end = self.lengths[b]
+            last = self.first[b] + end - 1
+            if state.at[b] == end:
+                value = state.flight[b]
+            elif kept >= 0:
+                value, from_kept = kept, True
+            elif state.saved[last] >= 0:
+                value = state.saved[last]
+            else:
+                return None
+            met |= value & self.within[b][end]
+        return met, from_kept
+
+    def is_held(self, state: State, line: int, boundary: int) -> bool:
+        """Whether a boundary is kept or in a held saved set."""
+        stage = self.first[line] + boundary
+        if state.saved[stage - 1] >= 0:
+            return True
+        if boundary < self.lengths[line]:
+            return state.kept[stage] >= 0
+        return line != self.turn and state.kept[self.first[self.turn]] >= 0
+
+    def landed(self, state: State, line: int, reads: int) -> State:
+        """Without what the line has in flight and an operation reading ``reads`` does not read."""
+        if state.at[line] == reads:
+            return state
+        return state._replace(at=put(state.at, line, -1), flight=put(state.flight, line, 0))
+
+    def without_ends(self, state: State) -> State:
+        """Without the branches' ends that are in flight."""
+        at, flight = list(state.at), list(state.flight)
+        for b in range(self.turn):
+            if at[b] == self.lengths[b]:
+                at[b], flight[b] = -1, 0
+        return state._replace(at=tuple(at), flight=tuple(flight))
+
+    def held(self, state: State) -> int:
+        """All instances in memory."""
+        held = 0
+        for value in (*state.flight, *state.kept, *state.saved):
+            if value > 0:
+                held |= value
+        return held
+
+    def new(self, storages: frozenset[int], *, held: int, source: int) -> int:
+        """New instances of ``storages`` but those in ``source``: the lowest unused numbers."""
+        new = 0
+        for storage in storages:
+            if not source & self.slot[storage]:
+                base = 1 << (storage * self.copies)
+                taken = (held & self.slot[storage]) // base
+                new |= (~taken & (taken + 1)) * base
+        return new
+
+    def total(self, state: State, more: int) -> int:
+        """Bytes of what is held and of ``more``, with gradients and fixed bytes."""
+        mask = self.held(state) | more
+        nbytes = self.sizes.get(mask)
+        if nbytes is None:
+            nbytes = self.sizes[mask] = sum(
+                (mask & self.slot[i]).bit_count() * storage.nbytes
+                for i, storage in enumerate(self.problem.join.storages)
+            )
+        return nbytes + self.problem.costs.fixed_bytes + self.gradient_bytes(state)
+
+    def gradient_bytes(self, state: State) -> int:
+        """What the backwards that are done have left."""
+        if state.levels[self.turn]:
+            return self.costs[self.first[self.turn] + state.levels[self.turn] - 1].gradient_bytes
+        costs = self.problem.costs
+        held = costs.trunk_done_bytes
+        for b, done in enumerate(costs.left_bytes):
+            level = state.levels[b]
+            held += self.costs[self.first[b] + level - 1].gradient_bytes if level else done
+        return held
+
+    def line_of(self, stage: int) -> int:
+        """The line of a stage."""
+        return next(b for b in range(self.turn + 1) if stage < self.first[b + 1])
+
+
+def put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    """``values`` with another one at ``index``."""
+    return (*values[:index], value, *values[index + 1 :])

@@ -1,0 +1,191 @@
+"""Interruptible transfers as amounts at starts and ends of computations; see ``offload``.
+
+An amount is a number of grains, and a tick moves a whole number of them either way. With
+decisions fixed and one bandwidth, the rest is a system of differences with integer right
+sides, half integer ones where both directions share the link: so a tick is half the time that
+all durations are multiples of, and the optimum is found if the scale is exact (``Grains``).
+Elsewhere sizes are rounded up to a ``2**20``-th of their sum: what goes is then the best up to
+that. The schedule is planned again from what goes, with exact sizes and times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from fxremat.ir import Problem, Schedule
+from fxremat.solvers.cpsat.memory import Memory
+from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, MOST_TICKS, Ticks
+from fxremat.solvers.offload.emit import emit
+from fxremat.solvers.offload.line import Line
+from fxremat.solvers.offload.phases import Plan, plan
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar, LinearExpr
+
+_COARSE = 1 << 20
+"""Units in the sum of sizes, and the root of the ticks in a step, where nothing is exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grains:
+    """Units of time and of bytes that go together.
+
+    Attributes:
+        ticks: the unit of time.
+        nbytes: bytes of a grain.
+        out, back: grains that a tick moves to the host and from there.
+    """
+
+    ticks: Ticks
+    nbytes: Fraction
+    out: int
+    back: int
+
+    @staticmethod
+    def of(line: Line, seconds: Sequence[float], sizes: Sequence[int]) -> Grains:
+        """Exact for these durations and sizes if numbers stay small, else coarse."""
+        rates = (Fraction(line.offload_rate), Fraction(line.prefetch_rate))
+        common = math.gcd(*sizes) or 1
+        moves = [common / rate for rate in rates]
+        total_s = sum(map(Fraction, seconds)) + sum(line.sizes) * (1 / rates[0] + 1 / rates[1])
+        half = Ticks.of([*map(Fraction, seconds), *moves], total_s=2 * total_s)
+        ticks = Ticks(2 * half.per_s, half.exact)
+        per_unit = [int(move * ticks.per_s) for move in moves]
+        if ticks.exact:
+            grains = math.lcm(*per_unit)
+            sums = max(sum(sizes) // common, math.ceil(ticks.per_s * total_s) // min(per_unit))
+            if sums * grains <= MOST_TICKS:
+                return Grains._with(ticks, Fraction(common), per_unit)
+        unit = Fraction(-(-sum(line.sizes) // _COARSE) or 1)
+        per_s = 64 * min(rates) / unit
+        if per_s * total_s > _COARSE**2:
+            per_s = _COARSE**2 / total_s
+        per_unit = [max(1, round(unit / rate * per_s)) for rate in rates]
+        return Grains._with(Ticks(per_s, False), unit, per_unit)
+
+    @staticmethod
+    def _with(ticks: Ticks, unit_bytes: Fraction, per_unit: Sequence[int]) -> Grains:
+        grains = math.lcm(*per_unit)
+        return Grains(ticks, unit_bytes / grains, *(grains // each for each in per_unit))
+
+    def up(self, nbytes: int) -> int:
+        """Grains of a size, rounded up."""
+        return math.ceil(nbytes / self.nbytes)
+
+
+class FluidModel:
+    """The model of a problem; nothing goes once something came back."""
+
+    def __init__(self, model: CpModel, problem: Problem, line: Line) -> None:
+        self.model = model
+        self.line = line
+        self.count = len(line)
+        memory = Memory(problem, line)
+        # After each start and before and after each end: what must be away, and what can be.
+        needs = [
+            (2 * c + late, everything - line.budget, c + after)
+            for c in range(2 * self.count)
+            for late, everything, after in (
+                (0, memory.running[c], 0),
+                (1, memory.running[c], 0),
+                (1, memory.after[c], 1),
+            )
+            if everything > line.budget and (c + 1 < 2 * self.count or not after)
+        ]
+        seconds = [*line.forward_s, *reversed(line.backward_s)]
+        self.moved = [i for i in line.movable if line.sizes[i]]
+        sizes = [line.sizes[i] for i in self.moved] + [need for _, need, _ in needs]
+        self.grains = Grains.of(line, seconds, sizes or [1])
+        self.sizes = {i: self.grains.up(line.sizes[i]) for i in self.moved}
+        self.presolved = 8 * sum(self.sizes.values()) <= MOST_PRESOLVED
+        self._add_times(seconds)
+        self.goes = {i: model.new_bool_var(f"goes_{i}") for i in self.moved}
+        self.out = {i: self._amounts(i) for i in self.moved}
+        self.back = {i: self._amounts(i) for i in self.moved}
+        for i in self.moved:
+            self._add_whereabouts(i)
+        self._add_link()
+        for at, need, done in needs:
+            away = [self.out[i][at] - self.back[i][at] for i in self.moved if i < done]
+            model.add(sum(away) >= self.grains.up(need))
+        model.minimize(self.times[-1])
+
+    def makespan_s(self, search: CpSolver) -> float:
+        """Of the schedule."""
+        return self._plan(search).makespan_s
+
+    def bound_s(self, search: CpSolver) -> float:
+        """Below any schedule, if the scale is exact; else nothing is known."""
+        ticks = self.grains.ticks
+        return ticks.seconds(search.best_objective_bound) if ticks.exact else 0.0
+
+    def schedule(self, search: CpSolver) -> Schedule:
+        """The ordered no-wait schedule that offloads the same (Lemma 3 and Proposition 1)."""
+        return emit(self.line, self._plan(search))
+
+    def _plan(self, search: CpSolver) -> Plan:
+        amounts = [0.0] * len(self.line.sizes)
+        for i in self.moved:
+            if search.boolean_value(self.goes[i]):
+                amounts[i] = float(self.line.sizes[i])
+        planned = plan(self.line, amounts, whole=False)
+        assert planned is not None
+        return planned
+
+    def _add_times(self, seconds: Sequence[float]) -> None:
+        """Event ``2 c`` is the start of computation ``c``, ``2 c + 1`` its end."""
+        ticks = self.grains.ticks
+        grains = sum(self.sizes.values())
+        moving = grains // self.grains.out + grains // self.grains.back + 2 * len(self.moved)
+        horizon = sum(map(ticks.count, seconds)) + moving
+        starts = [self.model.new_int_var(0, horizon, f"start_{c}") for c in range(len(seconds))]
+        self.times: list[LinearExpr | IntVar] = []
+        for start, duration in zip(starts, seconds, strict=True):
+            if self.times:
+                self.model.add(start >= self.times[-1])
+            self.times += [start, start + ticks.count(duration)]
+
+    def _amounts(self, i: int) -> list[IntVar]:
+        size = self.sizes[i]
+        return [self.model.new_int_var(0, size, "") for _ in range(4 * self.count)]
+
+    def _add_whereabouts(self, i: int) -> None:
+        """All of ``i`` goes once it is computed, and is back before it is read again."""
+        model, size, goes = self.model, self.sizes[i], self.goes[i]
+        computed, read = 2 * i - 1, 2 * i + 1
+        wanted = 2 * (2 * self.count - 1 - i)
+        for at in range(4 * self.count):
+            out, back = self.out[i][at], self.back[i][at]
+            all_out = model.new_bool_var("")
+            model.add(back <= size * all_out)
+            model.add(out >= size * all_out)
+            model.add(out <= size * goes)
+            if at <= computed or at == 0:
+                model.add(out == 0)
+            if at <= read:
+                model.add(back == 0)
+            if at >= wanted:
+                model.add(back == out)
+                model.add(out == size * goes)
+            if at:
+                model.add(out >= self.out[i][at - 1])
+                model.add(back >= self.back[i][at - 1])
+
+    def _add_link(self) -> None:
+        """All that goes does so before anything comes, so one lane is as good as two."""
+        model, grains = self.model, self.grains
+        most = math.lcm(grains.out, grains.back)
+        for at in range(1, 4 * self.count):
+            out = sum(v[at] - v[at - 1] for v in self.out.values())
+            back = sum(v[at] - v[at - 1] for v in self.back.values())
+            ticks = self.times[at] - self.times[at - 1]
+            model.add(most // grains.out * out + most // grains.back * back <= most * ticks)
+            turned = model.new_bool_var("")
+            for i in self.moved:
+                size, earlier = self.sizes[i], at - 1
+                model.add(self.back[i][earlier] <= size * turned)
+                model.add(self.out[i][at] - self.out[i][earlier] <= size - size * turned)

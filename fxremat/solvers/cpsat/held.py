@@ -1,0 +1,189 @@
+"""What a sequence of runs holds in memory, as constraints of CP-SAT.
+
+Variables here are 1 where something is held, and may be 1 elsewhere too: they only ever
+count against the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from fxremat.ir import Chain, Costs
+from fxremat.solvers.cpsat.runs import Run, level
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr
+
+
+class Crossing(NamedTuple):
+    """A storage of boundaries ``first … last``; stage ``first - 1`` writes it."""
+
+    units: int
+    first: int
+    last: int
+
+
+def add_memory(
+    model: CpModel,
+    chain: Chain,
+    costs: Costs,
+    every: Sequence[Run],
+    *,
+    persistent: bool,
+    unit_bytes: int,
+    budget: IntVar,
+) -> None:
+    """Every forward and backward peaks at ``budget`` units of ``unit_bytes`` or less."""
+    count = len(chain)
+    used: list[list[LinearExpr | int]] = [
+        [_rest(chain, every, k, at, unit_bytes) for at in range(count + 1)]
+        for k in range(len(every))
+    ]
+    for crossing in crossings(chain, unit_bytes):
+        written = crossing.first < crossing.last and crossing.first > 0 and not persistent
+        add = _add_instances if written else _add_once
+        for k, at, held in add(model, every, crossing):
+            used[k][at] += crossing.units * held
+    fixed = costs.fixed_bytes // unit_bytes
+    for k, run in enumerate(every):
+        gradient = sum(
+            stage.gradient_bytes // unit_bytes * level(run, i)
+            for i, stage in enumerate(costs.stages)
+        )
+        for i, stage in enumerate(costs.stages):
+            own = _private_bytes(chain, i) // unit_bytes
+            peak = (
+                stage.forward_extra_bytes // unit_bytes * (run.none[i] + run.ck[i])
+                + (stage.keep_extra_bytes // unit_bytes + own) * run.all[i]
+                + stage.rebuild_bytes // unit_bytes * run.rebuild[i]
+            )
+            model.add(used[k][i] + peak + gradient + fixed <= budget).only_enforce_if(
+                run.forward[i]
+            )
+            extra = (stage.backward_extra_bytes + stage.gradient_bytes) // unit_bytes
+            model.add(used[k][count] + extra + fixed <= budget).only_enforce_if(
+                run.back[i], ~run.rebuild[i]
+            )
+
+
+def all_bytes(chain: Chain, costs: Costs) -> Iterator[int]:
+    """Every size that memory is made of."""
+    yield costs.fixed_bytes
+    for boundary in chain.boundaries:
+        yield from (chain.storages[i].nbytes for i in boundary)
+    for i, stage in enumerate(costs.stages):
+        yield _private_bytes(chain, i)
+        yield stage.gradient_bytes
+        yield stage.forward_extra_bytes
+        yield stage.keep_extra_bytes
+        yield stage.backward_extra_bytes
+        yield stage.rebuild_bytes
+
+
+def crossings(chain: Chain, unit_bytes: int) -> list[Crossing]:
+    """The storages of boundaries that have a size."""
+    runs: dict[int, tuple[int, int]] = {}
+    for at, boundary in enumerate(chain.boundaries):
+        for storage in boundary:
+            runs[storage] = (runs.get(storage, (at, at))[0], at)
+    return [
+        Crossing(chain.storages[storage].nbytes // unit_bytes, *ends)
+        for storage, ends in runs.items()
+        if chain.storages[storage].nbytes
+    ]
+
+
+def _private_bytes(chain: Chain, stage: int) -> int:
+    """What the saved set of a stage has beside the boundary after it."""
+    return chain.nbytes(chain.saved_set(stage) - set(chain.boundaries[stage + 1]))
+
+
+def _rest(chain: Chain, every: Sequence[Run], k: int, at: int, unit_bytes: int) -> LinearExpr | int:
+    """What is held of no boundary: at the forward of stage ``at``, or at the backward."""
+    run = every[k]
+    return sum(
+        _private_bytes(chain, i) // unit_bytes * (run.saved_after if i < at else run.saved)[i]
+        for i in range(len(chain))
+    )
+
+
+def _holders(crossing: Crossing, count: int) -> tuple[range, range]:
+    """Boundaries, and stages whose saved sets, have the storage."""
+    kept = range(crossing.first, min(crossing.last, count - 1) + 1)
+    return kept, range(max(crossing.first - 1, 0), crossing.last)
+
+
+def _add_once(
+    model: CpModel, every: Sequence[Run], crossing: Crossing
+) -> Iterator[tuple[int, int, IntVar]]:
+    """A storage that is in memory at most once: whether it is, by run and place."""
+    count = len(every[0].done)
+    kept, saved = _holders(crossing, count)
+    for k, run in enumerate(every):
+        for at in range(count + 1):
+            held = model.new_bool_var("")
+            for b in kept:
+                model.add_implication((run.kept_after if b < at else run.kept)[b], held)
+            for i in saved:
+                model.add_implication((run.saved_after if i < at else run.saved)[i], held)
+            if at < count and crossing.first <= at <= crossing.last:
+                model.add_implication(run.forward[at], held)
+            if at < count and at + 1 == crossing.first:
+                model.add(held >= run.forward[at] - run.rebuild[at])
+            yield k, at, held
+
+
+def _add_instances(
+    model: CpModel, every: Sequence[Run], crossing: Crossing
+) -> Iterator[tuple[int, int, IntVar]]:
+    """A storage that may be in memory several times, each written in another run."""
+    count = len(every[0].done)
+    kept, saved = _holders(crossing, count)
+    writer = crossing.first - 1
+    for origin, wrote in enumerate(every):
+        in_kept: dict[int, IntVar] = {}
+        in_saved: dict[int, IntVar] = {}
+        for k in range(origin, len(every)):
+            run = every[k]
+            if k == origin:
+                source = wrote.forward[writer]
+            else:
+                source = model.new_bool_var("")  # the run starts at a boundary with it
+                for s in kept:
+                    model.add_bool_or(~run.starts[s], ~in_kept[s], source)
+                for i in saved:
+                    if i + 1 < count:
+                        model.add_bool_or(~run.starts[i + 1], ~in_saved[i], source)
+            kept_after = {b: model.new_bool_var("") for b in kept}
+            saved_after = {i: model.new_bool_var("") for i in saved}
+            for b in kept:
+                model.add_bool_or(~source, ~run.ck[b], kept_after[b])
+                model.add_bool_or(~source, ~run.all[b], kept_after[b])
+                if b in in_kept:
+                    model.add_bool_or(~in_kept[b], ~run.kept_after[b], kept_after[b])
+            for i in saved:
+                model.add_bool_or(~source, ~run.all[i], saved_after[i])
+                if i in in_saved:
+                    model.add_implication(in_saved[i], saved_after[i])
+            for at in range(count + 1):
+                held = model.new_bool_var("")
+                for b in kept:
+                    holder = kept_after.get(b) if b < at else in_kept.get(b)
+                    if holder is not None:
+                        model.add_implication(holder, held)
+                for i in saved:
+                    holder = saved_after.get(i) if i < at else in_saved.get(i)
+                    if holder is not None:
+                        model.add_implication(holder, held)
+                if at < count and crossing.first <= at <= crossing.last:
+                    model.add_bool_or(~run.forward[at], ~source, held)
+                if k == origin and at == writer:
+                    model.add(held >= run.forward[at] - run.rebuild[at])
+                yield k, at, held
+            in_kept = {b: model.new_bool_var("") for b in kept}
+            in_saved = {i: model.new_bool_var("") for i in saved}
+            for b in kept:
+                model.add_bool_or(~kept_after[b], run.back[b], in_kept[b])
+            for i in saved:
+                model.add_bool_or(~saved_after[i], run.back[i], in_saved[i])

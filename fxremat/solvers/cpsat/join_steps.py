@@ -1,0 +1,366 @@
+"""Sequences of operations of a join as variables of CP-SAT, with what they hold in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fxremat.ir import JoinProblem
+from fxremat.solvers.cpsat.scale import byte_unit
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr, LiteralT
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happens in one step, and what is held before it. By stage unless said otherwise.
+
+    Attributes:
+        none, ck, all, rebuild, back: whether it is this operation.
+        done: whether the stage's backward is done.
+        kept, saved: whether its boundary and saved set are held.
+        flight: by line and boundary: whether it is in flight. Boundary 0 of the trunk is
+            not: it is the ends of the branches.
+        ran: whether the trunk's last stage has run.
+    """
+
+    none: list[IntVar]
+    ck: list[IntVar]
+    all: list[IntVar]
+    rebuild: list[IntVar]
+    back: list[IntVar]
+    done: list[IntVar]
+    kept: list[IntVar]
+    saved: list[IntVar]
+    flight: list[list[IntVar]]
+    ran: IntVar
+
+    def forward(self, stage: int) -> LinearExpr:
+        """Whether the stage's forward runs, its backward not with it."""
+        return self.none[stage] + self.ck[stage] + self.all[stage]
+
+    def any(self, stage: int) -> LinearExpr:
+        """Whether the stage runs in any way."""
+        return self.forward(stage) + self.rebuild[stage] + self.back[stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A join's schedules.
+
+    Attributes:
+        cp: the model.
+        steps: of a schedule.
+        budget: in units of ``unit_bytes``.
+        most_coefficients: sum of those in one constraint on memory.
+    """
+
+    cp: CpModel
+    steps: list[Step]
+    budget: IntVar
+    unit_bytes: int
+    most_coefficients: int
+
+
+def build(cp: CpModel, problem: JoinProblem, count: int, *, any_budget: bool = False) -> Model:
+    """All memory-persistent schedules of at most ``count`` steps."""
+    return _Builder(cp, problem, count, any_budget).model
+
+
+class _Builder:
+    def __init__(self, cp: CpModel, problem: JoinProblem, count: int, any_budget: bool) -> None:
+        join, costs = problem.join, problem.costs
+        self.cp = cp
+        self.problem = problem
+        self.first = join.first_stages
+        self.stages = self.first[-1]
+        self.trunk = len(join.branches)
+        self.turn = self.first[self.trunk]  # the trunk's first stage
+        self.costs = [stage for line in costs.lines for stage in line]
+        lines = list(enumerate(join.lines))
+        self.written = [
+            join.nbytes(line.boundaries[i + 1]) for _, line in lines for i in range(len(line))
+        ]
+        self.private = [
+            join.nbytes(tuple(line.saved_set(i) - set(line.boundaries[i + 1])))
+            for _, line in lines
+            for i in range(len(line))
+        ]
+        self.inputs = [join.nbytes(line.boundaries[0]) for line in join.branches]
+        sizes = list(self._sizes())
+        unit = byte_unit(sizes)
+        most = 3 * sum(sizes) // unit
+        budget = 0 if any_budget else min(most, problem.budget_bytes // unit)
+        self.model = Model(
+            cp,
+            [self._step(k, count) for k in range(count + 1)],
+            cp.new_int_var(budget, most if any_budget else budget, "budget"),
+            unit,
+            most,
+        )
+        self._start(self.model.steps[0])
+        for step, after in zip(self.model.steps[:-1], self.model.steps[1:], strict=True):
+            self._valid(step)
+            self._persistent(step)
+            self._next(step, after)
+            self._memory(step)
+        for done in self.model.steps[-1].done:
+            cp.add(done == 1)
+        self.model.steps.pop()
+
+    def _sizes(self) -> Iterator[int]:
+        costs = self.problem.costs
+        yield from (*self.written, *self.private, *self.inputs, *costs.left_bytes)
+        yield from (costs.fixed_bytes, costs.trunk_done_bytes)
+        for stage in self.costs:
+            yield stage.gradient_bytes
+            yield stage.forward_extra_bytes
+            yield stage.keep_extra_bytes
+            yield stage.backward_extra_bytes
+            yield stage.rebuild_bytes
+
+    def _step(self, k: int, count: int) -> Step:
+        """Free variables; after the last step only what is held."""
+
+        def some(name: str, length: int) -> list[IntVar]:
+            return [self.cp.new_bool_var(f"{name}_{k}_{i}") for i in range(length)]
+
+        running = self.stages if k < count else 0
+        return Step(
+            none=some("none", running),
+            ck=some("ck", running),
+            all=some("all", running),
+            rebuild=some("rebuild", running),
+            back=some("back", running),
+            done=some("done", self.stages),
+            kept=some("kept", self.stages),
+            saved=some("saved", self.stages),
+            flight=[some(f"flight_{i}", len(line) + 1) for i, line in self._lines()],
+            ran=self.cp.new_bool_var(f"ran_{k}"),
+        )
+
+    def _lines(self) -> Iterator[tuple[int, range]]:
+        """Every line and its stages."""
+        for line in range(self.trunk + 1):
+            yield line, range(self.first[line], self.first[line + 1])
+
+    def _start(self, step: Step) -> None:
+        for variable in (*step.done, *step.kept, *step.saved, step.ran):
+            self.cp.add(variable == 0)
+        for line, flight in enumerate(step.flight):
+            for at, variable in enumerate(flight):
+                self.cp.add(variable == (at == 0 and line < self.trunk))
+
+    def _valid(self, step: Step) -> None:
+        """One operation, none only after all is done; what it reads is in memory."""
+        cp = self.cp
+        cp.add(sum(step.any(i) for i in range(self.stages)) == 1 - self._finished(step))
+        for line, stages in self._lines():
+            for i in stages:
+                runs = step.any(i)
+                cp.add(runs + step.done[i] <= 1)
+                for read in self._sources(step, line, i):
+                    cp.add(sum(read) >= runs)
+                cp.add(step.saved[i] >= step.back[i])
+                for held in self._holders_of_written(step, line, i):
+                    cp.add(step.forward(i) + step.rebuild[i] + held <= 1)
+                back = step.back[i] + step.rebuild[i]
+                if i + 1 < stages.stop:
+                    cp.add(back <= step.done[i + 1])
+                if line < self.trunk:
+                    cp.add(back <= step.done[self.turn])
+                elif i + 1 == self.stages:
+                    cp.add(step.rebuild[i] <= step.ran)
+
+    def _finished(self, step: Step) -> IntVar:
+        finished = self.cp.new_bool_var("")
+        for done in step.done:
+            self.cp.add_implication(finished, done)
+        self.cp.add_bool_or(finished, *(~done for done in step.done))
+        return finished
+
+    def _sources(self, step: Step, line: int, i: int) -> Iterator[list[IntVar]]:
+        """For each part of what stage ``i`` reads, where it may be."""
+        if i == self.turn:
+            for branch, stages in self._lines():
+                if branch < self.trunk:
+                    last = step.saved[stages.stop - 1]
+                    yield [step.flight[branch][-1], step.kept[i], last]
+            return
+        place = i - self.first[line]
+        before = [step.saved[i - 1]] if place else []
+        yield [step.flight[line][place], step.kept[i], *before]
+
+    def _holders_of_written(self, step: Step, line: int, i: int) -> Iterator[IntVar]:
+        yield step.saved[i]
+        if i + 1 < self.first[line + 1]:
+            yield step.kept[i + 1]
+        elif line < self.trunk:
+            yield step.kept[self.turn]
+
+    def _persistent(self, step: Step) -> None:
+        """The rules of ``brute.join.Kind.PERSISTENT``."""
+        cp = self.cp
+        busy = self._trunk_is_readable(step)
+        for line, stages in self._lines():
+            for i in stages:
+                place = i - stages.start
+                # F_none reads no kept boundary, and something reads what it writes.
+                flights = [step.flight[line][place]]
+                if i == self.turn:
+                    flights = [flight[-1] for flight in step.flight[: self.trunk]]
+                for flight in flights:
+                    cp.add(step.none[i] + step.kept[i] - flight <= 1)
+                if i + 1 < stages.stop:
+                    cp.add(step.none[i] + step.done[i + 1] <= 1)
+                elif line < self.trunk:
+                    cp.add(step.none[i] + step.done[self.turn] <= 1)
+                else:
+                    cp.add(step.none[i] == 0)
+                # A second F_all right before its backward is a rebuild.
+                ready = self._ready(step, line, i)
+                again = [step.ran] if i + 1 == self.stages else []
+                cp.add_bool_or(~step.all[i], *(~r for r in (*ready, *again)))
+                forward = step.forward(i) + step.rebuild[i]
+                if line < self.trunk:
+                    cp.add(forward + busy <= 1)
+                # Nothing runs between F_all and B.
+                for j in stages:
+                    blocked = self._all_of([step.saved[j], *self._level(step, line, j)])
+                    cp.add(forward + blocked <= 1)
+                self._only_the_deepest(step, line, i, forward)
+
+    def _ready(self, step: Step, line: int, i: int) -> list[IntVar]:
+        """What is 1 when the backward of stage ``i`` may come next, if it is not done."""
+        after = [step.done[i + 1]] if i + 1 < self.first[line + 1] else []
+        return after + ([step.done[self.turn]] if line < self.trunk else [])
+
+    def _level(self, step: Step, line: int, j: int) -> list[LiteralT]:
+        """What is 1 when stage ``j`` is the deepest of its line whose backward is missing."""
+        missing: list[LiteralT] = [~step.done[j]]
+        return [*missing, *([step.done[j + 1]] if j + 1 < self.first[line + 1] else [])]
+
+    def _only_the_deepest(self, step: Step, line: int, i: int, forward: LinearExpr) -> None:
+        stages = range(self.first[line], self.first[line + 1])
+        place = i - stages.start
+        mine = step.flight[line][place]
+        for at, flight in enumerate(step.flight[line]):
+            if at == place or (line == self.trunk and at in (0, len(stages))):
+                continue
+            done = step.done[stages[at]] if at < len(stages) else step.done[self.turn]
+            self.cp.add(forward + flight - done <= 1)
+        for r in range(i + 1, stages.stop):
+            for held in (step.kept[r], step.saved[r - 1]):
+                self.cp.add(forward + held - step.done[r] - mine <= 1)
+
+    def _trunk_is_readable(self, step: Step) -> IntVar:
+        """Whether a boundary of the trunk is in memory that a missing backward can use."""
+        cp = self.cp
+        busy = cp.new_bool_var("")
+        for i in range(self.turn, self.stages):
+            place = i - self.turn
+            if i > self.turn:
+                for held in (step.flight[self.trunk][place], step.kept[i], step.saved[i - 1]):
+                    cp.add_bool_or(~held, step.done[i], busy)
+            blocked = self._all_of([step.saved[i], *self._level(step, self.trunk, i)])
+            cp.add_implication(blocked, busy)
+        parts = []
+        for sources in self._sources(step, self.trunk, self.turn):
+            part = cp.new_bool_var("")
+            cp.add_max_equality(part, sources)
+            parts.append(part)
+        cp.add_bool_or(*(~part for part in parts), step.done[self.turn], busy)
+        return busy
+
+    def _all_of(self, variables: Sequence[LiteralT]) -> IntVar:
+        """At least their conjunction."""
+        every = self.cp.new_bool_var("")
+        self.cp.add_bool_or(*(~v for v in variables), every)
+        return every
+
+    def _next(self, step: Step, after: Step) -> None:
+        """What is held once the operation is done."""
+        cp = self.cp
+        for i in range(self.stages):
+            back = step.back[i] + step.rebuild[i]
+            cp.add(after.done[i] == step.done[i] + back)
+            becomes = step.ck[i] + step.all[i]
+            for held, later, more in (
+                (step.kept[i], after.kept[i], becomes),
+                (step.saved[i], after.saved[i], step.all[i]),
+            ):
+                cp.add(later >= held - back)
+                cp.add(later >= more)
+                cp.add(later <= held + more)
+                cp.add(later <= 1 - back)
+        last = self.stages - 1
+        cp.add(after.ran >= step.ran)
+        cp.add(after.ran >= step.any(last))
+        cp.add(after.ran <= step.ran + step.any(last))
+        for line, stages in self._lines():
+            moved = sum(step.any(i) for i in stages)
+            for at, flight in enumerate(step.flight[line]):
+                gone = moved
+                if line < self.trunk and at == len(stages):
+                    gone = moved + step.any(self.turn)
+                written = step.forward(stages[at - 1]) if at else 0
+                later = after.flight[line][at]
+                cp.add(later >= flight - gone)
+                cp.add(later >= written)
+                cp.add(later <= flight + written)
+                cp.add(later <= 1 - gone + written)
+
+    def _memory(self, step: Step) -> None:
+        unit, costs = self.model.unit_bytes, self.problem.costs
+        held = []
+        for line, stages in self._lines():
+            for at in range(len(stages) + 1):
+                nbytes = self.written[stages[at - 1]] if at else 0
+                if at == 0 and line < self.trunk:
+                    nbytes = self.inputs[line]
+                if nbytes:
+                    held.append(nbytes // unit * self._is_held(step, line, at))
+        for i in range(self.stages):
+            held.append(self.private[i] // unit * step.saved[i])
+        for i, cost in enumerate(self.costs):
+            written = self.written[i]
+            plain = (written + cost.forward_extra_bytes) // unit
+            whole = (written + self.private[i] + cost.keep_extra_bytes) // unit
+            held.append(plain * (step.none[i] + step.ck[i]) + whole * step.all[i])
+            held.append(cost.rebuild_bytes // unit * step.rebuild[i])
+            held.append(cost.backward_extra_bytes // unit * step.back[i])
+        total = sum(held) + costs.fixed_bytes // unit + self._gradients(step)
+        running = sum(step.any(i) for i in range(self.stages))
+        active = self.cp.new_bool_var("")
+        self.cp.add(active == running)
+        self.cp.add(total <= self.model.budget).only_enforce_if(active)
+
+    def _is_held(self, step: Step, line: int, at: int) -> IntVar:
+        """Whether a boundary is in memory during the operation, but for what that writes."""
+        stages = range(self.first[line], self.first[line + 1])
+        held = self.cp.new_bool_var("")
+        if at:
+            self.cp.add(held >= step.saved[stages[at - 1]])
+        if at < len(stages):
+            self.cp.add(held >= step.kept[stages[at]])
+        elif line < self.trunk:
+            self.cp.add(held >= step.kept[self.turn])
+        landed = [step.any(i) for i in stages if i - stages.start != at]
+        self.cp.add(held >= step.flight[line][at] - sum(landed))
+        return held
+
+    def _gradients(self, step: Step) -> LinearExpr:
+        unit, costs = self.model.unit_bytes, self.problem.costs
+        turned = step.done[self.turn]
+        total = costs.trunk_done_bytes // unit * turned
+        for line, stages in self._lines():
+            for i in stages:
+                after = step.done[i + 1] if i + 1 < stages.stop else 1
+                if line < self.trunk and i + 1 == stages.stop:
+                    after = turned
+                total += self.costs[i].gradient_bytes // unit * (after - step.done[i])
+            if line < self.trunk:
+                total += costs.left_bytes[line] // unit * step.done[stages.start]
+        return total

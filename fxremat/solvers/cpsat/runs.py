@@ -1,0 +1,156 @@
+"""Sequences of operations as variables of CP-SAT: which are valid, whatever the memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive forwards and at most one backward. A list has an entry a stage, 0 or 1.
+
+    Attributes:
+        none, ck, all, rebuild: how the stage runs in it, if it does.
+        forward: whether it does.
+        starts: whether the run starts with it.
+        back: whether the run ends with its backward.
+        done: whether its backward was done before.
+        kept, saved: whether boundary and saved set are held before the run.
+        kept_after, saved_after: whether they are after its forwards.
+    """
+
+    none: list[IntVar]
+    ck: list[IntVar]
+    all: list[IntVar]
+    rebuild: list[IntVar]
+    forward: list[IntVar]
+    starts: list[IntVar]
+    back: list[IntVar]
+    done: list[IntVar]
+    kept: list[IntVar]
+    saved: list[IntVar]
+    kept_after: list[IntVar]
+    saved_after: list[IntVar]
+
+
+def add_runs(model: CpModel, count: int, runs: int, *, persistent: bool) -> list[Run]:
+    """Every valid sequence of at most ``runs`` runs, and no other; see ``brute``."""
+
+    def row(name: str, k: int) -> list[IntVar]:
+        return [model.new_bool_var(f"{name}_{k}_{i}") for i in range(count)]
+
+    names = tuple(Run.__dataclass_fields__)
+    every = [Run(*(row(name, k) for name in names)) for k in range(runs)]
+    for run in every:
+        _add_forwards(model, run)
+        _add_backward(model, run)
+        if persistent:
+            _add_persistent(model, run)
+    for before, run in itertools.pairwise(every):
+        _add_next(model, before, run)
+    _add_ends(model, every)
+    return every
+
+
+def level(run: Run, stage: int) -> LinearExpr:
+    """1 if the backward of ``stage`` is the next one before ``run``, as an expression."""
+    after = run.done[stage + 1] if stage + 1 < len(run.done) else 1
+    return after - run.done[stage]
+
+
+def _add_forwards(model: CpModel, run: Run) -> None:
+    count = len(run.done)
+    for i in range(count):
+        forward = run.forward[i]
+        model.add(run.none[i] + run.ck[i] + run.all[i] + run.rebuild[i] == forward)
+        model.add_implication(forward, ~run.done[i])
+        # No boundary is written that is held.
+        model.add_implication(forward, ~run.saved[i])
+        if i + 1 < count:
+            model.add_implication(forward, ~run.kept[i + 1])
+        earlier = run.forward[i - 1] if i else 0
+        model.add(run.starts[i] >= forward - earlier)
+        model.add(run.starts[i] <= forward)
+        if i:
+            model.add(run.starts[i] + earlier <= 1)
+        # Kept after: kept now, or before and not read since. Rebuilds leave nothing.
+        after = run.kept_after[i]
+        model.add(after >= run.ck[i] + run.all[i])
+        model.add(after >= run.kept[i] - forward)
+        model.add(after <= run.ck[i] + run.all[i] + run.kept[i])
+        model.add(after <= run.ck[i] + run.all[i] + 1 - forward)
+        model.add(run.saved_after[i] == run.all[i] + run.saved[i])
+    model.add_at_most_one(run.starts)
+
+
+def _add_backward(model: CpModel, run: Run) -> None:
+    count = len(run.done)
+    model.add_at_most_one(run.back)
+    for i in range(count):
+        model.add_implication(run.back[i], ~run.done[i])
+        model.add_implication(run.rebuild[i], run.back[i])
+        model.add_bool_or(~run.back[i], run.rebuild[i], run.saved_after[i])
+        if i + 1 < count:
+            model.add_implication(run.back[i], run.done[i + 1])
+            model.add_implication(run.rebuild[i], run.done[i + 1])
+            # A second F_all with its B is a rebuild. Only the last stage runs for the first
+            # time while its backward is next, see _add_ends.
+            model.add_bool_or(~run.back[i], ~run.all[i])
+
+
+def _add_persistent(model: CpModel, run: Run) -> None:
+    count = len(run.done)
+    for i in range(count):
+        last = i + 1 == count
+        # Who reads a kept boundary keeps it; what F_none writes is read.
+        model.add_bool_or(~run.none[i], ~run.starts[i], ~run.kept[i])
+        model.add_implication(run.none[i], ~run.done[i + 1] if not last else ~run.none[i])
+        if not last:
+            model.add_bool_or(~run.forward[i], run.forward[i + 1], run.done[i + 1])
+        # Forwards start from the deepest boundary in memory.
+        for b in range(i + 1, count):
+            model.add_implication(run.starts[i], ~run.kept[b])
+            model.add_implication(run.starts[i], ~run.saved[b - 1])
+        for start in run.starts:
+            model.add(start + run.saved[i] + level(run, i) <= 2)
+
+
+def _add_next(model: CpModel, before: Run, run: Run) -> None:
+    for i in range(len(run.done)):
+        model.add(run.done[i] == before.done[i] + before.back[i])
+        for now, after in (
+            (run.kept[i], before.kept_after[i]),
+            (run.saved[i], before.saved_after[i]),
+        ):
+            model.add(now >= after - before.back[i])
+            model.add_implication(now, after)
+            model.add_implication(now, ~before.back[i])
+        where = [run.kept[i], *([run.saved[i - 1]] if i else [])]
+        model.add_bool_or(~run.starts[i], *where)
+    # An operation in every run until all is done, and no backward that belongs to the run before.
+    model.add(sum(run.starts) + sum(run.back) <= 2 * (sum(before.starts) + sum(before.back)))
+    model.add(sum(run.back) <= sum(run.starts) + sum(before.back))
+
+
+def _add_ends(model: CpModel, every: Sequence[Run]) -> None:
+    first, count = every[0], len(every[0].done)
+    for i in range(count):
+        for fact in (first.done[i], first.kept[i], first.saved[i]):
+            model.add(fact == 0)
+        if i:
+            model.add(first.starts[i] == 0)
+        model.add_exactly_one([run.back[i] for run in every])
+        # Follows from the rest, and says it to the bound: the first time is no rebuild.
+        model.add(sum(run.forward[i] - run.rebuild[i] for run in every) >= 1)
+    last = count - 1
+    for k, run in enumerate(every):
+        ran = [other.forward[last] for other in every[:k]]
+        model.add_bool_or(~run.rebuild[last], *ran)
+        for forward in ran:
+            model.add_bool_or(~run.all[last], ~run.back[last], ~forward)

@@ -1,0 +1,216 @@
+"""Whole transfers as intervals; see ``offload``."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from fxremat.ir import (
+    Activations,
+    Backward,
+    Forward,
+    Free,
+    Keep,
+    Offload,
+    Op,
+    Prefetch,
+    Problem,
+    Schedule,
+    Wait,
+)
+from fxremat.solvers.cpsat.memory import Memory
+from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, Ticks, byte_unit
+from fxremat.solvers.offload.line import Line, activations
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar, LinearExpr
+
+
+class WholeModel:
+    """The model of a problem; its objective is the end of the last backward."""
+
+    def __init__(self, model: CpModel, problem: Problem, line: Line, *, ordered: bool) -> None:
+        self.model = model
+        self.line = line
+        self.count = len(line)
+        self.memory = Memory(problem, line)
+        seconds = [*line.forward_s, *reversed(line.backward_s)]
+        out = [Fraction(n) / Fraction(line.offload_rate) for n in line.sizes]
+        back = [Fraction(n) / Fraction(line.prefetch_rate) for n in line.sizes]
+        total = sum(map(Fraction, seconds)) + sum(out) + sum(back)
+        self.ticks = Ticks.of([*map(Fraction, seconds), *out, *back], total_s=total)
+        sizes = [*line.sizes, line.budget, *self.memory.running, *self.memory.after]
+        self.unit_bytes = byte_unit(sizes)
+        self.presolved = sum(sizes) // self.unit_bytes <= MOST_PRESOLVED
+        self.horizon = self.ticks.count(total) + 4 * self.count + 8
+        self.moved = [i for i in line.movable if line.sizes[i]]
+        self._add_times(seconds, out, back)
+        self._add_lanes(problem, ordered)
+        self._add_room()
+        self.model.minimize(self.end[-1])
+
+    def makespan_s(self, search: CpSolver) -> float:
+        """The end of the last backward."""
+        return self.ticks.seconds(search.value(self.end[-1]))
+
+    def bound_s(self, search: CpSolver) -> float:
+        """Below any schedule, durations as they were given."""
+        rounding = 0 if self.ticks.exact else 2 * self.count + 2 * len(self.moved)
+        return max(0.0, self.ticks.seconds(search.best_objective_bound - rounding))
+
+    def schedule(self, search: CpSolver) -> Schedule:
+        """A sequence that a no-wait replay runs at these times or earlier.
+
+        Prefetches follow the computation that they were found in or after, offloads whatever
+        acquires memory before they begin.
+        """
+        start = {c: search.value(v) for c, v in enumerate(self.start)}
+        gone = [i for i in self.moved if search.boolean_value(self.goes[i])]
+        acquirers: list[tuple[int, Op]] = []
+        for c in range(2 * self.count):
+            acquirers.append((start[c], self._computation(c)))
+            here = [i for i in gone if any(search.boolean_value(v) for v in self.place[i][c])]
+            here.sort(key=lambda i: search.value(self.back[i]))
+            acquirers += [(search.value(self.back[i]), Prefetch(activations(i))) for i in here]
+        ops: list[Op] = []
+        waiting = sorted(gone, key=lambda i: search.value(self.out[i]))
+        for at, op in acquirers:
+            while waiting and search.value(self.out[waiting[0]]) < at:
+                ops.append(Offload(activations(waiting.pop(0))))
+            ops.append(op)
+        return Schedule(tuple(_with_frees([*ops, *(Offload(activations(i)) for i in waiting)])))
+
+    def _computation(self, c: int) -> Op:
+        return Forward(c, Keep.ALL) if c < self.count else Backward(2 * self.count - 1 - c)
+
+    def _add_times(self, seconds: list[float], out: list[Fraction], back: list[Fraction]) -> None:
+        model, horizon = self.model, self.horizon
+        self.start = [model.new_int_var(0, horizon, f"start_{c}") for c in range(len(seconds))]
+        self.end: list[LinearExpr] = [
+            start + self.ticks.count(s) for start, s in zip(self.start, seconds, strict=True)
+        ]
+        model.add(self.start[0] == 0)  # all that is there is read by it
+        for c in range(1, len(seconds)):
+            model.add(self.start[c] >= self.end[c - 1])
+        self.goes = {i: model.new_bool_var(f"goes_{i}") for i in self.moved}
+        self.out = {i: model.new_int_var(0, horizon, f"out_{i}") for i in self.moved}
+        self.back = {i: model.new_int_var(0, horizon, f"back_{i}") for i in self.moved}
+        self.out_ticks = {i: max(1, self.ticks.count(out[i])) for i in self.moved}
+        self.back_ticks = {i: max(1, self.ticks.count(back[i])) for i in self.moved}
+        self.gone = {i: self.out[i] + self.out_ticks[i] for i in self.moved}
+        for i in self.moved:
+            if i:
+                model.add(self.out[i] >= self.end[i - 1])
+            model.add(self.back[i] >= self.gone[i])
+            model.add(self.back[i] >= self.end[i])
+            model.add(
+                self.back[i] + self.back_ticks[i] <= self.start[2 * self.count - 1 - i]
+            ).only_enforce_if(self.goes[i])
+
+    def _add_lanes(self, problem: Problem, ordered: bool) -> None:
+        model = self.model
+        lanes = []
+        for begin, ticks in ((self.out, self.out_ticks), (self.back, self.back_ticks)):
+            lanes.append(
+                [
+                    model.new_optional_fixed_size_interval_var(begin[i], ticks[i], self.goes[i], "")
+                    for i in self.moved
+                ]
+            )
+        if problem.link is not None and problem.link.shared:
+            lanes = [lanes[0] + lanes[1]]
+        for lane in lanes:
+            model.add_no_overlap(lane)
+        if not ordered:
+            return
+        turn = model.new_int_var(0, self.horizon, "turn")
+        for i in self.moved:
+            model.add(self.gone[i] <= turn).only_enforce_if(self.goes[i])
+            model.add(turn <= self.back[i]).only_enforce_if(self.goes[i])
+        for i, j in itertools.combinations(self.moved, 2):
+            both = (self.goes[i], self.goes[j])
+            model.add(self.gone[i] <= self.out[j]).only_enforce_if(*both)
+            model.add(self.back[j] + self.back_ticks[j] <= self.back[i]).only_enforce_if(*both)
+
+    def _add_room(self) -> None:
+        """Memory at starts and ends of computations, and at starts of prefetches."""
+        steps = 2 * self.count
+        # Where a prefetch begins: while computation c runs, or between it and the next.
+        self.place: dict[int, list[tuple[IntVar, IntVar]]] = {}
+        for i in self.moved:
+            self.place[i] = []
+            for c in range(steps):
+                during, later = (self.model.new_bool_var(f"{n}_{i}_{c}") for n in ("in", "after"))
+                self.place[i].append((during, later))
+                self.model.add(self.back[i] >= self.start[c]).only_enforce_if(during)
+                self.model.add(self.back[i] <= self.end[c]).only_enforce_if(during)
+                self.model.add(self.back[i] >= self.end[c]).only_enforce_if(later)
+                if c + 1 < steps:
+                    self.model.add(self.back[i] <= self.start[c + 1]).only_enforce_if(later)
+            every = [v for pair in self.place[i] for v in pair]
+            self.model.add(sum(every) == self.goes[i])
+        for c in range(steps):
+            away = [(i, self._away_at(i, c, running=True)) for i in self.moved if i < c]
+            self._bound(self.memory.running[c], away)
+            if c + 1 < steps:
+                away = [(i, self._away_at(i, c, running=False)) for i in self.moved if i <= c]
+                self._bound(self.memory.after[c], away)
+        for i in self.moved:
+            away = [(j, self._away_beside(j, i)) for j in self.moved if j != i]
+            for c, (during, later) in enumerate(self.place[i]):
+                self._bound(self.memory.running[c], [(j, v) for j, v in away if j < c], during)
+                if c + 1 < steps:
+                    self._bound(self.memory.after[c], [(j, v) for j, v in away if j <= c], later)
+
+    def _bound(
+        self, everything: int, away: list[tuple[int, IntVar]], where: IntVar | None = None
+    ) -> None:
+        """``everything`` but what is away fits, at least ``where`` that holds."""
+        need = -(-(everything - self.line.budget) // self.unit_bytes)
+        if need <= 0:
+            return
+        room = self.model.add(
+            sum(self.line.sizes[j] // self.unit_bytes * v for j, v in away) >= need
+        )
+        if where is not None:
+            room.only_enforce_if(where)
+
+    def _away_at(self, i: int, c: int, *, running: bool) -> IntVar:
+        """Implies that ``i`` is away when computation ``c`` starts, or ends."""
+        at = self.start[c] if running else self.end[c]
+        away = self.model.new_bool_var(f"away_{i}_{c}_{running}")
+        self.model.add_implication(away, self.goes[i])
+        self.model.add(self.gone[i] <= at).only_enforce_if(away)
+        # In the order of the sequence where times are equal: it begins after c, or its end.
+        places = [pair[0 if running else 1] for pair in self.place[i][c : c + 1]]
+        places += [self.place[i][c][1]] if running else []
+        places += [v for pair in self.place[i][c + 1 :] for v in pair]
+        self.model.add_bool_or(~away, *places)
+        return away
+
+    def _away_beside(self, j: int, i: int) -> IntVar:
+        """Implies that ``j`` is away, and stays so, when ``i`` begins to come back."""
+        away = self.model.new_bool_var(f"beside_{j}_{i}")
+        self.model.add_implication(away, self.goes[j])
+        self.model.add_implication(away, self.goes[i])
+        self.model.add(self.gone[j] <= self.back[i]).only_enforce_if(away)
+        self.model.add(self.back[j] >= self.back[i] + self.back_ticks[i]).only_enforce_if(away)
+        return away
+
+
+def _with_frees(ops: list[Op]) -> list[Op]:
+    """With a ``Free`` once an activation is offloaded and read, a ``Wait`` before its backward."""
+    moved = {op.what for op in ops if isinstance(op, Offload)}
+    halves: set[Activations] = set()
+    done: list[Op] = []
+    for op in ops:
+        if isinstance(op, Backward) and activations(op.stage) in moved:
+            done.append(Wait(activations(op.stage)))
+        done.append(op)
+        if isinstance(op, Forward | Offload):
+            what = activations(op.stage) if isinstance(op, Forward) else op.what
+            if what in halves and what in moved:
+                done.append(Free(what))
+            halves.add(what)
+    return done

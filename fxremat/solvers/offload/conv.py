@@ -1,0 +1,101 @@
+"""Offloading the inputs of compute-heavy stages, each back one backward ahead.
+
+Hascoet, Zhuang, Febvre, Ariki, Takiguchi, "Reducing the memory cost of training convolutional
+neural networks by CPU offloading", section 4. They move the inputs of convolutions and poolings,
+because those compute long for their size, and start to bring the input of a stage back when the
+backward of the stage after it starts. Neither has a recurrence: this is their fixed policy,
+with as many stages taking part as the budget asks for, those that compute longest for the
+size of their input first. Invertible layers, their other means, are no schedule.
+
+Transfers are whole, and no-wait: a forward waits for room as long as it must, and a prefetch
+for which there is no room beside the backward starts when that is done. ``O(L² log L)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxremat.ir import (
+    Backward,
+    Forward,
+    Free,
+    Keep,
+    Offload,
+    Op,
+    Prefetch,
+    Problem,
+    Schedule,
+    Solution,
+    Solved,
+    Wait,
+)
+from fxremat.solvers.offload.answer import infeasible
+from fxremat.solvers.offload.line import Line, activations, line_of
+from fxremat.solvers.offload.phases import forward_phase, suffices, turned
+from fxremat.solvers.offload.vdnn import ratios
+
+
+def solve(problem: Problem) -> Solution:
+    """Offload the inputs of the fewest stages that make room.
+
+    Args:
+        problem: the chain, its costs, the budget and the link. Without a link nothing moves.
+
+    Returns:
+        ``Solved`` with a schedule of whole transfers, or ``Infeasible`` with the exact least
+        budget, which is that of all schedules that recompute nothing.
+
+    Raises:
+        ValueError: a storage crosses two cuts, or the sizes are too large to add up.
+    """
+    line = line_of(problem)
+    refused = infeasible(line)
+    if refused is not None:
+        return refused
+    amounts = [0] * len(line.sizes)
+    by_ratio = ratios(line)
+    for i in sorted(by_ratio, key=lambda i: -by_ratio[i]):
+        if suffices(line, amounts):
+            break
+        amounts[i] = line.sizes[i]
+    shared = problem.link is not None and problem.link.shared
+    return Solved(_emit(line, amounts), _seconds(line, amounts, shared=shared))
+
+
+def _emit(line: Line, amounts: Sequence[int]) -> Schedule:
+    ops: list[Op] = []
+    for i in range(len(line)):
+        ops.append(Forward(i, Keep.ALL))
+        if amounts[i]:
+            ops += [Offload(activations(i)), Free(activations(i))]
+    for i in reversed(range(len(line))):
+        if amounts[i]:
+            ops.append(Wait(activations(i)))
+        ops.append(Backward(i))
+        if i and amounts[i - 1]:
+            ops.append(Prefetch(activations(i - 1)))
+    return Schedule(tuple(ops))
+
+
+def _seconds(line: Line, amounts: Sequence[int], *, shared: bool) -> float:
+    """Time of that schedule."""
+    forth = forward_phase(line, amounts, whole=True)
+    moved = sum(amounts)
+    copied = {t.index: t.end_s for t in forth.transfers}
+    away, after = line.away(line.backward_own), line.away(line.after_own)
+    now, back_s = forth.end_s, 0.0
+    link_s = turned(line, forth) if shared else 0.0
+    home = 0  # bytes that are back or have their room
+    for i in reversed(range(len(line))):
+        start = max(now, back_s, forth.reaches(away[i] + home))
+        now = start + line.backward_s[i]
+        if not i or not amounts[i - 1]:
+            continue
+        home += amounts[i - 1]
+        begin = max(start, link_s, copied[i - 1])
+        if away[i] + home <= moved:  # there is room beside B_i, sooner or later
+            begin = max(begin, forth.reaches(away[i] + home))
+        if away[i] + home > moved or begin >= now:
+            begin = max(start, link_s, copied[i - 1], now, forth.reaches(after[i] + home))
+        back_s = link_s = begin + amounts[i - 1] / line.prefetch_rate
+    return now

@@ -1,0 +1,301 @@
+"""The best set of whole activations to offload, if transfers can be interrupted.
+
+Beaumont, Eyraud-Dubois, Shilova, "Optimal GPU-CPU offloading strategies for deep neural
+network training" (2019), section 5, Algorithm 1 (DYNPROG). In the fluid model of
+``fxremat.simulate``, with activations that move entirely or not at all, this finds the best
+ordered schedule (see ``phases``). Stage by stage, for ``x_0 … x_{i-1}`` decided,
+
+    K      bytes of these that stay in device memory,
+    Δ_F    bytes still to offload at the end of F_{i-1}; where that is none, minus what the link
+           could have offloaded since the last was copied and read,
+    Δ_B    the same for B in the mirror: bytes to prefetch before B_{i-1} starts,
+
+and ``IDLE_i(K, Δ_F, Δ_B)`` is the least idle time of forwards and backwards ``0 … i - 1``:
+
+    ε_F  = max(0, K + Δ_F⁺ + own_F(i) - M) / β                          Eq. (1)
+    Δ_F' = (Δ_F⁺ + |x_i| - (ε_F + u_F) β)⁺   if x_i is offloaded        Eq. (2)
+    Δ_F' = Δ_F - (ε_F + u_F) β, K' = K + |x_i|   if not                 Eq. (4)
+    ε_B, Δ_B' likewise, but Δ_B' = |x_i| + (Δ_B - (ε_B + u_B) β)⁺       Eq. (6), (7), (8)
+    ε_G  = max(0, (Δ_F + Δ_B) / β, when O reaches what B_j needs, when R what F_j needs)
+
+with ``own`` of ``Line``: ``K + Δ_F⁺ + own_F(i)`` is ``M_{F_i} + ex_i^F + |x_{i+1}|``. Where this
+departs from the paper:
+
+* ``K`` is the state in place of ``M_F``. It is all that is rounded: to slots, upwards. Times
+  and ``Δ`` stay exact, so rounding errors do not add up over the links.
+* A state is dropped if another of its ``K`` is as good even after it has waited to have no more
+  left to move: ``IDLE₁ + (Δ_F¹ - Δ_F²)⁺ / β + (Δ_B¹ - Δ_B²)⁺ / β ≤ IDLE₂``. And if it cannot
+  become better than the best of two simple choices: GREEDY's, and everything.
+* ``ε_G`` is exact, see ``phases``; (9) and (10) are not. They leave out what backwards free.
+* In (2) ``Δ_F'`` is at least 0. Else a prefetch of ``x_i`` could start before ``F_i`` is done.
+* Lemma 3, that ordered schedules are enough, does not hold. An exhaustive search found that
+  while ``F_i`` still reads ``x_i``, already copied, the link can bring part of a lower
+  activation back; in order it has to wait (``test_order_costs_time``). With one link for each
+  direction, order also keeps it from moving one activation out and another in at once.
+
+``O(L N log N)`` for ``N`` states a stage, if few are incomparable at equal ``K``. Problem 2 is
+NP-complete in the weak sense; where the times make too many states (from about 100 stages on),
+those whose ``Δ`` are in the same slots count as one, as all do in the paper.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from fxremat.ir import Problem, Solution
+from fxremat.solvers.numbers import Floats, Ints
+from fxremat.solvers.offload.answer import answer, infeasible
+from fxremat.solvers.offload.greedy import eager
+from fxremat.solvers.offload.line import Line, line_of
+from fxremat.solvers.offload.phases import plan
+from fxremat.solvers.quantize import quantum_bytes, slots_up
+
+_MOST_STATES = 1 << 15
+"""Beyond, states of equal ``K`` are told apart by the slots of their ``Δ`` only."""
+
+
+def solve(problem: Problem, *, slots: int = 500, relaxed: bool = False) -> Solution:
+    """Offload the activations that are best in the fluid model.
+
+    Args:
+        problem: the chain, its costs, the budget and the link. Without a link nothing moves.
+        slots: what stays in memory is rounded up to the budget's ``slots``-th part. The
+            choice is optimal where that is one byte.
+        relaxed: give the schedule for a fluid replay, and its time there; else the
+            schedule of whole transfers that moves the same.
+
+    Returns:
+        ``Solved``, or ``Infeasible`` with the exact least budget, which is that of all
+        schedules that recompute nothing.
+
+    Raises:
+        ValueError: ``slots`` is less than 1, a storage crosses two cuts, or the sizes are too
+            large to add up.
+    """
+    line = line_of(problem)
+    quantum = quantum_bytes(line.budget, slots=slots)
+    refused = infeasible(line)
+    if refused is not None:
+        return refused
+    return answer(line, choose(line, quantum), whole=not relaxed)
+
+
+def choose(line: Line, quantum: int) -> list[int]:
+    """What to offload of each activation: all or nothing."""
+    everything = [size if i in line.movable else 0 for i, size in enumerate(line.sizes)]
+    simple = [eager(line, rounded=True), everything]
+    times = [_fluid_s(line, amounts) for amounts in simple]
+    best_s, best = min(zip(times, simple, strict=True))
+    if best_s <= line.compute_s:
+        return best
+    found = search(line, quantum, below_s=best_s - line.compute_s)
+    return found[1] if found is not None and _fluid_s(line, found[1]) < best_s else best
+
+
+def _fluid_s(line: Line, amounts: list[int]) -> float:
+    planned = plan(line, amounts, whole=False)
+    return float("inf") if planned is None else planned.makespan_s
+
+
+class _States(NamedTuple):
+    """States after some stage, one an entry.
+
+    Attributes:
+        kept: ``K`` in slots.
+        forth, back: ``Δ_F`` and ``Δ_B`` in bytes.
+        idle_s: ``IDLE``.
+        parent: index of the state that it came from, among those of the stage before.
+        moved: whether the last activation is offloaded.
+    """
+
+    kept: Ints
+    forth: Floats
+    back: Floats
+    idle_s: Floats
+    parent: Ints
+    moved: NDArray[np.bool_]
+
+    def only(self, which: Ints | NDArray[np.bool_]) -> _States:
+        """Some of them."""
+        return _States(
+            self.kept[which],
+            self.forth[which],
+            self.back[which],
+            self.idle_s[which],
+            self.parent[which],
+            self.moved[which],
+        )
+
+    def and_these(self, others: _States) -> _States:
+        """Both."""
+        return _States(
+            np.concatenate((self.kept, others.kept)),
+            np.concatenate((self.forth, others.forth)),
+            np.concatenate((self.back, others.back)),
+            np.concatenate((self.idle_s, others.idle_s)),
+            np.concatenate((self.parent, others.parent)),
+            np.concatenate((self.moved, others.moved)),
+        )
+
+
+def search(
+    line: Line, quantum: int, *, below_s: float = float("inf")
+) -> tuple[float, list[int]] | None:
+    """Algorithm 1: the least idle time and what to offload for it.
+
+    Returns:
+        ``None`` if nothing has less idle time than ``below_s``, sizes rounded up to ``quantum``.
+    """
+    none, nobody = np.zeros(1), np.zeros(1, dtype=np.int64)
+    states = _States(nobody, none, none, none, nobody, np.zeros(1, dtype=np.bool_))
+    history: list[_States] = []
+    rest_s = line.compute_s
+    for i in line.movable:
+        rest_s -= line.forward_s[i] + line.backward_s[i]
+        states = _extended(line, i, states, quantum)
+        backlog_s = states.forth / line.offload_rate + states.back / line.prefetch_rate
+        # What is left to move takes its time, of which the rest of the step hides rest_s.
+        least_s = states.idle_s + np.maximum(0.0, backlog_s - rest_s)
+        states = _thinned(states.only(least_s < below_s), backlog_s[least_s < below_s], quantum)
+        states = states.only(np.lexsort((states.idle_s, states.kept)))
+        best = _undominated(
+            states.kept,
+            states.forth,
+            states.back,
+            states.idle_s,
+            line.offload_rate,
+            line.prefetch_rate,
+        )
+        states = states.only(best)
+        history.append(states)
+    total_s = _totals(line, states, quantum)
+    if not total_s.size or total_s.min() >= below_s:
+        return None
+    amounts = [0] * len(line.sizes)
+    at = int(total_s.argmin())
+    for i, states in zip(reversed(line.movable), reversed(history), strict=True):
+        amounts[i] = line.sizes[i] if states.moved[at] else 0
+        at = int(states.parent[at])
+    return float(total_s.min()), amounts
+
+
+def _run(line: Line, i: int, states: _States, quantum: int) -> tuple[_States, Floats, Floats]:
+    """``F_i`` and ``B_i`` from every state that allows them, with ``ε`` in ``idle_s``.
+
+    Returns:
+        The states, and how much is moved until the end of ``F_i``, and from the start of ``B_i``.
+    """
+    kept = states.kept * quantum
+    forward_room = line.budget - line.forward_own[i] - kept
+    backward_room = line.budget - line.backward_own[i] - kept
+    possible = np.flatnonzero((forward_room >= 0) & (backward_room >= 0))
+    forth = states.forth[possible]
+    back = states.back[possible]
+    forward_idle = np.maximum(0.0, forth - forward_room[possible]) / line.offload_rate  # Eq. (1)
+    backward_idle = np.maximum(0.0, back - backward_room[possible]) / line.prefetch_rate  # Eq. (6)
+    idle_s = states.idle_s[possible] + forward_idle + backward_idle
+    after = _States(
+        states.kept[possible],
+        forth,
+        back,
+        idle_s,
+        possible,
+        np.zeros(possible.size, dtype=np.bool_),
+    )
+    forward_moved = (forward_idle + line.forward_s[i]) * line.offload_rate
+    backward_moved = (backward_idle + line.backward_s[i]) * line.prefetch_rate
+    return after, forward_moved, backward_moved
+
+
+def _extended(line: Line, i: int, states: _States, quantum: int) -> _States:
+    """All that can come of deciding on ``x_i``."""
+    base, forward_moved, backward_moved = _run(line, i, states, quantum)
+    size = line.sizes[i]
+    stays = base._replace(
+        kept=base.kept + slots_up(size, quantum=quantum),
+        forth=base.forth - forward_moved,  # Eq. (4)
+        back=base.back - backward_moved,  # Eq. (8)
+    )
+    if not size:
+        return stays
+    goes = base._replace(
+        forth=np.maximum(0.0, np.maximum(0.0, base.forth) + size - forward_moved),  # Eq. (2)
+        back=size + np.maximum(0.0, base.back - backward_moved),  # Eq. (7)
+        moved=np.ones(base.moved.size, dtype=np.bool_),
+    )
+    return stays.and_these(goes)
+
+
+def _thinned(states: _States, backlog_s: Floats, quantum: int) -> _States:
+    """At most ``_MOST_STATES``: one for each cell of ``K``, ``Δ_F``, ``Δ_B``, the least loaded."""
+    cell = quantum
+    while states.kept.size > _MOST_STATES:
+        forth, back = np.floor(states.forth / cell), np.floor(states.back / cell)
+        order = np.lexsort((states.idle_s + backlog_s, back, forth, states.kept))
+        keys = np.stack((states.kept[order], forth[order], back[order]))
+        first = np.append(True, np.any(keys[:, 1:] != keys[:, :-1], axis=0))
+        states, backlog_s = states.only(order[first]), backlog_s[order[first]]
+        cell *= 2
+    return states
+
+
+def _totals(line: Line, states: _States, quantum: int) -> Floats:
+    """``IDLE`` of whole schedules: with the stages that decide nothing, and with ``ε_G``."""
+    index = np.arange(states.kept.size)
+    totals = np.full(states.kept.size, np.inf)
+    decided = len(line.movable)
+    for i in range(decided, len(line)):
+        states, forward_moved, backward_moved = _run(line, i, states, quantum)
+        index = index[states.parent]
+        states = states._replace(
+            forth=states.forth - forward_moved, back=states.back - backward_moved
+        )
+    # What is away is before[decided] - K: the operations' needs beyond that, less the time
+    # that they are away from the turn. Those for which it matters run back to back with it.
+    kept = states.kept * quantum
+    away = line.before[decided]
+    after_s = before_s = 0.0
+    late = soon = -np.inf
+    for i in reversed(range(len(line))):
+        needs = line.backward_own[i] + line.before[i] - line.budget - away
+        late = max(late, needs / line.offload_rate - after_s)
+        after_s += line.backward_s[i]
+        needs = line.forward_own[i] + line.before[i] - line.budget - away
+        soon = max(soon, needs / line.prefetch_rate - before_s)
+        before_s += line.forward_s[i]
+    gap = states.forth / line.offload_rate + states.back / line.prefetch_rate
+    gap = np.maximum(gap, late + (kept + states.forth) / line.offload_rate)  # Eq. (9)
+    gap = np.maximum(gap, soon + (kept + states.back) / line.prefetch_rate)  # Eq. (10)
+    totals[index] = states.idle_s + np.maximum(0.0, gap)
+    return totals
+
+
+@njit(cache=True)
+def _undominated(
+    kept: Ints, forth: Floats, back: Floats, idle_s: Floats, offload_rate: float, rate: float
+) -> Ints:
+    """Indices of the states that no other of equal ``kept`` beats, sorted by kept and idle_s."""
+    count = kept.size
+    found = np.empty(count, dtype=np.int64)
+    size = 0
+    first = 0
+    for state in range(count):
+        if size and kept[found[size - 1]] != kept[state]:
+            first = size
+        beaten = False
+        for position in range(size - 1, first - 1, -1):
+            other = found[position]
+            waits = idle_s[other]
+            waits += max(0.0, forth[other] - forth[state]) / offload_rate
+            waits += max(0.0, back[other] - back[state]) / rate
+            if waits <= idle_s[state]:
+                beaten = True
+                break
+        if not beaten:
+            found[size] = state
+            size += 1
+    return found[:size]

@@ -1,0 +1,60 @@
+"""Offloading what takes long to use for its size.
+
+VDNN of Beaumont, Eyraud-Dubois, Shilova, "Optimal GPU-CPU offloading strategies for deep neural
+network training" (2019), section 6.1, after vDNN++ (Shriram et al. 2019), which offloads the
+inputs of convolutions, all or every other. Stages do not say whether they are convolutions, so
+for every threshold on ``u_F(i) / |x_i|`` two no-wait, ordered schedules of whole transfers are
+tried: one offloads all ``x_i`` whose ratio is at least that, the other every other of them.
+The fastest that fits is the answer. ``O(L² log L)``.
+
+Activations that are never worth moving (see ``Line.movable``) are left out. The lowest
+threshold takes all others, so there is an answer whenever there is one at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fxremat.ir import Problem, Solution
+from fxremat.solvers.offload.answer import answer, infeasible
+from fxremat.solvers.offload.line import Line, line_of
+from fxremat.solvers.offload.phases import plan
+
+
+def solve(problem: Problem) -> Solution:
+    """Sweep the thresholds.
+
+    Args:
+        problem: the chain, its costs, the budget and the link. Without a link nothing moves.
+
+    Returns:
+        ``Solved`` with a schedule of whole transfers, or ``Infeasible`` with the exact least
+        budget, which is that of all schedules that recompute nothing.
+
+    Raises:
+        ValueError: a storage crosses two cuts, or the sizes are too large to add up.
+    """
+    line = line_of(problem)
+    refused = infeasible(line)
+    if refused is not None:
+        return refused
+    best_s, best = float("inf"), [0] * len(line.sizes)
+    for amounts in _choices(line):
+        planned = plan(line, amounts, whole=True)
+        if planned is not None and planned.makespan_s < best_s:
+            best_s, best = planned.makespan_s, amounts
+    return answer(line, best, whole=True)
+
+
+def ratios(line: Line) -> dict[int, float]:
+    """Seconds of the forward that reads it for a byte of each activation worth moving."""
+    return {i: line.forward_s[i] / line.sizes[i] for i in line.movable if line.sizes[i]}
+
+
+def _choices(line: Line) -> Iterator[list[int]]:
+    yield [0] * len(line.sizes)
+    by_ratio = ratios(line)
+    for threshold in sorted(set(by_ratio.values()), reverse=True):
+        chosen = [i for i, ratio in by_ratio.items() if ratio >= threshold]
+        for some in (chosen, chosen[::2]):
+            yield [size if i in some else 0 for i, size in enumerate(line.sizes)]

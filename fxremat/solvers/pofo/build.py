@@ -1,0 +1,194 @@
+"""From a problem to the arrays of the compiled loops."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from fxremat.ir import Chain, Problem
+from fxremat.solvers.numbers import MOST_BYTES, Floats, Ints, Numbers, numbers_of
+from fxremat.solvers.pofo.intervals import Fronts, fill_fronts
+from fxremat.solvers.pofo.least import least_runs
+from fxremat.solvers.pofo.sweep import Sweep
+from fxremat.solvers.quantize import quantum_bytes, slots_down
+
+_ENTRIES = 1 << 20
+"""Fronts are as wide as this many entries in all allow, within bounds."""
+
+_SHARED_STAGES = 16
+"""From so many stages on, threads share the work."""
+
+
+def build(problem: Problem, *, slots: int) -> Sweep:
+    """Everything but the labels. ``O(L³ slots width²)`` time, less where fronts are short.
+
+    Raises:
+        ValueError: the sizes are too large to add up, or ``slots < 1``.
+    """
+    numbers = numbers_of(problem.chain, problem.costs)
+    budget = max(0, min(problem.budget_bytes - problem.costs.fixed_bytes, MOST_BYTES))
+    link = problem.link
+    out_s = 1.0 / link.offload_bytes_per_s if link else 0.0
+    back_s = 1.0 / link.prefetch_bytes_per_s if link else 0.0
+    peaks = _peaks(problem, numbers)
+    sweep_lag, out_lag, rest = _lags(numbers, peaks, out_s=out_s, back_s=back_s)
+    moves = movable_bytes(problem.chain, numbers)
+    if link is None:
+        moves = np.full_like(moves, -1)
+    inner = _without_last(numbers)
+    last = problem.costs.stages[-1]
+    rebuild = last.gradient_bytes + last.rebuild_bytes
+    alone = last.gradient_bytes + int(peaks[-1, -1])
+    return Sweep(
+        numbers=numbers,
+        fronts=_fronts(inner, sweep_lag, moves, budget=budget, byte_s=back_s, slots=slots),
+        least=least_runs(inner, sweep_lag, back_s),
+        budget=budget,
+        input_bytes=problem.chain.nbytes(problem.chain.boundaries[0]),
+        out_s=out_s,
+        back_s=back_s,
+        moves=moves,
+        first=np.ascontiguousarray(np.diagonal(peaks)),
+        rest=rest,
+        peaks=peaks,
+        out_lag=out_lag,
+        last_bytes=np.array(
+            [[last.gradient_bytes + numbers.keep[-1], numbers.back[-1]], [alone, rebuild]],
+            dtype=np.int64,
+        ),
+        last_s=np.array([last.backward_s, last.rebuild_s + last.backward_s]),
+    )
+
+
+def movable_bytes(chain: Chain, numbers: Numbers) -> Ints:
+    """``Sweep.moves``: only what shares no storage with another boundary may move.
+
+    Then it is disjoint from all else that is held, and moving it gives all of it back.
+    """
+    count = len(chain)
+    boundaries = [set(ids) for ids in chain.boundaries]
+    holders = Counter(storage for ids in boundaries for storage in ids)
+    moves = np.full((count, 2), -1, dtype=np.int64)
+    for i in range(count):
+        if all(holders[storage] == 1 for storage in boundaries[i]):
+            moves[i, 0] = chain.nbytes(boundaries[i])
+            if i:
+                moves[i, 1] = numbers.saved[i - 1]
+    return moves
+
+
+def _peaks(problem: Problem, numbers: Numbers) -> Ints:
+    """``(L, L)``: peak of forward ``k`` beside boundary ``s <= k``, without gradients."""
+    count = len(problem.chain)
+    extra = [stage.forward_extra_bytes for stage in problem.costs.stages]
+    peaks = np.zeros((count, count), dtype=np.int64)
+    for k in range(count):
+        made = int(numbers.step[k, k + 1]) + extra[k]
+        for s in range(k + 1):
+            peaks[s, k] = made + (int(numbers.step[s, k]) if s < k else 0)
+    return peaks
+
+
+def _lags(
+    numbers: Numbers, peaks: Ints, *, out_s: float, back_s: float
+) -> tuple[Floats, Floats, Ints]:
+    """``Fronts.sweep_lag``, ``Sweep.out_lag`` and ``Sweep.rest``."""
+    count = len(numbers.backward_s)
+    prefix = numbers.prefix_s
+    sweep_lag = np.zeros((count, count + 1))
+    out_lag = np.zeros((count, count + 1))
+    rest = np.zeros((count, count + 1), dtype=np.int64)
+    for s in range(count):
+        ends = prefix[s + 1 :] - prefix[s] + peaks[s, s:] * back_s
+        sweep_lag[s, s + 1 :] = np.maximum.accumulate(ends)
+        begins = peaks[s, s:] * out_s - (prefix[s:count] - prefix[s])
+        out_lag[s, s + 1 :] = np.maximum.accumulate(begins)
+        rest[s, s + 2 :] = np.maximum.accumulate(peaks[s, s + 1 :])
+    return sweep_lag, out_lag, rest
+
+
+def _without_last(numbers: Numbers) -> Numbers:
+    """The chain without the last stage, none of which is run again after the turn."""
+    count = len(numbers.backward_s) - 1
+    return Numbers(
+        prefix_s=numbers.prefix_s[: count + 1],
+        backward_s=numbers.backward_s[:count],
+        gradient=numbers.gradient[:count],
+        saved=numbers.saved[:count],
+        keep=numbers.keep[:count],
+        back=numbers.back[:count],
+        step=np.ascontiguousarray(numbers.step[:count, : count + 1]),
+        sweep=np.ascontiguousarray(numbers.sweep[:count, : count + 1]),
+        leaf_bytes=np.ascontiguousarray(numbers.leaf_bytes[:count]),
+        leaf_s=np.ascontiguousarray(numbers.leaf_s[:count]),
+    )
+
+
+def _fronts(
+    numbers: Numbers,
+    sweep_lag: Floats,
+    moves: Ints,
+    *,
+    budget: int,
+    byte_s: float,
+    slots: int,
+) -> Fronts:
+    count = len(numbers.backward_s)
+    quantum = quantum_bytes(budget, slots=slots)
+    used = slots_down(budget, quantum=quantum)
+    rows = count * (count + 1) // 2
+    width = min(64, max(8, _ENTRIES // max(1, rows * (used + 1))))
+    missing = np.cumsum([0, *np.maximum(moves.max(axis=1), 0).tolist()])[:count]
+    fronts = Fronts(
+        numbers,
+        step_slots=-(-numbers.step // quantum),
+        quantum=quantum,
+        byte_s=byte_s,
+        sweep_lag=np.ascontiguousarray(sweep_lag[:count, : count + 1]),
+        most_s=missing * byte_s,
+        work=np.empty((rows, used + 1, width)),
+        lag=np.empty((rows, used + 1, width)),
+        size=np.zeros((rows, used + 1), dtype=np.int64),
+        lost=np.zeros(rows, dtype=np.int64),
+    )
+    with Crew(count) as crew:
+        for distance in range(count):
+            share = min(crew.size, count - distance)
+            crew.run([partial(fill_fronts, fronts, distance, k, share) for k in range(share)])
+    return fronts
+
+
+class Crew:
+    """Threads that share the work; none for short chains, where they cost more than they do."""
+
+    def __init__(self, stages: int) -> None:
+        self.size = _cores() if stages >= _SHARED_STAGES else 1
+        self._pool = ThreadPoolExecutor(self.size) if self.size > 1 else None
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def run(self, tasks: Sequence[Callable[[], object]]) -> None:
+        """Run all tasks, and return when they are done."""
+        if self._pool is None:
+            for task in tasks:
+                task()
+            return
+        for future in [self._pool.submit(task) for task in tasks]:
+            future.result()
+
+
+def _cores() -> int:
+    """Cores that this process may run on, at most eight."""
+    if hasattr(os, "sched_getaffinity"):
+        return min(8, len(os.sched_getaffinity(0)))
+    return min(8, os.cpu_count() or 1)

@@ -1,0 +1,197 @@
+"""Runs the labels through the nodes, and reads the best decisions off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from fxremat.solvers.numbers import Floats
+from fxremat.solvers.pofo.bounds import fill_bounds
+from fxremat.solvers.pofo.build import Crew
+from fxremat.solvers.pofo.sweep import (
+    Labels,
+    Limits,
+    Sweep,
+    expand_all,
+    expand_ck,
+    finish,
+)
+
+
+class Decision(NamedTuple):
+    """What the first sweep does from one kept value to the next.
+
+    Attributes:
+        stage: ``i``, whose input is kept.
+        within: ``x``: it is kept within saved set ``i - 1``.
+        cut: ``i`` for ``F_all i``; else the next stage that keeps its input, after
+            ``F_ck i, F_none i + 1, …``. One more than ``i`` for the last stage: its
+            second way.
+        moved: ``I^x_i`` is offloaded.
+    """
+
+    stage: int
+    within: bool
+    cut: int
+    moved: bool
+
+
+class Found(NamedTuple):
+    """The result of one search.
+
+    Attributes:
+        seconds: time of the decisions.
+        decisions: the best, ``None`` if nothing is better than what was known.
+        lost: labels that were dropped only because there were too many; if 0, and fronts
+            were wide enough, nothing is better.
+    """
+
+    seconds: float
+    decisions: tuple[Decision, ...] | None
+    lost: int
+
+
+def bound_s(sweep: Sweep, limits: Limits) -> float:
+    """No schedule takes less, sizes in slots."""
+    free = sweep.budget - sweep.input_bytes
+    slots = min(sweep.fronts.size.shape[1] - 1, free // sweep.fronts.quantum)
+    return float(limits.bounds[0, slots].max())
+
+
+def limits_of(sweep: Sweep) -> Limits:
+    """The bounds, with nothing known yet. ``O(L² slots)`` for each pair of shares."""
+    nodes = 2 * len(sweep.numbers.backward_s)
+    shares = _shares(sweep)
+    slots = sweep.fronts.size.shape[1]
+    limits = Limits(shares, np.empty((nodes, slots, len(shares))), np.array([np.inf]), 0.0)
+    with Crew(nodes // 2) as crew:
+        for node in range(nodes - 1, -1, -1):
+            share = range(crew.size)
+            crew.run([partial(fill_bounds, sweep, limits, k, len(share), node) for k in share])
+    return limits
+
+
+def _shares(sweep: Sweep) -> Floats:
+    """Pairs of shares around those at which moving a byte is worth as much as computing it.
+
+    A share ``p`` weighs a phase's transfers against its work, ``p`` to ``1 - p``.
+    """
+    n = sweep.numbers
+    made = max(1.0, float(n.saved.sum()))
+    ratios = []
+    for byte_s in (sweep.out_s, sweep.back_s):
+        moved_s = made * byte_s
+        computed_s = float(n.prefix_s[-1])
+        ratios.append(computed_s / moved_s if moved_s > 0.0 and computed_s > 0.0 else 1.0)
+    sides = []
+    for ratio in ratios:
+        weights = [ratio * 2.0**k for k in range(-3, 4)]
+        sides.append([0.0, *(weight / (1.0 + weight) for weight in weights)])
+    return np.array([[p, q] for p in sides[0] for q in sides[1]])
+
+
+def search(sweep: Sweep, limits: Limits, *, most: int, recompute: bool = True) -> Found:
+    """The best decisions, if they are better than ``limits.best_s``, which is lowered.
+
+    Args:
+        sweep: the chain.
+        limits: what is known.
+        most: labels that a node may have; beyond, those of greatest bound are dropped.
+        recompute: allow ``F_ck`` before the last stage.
+    """
+    count = len(sweep.numbers.backward_s)
+    labels = _no_labels(2 * count, most)
+    if sweep.input_bytes <= sweep.budget:
+        labels.held[0, 0] = sweep.input_bytes
+        labels.size[0] = 1
+    end = (-1, -1, -1)
+    with Crew(count) as crew:
+        for node in range(2 * count):
+            stage = node // 2
+            if stage == count - 1:
+                label, way = finish(sweep, labels, limits, node)
+                end = (node, label, way) if label >= 0 else end
+                continue
+            tasks = [partial(expand_all, sweep, labels, limits, node)]
+            for k in range(crew.size if recompute else 0):
+                cuts = (stage + 1 + k, count, crew.size)
+                tasks.append(partial(expand_ck, sweep, labels, limits, node, cuts))
+            crew.run(tasks)
+    decisions = tuple(_walk(labels, *end))[::-1] if end[0] >= 0 else None
+    return Found(float(limits.best_s[0]), decisions, int(labels.lost.sum()))
+
+
+def _no_labels(nodes: int, most: int) -> Labels:
+    return Labels(
+        held=np.zeros((nodes, most), dtype=np.int64),
+        spent=np.zeros((nodes, most)),
+        out=np.zeros((nodes, most)),
+        back=np.zeros((nodes, most)),
+        bound=np.zeros((nodes, most)),
+        parent=np.zeros((nodes, most), dtype=np.int64),
+        origin=np.zeros((nodes, most), dtype=np.int64),
+        size=np.zeros(nodes, dtype=np.int64),
+        lost=np.zeros(nodes, dtype=np.int64),
+    )
+
+
+def _walk(labels: Labels, node: int, label: int, way: int) -> Iterator[Decision]:
+    """From the last decision to the first."""
+    yield Decision(node // 2, bool(node % 2), node // 2 + way, False)
+    while node > 0:
+        origin = int(labels.origin[node, label])
+        label, after = int(labels.parent[node, label]), node
+        node = origin // 2
+        cut = node // 2 if after % 2 else after // 2
+        yield Decision(node // 2, bool(node % 2), cut, bool(origin % 2))
+
+
+def least_memory(sweep: Sweep) -> tuple[int, tuple[Decision, ...]]:
+    """The least budget, ``fixed_bytes`` left out, and decisions that need no more. ``O(L²)``.
+
+    Times do not matter to that: idle times can empty whatever waits for the link. So what
+    may move does, and only what may not is held beside what stage ``i`` itself needs.
+    """
+    n = sweep.numbers
+    count = len(n.backward_s)
+    turn = int(n.gradient[-1])
+    # best[i][x]: least memory beside A_i and, where I^x_i has to stay, beside that too.
+    best = [[0, 0] for _ in range(count)]
+    cuts = [[0, 0] for _ in range(count)]
+    for i in reversed(range(count)):
+        for x in range(2 if i else 1):
+            size = int(sweep.moves[i, x])
+            own = max(size, 0)  # counted here if it may move, else by who calls
+            if i == count - 1:
+                needs = sweep.last_bytes.max(axis=1).tolist()
+                cuts[i][x] = i + int(needs[1] < needs[0])
+                best[i][x] = own + min(needs)
+                continue
+
+            def after(cut: int, y: int, adds: int) -> int:
+                """Of node ``(cut, y)``, whose input adds bytes to what is held."""
+                return best[cut][y] + (adds if sweep.moves[cut, y] < 0 else 0)
+
+            here = own + max(turn + int(n.keep[i]), int(n.back[i]))
+            best[i][x] = max(here, after(i + 1, 1, int(n.saved[i])))
+            cuts[i][x] = i
+            for cut in range(i + 1, count):
+                here = own + max(turn + int(sweep.first[i]), int(sweep.least.memory[i, cut - 1]))
+                here = max(here, turn + int(sweep.rest[i, cut]))
+                here = max(here, after(cut, 0, int(n.step[i, cut])))
+                if here < best[i][x]:
+                    best[i][x] = here
+                    cuts[i][x] = cut
+    base = 0 if sweep.moves[0, 0] >= 0 else sweep.input_bytes
+    decisions = []
+    i = x = 0
+    while True:
+        cut = cuts[i][x]
+        last = i == count - 1
+        decisions.append(Decision(i, bool(x), cut, not last and sweep.moves[i, x] >= 0))
+        if last:
+            return base + best[0][0], tuple(decisions)
+        i, x = (i + 1, 1) if cut == i else (cut, 0)

@@ -1,0 +1,348 @@
+"""``OC_x``: the first sweep, from the input on, by what was decided so far.
+
+A *label* at a *node* ``2 i + x`` is a way to have run the forwards before stage ``i``, with
+``x`` the supplement's: 0 if boundary ``i`` is held as it is, 1 within saved set ``i - 1``.
+It has what the supplement's state has, and the time that the decisions so far cost on
+either side of the turn:
+
+    held   A_i + I^x_i: bytes on the device from stage i to its backward, I^x_i included
+    out    Δ_F / β: seconds to offload what waits to be
+    back   Δ_B / β: seconds to prefetch what has to be there when stage i's backward is done
+    spent  seconds of all decided forwards and backwards, idle times included
+
+A second of idle time takes a second off ``out``, or off ``back``. So a label is beaten by
+one that holds no more and could wait until it is no worse: if ``held' <= held`` and
+``spent' + max(out' - out, 0) + max(back' - back, 0) <= spent``. Nothing is rounded, and
+nothing is lost: that many fewer are kept than the ``slots³`` states of the supplement.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from fxremat.solvers.kernels import row_of
+from fxremat.solvers.numbers import Floats, Ints, Numbers
+from fxremat.solvers.pofo.intervals import Fronts
+from fxremat.solvers.pofo.least import LeastRuns
+
+
+class Sweep(NamedTuple):
+    """What the first sweep is planned with; sizes in bytes.
+
+    Attributes:
+        numbers: the chain.
+        fronts: ``C_Δ`` of the stages before the last.
+        least: its sequences of least memory.
+        budget: for all but ``fixed_bytes``.
+        input_bytes: size of boundary 0.
+        out_s: seconds to offload a byte.
+        back_s: seconds to prefetch a byte.
+        moves: ``(L, 2)``, size of ``I^x_i``, -1 if it has to stay on the device.
+        first: ``(L,)``, peak of forward ``i`` beyond its input.
+        rest: ``(L, L + 1)``, as ``numbers.sweep`` but without the first of the forwards.
+        peaks: ``(L, L)``, peak of forward ``k`` beyond boundary ``s``.
+        out_lag: ``(L, L + 1)``, Lemma 1 for the forwards ``s … s' - 1``: they have to wait
+            ``out + out_lag - free`` seconds, ``free`` bytes in the time to offload them.
+        last_bytes: ``(2, 2)``, for both ways of the last stage (``F_all`` and ``B``, or a
+            forward alone and then a rebuild) least memory before and after the turn.
+        last_s: ``(2,)``, seconds after the turn.
+    """
+
+    numbers: Numbers
+    fronts: Fronts
+    least: LeastRuns
+    budget: int
+    input_bytes: int
+    out_s: float
+    back_s: float
+    moves: Ints
+    first: Ints
+    rest: Ints
+    peaks: Ints
+    out_lag: Floats
+    last_bytes: Ints
+    last_s: Floats
+
+
+class Labels(NamedTuple):
+    """Labels of every node, ``(2 L, most)`` each.
+
+    Attributes:
+        held, spent, out, back: see above.
+        bound: no continuation ends before.
+        parent: index of the label it came from.
+        origin: twice that label's node, plus 1 if its ``I^x_i`` is offloaded.
+        size: ``(2 L,)``, how many a node has.
+        lost: ``(2 L,)``, how many were dropped because there were more than ``most``.
+    """
+
+    held: Ints
+    spent: Floats
+    out: Floats
+    back: Floats
+    bound: Floats
+    parent: Ints
+    origin: Ints
+    size: Ints
+    lost: Ints
+
+
+class Limits(NamedTuple):
+    """What a label has to be good for.
+
+    Attributes:
+        shares: ``(·, 2)``, pairs ``(p, q)``.
+        bounds: ``(2 L, slots + 1, ·)``, for each of them the least time left, transfers that
+            wait already left out.
+        best_s: ``(1,)``, time of the best schedule known.
+        slack_s: a label also beats another if it is no more than this worse.
+    """
+
+    shares: Floats
+    bounds: Floats
+    best_s: Floats
+    slack_s: float
+
+
+@njit(cache=True, nogil=True)
+def _most_slots(sweep: Sweep) -> int:
+    slots: int = sweep.fronts.size.shape[1] - 1
+    return slots
+
+
+@njit(cache=True, nogil=True)
+def _slots_of(sweep: Sweep, free: int) -> int:
+    m: int = min(_most_slots(sweep), free // sweep.fronts.quantum)
+    return m
+
+
+@njit(cache=True, nogil=True)
+def segment_choice(sweep: Sweep, s: int, cut: int, free: int, back: float) -> int:
+    """The sequence of ``C_Δ(s, cut - 1)`` that ends first: an entry of its front.
+
+    Args:
+        sweep: the chain.
+        s, cut: the interval.
+        free: bytes beside boundary ``s``.
+        back: seconds to prefetch what has to be there at its end.
+
+    Returns:
+        The entry, -1 for the sequence of least memory, -2 if not even that fits.
+    """
+    fronts = sweep.fronts
+    row = row_of(s, cut - 1, fronts.numbers.backward_s.size)
+    m = _slots_of(sweep, free)
+    missing = back - free * sweep.back_s
+    best = -2
+    best_s = np.inf
+    for k in range(fronts.size[row, m]):
+        if fronts.work[row, m, k] >= best_s:
+            break
+        seconds = max(fronts.work[row, m, k], fronts.lag[row, m, k] + missing)
+        if seconds < best_s:
+            best = k
+            best_s = seconds
+    if fronts.quantum > 1 and free >= sweep.least.memory[s, cut - 1]:
+        least = sweep.least
+        if max(least.work[s, cut - 1], least.lag[s, cut - 1] + missing) < best_s:
+            best = -1
+    return best
+
+
+@njit(cache=True, nogil=True)
+def segment_s(sweep: Sweep, s: int, cut: int, free: int, back: float) -> float:
+    """``C_Δ(s, cut - 1)``; infinite if nothing fits."""
+    fronts = sweep.fronts
+    k = segment_choice(sweep, s, cut, free, back)
+    if k == -2:
+        return np.inf
+    missing = back - free * sweep.back_s
+    if k == -1:
+        least = sweep.least
+        least_s: float = max(least.work[s, cut - 1], least.lag[s, cut - 1] + missing)
+        return least_s
+    row = row_of(s, cut - 1, fronts.numbers.backward_s.size)
+    m = _slots_of(sweep, free)
+    seconds: float = max(fronts.work[row, m, k], fronts.lag[row, m, k] + missing)
+    return seconds
+
+
+@njit(cache=True, nogil=True)
+def _put(
+    labels: Labels,
+    node: int,
+    label: tuple[int, float, float, float, float],
+    came: tuple[int, int],
+    slack: float,
+) -> None:
+    """Add a label to a node unless it is beaten; drop those that it beats."""
+    held, spent, out, back, bound = label
+    k = 0
+    size = labels.size[node]
+    while k < size:
+        more_held = labels.held[node, k]
+        more_out = labels.out[node, k] - out
+        more_back = labels.back[node, k] - back
+        late = labels.spent[node, k] - spent
+        if more_held <= held and late + max(more_out, 0.0) + max(more_back, 0.0) <= slack:
+            if k > 0:
+                _swap(labels, node, k, k // 2)  # where it is found sooner
+            return
+        if held <= more_held and max(-more_out, 0.0) + max(-more_back, 0.0) <= late:
+            size -= 1
+            _swap(labels, node, k, size)
+        else:
+            k += 1
+    if size == labels.held.shape[1]:
+        labels.lost[node] += 1
+        worst = 0
+        for j in range(1, size):
+            if labels.bound[node, j] > labels.bound[node, worst]:
+                worst = j
+        if labels.bound[node, worst] <= bound:
+            return
+        size -= 1
+        _swap(labels, node, worst, size)
+    labels.held[node, size] = held
+    labels.spent[node, size] = spent
+    labels.out[node, size] = out
+    labels.back[node, size] = back
+    labels.bound[node, size] = bound
+    labels.parent[node, size] = came[0]
+    labels.origin[node, size] = came[1]
+    labels.size[node] = size + 1
+
+
+@njit(cache=True, nogil=True)
+def _swap(labels: Labels, node: int, a: int, b: int) -> None:
+    for values in (labels.held, labels.parent, labels.origin):
+        values[node, a], values[node, b] = values[node, b], values[node, a]
+    for times in (labels.spent, labels.out, labels.back, labels.bound):
+        times[node, a], times[node, b] = times[node, b], times[node, a]
+
+
+@njit(cache=True, nogil=True)
+def _offer(
+    sweep: Sweep,
+    labels: Labels,
+    limits: Limits,
+    node: int,
+    label: tuple[int, float, float, float],
+    came: tuple[int, int],
+) -> None:
+    """Add a label to a node unless it is beaten or cannot lead to anything better."""
+    held, spent, out, back = label
+    if held > sweep.budget:
+        return
+    m = _slots_of(sweep, sweep.budget - held)
+    bound = 0.0
+    least = limits.bounds[node, m]
+    for k in range(limits.shares.shape[0]):
+        waits = limits.shares[k, 0] * out + limits.shares[k, 1] * back
+        bound = max(bound, waits + least[k])
+    if spent + bound < limits.best_s[0]:
+        _put(labels, node, (held, spent, out, back, spent + bound), came, limits.slack_s)
+
+
+@njit(cache=True, nogil=True)
+def expand_ck(
+    sweep: Sweep, labels: Labels, limits: Limits, node: int, cuts: tuple[int, int, int]
+) -> None:
+    """``OC^{F_ck}``: extend a node's labels by ``F_ck i, F_none …`` up to each of some cuts.
+
+    Args:
+        sweep: the chain.
+        labels: of all nodes; those of the cuts get more.
+        limits: what a label has to be good for.
+        node: the node.
+        cuts: first cut, end and stride. Threads with other cuts write other labels.
+    """
+    n = sweep.numbers
+    i = node // 2
+    for label in range(labels.size[node]):
+        held = labels.held[node, label]
+        free = sweep.budget - held - n.gradient[-1]
+        if labels.bound[node, label] >= limits.best_s[0] or free < sweep.first[i]:
+            continue
+        spent = labels.spent[node, label]
+        out = labels.out[node, label]
+        back = labels.back[node, label]
+        for cut in range(cuts[0], cuts[1], cuts[2]):
+            waits = max(0.0, out + sweep.out_lag[i, cut] - free * sweep.out_s)
+            forward_s = n.prefix_s[cut] - n.prefix_s[i] + waits
+            backward_s = segment_s(sweep, i, cut, sweep.budget - held, back)
+            if spent + forward_s + backward_s >= limits.best_s[0]:
+                continue
+            for moved in range(2):
+                nbytes = sweep.moves[i, node % 2] if moved else 0
+                if nbytes < 0 or free + nbytes < sweep.rest[i, cut]:
+                    continue
+                new = (
+                    held - nbytes + n.step[i, cut],
+                    spent + forward_s + backward_s,
+                    max(0.0, out + nbytes * sweep.out_s - forward_s),
+                    max(0.0, back - backward_s) + nbytes * sweep.back_s,
+                )
+                _offer(sweep, labels, limits, 2 * cut, new, (label, 2 * node + moved))
+
+
+@njit(cache=True, nogil=True)
+def expand_all(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> None:
+    """``OC^{F_all}``: extend a node's labels by ``F_all i`` and, once all else is done, ``B i``."""
+    n = sweep.numbers
+    i = node // 2
+    sweep_s = n.prefix_s[i + 1] - n.prefix_s[i]
+    for label in range(labels.size[node]):
+        held = labels.held[node, label]
+        free = sweep.budget - held
+        spare = free - n.gradient[-1] - n.keep[i]
+        if labels.bound[node, label] >= limits.best_s[0] or min(spare, free - n.back[i]) < 0:
+            continue
+        out = labels.out[node, label]
+        back = labels.back[node, label]
+        forward_s = sweep_s + max(0.0, out - spare * sweep.out_s)
+        backward_s = n.backward_s[i] + max(0.0, back - (free - n.back[i]) * sweep.back_s)
+        for moved in range(2):
+            nbytes = sweep.moves[i, node % 2] if moved else 0
+            if nbytes < 0:
+                continue
+            new = (
+                held - nbytes + n.saved[i],
+                labels.spent[node, label] + forward_s + backward_s,
+                max(0.0, out + nbytes * sweep.out_s - forward_s),
+                max(0.0, back - backward_s) + nbytes * sweep.back_s,
+            )
+            _offer(sweep, labels, limits, 2 * i + 3, new, (label, 2 * node + moved))
+
+
+@njit(cache=True, nogil=True)
+def finish(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> tuple[int, int]:
+    """The loss: run the last stage, and wait between the phases for all transfers, ``ε_G``.
+
+    Returns:
+        The label that gives the best schedule so far and the way its last stage runs: 0
+        for ``F_all`` and ``B``, 1 for the forward alone first and then a rebuild; -1, -1
+        if none is better than ``limits.best_s``, which is lowered.
+    """
+    n = sweep.numbers
+    i = node // 2
+    found = (-1, -1)
+    for label in range(labels.size[node]):
+        out = labels.out[node, label]
+        back = labels.back[node, label]
+        for way in range(2):
+            free = sweep.budget - labels.held[node, label]
+            spare = free - sweep.last_bytes[way, 0]
+            spare_back = free - sweep.last_bytes[way, 1]
+            if min(spare, spare_back) < 0:
+                continue
+            forward_s = n.prefix_s[i + 1] - n.prefix_s[i] + max(0.0, out - spare * sweep.out_s)
+            backward_s = sweep.last_s[way] + max(0.0, back - spare_back * sweep.back_s)
+            seconds = max(forward_s, out) + max(backward_s, back) + labels.spent[node, label]
+            if seconds < limits.best_s[0]:
+                limits.best_s[0] = seconds
+                found = (label, way)
+    return found

@@ -1,0 +1,173 @@
+"""Random joins for hypothesis, and joins whose optima are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from fxremat.ir import Chain, Join, JoinCosts, JoinProblem, Stage, StageCosts, Storage
+from tests.strategies import SECONDS, SIZES
+
+LENGTHS = st.sampled_from(
+    [
+        *[(n,) for n in range(1, 7)],
+        *[(a, b) for a in range(1, 5) for b in range(1, 5)],
+        *[(a, b, c) for a in (1, 2) for b in (1, 2) for c in (1, 2)],
+    ]
+)
+"""Branch lengths that an exhaustive search answers within a second or two."""
+
+
+@st.composite
+def joins(
+    draw: st.DrawFn,
+    *,
+    lengths: st.SearchStrategy[tuple[int, ...]] = LENGTHS,
+    most_trunk: int = 3,
+    sizes: st.SearchStrategy[int] = SIZES,
+) -> Join:
+    """Joins whose boundaries share nothing."""
+
+    def some(count: int) -> list[int]:
+        return [draw(sizes) for _ in range(count)]
+
+    branches = [some(length + 1) for length in draw(lengths)]
+    trunk = some(draw(st.integers(1, most_trunk)))
+    return Join.from_sizes(
+        branches,
+        [[n + draw(sizes) for n in branch[1:]] for branch in branches],
+        trunk,
+        [n + draw(sizes) for n in trunk],
+    )
+
+
+@st.composite
+def sharing_joins(draw: st.DrawFn, *, most: int = 3, most_trunk: int = 3) -> Join:
+    """Joins whose boundaries share storages, within a branch and across the join."""
+    lengths = draw(st.lists(st.integers(1, most), min_size=1, max_size=2))
+    trunk_length = draw(st.integers(1, most_trunk))
+    storages: list[Storage] = []
+    trunk: list[list[int]] = [[] for _ in range(trunk_length + 1)]
+    lines = []
+
+    def fill(boundaries: list[list[int]], first: int = 0) -> None:
+        for begin in range(first, len(boundaries)):
+            for run in draw(st.lists(st.sampled_from([1, 1, 2, 3]), max_size=2)):
+                storages.append(Storage(draw(SIZES)))
+                for boundary in boundaries[begin : begin + run]:
+                    boundary.append(len(storages) - 1)
+
+    def stages(boundaries: list[list[int]]) -> tuple[Stage, ...]:
+        out = []
+        for i, after in enumerate(boundaries[1:]):
+            saved = draw(st.lists(st.sampled_from(after), max_size=1)) if after else []
+            storages.append(Storage(draw(SIZES)))
+            out.append(Stage("stage", (*saved, len(storages) - 1), i))
+        return tuple(out)
+
+    for length in lengths:
+        boundaries: list[list[int]] = [[] for _ in range(length + 1)]
+        fill([*boundaries, *trunk[1:]])
+        trunk[0] += boundaries[-1]
+        lines.append((boundaries, stages(boundaries)))
+    fill(trunk, first=1)
+    lines.append((trunk, stages(trunk)))
+    chains = [Chain(tuple(storages), tuple(map(tuple, b)), s) for b, s in lines]
+    return Join(tuple(chains[:-1]), chains[-1])
+
+
+@st.composite
+def join_costs(
+    draw: st.DrawFn,
+    join: Join,
+    *,
+    sizes: st.SearchStrategy[int] = SIZES,
+    seconds: st.SearchStrategy[float] = SECONDS,
+) -> JoinCosts:
+    """Costs that nothing relates to each other."""
+    stage = st.builds(
+        StageCosts,
+        forward_s=seconds,
+        backward_s=seconds,
+        rebuild_s=seconds,
+        gradient_bytes=sizes,
+        forward_extra_bytes=sizes,
+        keep_extra_bytes=sizes,
+        backward_extra_bytes=sizes,
+        rebuild_bytes=sizes,
+    )
+    lines = [draw(st.tuples(*[stage] * len(line))) for line in join.lines]
+    return JoinCosts(
+        tuple(lines[:-1]),
+        lines[-1],
+        fixed_bytes=draw(sizes),
+        done_bytes=tuple(draw(sizes) for _ in join.branches),
+        trunk_done_bytes=draw(sizes),
+    )
+
+
+@st.composite
+def costed_joins(
+    draw: st.DrawFn,
+    *,
+    lengths: st.SearchStrategy[tuple[int, ...]] = LENGTHS,
+    most_trunk: int = 3,
+) -> tuple[Join, JoinCosts]:
+    """Small joins that share nothing, with their costs."""
+    join = draw(joins(lengths=lengths, most_trunk=most_trunk))
+    return join, draw(join_costs(join))
+
+
+def two_towers() -> JoinProblem:
+    """Branches of 2 and 3 stages, all sizes and times unlike; used by tests of the replay."""
+    join = Join.from_sizes(
+        [[1, 2, 3], [10, 20, 30, 40]], [[5, 6], [50, 60, 70]], [100, 0], [500, 0]
+    )
+    step = StageCosts(1.0, 2.0, 0.5, 0, 0, 0, 0, 0)
+    costs = JoinCosts(
+        (
+            (replace(step, gradient_bytes=1000), replace(step, gradient_bytes=2000)),
+            tuple(replace(step, gradient_bytes=n * 10_000) for n in (1, 2, 3)),
+        ),
+        (replace(step, gradient_bytes=100_000), step),
+        fixed_bytes=10_000_000,
+        done_bytes=(300, 7000),
+        trunk_done_bytes=1_000_000,
+    )
+    return JoinProblem(join, costs, 1 << 40)
+
+
+def _step(**sizes: int) -> StageCosts:
+    empty = StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 0)
+    return replace(empty, **sizes)
+
+
+def same_branch_first() -> JoinProblem:
+    """Branch 1 must go first, forward and back: 2 bytes, 3 for a canonical schedule.
+
+    Its forward needs a byte of workspace, and branch 0 ends in 2 bytes. Its gradient has 2
+    bytes, and a byte is needed to rebuild branch 0.
+    """
+    join = Join.from_sizes([[0, 2], [0, 0]], [[2], [0]], [0], [0])
+    costs = JoinCosts(
+        (
+            (_step(rebuild_bytes=1),),
+            (_step(gradient_bytes=2, forward_extra_bytes=1, backward_extra_bytes=1),),
+        ),
+        (_step(),),
+    )
+    return JoinProblem(join, costs, 2)
+
+
+def interrupted() -> JoinProblem:
+    """Branch 0 stops at its middle while branch 1 has its widest forward.
+
+    Its own first forward needs 5 bytes of workspace and must come first, its end has 3 bytes,
+    and keeping all of branch 1's first stage needs 3 more: with 6 bytes one second is saved.
+    """
+    join = Join.from_sizes([[0, 1, 3], [0, 1, 2]], [[1, 3], [1, 2]], [0], [0])
+    none = StageCosts(0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
+    slow = replace(none, forward_s=1.0, rebuild_s=1.0, keep_extra_bytes=3)
+    costs = JoinCosts(((replace(none, forward_extra_bytes=5), none), (slow, none)), (none,))
+    return JoinProblem(join, costs, 6)

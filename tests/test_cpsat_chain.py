@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved, TimedOut
+from fxremat.simulate import check
+from fxremat.solvers import brute, cpsat
+from fxremat.solvers.rotor import least_budget
+from tests.problems import NAMED, Named, figure_2, keep_all, revolve
+from tests.strategies import costed_chains, huge_chains
+
+RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def check_optimum(problem: Problem, *, persistent: bool) -> None:
+    """Equal to the search, and the schedule to its replay."""
+    expected = brute.solve(problem, persistent=persistent)
+    found = cpsat.solve(problem, persistent=persistent)
+    if isinstance(expected, Infeasible):
+        assert found == expected
+        return
+    assert isinstance(expected, Solved)
+    assert isinstance(found, Solved)
+    assert found.makespan_s == expected.makespan_s
+    assert check(problem, found.schedule).makespan_s == found.makespan_s
+
+
+def near_the_least(costed: tuple[Chain, Costs], spare: int) -> Problem:
+    return Problem(*costed, max(0, least_budget(*costed)[0] + spare))
+
+
+@settings(RELAXED, max_examples=150)
+@given(costed_chains(most=5), st.integers(-2, 20))
+def test_persistent_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
+    check_optimum(near_the_least(costed, spare), persistent=True)
+
+
+@settings(RELAXED, max_examples=150)
+@given(costed_chains(most=3), st.integers(-4, 20))
+def test_any_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
+    check_optimum(near_the_least(costed, spare), persistent=False)
+
+
+@pytest.mark.slow
+@settings(RELAXED, max_examples=2500)
+@given(costed_chains(), st.integers(-2, 20))
+def test_persistent_on_many(costed: tuple[Chain, Costs], spare: int) -> None:
+    check_optimum(near_the_least(costed, spare), persistent=True)
+
+
+@pytest.mark.slow
+@settings(RELAXED, max_examples=2500)
+@given(costed_chains(most=4), st.integers(-4, 20))
+def test_any_on_many(costed: tuple[Chain, Costs], spare: int) -> None:
+    check_optimum(near_the_least(costed, spare), persistent=False)
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 6])
+def test_figure_2(n: int) -> None:
+    """Section 4.1 of the rotor paper: 3n + 1 persistent, 2n + 2 otherwise."""
+    problem = figure_2(n).problem
+    for persistent, expected_s in ((True, 3 * n + 1), (False, 2 * n + 2)):
+        found = cpsat.solve(problem, persistent=persistent)
+        assert isinstance(found, Solved)
+        assert found.makespan_s == expected_s
+        assert check(problem, found.schedule).makespan_s == expected_s
+
+
+@pytest.mark.parametrize("named", NAMED, ids=lambda named: named.name)
+def test_named(named: Named) -> None:
+    found = cpsat.solve(named.problem)
+    if named.persistent_s is None:
+        assert found == Infeasible(named.least_budget_bytes)
+        return
+    assert isinstance(found, Solved)
+    assert found.makespan_s == named.persistent_s
+    check(named.problem, found.schedule)
+
+
+@pytest.mark.parametrize(
+    "named", [n for n in NAMED if len(n.problem.chain) <= 4], ids=lambda named: named.name
+)
+def test_named_not_persistent(named: Named) -> None:
+    found = cpsat.solve(named.problem, persistent=False)
+    assert isinstance(found, Solved)
+    assert found.makespan_s == named.any_s
+    check(named.problem, found.schedule)
+
+
+def test_a_time_limit_leaves_a_bound_and_the_best_so_far() -> None:
+    named = revolve(12, 2)
+    assert named.any_s is not None
+    found = cpsat.solve(named.problem, persistent=False, time_limit_s=5.0)
+    assert isinstance(found, TimedOut)
+    assert 0 <= found.bound_s <= named.any_s
+    if found.incumbent is not None:
+        replayed = check(named.problem, found.incumbent.schedule)
+        assert replayed.makespan_s == found.incumbent.makespan_s >= named.any_s
+
+
+def test_no_time_at_all() -> None:
+    found = cpsat.solve(revolve(8, 2).problem, time_limit_s=0.0)
+    assert isinstance(found, TimedOut)
+    assert found.incumbent is None
+    assert found.bound_s >= 0
+
+
+@settings(RELAXED, max_examples=40)
+@given(huge_chains(most=4), st.floats(0, 1), st.booleans())
+def test_sizes_and_times_of_any_magnitude(
+    costed: tuple[Chain, Costs], position: float, persistent: bool
+) -> None:
+    """Up to rounding to less than a nanosecond an operation, within the bytes always."""
+    chain, costs = costed
+    least_bytes, _ = least_budget(chain, costs)
+    problem = Problem(chain, costs, least_bytes + int(position**8 * least_bytes))
+    found = cpsat.solve(problem, persistent=persistent)
+    expected = brute.solve(problem, persistent=persistent)
+    assert isinstance(found, Solved)
+    assert isinstance(expected, Solved)
+    assert check(problem, found.schedule).makespan_s == found.makespan_s
+    assert found.makespan_s == pytest.approx(expected.makespan_s, rel=1e-12, abs=1e-8)
+    if persistent and least_bytes:
+        less = Problem(chain, costs, least_bytes - 1)
+        assert cpsat.solve(less) == Infeasible(least_bytes)
+
+
+def test_without_runs_to_spare_less_is_found() -> None:
+    """What ``more_runs`` is for: early recomputation takes a run that no backward ends."""
+    problem = next(n for n in NAMED if n.name == "early-recomputation").problem
+    found = cpsat.solve(problem, persistent=False, more_runs=0)
+    assert isinstance(found, Infeasible)
+    assert found.least_budget_bytes > problem.budget_bytes
+
+
+def test_ortools_is_loaded_when_it_is_needed() -> None:
+    code = "import sys, fxremat.solvers; sys.exit('ortools' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_threads_find_the_same() -> None:
+    found = cpsat.solve(keep_all().problem, workers=2)
+    assert isinstance(found, Solved)
+    assert found.makespan_s == keep_all().persistent_s

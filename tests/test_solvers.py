@@ -1,0 +1,154 @@
+"""Every solver in the table, on named and on random chains."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solution, Solved, TimedOut
+from fxremat.simulate import check
+from fxremat.solvers import SOLVERS
+from tests.problems import NAMED, Named
+from tests.strategies import HUGE_SECONDS, HUGE_SIZES, SIZES, any_costs, paper_costs
+
+RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+PERSISTENT = ("rotor", "join", "equiv_chain", "pofo", "cpsat", "brute")
+"""Optimal among memory-persistent schedules of a chain without a link."""
+
+KEEPING = ("store_all", "offload_greedy", "offload_dp", "vdnn", "offload_conv", "cpsat_offload")
+"""They recompute nothing: without a link there is one schedule."""
+
+OTHERS = ("periodic", "revolve")
+"""Memory-persistent, of a narrower kind."""
+
+EXPONENTIAL = ("brute", "cpsat", "cpsat_offload")
+"""Too slow for anything but small problems."""
+
+
+@st.composite
+def lines(
+    draw: st.DrawFn,
+    *,
+    most: int = 5,
+    sizes: st.SearchStrategy[int] = SIZES,
+    seconds: st.SearchStrategy[float] | None = None,
+) -> tuple[Chain, Costs]:
+    """Chains whose boundaries share nothing, as solvers that offload want them."""
+    count = draw(st.integers(1, most))
+    boundaries = [draw(sizes) for _ in range(count + 1)]
+    chain = Chain.from_sizes(boundaries, [size + draw(sizes) for size in boundaries[1:]])
+    if seconds is not None:
+        return chain, draw(any_costs(chain, sizes=sizes, seconds=seconds))
+    return chain, draw(draw(st.sampled_from([any_costs, paper_costs]))(chain))
+
+
+def replayed(problem: Problem, found: Solution) -> float:
+    """Seconds of a schedule, which must be valid and within the budget, as it says."""
+    assert isinstance(found, Solved)
+    assert math.isfinite(found.makespan_s)
+    assert found.makespan_s >= 0
+    timeline = check(problem, found.schedule)
+    assert timeline.peak_bytes <= problem.budget_bytes
+    return timeline.makespan_s
+
+
+def test_every_solver_is_of_some_kind() -> None:
+    assert sorted((*PERSISTENT, *KEEPING, *OTHERS)) == sorted(SOLVERS)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("named", NAMED, ids=lambda named: named.name)
+def test_named(named: Named, name: str) -> None:
+    found = SOLVERS[name](named.problem)
+    if isinstance(found, Infeasible):
+        assert found.least_budget_bytes > named.problem.budget_bytes
+        assert found.least_budget_bytes >= named.least_budget_bytes
+        if name in PERSISTENT:
+            assert found.least_budget_bytes == named.least_budget_bytes
+            assert named.persistent_s is None
+        return
+    assert named.persistent_s is not None
+    assert replayed(named.problem, found) == found.makespan_s >= named.persistent_s
+    if name in PERSISTENT:
+        assert found.makespan_s == named.persistent_s
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@settings(RELAXED, max_examples=40)
+@given(lines(), st.integers(0, 60))
+def test_without_a_link(name: str, costed: tuple[Chain, Costs], budget_bytes: int) -> None:
+    problem = Problem(*costed, budget_bytes)
+    kept, best = SOLVERS["store_all"](problem), SOLVERS["rotor"](problem)
+    found = SOLVERS[name](problem)
+    if name in KEEPING:
+        assert found == kept
+    if name in PERSISTENT and isinstance(best, Infeasible):
+        assert found == best
+    if isinstance(found, Infeasible):
+        assert found.least_budget_bytes > budget_bytes
+        assert isinstance(best, Infeasible) or name not in PERSISTENT
+        enough = Problem(*costed, found.least_budget_bytes)
+        replayed(enough, SOLVERS[name](enough))
+        assert found.least_budget_bytes >= _least(SOLVERS["rotor"](Problem(*costed, 0)))
+        return
+    assert isinstance(best, Solved)
+    assert isinstance(found, Solved)
+    assert replayed(problem, found) == found.makespan_s >= best.makespan_s
+    if name in PERSISTENT:
+        assert found.makespan_s == best.makespan_s
+
+
+def _least(found: Solution) -> int:
+    return found.least_budget_bytes if isinstance(found, Infeasible) else 0
+
+
+LINKS = st.builds(Link.symmetric, st.sampled_from([0.5, 1.0, 4.0]), shared=st.booleans())
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@settings(RELAXED, max_examples=40)
+@given(lines(), LINKS, st.integers(0, 60))
+def test_with_a_link(name: str, costed: tuple[Chain, Costs], link: Link, budget_bytes: int) -> None:
+    problem = Problem(*costed, budget_bytes, link)
+    found = SOLVERS[name](problem)
+    if isinstance(found, Infeasible):
+        assert found.least_budget_bytes > budget_bytes
+        enough = Problem(*costed, found.least_budget_bytes, link)
+        replayed(enough, SOLVERS[name](enough))
+        return
+    assert isinstance(found, Solved)
+    assert replayed(problem, found) == pytest.approx(found.makespan_s, rel=1e-12)
+    if name in KEEPING:
+        shortest = SOLVERS["cpsat_offload"](problem)
+        assert isinstance(shortest, Solved)
+        assert found.makespan_s >= shortest.makespan_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in SOLVERS if name not in EXPONENTIAL])
+@settings(RELAXED, max_examples=25)
+@given(
+    lines(most=12, sizes=HUGE_SIZES, seconds=HUGE_SECONDS),
+    st.none() | st.builds(Link.symmetric, st.floats(1e6, 1e12), shared=st.booleans()),
+    st.floats(0, 1),
+)
+def test_sizes_and_times_of_any_magnitude(
+    name: str, costed: tuple[Chain, Costs], link: Link | None, position: float
+) -> None:
+    least_bytes = _least(SOLVERS[name](Problem(*costed, 0, link)))
+    problem = Problem(*costed, least_bytes + int(position**8 * 2**52), link)
+    found = SOLVERS[name](problem)
+    assert not isinstance(found, TimedOut)
+    assert replayed(problem, found) >= 0
+
+
+def test_importing_the_table_is_quick() -> None:
+    """Neither torch nor ortools is loaded with it."""
+    code = "import sys, fxremat.solvers; sys.exit({'torch', 'ortools'} & set(sys.modules) != set())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
