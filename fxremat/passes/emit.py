@@ -96,7 +96,9 @@ class _Renderer:
         taken: dict[str, object] = {}
         for key, run in groupby(self._nodes, key=self._list_key):
             members = list(run)
-            if key is None or taken.setdefault(str(key[0]), key) is not key:
+            if key is None or not all(_neighbours(members, user) for user in members[0].users):
+                continue
+            if taken.setdefault(str(key[0]), key) is not key:
                 continue
             lists.update(dict.fromkeys(members, str(key[0])))
         return lists
@@ -198,6 +200,13 @@ class _Renderer:
             if not self._is_given(n) and all(self._index[user] <= here for user in n.users)
         ]
         return [name.lstrip("*") for name in self._names(dead)]
+
+
+def _neighbours(members: Sequence[fx.Node], user: fx.Node) -> bool:
+    """Whether ``user`` reads ``members`` one right after the other, in their order."""
+    values = list(user.args[0] if user.op == "output" else user.args)  # type: ignore[arg-type]
+    begin = values.index(members[0]) if members[0] in values else 0
+    return values[begin : begin + len(members)] == list(members)
 
 
 def _delete(names: str) -> list[str]:
