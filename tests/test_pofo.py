@@ -23,7 +23,6 @@ from fxremat.ir import (
 from fxremat.simulate import check
 from fxremat.solvers import pofo, rotor
 from fxremat.solvers.brute import pofo as brute
-from fxremat.solvers.pofo.build import build
 from tests.plain_pofo import plain_pofo
 from tests.problems import keep_all
 from tests.strategies import SIZES, any_costs, costed_chains, huge_chains, paper_costs
@@ -228,8 +227,7 @@ def test_few_labels_still_give_a_schedule(labels: int) -> None:
     problem = regular(24, seed=24)
     problem = with_budget(problem, least_bytes(problem) + 3)
     slots = problem.budget_bytes
-    sweep = build(problem, slots=slots)
-    found = pofo.explore(problem, sweep, slots=slots, labels=labels)
+    found = pofo.explore(problem, slots=slots, labels=labels)
     assert isinstance(found, pofo.Outcome)
     best_s = plain_pofo(problem)
     assert found.bound_s <= best_s <= found.seconds
