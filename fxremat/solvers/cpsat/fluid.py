@@ -128,7 +128,9 @@ class FluidModel:
         model.minimize(self.times[-1])
 
     def makespan_s(self, search: CpSolver) -> float:
-        """Of the schedule."""
+        """Of the schedule; what was minimized, if the scale is exact."""
+        if self.grains.ticks.exact:
+            return self.grains.ticks.seconds(search.value(self.times[-1]))
         return self._plan(search).makespan_s
 
     def bound_s(self, search: CpSolver) -> float:
