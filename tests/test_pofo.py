@@ -128,9 +128,24 @@ def both_at_once() -> Problem:
     return Problem(chain, costs, 15, Link.symmetric(2.0))
 
 
+def input_leaves_first() -> Problem:
+    """Forward 1 fits once boundary 0 has left; that is cheaper than to offload boundary 1."""
+    sizes = [4, 16, 1, 0]
+    costs = Costs.from_paper(
+        forward_s=[1.0, 1.0, 1.0],
+        backward_s=[1.0, 1.0, 1.0],
+        gradient_bytes=[0, 0, 0, 4],
+        saved_bytes=[16, 1, 0],
+        forward_extra_bytes=[0, 0, 16],
+        backward_extra_bytes=[0, 0, 0],
+    )
+    return Problem(Chain.from_sizes(sizes, [16, 1, 0]), costs, 24, Link.symmetric(1.0))
+
+
 @settings(RELAXED, max_examples=400)
 @given(problems(most=4))
 @example(both_at_once())
+@example(input_leaves_first())
 def test_equals_the_exhaustive_search(problem: Problem) -> None:
     check_all(problem)
 
