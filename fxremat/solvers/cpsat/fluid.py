@@ -191,7 +191,10 @@ class FluidModel:
                 model.add(back >= self.back[i][at - 1])
 
     def _add_order(self) -> None:
-        """They go in the order of the stages, and come back in the opposite one."""
+        """They go in the order of the stages, and come back in the opposite one.
+
+        So the last to go is the first to come, and once it does nothing goes.
+        """
         for i, j in itertools.combinations(self.moved, 2):
             for at in range(4 * self.count):
                 first = self.all_out[i][at] + 1 - self.goes[i]
@@ -208,8 +211,3 @@ class FluidModel:
             back = sum(v[at] - v[at - 1] for v in self.back.values())
             ticks = self.times[at] - self.times[at - 1]
             model.add(most // grains.out * out + most // grains.back * back <= most * ticks)
-            turned = model.new_bool_var("")
-            for i in self.moved:
-                size, earlier = self.sizes[i], at - 1
-                model.add(self.back[i][earlier] <= size * turned)
-                model.add(self.out[i][at] - self.out[i][earlier] <= size - size * turned)
