@@ -171,3 +171,18 @@ def interrupted() -> JoinProblem:
     slow = replace(none, forward_s=1.0, rebuild_s=1.0, keep_extra_bytes=3)
     costs = JoinCosts(((replace(none, forward_extra_bytes=5), none), (slow, none)), (none,))
     return JoinProblem(join, costs, 6)
+
+
+def ends_dropped() -> JoinProblem:
+    """Both branches run twice: their ends have no room beside the trunk's second stage.
+
+    In 4 bytes branch 1 must be swept first: it needs 4 on the way and leaves nothing, while
+    branch 0 leaves 3.
+    """
+    join = Join.from_sizes([[0, 3], [0, 0]], [[3], [0]], [0, 0], [0, 0])
+    none = StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 0)
+    costs = JoinCosts(
+        ((none,), (replace(none, forward_extra_bytes=4, keep_extra_bytes=5),)),
+        (none, replace(none, forward_extra_bytes=5, keep_extra_bytes=4)),
+    )
+    return JoinProblem(join, costs, 4)

@@ -8,7 +8,9 @@ from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solved, StageCos
 from fxremat.simulate import check
 from fxremat.solvers.brute.offload import Transfers, least_budget, shortest_s
 from fxremat.solvers.cpsat import offload
+from fxremat.solvers.offload import dp
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES
+from tests.test_offload import ORDER_COSTS_TIME, TICK_S, TWO_LINKS
 
 RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -114,6 +116,16 @@ def test_infeasible_where_the_search_finds_nothing(problem: Problem, interruptib
         less = Problem(problem.chain, problem.costs, problem.budget_bytes - 1, problem.link)
         found = offload.solve(less, interruptible=interruptible)
         assert found == Infeasible(problem.budget_bytes)
+
+
+@pytest.mark.parametrize("problem", [ORDER_COSTS_TIME, TWO_LINKS])
+def test_order_costs_time(problem: Problem) -> None:
+    """Lemma 3 does not hold; the search here is in order, as DYNPROG's is."""
+    found = solved(problem, interruptible=True)
+    best = dp.solve(problem, relaxed=True)
+    assert isinstance(best, Solved)
+    assert found.makespan_s == best.makespan_s
+    assert found.makespan_s > shortest_s(problem, Transfers.INTERRUPTIBLE, tick_s=TICK_S)
 
 
 @settings(RELAXED, max_examples=60)

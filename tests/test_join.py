@@ -29,6 +29,7 @@ from fxremat.solvers import join as solver
 from fxremat.solvers.brute import join as brute
 from tests.joins import (
     costed_joins,
+    ends_dropped,
     interrupted,
     join_costs,
     joins,
@@ -212,6 +213,18 @@ def test_no_segment_is_interrupted() -> None:
     assert isinstance(best, Solved)
     assert (found.makespan_s, searched.makespan_s, best.makespan_s) == (2.0, 2.0, 1.0)
     assert [str(op) for op in best.schedule][:3] == ["F_ck 0", "F_all 2", "F_none 1"]
+
+
+def test_the_branches_run_again_where_their_ends_were_dropped() -> None:
+    problem = ends_dropped()
+    found, expected = exact(problem), brute.solve(problem)
+    assert isinstance(found, Solved)
+    assert isinstance(expected, Solved)
+    assert found.makespan_s == expected.makespan_s
+    assert check(problem, found.schedule).makespan_s == found.makespan_s
+    assert [str(op) for op in found.schedule][:3] == ["F_ck 1", "F_ck 0", "F_none 2"]
+    assert exact(replace(problem, budget_bytes=3)) == Infeasible(4)
+    assert brute.solve(replace(problem, budget_bytes=3)) == Infeasible(4)
 
 
 def test_a_budget_that_fits_all_recomputes_nothing() -> None:

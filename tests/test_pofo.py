@@ -23,7 +23,6 @@ from fxremat.ir import (
 from fxremat.simulate import check
 from fxremat.solvers import pofo, rotor
 from fxremat.solvers.brute import pofo as brute
-from fxremat.solvers.pofo.build import build
 from tests.plain_pofo import plain_pofo
 from tests.problems import keep_all
 from tests.strategies import SIZES, any_costs, costed_chains, huge_chains, paper_costs
@@ -129,9 +128,24 @@ def both_at_once() -> Problem:
     return Problem(chain, costs, 15, Link.symmetric(2.0))
 
 
+def input_leaves_first() -> Problem:
+    """Forward 1 fits once boundary 0 has left; that is cheaper than to offload boundary 1."""
+    sizes = [4, 16, 1, 0]
+    costs = Costs.from_paper(
+        forward_s=[1.0, 1.0, 1.0],
+        backward_s=[1.0, 1.0, 1.0],
+        gradient_bytes=[0, 0, 0, 4],
+        saved_bytes=[16, 1, 0],
+        forward_extra_bytes=[0, 0, 16],
+        backward_extra_bytes=[0, 0, 0],
+    )
+    return Problem(Chain.from_sizes(sizes, [16, 1, 0]), costs, 24, Link.symmetric(1.0))
+
+
 @settings(RELAXED, max_examples=400)
 @given(problems(most=4))
 @example(both_at_once())
+@example(input_leaves_first())
 def test_equals_the_exhaustive_search(problem: Problem) -> None:
     check_all(problem)
 
@@ -228,8 +242,7 @@ def test_few_labels_still_give_a_schedule(labels: int) -> None:
     problem = regular(24, seed=24)
     problem = with_budget(problem, least_bytes(problem) + 3)
     slots = problem.budget_bytes
-    sweep = build(problem, slots=slots)
-    found = pofo.explore(problem, sweep, slots=slots, labels=labels)
+    found = pofo.explore(problem, slots=slots, labels=labels)
     assert isinstance(found, pofo.Outcome)
     best_s = plain_pofo(problem)
     assert found.bound_s <= best_s <= found.seconds

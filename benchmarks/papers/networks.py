@@ -261,58 +261,66 @@ def densenet(depth: int, *, image: int, batch: int) -> Network:
     return builder.network(f"densenet{depth}", image, batch)
 
 
+def _branches(*paths: Path, pooled: int = 0, forks: bool = False) -> Layers:
+    """Paths side by side, concatenated.
+
+    ``pooled``: one more, a pooling and a convolution to that many channels. ``forks``: the last
+    two convolutions of a path of three or more read the same tensor.
+    """
+
+    def layers(b: _Block, x: Shape) -> Shape:
+        total = 0
+        for path in paths:
+            at = x
+            fork = len(path) - 2 if forks and len(path) > 2 else None
+            for index, (out, kernel) in enumerate(path):
+                at = b.norm(b.conv(at, out, kernel), relu=True)
+                total += at[0] if index == fork else 0
+            total += at[0]
+        if pooled:
+            at = b.pool(x, x[1])
+            b.keep(at)
+            total += b.norm(b.conv(at, pooled, 1), relu=True)[0]
+        after = (total, *x[1:])
+        b.traffic += 2 * math.prod(after)
+        b.keep(after)
+        return after
+
+    return layers
+
+
+def _reduction(*paths: Path) -> Layers:
+    """Paths that end with stride 2, beside a pooling."""
+
+    def layers(b: _Block, x: Shape) -> Shape:
+        total, size = x[0], (x[1] - 3) // 2 + 1
+        for *inner, (out, kernel) in paths:
+            at = x
+            for width, k in inner:
+                at = b.norm(b.conv(at, width, k), relu=True)
+            assert isinstance(kernel, int)
+            total += b.norm(b.valid(at, out, kernel, 2), relu=True)[0]
+        b.pool(x, size, saves=True)
+        after = (total, size, size)
+        b.traffic += 2 * math.prod(after)
+        b.keep(after)
+        return after
+
+    return layers
+
+
 def inception_v3(*, image: int, batch: int) -> Network:
     """Inception v3, a stage a layer of the stem or an inception block."""
 
-    def branches(*paths: Path, pooled: int = 0, forks: bool = False) -> Layers:
-        """``forks``: the last two convolutions of a long path read the same tensor."""
-
-        def layers(b: _Block, x: Shape) -> Shape:
-            total = 0
-            for path in paths:
-                at = x
-                fork = len(path) - 2 if forks and len(path) > 2 else None
-                for index, (out, kernel) in enumerate(path):
-                    at = b.norm(b.conv(at, out, kernel), relu=True)
-                    total += at[0] if index == fork else 0
-                total += at[0]
-            if pooled:
-                at = b.pool(x, x[1])
-                b.keep(at)
-                total += b.norm(b.conv(at, pooled, 1), relu=True)[0]
-            after = (total, *x[1:])
-            b.traffic += 2 * math.prod(after)
-            b.keep(after)
-            return after
-
-        return layers
-
-    def reduction(*paths: Path) -> Layers:
-        def layers(b: _Block, x: Shape) -> Shape:
-            total, size = x[0], (x[1] - 3) // 2 + 1
-            for *inner, (out, kernel) in paths:
-                at = x
-                for width, k in inner:
-                    at = b.norm(b.conv(at, width, k), relu=True)
-                assert isinstance(kernel, int)
-                total += b.norm(b.valid(at, out, kernel, 2), relu=True)[0]
-            b.pool(x, size, saves=True)
-            after = (total, size, size)
-            b.traffic += 2 * math.prod(after)
-            b.keep(after)
-            return after
-
-        return layers
-
     def a(pool: int) -> Layers:
-        return branches(((64, 1),), ((48, 1), (64, 5)), ((64, 1), (96, 3), (96, 3)), pooled=pool)
+        return _branches(((64, 1),), ((48, 1), (64, 5)), ((64, 1), (96, 3), (96, 3)), pooled=pool)
 
     def c(w: int) -> Layers:
         row, column = (1, 7), (7, 1)
         long = ((w, 1), (w, column), (w, row), (w, column), (192, row))
-        return branches(((192, 1),), ((w, 1), (w, row), (192, column)), long, pooled=192)
+        return _branches(((192, 1),), ((w, 1), (w, row), (192, column)), long, pooled=192)
 
-    e = branches(
+    e = _branches(
         ((320, 1),),
         ((384, 1), (384, (1, 3)), (384, (3, 1))),
         ((448, 1), (384, 3), (384, (1, 3)), (384, (3, 1))),
@@ -330,10 +338,10 @@ def inception_v3(*, image: int, batch: int) -> Network:
     builder.stage(lambda b, x: b.pool(x, (x[1] - 3) // 2 + 1, saves=True), output_saved=False)
     for pool in (32, 64, 64):
         builder.stage(a(pool))
-    builder.stage(reduction(((384, 3),), ((64, 1), (96, 3), (96, 3))))
+    builder.stage(_reduction(((384, 3),), ((64, 1), (96, 3), (96, 3))))
     for width in (128, 160, 160, 192):
         builder.stage(c(width))
-    builder.stage(reduction(((192, 1), (320, 3)), d_long))
+    builder.stage(_reduction(((192, 1), (320, 3)), d_long))
     for _ in range(2):
         builder.stage(e)
     builder.stage(_head, output_saved=False)

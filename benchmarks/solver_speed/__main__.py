@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from benchmarks.solver_speed import joins, offload, rotor
+from benchmarks.solver_speed import joins, offload, pofo, rotor
 
 SECTIONS: dict[str, Callable[[int], None]] = {
     "rotor": rotor.section,
     "offload": offload.section,
     "joins": joins.section,
+    "pofo": pofo.section,
 }
 """Sections by name; each is given how often to repeat a measurement."""
 

@@ -36,6 +36,7 @@ from fxremat.ir import (
     Compute,
     Costs,
     Event,
+    Forward,
     Free,
     Idle,
     Lane,
@@ -139,12 +140,13 @@ class _Replay:
         self.order_s = 0.0  # when the last operation that acquires memory started
         self.order_memory_s = 0.0  # of that, for how long it waited for memory
         self.data_s = 0.0  # when all that was waited for is there
-        self.moved_bytes = 0.0
+        self.slack_bytes = 0.0
 
     def run(self, schedule: Schedule) -> Timeline:
         computations = schedule.computations
         if len(computations) < len(schedule) and self.link is None:
             raise ScheduleError("the schedule has transfers: they need a link to run on")
+        self.slack_bytes = self._rounding(schedule)
         followers = iter([*computations[1:], None])
         events: list[tuple[Op, Lane, Idle, Key, Key]] = []
         for index, op in enumerate(schedule):
@@ -198,7 +200,7 @@ class _Replay:
         """When a computation can start; it must have landed what it lands."""
         if self.budget is None:
             return lower_s
-        room = self._room(lower_s)
+        room = self._room()
         self.profile.forget(lower_s)
         pieces = self.profile.pieces(lower_s)
         freed = self.state.memory.size([i for i in step.gone if i in self.held or i in step.made])
@@ -210,12 +212,23 @@ class _Replay:
             raise _NoRoomError(f"peaks at {peak} bytes, the budget is {self.budget} bytes")
         return start
 
-    def _room(self, now_s: float) -> Room:
+    def _room(self) -> Room:
         assert self.budget is not None
-        if not self.fluid or self.link is None:
-            return Room(self.budget, 0.0)
-        rate = max(self.link.offload_bytes_per_s, self.link.prefetch_bytes_per_s)
-        return Room(self.budget, _ROUNDING * (self.budget + rate * now_s))
+        return Room(self.budget, self.slack_bytes)
+
+    def _rounding(self, schedule: Schedule) -> float:
+        """Bytes that rounding may be: seconds of a step times bytes per second are many."""
+        if self.link is None or not self.fluid:
+            return 0.0
+        rates = (self.link.offload_bytes_per_s, self.link.prefetch_bytes_per_s)
+        nbytes = float(sum(storage.nbytes for storage in self.chain.storages))
+        stages = self.state.costs.stages
+        seconds = 2 * nbytes / min(rates)
+        for op in schedule.computations:
+            if 0 <= op.stage < len(stages):
+                cost = stages[op.stage]
+                seconds += cost.forward_s if isinstance(op, Forward) else cost.backward_s
+        return _ROUNDING * ((self.budget or nbytes) + max(rates) * seconds)
 
     def _give_back(self, gone: list[Instance], key: Key) -> None:
         """Nobody holds ``gone`` from ``key`` on."""
@@ -287,7 +300,7 @@ class _Replay:
         lower_s = max(self.order_s, self.lane_free_s[Lane.H2D], moved.copied_s, moved.freed_s)
         begin = lower_s
         if self.budget is not None:
-            room = self._room(lower_s)
+            room = self._room()
             self.profile.forget(self.order_s)
             pieces = self.profile.pieces(lower_s)
             if self.fluid:
@@ -354,6 +367,4 @@ class _Replay:
         if isinstance(nbytes, int):
             return nbytes
         near = round(nbytes)
-        rate = self.link.prefetch_bytes_per_s if self.link else 0.0
-        slack = _ROUNDING * (near + rate * max(self.lane_free_s.values()))
-        return near if abs(nbytes - near) <= slack else ceil(nbytes)
+        return near if abs(nbytes - near) <= self.slack_bytes else ceil(nbytes)

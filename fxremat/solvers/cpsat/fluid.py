@@ -10,6 +10,7 @@ that. The schedule is planned again from what goes, with exact sizes and times.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Grains:
 
 
 class FluidModel:
-    """The model of a problem; nothing goes once something came back."""
+    """The model of a problem; ordered, and nothing goes once something came back."""
 
     def __init__(self, model: CpModel, problem: Problem, line: Line) -> None:
         self.model = model
@@ -101,21 +102,35 @@ class FluidModel:
         sizes = [line.sizes[i] for i in self.moved] + [need for _, need, _ in needs]
         self.grains = Grains.of(line, seconds, sizes or [1])
         self.sizes = {i: self.grains.up(line.sizes[i]) for i in self.moved}
-        self.presolved = 8 * sum(self.sizes.values()) <= MOST_PRESOLVED
+        self.presolved = 8 * max(sum(self.sizes.values()), sum(line.sizes)) <= MOST_PRESOLVED
         self._add_times(seconds)
         self.goes = {i: model.new_bool_var(f"goes_{i}") for i in self.moved}
         self.out = {i: self._amounts(i) for i in self.moved}
         self.back = {i: self._amounts(i) for i in self.moved}
+        self.all_out, self.all_back = (
+            {i: [model.new_bool_var("") for _ in range(4 * self.count)] for i in self.moved}
+            for _ in range(2)
+        )
         for i in self.moved:
             self._add_whereabouts(i)
+        self._add_order()
         self._add_link()
         for at, need, done in needs:
             away = [self.out[i][at] - self.back[i][at] for i in self.moved if i < done]
             model.add(sum(away) >= self.grains.up(need))
+            # Rounded up, sizes may seem to be enough.
+            whole = [
+                line.sizes[i] * self.goes[i]
+                for i in self.moved
+                if i < done and at < 2 * (2 * self.count - 1 - i)
+            ]
+            model.add(sum(whole) >= need)
         model.minimize(self.times[-1])
 
     def makespan_s(self, search: CpSolver) -> float:
-        """Of the schedule."""
+        """Of the schedule; what was minimized, if the scale is exact."""
+        if self.grains.ticks.exact:
+            return self.grains.ticks.seconds(search.value(self.times[-1]))
         return self._plan(search).makespan_s
 
     def bound_s(self, search: CpSolver) -> float:
@@ -124,7 +139,7 @@ class FluidModel:
         return ticks.seconds(search.best_objective_bound) if ticks.exact else 0.0
 
     def schedule(self, search: CpSolver) -> Schedule:
-        """The ordered no-wait schedule that offloads the same (Lemma 3 and Proposition 1)."""
+        """The ordered no-wait schedule that offloads the same (Proposition 1)."""
         return emit(self.line, self._plan(search))
 
     def _plan(self, search: CpSolver) -> Plan:
@@ -160,9 +175,9 @@ class FluidModel:
         wanted = 2 * (2 * self.count - 1 - i)
         for at in range(4 * self.count):
             out, back = self.out[i][at], self.back[i][at]
-            all_out = model.new_bool_var("")
-            model.add(back <= size * all_out)
-            model.add(out >= size * all_out)
+            model.add(back <= size * self.all_out[i][at])
+            model.add(out >= size * self.all_out[i][at])
+            model.add(back >= size * self.all_back[i][at])
             model.add(out <= size * goes)
             if at <= computed or at == 0:
                 model.add(out == 0)
@@ -175,6 +190,18 @@ class FluidModel:
                 model.add(out >= self.out[i][at - 1])
                 model.add(back >= self.back[i][at - 1])
 
+    def _add_order(self) -> None:
+        """They go in the order of the stages, and come back in the opposite one.
+
+        So the last to go is the first to come, and once it does nothing goes.
+        """
+        for i, j in itertools.combinations(self.moved, 2):
+            for at in range(4 * self.count):
+                first = self.all_out[i][at] + 1 - self.goes[i]
+                self.model.add(self.out[j][at] <= self.sizes[j] * first)
+                last = self.all_back[j][at] + 1 - self.goes[j]
+                self.model.add(self.back[i][at] <= self.sizes[i] * last)
+
     def _add_link(self) -> None:
         """All that goes does so before anything comes, so one lane is as good as two."""
         model, grains = self.model, self.grains
@@ -184,8 +211,3 @@ class FluidModel:
             back = sum(v[at] - v[at - 1] for v in self.back.values())
             ticks = self.times[at] - self.times[at - 1]
             model.add(most // grains.out * out + most // grains.back * back <= most * ticks)
-            turned = model.new_bool_var("")
-            for i in self.moved:
-                size, earlier = self.sizes[i], at - 1
-                model.add(self.back[i][earlier] <= size * turned)
-                model.add(self.out[i][at] - self.out[i][earlier] <= size - size * turned)

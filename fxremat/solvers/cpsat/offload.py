@@ -16,9 +16,9 @@ before back. See ``fluid``.
 
 ``ordered`` is the paper's restriction: activations go in the order of the stages, come back in
 the opposite one, and nothing goes once something came back. Interruptible transfers are
-searched that way alone (for them only the last of the three costs anything, Lemma 3). A
-budget is infeasible exactly where not even all the time in the world helps
-(``Line.least_budget_bytes``).
+searched that way alone. Lemma 3 says that it costs them nothing, which is not so (see
+``offload.dp``); but a schedule cannot say where one transfer stops for another. A budget is
+infeasible exactly where not even all the time in the world helps (``Line.least_budget_bytes``).
 """
 
 from __future__ import annotations

@@ -124,10 +124,7 @@ class WholeModel:
             model.add_no_overlap(lane)
         if not ordered:
             return
-        turn = model.new_int_var(0, self.horizon, "turn")
-        for i in self.moved:
-            model.add(self.gone[i] <= turn).only_enforce_if(self.goes[i])
-            model.add(turn <= self.back[i]).only_enforce_if(self.goes[i])
+        # So the last to go is the first to come, and once it does nothing goes.
         for i, j in itertools.combinations(self.moved, 2):
             both = (self.goes[i], self.goes[j])
             model.add(self.gone[i] <= self.out[j]).only_enforce_if(*both)

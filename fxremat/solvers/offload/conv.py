@@ -82,20 +82,24 @@ def _seconds(line: Line, amounts: Sequence[int], *, shared: bool) -> float:
     forth = forward_phase(line, amounts, whole=True)
     moved = sum(amounts)
     copied = {t.index: t.end_s for t in forth.transfers}
-    away, after = line.away(line.backward_own), line.away(line.after_own)
+    during, after = line.away(line.during_own), line.away(line.after_own)
     now, back_s = forth.end_s, 0.0
     link_s = turned(line, forth) if shared else 0.0
     home = 0  # bytes that are back or have their room
     for i in reversed(range(len(line))):
-        start = max(now, back_s, forth.reaches(away[i] + home))
-        now = start + line.backward_s[i]
+        takes = line.backward_s[i]
+        start = max(now, back_s, forth.reaches(during[i] + home))
+        start = max(start, forth.reaches(after[i] + home) - takes)
+        now = start + takes
         if not i or not amounts[i - 1]:
             continue
         home += amounts[i - 1]
         begin = max(start, link_s, copied[i - 1])
-        if away[i] + home <= moved:  # there is room beside B_i, sooner or later
-            begin = max(begin, forth.reaches(away[i] + home))
-        if away[i] + home > moved or begin >= now:
-            begin = max(start, link_s, copied[i - 1], now, forth.reaches(after[i] + home))
+        if max(during[i], after[i]) + home <= moved:  # there is room beside B_i, sooner or later
+            begin = max(begin, forth.reaches(during[i] + home))
+        else:
+            begin = max(begin, now)
+        if max(begin, forth.reaches(after[i] + home)) >= now:
+            begin = max(begin, now, forth.reaches(after[i] + home))
         back_s = link_s = begin + amounts[i - 1] / line.prefetch_rate
     return now

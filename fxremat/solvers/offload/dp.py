@@ -261,11 +261,11 @@ def _totals(line: Line, states: _States, quantum: int) -> Floats:
     after_s = before_s = 0.0
     late = soon = -np.inf
     for i in reversed(range(len(line))):
-        needs = line.backward_own[i] + line.before[i] - line.budget - away
-        late = max(late, needs / line.offload_rate - after_s)
+        beside = line.before[i] - line.budget - away
+        late = max(late, (line.during_own[i] + beside) / line.offload_rate - after_s)
         after_s += line.backward_s[i]
-        needs = line.forward_own[i] + line.before[i] - line.budget - away
-        soon = max(soon, needs / line.prefetch_rate - before_s)
+        late = max(late, (line.after_own[i] + beside) / line.offload_rate - after_s)
+        soon = max(soon, (line.forward_own[i] + beside) / line.prefetch_rate - before_s)
         before_s += line.forward_s[i]
     gap = states.forth / line.offload_rate + states.back / line.prefetch_rate
     gap = np.maximum(gap, late + (kept + states.forth) / line.offload_rate)  # Eq. (9)

@@ -9,8 +9,10 @@ from fxremat.ir import Backward, Forward, Free, Keep, Offload, Op, Prefetch, Sch
 from fxremat.solvers.offload.line import Line, activations
 from fxremat.solvers.offload.phases import Plan, Transferred
 
-_TOLERANCE = 2.0**-40
-"""Relative to the makespan: times that are nearer than this are taken to be the same."""
+_TOLERANCE = 2.0**-46
+"""Relative to the makespan: times that are nearer than this are taken to be the same.
+
+What the link moves meanwhile has to stay below what a fluid replay takes for rounding."""
 
 
 def emit(line: Line, plan: Plan) -> Schedule:

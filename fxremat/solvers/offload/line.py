@@ -26,8 +26,8 @@ class Line:
         forward_s, backward_s: ``u_F`` and ``u_B``.
         forward_own: what ``F_i`` holds beside ``x_0 … x_{i-1}``: ``x_i``, ``x_{i+1}``, its
             extra, gradients and what is fixed.
-        backward_own: the same of ``B_i`` and of the time right after it.
-        after_own: the same of the time right after ``B_i`` alone.
+        during_own, after_own: the same of ``B_i``, and of the time right after it.
+        backward_own: the greater of the two.
         budget: device memory.
         offload_rate, prefetch_rate: bytes per second; infinite where there is no link.
         linked: there is one.
@@ -38,8 +38,9 @@ class Line:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     forward_own: tuple[int, ...]
-    backward_own: tuple[int, ...]
+    during_own: tuple[int, ...]
     after_own: tuple[int, ...]
+    backward_own: tuple[int, ...]
     budget: int
     offload_rate: float
     prefetch_rate: float
@@ -96,14 +97,14 @@ def line_of(problem: Problem) -> Line:
     count = len(chain)
     saved = [chain.nbytes(chain.saved_set(i)) for i in range(count)]
     sizes = [chain.nbytes(chain.boundaries[0]), *saved]
-    forward_own, backward_own, after_own = [], [], []
+    forward_own, during_own, after_own = [], [], []
     fixed = problem.costs.fixed_bytes
     for i, stage in enumerate(stages):
         both = fixed + sizes[i] + sizes[i + 1]
         forward_own.append(both + stages[-1].gradient_bytes + stage.keep_extra_bytes)
         after_own.append(fixed + sizes[i] + (stages[i - 1].gradient_bytes if i else 0))
-        during = both + stage.gradient_bytes + stage.backward_extra_bytes
-        backward_own.append(max(during, after_own[i]))
+        during_own.append(both + stage.gradient_bytes + stage.backward_extra_bytes)
+    backward_own = tuple(map(max, during_own, after_own))
     total = sum(sizes) + max(*forward_own, *backward_own)
     if total > _MOST_BYTES:
         raise ValueError(f"the sizes add up to {total} bytes, more than {_MOST_BYTES}")
@@ -114,8 +115,9 @@ def line_of(problem: Problem) -> Line:
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),
         forward_own=tuple(forward_own),
-        backward_own=tuple(backward_own),
+        during_own=tuple(during_own),
         after_own=tuple(after_own),
+        backward_own=backward_own,
         budget=problem.budget_bytes,
         offload_rate=link.offload_bytes_per_s if link else 1.0,
         prefetch_rate=link.prefetch_bytes_per_s if link else 1.0,

@@ -103,9 +103,11 @@ def plan(line: Line, amounts: Sequence[float], *, whole: bool) -> Plan | None:
         line.backward_s, backward_away, amounts, line.prefetch_rate, whole=whole, during=False
     )
     total = max(forth.end_s + back.end_s, turned(line, forth) + back.transferred_s)
+    during_away, after_away = line.away(line.during_own), line.away(line.after_own)
     for i in range(len(line)):
         done = back.starts[i] + line.backward_s[i]
-        total = max(total, done + forth.reaches(backward_away[i]))
+        total = max(total, done + forth.reaches(during_away[i]))
+        total = max(total, back.starts[i] + forth.reaches(after_away[i]))
         done = forth.starts[i] + line.forward_s[i]
         total = max(total, done + back.reaches(forward_away[i]))
     return Plan(

@@ -68,7 +68,7 @@ from dataclasses import dataclass
 
 from fxremat.ir import Infeasible, Problem, Solution, Solved
 from fxremat.solvers import rotor
-from fxremat.solvers.pofo.build import build
+from fxremat.solvers.pofo.build import available, build
 from fxremat.solvers.pofo.emit import fluid_schedule, fluid_seconds, whole_schedule
 from fxremat.solvers.pofo.search import bound_s, least_memory, limits_of, search
 from fxremat.solvers.pofo.steps import Plan, plan_of
@@ -89,6 +89,7 @@ class Outcome:
     """What a search has found.
 
     Attributes:
+        problem: the problem.
         plans: the plans that were the best at some time, in this order, the best last.
         alone: the schedule without offloading, if there is one.
         seconds: time of the best with fluid transfers.
@@ -96,11 +97,29 @@ class Outcome:
         exact: the best is optimal for sizes in slots: nothing was left out.
     """
 
+    problem: Problem
     plans: tuple[Plan, ...]
     alone: Solved | None
     seconds: float
     bound_s: float
     exact: bool
+
+    def fluid(self) -> Solved:
+        """The best with fluid transfers."""
+        budget, link = available(self.problem), self.problem.link
+        plan = self.plans[-1]
+        seconds = fluid_seconds(plan, budget, link)
+        if self.alone is not None and self.alone.makespan_s <= seconds:
+            return self.alone
+        return Solved(fluid_schedule(plan, budget, link), seconds)
+
+    def whole(self) -> Solved:
+        """The best of all these plans with whole transfers."""
+        budget, link = available(self.problem), self.problem.link
+        found = [Solved(*whole_schedule(plan, budget, link)) for plan in self.plans]
+        if self.alone is not None:
+            found.insert(0, self.alone)
+        return min(found, key=lambda solved: solved.makespan_s)
 
 
 def solve(
@@ -126,26 +145,17 @@ def solve(
     Raises:
         ValueError: ``slots`` or ``labels`` is less than 1, or the sizes are too large to add up.
     """
+    found = explore(problem, slots=slots, labels=labels)
+    if isinstance(found, Infeasible):
+        return found
+    return found.fluid() if relaxed else found.whole()
+
+
+def explore(problem: Problem, *, slots: int = 50, labels: int = 600) -> Outcome | Infeasible:
+    """All that ``solve`` finds; see there."""
     if labels < 1:
         raise ValueError(f"labels is {labels}, must be at least 1")
     sweep = build(problem, slots=slots)
-    found = explore(problem, sweep, slots=slots, labels=labels)
-    if isinstance(found, Infeasible):
-        return found
-    solutions = [] if found.alone is None else [found.alone]
-    if relaxed:
-        plan = found.plans[-1]
-        seconds = fluid_seconds(plan, sweep.budget, problem.link)
-        solutions.append(Solved(fluid_schedule(plan, sweep.budget, problem.link), seconds))
-    else:
-        solutions += [
-            Solved(*whole_schedule(plan, sweep.budget, problem.link)) for plan in found.plans
-        ]
-    return min(solutions, key=lambda solution: solution.makespan_s)
-
-
-def explore(problem: Problem, sweep: Sweep, *, slots: int, labels: int) -> Outcome | Infeasible:
-    """Search for decisions, from rough to fine; ``sweep`` is ``build`` of the problem."""
     least_bytes, decisions = least_memory(sweep)
     least_bytes += problem.costs.fixed_bytes
     if problem.budget_bytes < least_bytes:
@@ -165,7 +175,7 @@ def explore(problem: Problem, sweep: Sweep, *, slots: int, labels: int) -> Outco
     seconds = float(limits.best_s[0])
     exact = lost == 0 and not sweep.fronts.lost.any()
     bound = seconds if exact else min(seconds, bound_s(sweep, limits))
-    return Outcome(tuple(plans), alone, seconds, bound, exact)
+    return Outcome(problem, tuple(plans), alone, seconds, bound, exact)
 
 
 def _search(

@@ -35,7 +35,7 @@ def fill_bounds(sweep: Sweep, limits: Limits, begin: int, stride: int, node: int
             _bound_ck(sweep, limits, node, m)
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _lower(
     limits: Limits,
     node: int,
@@ -112,7 +112,7 @@ def _bound_ck(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
             _lower(limits, node, m, takes, (2 * cut, left))
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _least_work(sweep: Sweep, s: int, cut: int, m: int) -> float:
     """Least work of all sequences of ``(s, cut - 1)`` that might fit ``m`` slots."""
     fronts = sweep.fronts

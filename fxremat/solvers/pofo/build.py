@@ -31,7 +31,7 @@ def build(problem: Problem, *, slots: int) -> Sweep:
         ValueError: the sizes are too large to add up, or ``slots < 1``.
     """
     numbers = numbers_of(problem.chain, problem.costs)
-    budget = max(0, min(problem.budget_bytes - problem.costs.fixed_bytes, MOST_BYTES))
+    budget = available(problem)
     link = problem.link
     out_s = 1.0 / link.offload_bytes_per_s if link else 0.0
     back_s = 1.0 / link.prefetch_bytes_per_s if link else 0.0
@@ -63,6 +63,11 @@ def build(problem: Problem, *, slots: int) -> Sweep:
         ),
         last_s=np.array([last.backward_s, last.rebuild_s + last.backward_s]),
     )
+
+
+def available(problem: Problem) -> int:
+    """Bytes for all but ``fixed_bytes``."""
+    return max(0, min(problem.budget_bytes - problem.costs.fixed_bytes, MOST_BYTES))
 
 
 def movable_bytes(chain: Chain, numbers: Numbers) -> Ints:

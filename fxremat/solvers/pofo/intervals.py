@@ -152,7 +152,7 @@ def _all_front(fronts: Fronts, s: int, t: int, m: int, work: Floats, lag: Floats
     return size
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _all_around(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tuple[float, float]:
     """Work and lag of ``F_all s``, a sequence of ``(s + 1, t)``, ``B s``."""
     n = fronts.numbers
@@ -165,7 +165,7 @@ def _all_around(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tupl
     return takes, max(lags, takes + n.back[s] * byte_s)
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _ck_front(
     fronts: Fronts,
     s: int,

@@ -135,6 +135,7 @@ def _no_labels(nodes: int, most: int) -> Labels:
         origin=np.zeros((nodes, most), dtype=np.int64),
         size=np.zeros(nodes, dtype=np.int64),
         lost=np.zeros(nodes, dtype=np.int64),
+        worst=np.full(nodes, np.inf),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from fxremat.ir import Activations, Backward, Compute, Forward, Keep, Part
 from fxremat.solvers.pofo.intervals import explain
 from fxremat.solvers.pofo.search import Decision
-from fxremat.solvers.pofo.sweep import Sweep, segment_choice, segment_s
+from fxremat.solvers.pofo.sweep import Sweep, segment
 from fxremat.solvers.quantize import slots_up
 
 
@@ -88,9 +88,8 @@ def plan_of(sweep: Sweep, decisions: tuple[Decision, ...]) -> Plan:
             backward_s = float(n.backward_s[i]) + waits
             held += int(n.saved[i]) - own[at]
         else:
-            choice = segment_choice(sweep, i, cut, free, back)
+            choice, backward_s = segment(sweep, i, cut, free, back)
             behind.append(_segment(sweep, (i, cut - 1), free, choice))
-            backward_s = segment_s(sweep, i, cut, free, back)
             held += int(n.step[i, cut]) - own[at]
         back = max(0.0, back - backward_s) + own[at] * sweep.back_s
     begins = _begins([len(part) for part in reversed(behind)])[::-1]

@@ -77,6 +77,7 @@ class Labels(NamedTuple):
         origin: twice that label's node, plus 1 if its ``I^x_i`` is offloaded.
         size: ``(2 L,)``, how many a node has.
         lost: ``(2 L,)``, how many were dropped because there were more than ``most``.
+        worst: ``(2 L,)``, the greatest bound at a node that is full, else infinite.
     """
 
     held: Ints
@@ -88,6 +89,7 @@ class Labels(NamedTuple):
     origin: Ints
     size: Ints
     lost: Ints
+    worst: Floats
 
 
 class Limits(NamedTuple):
@@ -107,34 +109,12 @@ class Limits(NamedTuple):
     slack_s: float
 
 
-@njit(cache=True, nogil=True)
-def _most_slots(sweep: Sweep) -> int:
-    slots: int = sweep.fronts.size.shape[1] - 1
-    return slots
-
-
-@njit(cache=True, nogil=True)
-def _slots_of(sweep: Sweep, free: int) -> int:
-    m: int = min(_most_slots(sweep), free // sweep.fronts.quantum)
-    return m
-
-
-@njit(cache=True, nogil=True)
-def segment_choice(sweep: Sweep, s: int, cut: int, free: int, back: float) -> int:
-    """The sequence of ``C_Δ(s, cut - 1)`` that ends first: an entry of its front.
-
-    Args:
-        sweep: the chain.
-        s, cut: the interval.
-        free: bytes beside boundary ``s``.
-        back: seconds to prefetch what has to be there at its end.
-
-    Returns:
-        The entry, -1 for the sequence of least memory, -2 if not even that fits.
-    """
+@njit(inline="always")
+def _segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
+    """See ``segment``. Inlined: a call would count references to all the arrays."""
     fronts = sweep.fronts
     row = row_of(s, cut - 1, fronts.numbers.backward_s.size)
-    m = _slots_of(sweep, free)
+    m = min(fronts.size.shape[1] - 1, free // fronts.quantum)
     missing = back - free * sweep.back_s
     best = -2
     best_s = np.inf
@@ -146,31 +126,32 @@ def segment_choice(sweep: Sweep, s: int, cut: int, free: int, back: float) -> in
             best = k
             best_s = seconds
     if fronts.quantum > 1 and free >= sweep.least.memory[s, cut - 1]:
-        least = sweep.least
-        if max(least.work[s, cut - 1], least.lag[s, cut - 1] + missing) < best_s:
+        work = sweep.least.work[s, cut - 1]
+        seconds = max(work, sweep.least.lag[s, cut - 1] + missing)
+        if seconds < best_s:
             best = -1
-    return best
+            best_s = seconds
+    return best, best_s
 
 
 @njit(cache=True, nogil=True)
-def segment_s(sweep: Sweep, s: int, cut: int, free: int, back: float) -> float:
-    """``C_Δ(s, cut - 1)``; infinite if nothing fits."""
-    fronts = sweep.fronts
-    k = segment_choice(sweep, s, cut, free, back)
-    if k == -2:
-        return np.inf
-    missing = back - free * sweep.back_s
-    if k == -1:
-        least = sweep.least
-        least_s: float = max(least.work[s, cut - 1], least.lag[s, cut - 1] + missing)
-        return least_s
-    row = row_of(s, cut - 1, fronts.numbers.backward_s.size)
-    m = _slots_of(sweep, free)
-    seconds: float = max(fronts.work[row, m, k], fronts.lag[row, m, k] + missing)
-    return seconds
+def segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
+    """``C_Δ(s, cut - 1)``: the sequence that ends first.
+
+    Args:
+        sweep: the chain.
+        s, cut: the interval.
+        free: bytes beside boundary ``s``.
+        back: seconds to prefetch what has to be there at its end.
+
+    Returns:
+        The entry of the front, -1 for the sequence of least memory, -2 if not even that
+        fits; and its seconds.
+    """
+    return _segment(sweep, s, cut, free, back)
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _put(
     labels: Labels,
     node: int,
@@ -180,6 +161,9 @@ def _put(
 ) -> None:
     """Add a label to a node unless it is beaten; drop those that it beats."""
     held, spent, out, back, bound = label
+    if bound >= labels.worst[node]:
+        labels.lost[node] += 1
+        return
     k = 0
     size = labels.size[node]
     while k < size:
@@ -190,22 +174,18 @@ def _put(
         if more_held <= held and late + max(more_out, 0.0) + max(more_back, 0.0) <= slack:
             if k > 0:
                 _swap(labels, node, k, k // 2)  # where it is found sooner
+            labels.size[node] = size
             return
         if held <= more_held and max(-more_out, 0.0) + max(-more_back, 0.0) <= late:
             size -= 1
             _swap(labels, node, k, size)
         else:
             k += 1
-    if size == labels.held.shape[1]:
+    most = labels.held.shape[1]
+    if size == most:
         labels.lost[node] += 1
-        worst = 0
-        for j in range(1, size):
-            if labels.bound[node, j] > labels.bound[node, worst]:
-                worst = j
-        if labels.bound[node, worst] <= bound:
-            return
         size -= 1
-        _swap(labels, node, worst, size)
+        _swap(labels, node, _worst(labels, node), size)
     labels.held[node, size] = held
     labels.spent[node, size] = spent
     labels.out[node, size] = out
@@ -214,6 +194,19 @@ def _put(
     labels.parent[node, size] = came[0]
     labels.origin[node, size] = came[1]
     labels.size[node] = size + 1
+    labels.worst[node] = np.inf
+    if size + 1 == most:
+        labels.worst[node] = labels.bound[node, _worst(labels, node)]
+
+
+@njit(cache=True, nogil=True)
+def _worst(labels: Labels, node: int) -> int:
+    """The label of greatest bound, of a node that is full."""
+    worst = 0
+    for k in range(1, labels.held.shape[1]):
+        if labels.bound[node, k] > labels.bound[node, worst]:
+            worst = k
+    return worst
 
 
 @njit(cache=True, nogil=True)
@@ -224,7 +217,7 @@ def _swap(labels: Labels, node: int, a: int, b: int) -> None:
         times[node, a], times[node, b] = times[node, b], times[node, a]
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _offer(
     sweep: Sweep,
     labels: Labels,
@@ -237,7 +230,7 @@ def _offer(
     held, spent, out, back = label
     if held > sweep.budget:
         return
-    m = _slots_of(sweep, sweep.budget - held)
+    m = min(limits.bounds.shape[1] - 1, (sweep.budget - held) // sweep.fronts.quantum)
     bound = 0.0
     least = limits.bounds[node, m]
     for k in range(limits.shares.shape[0]):
@@ -262,19 +255,20 @@ def expand_ck(
     """
     n = sweep.numbers
     i = node // 2
-    for label in range(labels.size[node]):
-        held = labels.held[node, label]
-        free = sweep.budget - held - n.gradient[-1]
-        if labels.bound[node, label] >= limits.best_s[0] or free < sweep.first[i]:
-            continue
-        spent = labels.spent[node, label]
-        out = labels.out[node, label]
-        back = labels.back[node, label]
-        for cut in range(cuts[0], cuts[1], cuts[2]):
+    for cut in range(cuts[0], cuts[1], cuts[2]):  # outermost, for the cache
+        sweep_s = n.prefix_s[cut] - n.prefix_s[i]
+        for label in range(labels.size[node]):
+            held = labels.held[node, label]
+            free = sweep.budget - held - n.gradient[-1]
+            if labels.bound[node, label] >= limits.best_s[0] or free < sweep.first[i]:
+                continue
+            out = labels.out[node, label]
+            back = labels.back[node, label]
             waits = max(0.0, out + sweep.out_lag[i, cut] - free * sweep.out_s)
-            forward_s = n.prefix_s[cut] - n.prefix_s[i] + waits
-            backward_s = segment_s(sweep, i, cut, sweep.budget - held, back)
-            if spent + forward_s + backward_s >= limits.best_s[0]:
+            forward_s = sweep_s + waits
+            _, backward_s = _segment(sweep, i, cut, sweep.budget - held, back)
+            takes = labels.spent[node, label] + forward_s + backward_s
+            if takes >= limits.best_s[0]:
                 continue
             for moved in range(2):
                 nbytes = sweep.moves[i, node % 2] if moved else 0
@@ -282,7 +276,7 @@ def expand_ck(
                     continue
                 new = (
                     held - nbytes + n.step[i, cut],
-                    spent + forward_s + backward_s,
+                    takes,
                     max(0.0, out + nbytes * sweep.out_s - forward_s),
                     max(0.0, back - backward_s) + nbytes * sweep.back_s,
                 )
