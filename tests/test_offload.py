@@ -215,10 +215,8 @@ def test_sizes_and_times_of_any_magnitude(problem: Problem) -> None:
         assert math.isfinite(found.makespan_s)
         assert timeline.makespan_s == pytest.approx(found.makespan_s, rel=1e-9)
         # Seconds of a step times bytes per second can be beyond what a float resolves.
-        rates = (problem.link.offload_bytes_per_s, problem.link.prefetch_bytes_per_s)
-        nbytes = sum(storage.nbytes for storage in problem.chain.storages)
-        moving_s = 2 * nbytes / min(rates)
-        resolved = problem.budget_bytes + max(rates) * (found.makespan_s + moving_s)
+        fastest = max(problem.link.offload_bytes_per_s, problem.link.prefetch_bytes_per_s)
+        resolved = problem.budget_bytes + 3 * fastest * found.makespan_s
         rounding = 2**-43 * resolved if fluid else 0
         assert timeline.peak_bytes <= problem.budget_bytes + rounding + (rounding > 0)
         assert found.makespan_s >= bounds.makespan_s * (1 - 1e-12)

@@ -88,7 +88,7 @@ def check_peaks(chain: Chain, costs: Costs) -> None:
         assert periodic.solve(Problem(chain, costs, min(peaks) - 1)) == least
 
 
-@settings(RELAXED, max_examples=300)
+@settings(RELAXED, max_examples=150)
 @given(costed_chains() | huge_chains())
 def test_fits_exactly_where_the_replay_does(costed: tuple[Chain, Costs]) -> None:
     check_peaks(*costed)

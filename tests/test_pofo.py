@@ -272,7 +272,7 @@ def test_rounding_keeps_the_promise(
         assert isinstance(found, Solved)
         assert math.isfinite(found.makespan_s)
         timeline = check(problem, found.schedule, fluid=fluid)
-        assert timeline.makespan_s == pytest.approx(found.makespan_s, rel=1e-6)
+        assert timeline.makespan_s == pytest.approx(found.makespan_s, rel=1e-9)
         assert all(event.start_s >= 0.0 for event in timeline.events)
 
 

@@ -47,7 +47,7 @@ def check_optimum(chain: Chain, costs: Costs, spare: int) -> None:
     assert best.makespan_s <= found.makespan_s
 
 
-@settings(RELAXED, max_examples=400)
+@settings(RELAXED, max_examples=300)
 @given(costed_chains(), st.integers(-1, 20))
 def test_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
     check_optimum(*costed, spare)
@@ -165,7 +165,7 @@ def test_a_long_chain_needs_no_table() -> None:
     check(problem, found.schedule)
 
 
-@settings(RELAXED, max_examples=200)
+@settings(RELAXED, max_examples=100)
 @given(huge_chains(), st.integers(1, 60), st.floats(0, 1))
 def test_rounding_keeps_the_promise(
     costed: tuple[Chain, Costs], slots: int, position: float

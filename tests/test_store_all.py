@@ -30,7 +30,7 @@ def check_peak(chain: Chain, costs: Costs) -> None:
         assert store_all.solve(less) == Infeasible(replayed.peak_bytes)
 
 
-@settings(RELAXED, max_examples=300)
+@settings(RELAXED, max_examples=150)
 @given(costed_chains() | huge_chains())
 def test_fits_exactly_where_the_one_schedule_does(costed: tuple[Chain, Costs]) -> None:
     check_peak(*costed)

@@ -96,8 +96,8 @@ def slots_for(of: Network) -> int:
 def rotor_at(of: Network, table: RotorTable, budget_bytes: int) -> Solution:
     """The fastest of some plans for a little more whose replay is within the budget.
 
-    Sizes are rounded up, so a plan often takes less than it was made for. The pipeline of
-    ``fxremat.compile`` searches in the same way.
+    Sizes are rounded up, so a plan often takes less than it was made for. ``fxremat.compile``
+    chooses by exact peaks, too.
     """
     plans: list[Solution] = [store_all.solve(Problem(of.chain, of.costs, budget_bytes))]
     plans += [table.schedule(int(budget_bytes * (1 + more))) for more in MORE]

@@ -43,6 +43,7 @@ from fxremat.ir import (
     Link,
     Offload,
     Op,
+    Part,
     Prefetch,
     Problem,
     Schedule,
@@ -220,15 +221,26 @@ class _Replay:
         """Bytes that rounding may be: seconds of a step times bytes per second are many."""
         if self.link is None or not self.fluid:
             return 0.0
-        rates = (self.link.offload_bytes_per_s, self.link.prefetch_bytes_per_s)
-        nbytes = float(sum(storage.nbytes for storage in self.chain.storages))
-        stages = self.state.costs.stages
-        seconds = 2 * nbytes / min(rates)
-        for op in schedule.computations:
-            if 0 <= op.stage < len(stages):
-                cost = stages[op.stage]
+        rates = {Offload: self.link.offload_bytes_per_s, Prefetch: self.link.prefetch_bytes_per_s}
+        seconds = 0.0
+        for op in schedule:
+            known = 0 <= (op.stage if isinstance(op, Compute) else op.what.stage) < len(self.chain)
+            if not known:
+                continue  # and refused later
+            if isinstance(op, Compute):
+                cost = self.state.costs.stages[op.stage]
                 seconds += cost.forward_s if isinstance(op, Forward) else cost.backward_s
-        return _ROUNDING * ((self.budget or nbytes) + max(rates) * seconds)
+            elif isinstance(op, Offload | Prefetch):
+                seconds += self._size(op) / rates[type(op)]
+        return _ROUNDING * ((self.budget or 0) + max(rates.values()) * seconds)
+
+    def _size(self, op: Offload | Prefetch) -> float:
+        """What a transfer moves, or a little more."""
+        if op.nbytes is not None:
+            return op.nbytes
+        i = op.what.stage
+        whole = self.chain.saved_set(i) if op.what.part is Part.SAVED else self.chain.boundaries[i]
+        return self.chain.nbytes(whole)
 
     def _give_back(self, gone: list[Instance], key: Key) -> None:
         """Nobody holds ``gone`` from ``key`` on."""

@@ -207,7 +207,7 @@ class _Whole:
         self.out = begin + value.nbytes / self.link.offload_bytes_per_s
         if self.link.shared:
             self.back = self.out
-        self.gone[k] = max(self.out, self.now)
+        self.gone[k] = self.out  # its reader has ended by the time that this is asked
         self.ops += [Offload(value.what), Free(value.what)]
 
     def _starts(self, k: int, at: int) -> bool:
