@@ -74,25 +74,16 @@ def test_equals_the_exhaustive_search_often(costed: tuple[Join, JoinCosts], spar
     equals_the_exhaustive_search(costed, spare)
 
 
-LONG = st.sampled_from([(3, 3, 2), (4, 2, 1), (4, 3, 1), (2, 2, 3), (4, 1, 4)])
+LONG = st.sampled_from([(3, 3, 2), (4, 2, 1), (4, 3, 1), (2, 2, 3), (3, 1, 4)])
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=40)
+@settings(RELAXED, max_examples=30)
 @given(costed_joins(lengths=LONG, most_trunk=2), st.integers(-1, 6))
 def test_equals_the_exhaustive_search_on_longer_branches(
     costed: tuple[Join, JoinCosts], spare: int
 ) -> None:
     equals_the_exhaustive_search(costed, spare)
-
-
-@pytest.mark.slow
-@settings(RELAXED, max_examples=3)
-@given(costed_joins(lengths=st.just((4, 4, 4)), most_trunk=1))
-def test_equals_the_exhaustive_search_on_three_branches_of_four(
-    costed: tuple[Join, JoinCosts],
-) -> None:
-    equals_the_exhaustive_search(costed, 0)
 
 
 @settings(RELAXED, max_examples=150)

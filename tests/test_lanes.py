@@ -239,6 +239,18 @@ def test_a_rebuild_beside_a_prefetch() -> None:
     assert timeline.events[-1].held_bytes == 0
 
 
+def test_room_for_what_a_computation_leaves() -> None:
+    """``B 2`` needs nothing, but 4 bytes of gradients are held once it is done."""
+    chain = Chain.from_sizes([4, 0, 0, 0], [0, 0, 0])
+    costs = Costs(
+        tuple(StageCosts(0.0, 1.0, 0.0, nbytes, 0, 0, 0, 0) for nbytes in (0, 4, 0)),
+    )
+    text = "all0 off:a0 free:a0 all1 all2 B2 B1 pre:a0 wait:a0 B0"
+    timeline = simulate(chain, costs, schedule(text), link=EACH, budget_bytes=4)
+    assert times(timeline, Backward) == [(3, 4), (4, 5), (9, 10)]
+    assert timeline.peak_bytes == 4
+
+
 @st.composite
 def moved(draw: st.DrawFn) -> tuple[Problem, Schedule]:
     """Everything is kept; some values go after their forward and come back before a backward."""

@@ -221,21 +221,21 @@ class _Replay:
         """Bytes that rounding may be: seconds of a step times bytes per second are many."""
         if self.link is None or not self.fluid:
             return 0.0
-        rates = {Offload: self.link.offload_bytes_per_s, Prefetch: self.link.prefetch_bytes_per_s}
+        rates = (self.link.offload_bytes_per_s, self.link.prefetch_bytes_per_s)
         seconds = 0.0
         for op in schedule:
-            known = 0 <= (op.stage if isinstance(op, Compute) else op.what.stage) < len(self.chain)
-            if not known:
-                continue  # and refused later
+            stage = op.stage if isinstance(op, Compute) else op.what.stage
+            if not 0 <= stage < len(self.chain):
+                continue  # is refused later
             if isinstance(op, Compute):
-                cost = self.state.costs.stages[op.stage]
+                cost = self.state.costs.stages[stage]
                 seconds += cost.forward_s if isinstance(op, Forward) else cost.backward_s
-            elif isinstance(op, Offload | Prefetch):
-                seconds += self._size(op) / rates[type(op)]
-        return _ROUNDING * ((self.budget or 0) + max(rates.values()) * seconds)
+            elif isinstance(op, Offload):  # what goes comes back
+                seconds += self._size(op) / rates[0] + self._size(op) / rates[1]
+        return _ROUNDING * ((self.budget or 0) + max(rates) * seconds)
 
-    def _size(self, op: Offload | Prefetch) -> float:
-        """What a transfer moves, or a little more."""
+    def _size(self, op: Offload) -> float:
+        """What an offload moves, or a little more."""
         if op.nbytes is not None:
             return op.nbytes
         i = op.what.stage
