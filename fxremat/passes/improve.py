@@ -77,13 +77,12 @@ def _changes(candidate: Candidate, sweeps: Sweeps) -> Iterator[_Change]:
     room = _room(candidate)
     for call in candidate.program.calls:
         block = call.block
-        again = block.nodes if block.mode is Mode.AGAIN else tuple(block.again)
+        again = [n for n in block.nodes if block.mode_of(n) is Mode.AGAIN]
         charges = sweeps.options.parts[block.stage].charges
         values: dict[fx.Node, list[fx.Node]] = {}
         for node in again:
-            values.setdefault(node.all_input_nodes[0] if is_getitem(node) else node, []).append(
-                node
-            )
+            operation = node.all_input_nodes[0] if is_getitem(node) else node
+            values.setdefault(operation, []).append(node)
         for operation, results in values.items():
             storages = table.of(n for n in results if is_tensor(n)) - fixed - block.reads
             gained_s = charges.least_s(operation)
