@@ -37,7 +37,7 @@ def equals_the_exhaustive_search(
     problem = JoinProblem(*costed, max(0, least_bytes + spare))
     found, expected = solve(problem), brute.solve(problem, kind=brute.Kind.PERSISTENT)
     if isinstance(expected, Infeasible):
-        assert found == expected
+        assert found == expected or (may_time_out and found == TimedOut(None, math.inf))
         return
     if isinstance(found, TimedOut) and may_time_out:
         assert found.incumbent is not None
