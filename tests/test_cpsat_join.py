@@ -30,12 +30,19 @@ SHORT = st.sampled_from([(1,), (3,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1)])
 LONGER = st.sampled_from([(4,), (3, 1), (2, 3), (3, 3), (2, 1, 1), (2, 2, 1)])
 
 
-def equals_the_exhaustive_search(costed: tuple[Join, JoinCosts], spare: int) -> None:
+def equals_the_exhaustive_search(
+    costed: tuple[Join, JoinCosts], spare: int, *, may_time_out: bool = False
+) -> None:
     least_bytes, _ = solver.least_budget(*costed)
     problem = JoinProblem(*costed, max(0, least_bytes + spare))
     found, expected = solve(problem), brute.solve(problem, kind=brute.Kind.PERSISTENT)
     if isinstance(expected, Infeasible):
-        assert found == expected
+        assert found == expected or (may_time_out and found == TimedOut(None, math.inf))
+        return
+    if isinstance(found, TimedOut) and may_time_out:
+        assert found.incumbent is not None
+        assert found.bound_s <= expected.makespan_s <= found.incumbent.makespan_s
+        check(problem, found.incumbent.schedule)
         return
     assert isinstance(found, Solved)
     assert found.makespan_s == expected.makespan_s
@@ -56,12 +63,12 @@ def test_equals_the_exhaustive_search_often(costed: tuple[Join, JoinCosts], spar
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=100)
+@settings(RELAXED, max_examples=50)
 @given(costed_joins(lengths=LONGER, most_trunk=2), st.integers(-2, 8))
 def test_equals_the_exhaustive_search_on_longer_branches(
     costed: tuple[Join, JoinCosts], spare: int
 ) -> None:
-    equals_the_exhaustive_search(costed, spare)
+    equals_the_exhaustive_search(costed, spare, may_time_out=True)
 
 
 def test_finds_what_is_not_canonical() -> None:
