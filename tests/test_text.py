@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from fxremat.ir import Backward, Forward, Keep, SaveOption, Schedule
 from fxremat.report.stages import tell_stages
 from fxremat.report.text import describe, explain, print_plan
-from tests.plans import MIB, everything_kept, plan_of, schedule_of
+from fxremat.simulate import simulate
+from tests.plans import MIB, chain_of, everything_kept, plan_of, schedule_of
 
 TWICE = (
     "F_ck 0, F_none 1, F_none 2, F_all 3, B 3, "
@@ -47,6 +49,25 @@ def test_recomputation_costs_what_its_runs_take():
     stories = _told(TWICE)
     assert [round(story.extra_s * 1e3, 9) for story in stories] == [3, 4, 3, 0]
     assert explain(stories[1]) == "frees 4.0 MiB, costs 4 ms"
+
+
+def test_a_stage_kept_in_part_says_what_is_kept_and_what_the_rest_costs():
+    chain, costs = chain_of(2)
+    option = SaveOption(kept=(), recompute_s=1 / 4e3, keep_extra_bytes=0, backward_extra_bytes=0)
+    first = replace(costs.stages[0], options=(option,))
+    costs = replace(costs, stages=(first, *costs.stages[1:]))
+    schedule = Schedule((Forward(0, Keep.ALL, 1), Forward(1, Keep.ALL), Backward(1), Backward(0)))
+    plan = replace(
+        plan_of(everything_kept(2), stages=2),
+        schedule=schedule,
+        costs=costs,
+        timeline=simulate(chain, costs, schedule),
+    )
+    story, other = tell_stages(plan)
+    assert describe(story) == "1.0 MiB of 3.0 MiB kept, rest rebuilt"
+    assert explain(story) == "frees 2.0 MiB, costs 250 µs"
+    assert describe(other) == "kept"
+    assert "1 recomputation" in print_plan(plan)
 
 
 def test_a_segment_is_told_from_a_rebuild():

@@ -49,7 +49,7 @@ def _summary(plan: Plan, stories: tuple[StageStory, ...]) -> Table:
     grid.add_row("predicted time", _time(plan))
     grid.add_row("lower bound", _bound(plan))
     kinds = len({stage.kind for stage in plan.chain.stages})
-    again = sum(len(story.again) for story in stories)
+    again = sum(len(story.again) + story.is_kept_in_part for story in stories)
     grid.add_row(
         "stages",
         f"{_count(len(stories), 'stage')} of {_count(kinds, 'kind')}, "
@@ -116,7 +116,7 @@ def describe(story: StageStory) -> str:
         return "kept"
     if story.is_kept_in_part:
         part = f"{format_bytes(story.held_bytes)} of {format_bytes(story.saved_bytes)}"
-        return f"{part} kept, the rest rebuilt in its backward"
+        return f"{part} kept, rest rebuilt"
     keeps_input = story.runs[0].keep is Keep.INPUT
     if not story.again:
         return "checkpoint" if keeps_input else "nothing kept"
@@ -153,7 +153,7 @@ def explain(story: StageStory) -> str:
             f"room for {format_bytes(story.saved_bytes)}, "
             f"{format_seconds(story.rebuild_s)} to recompute"
         )
-    if not story.again:
+    if not story.again and not story.is_kept_in_part:
         return "its backward needs nothing that it computes"
     cost = f"costs {format_seconds(story.extra_s)}"
     if story.freed_bytes == 0:
