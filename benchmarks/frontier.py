@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
 import fxremat
 from benchmarks.common import RESULTS, interleave, ratios, save, show
@@ -188,7 +189,7 @@ def draw(name: str, results: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("peak (MiB)")
     axes.set_ylabel("step time / nothing recomputed")
     axes.set_title(name)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=3)
     axes.grid(alpha=0.3)
     figure.savefig(path)
 
@@ -202,11 +203,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     results = []
     for name in options.models:
-        own = [compare(name, policy, options.rounds) for policy in policies(name)]
-        RESULTS.mkdir(exist_ok=True)
-        draw(name, own, RESULTS / f"frontier_{name}.png")
+        points = tqdm(list(policies(name)), desc=name, disable=None)
+        own = [compare(name, policy, options.rounds) for policy in points]
+        save(f"frontier/{name}", {"threads": options.threads, "points": own})
+        draw(name, own, RESULTS / f"frontier/{name}.png")
         results += own
-        save("frontier", {"threads": options.threads, "points": results})
     show(
         "fxremat given each peer's measured peak (time: fxremat ÷ peer)",
         ["model", "peer", "its peak", "ours", "time", "dominates"],

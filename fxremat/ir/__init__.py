@@ -25,13 +25,14 @@ from fxremat.ir.schedule import (
     Transfer,
     Wait,
 )
-from fxremat.ir.timeline import Event, Idle, Lane, Timeline
+from fxremat.ir.timeline import Copy, Event, Idle, Lane, Timeline
 
 __all__ = [
     "Activations",
     "Backward",
     "Chain",
     "Compute",
+    "Copy",
     "Costs",
     "Event",
     "Forward",

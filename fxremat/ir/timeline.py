@@ -37,6 +37,24 @@ class Idle:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A transfer of a single storage, as emitted graphs do it; its lane says which way.
+
+    Attributes:
+        name: of the tensor that the storage was made for.
+        stage: which stage computes it.
+        nbytes: its size.
+    """
+
+    name: str
+    stage: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"copy {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One operation of a replay.
 
@@ -50,7 +68,7 @@ class Event:
         idle: what the compute lane waited for right before it.
     """
 
-    op: Op
+    op: Op | Copy
     start_s: float
     end_s: float
     peak_bytes: int

@@ -45,6 +45,8 @@ class ScheduleModule(fx.GraphModule):
         source = render(self.graph)
         file_name = f"<fxremat {next(_serial)}>"
         scope: dict[str, Any] = {"inf": float("inf"), "nan": float("nan"), "torch": torch}
+        scope |= {_bare_name(n): n.target for n in self.graph.nodes if _is_transfer(n)}
+        scope["device"] = torch.device
         exec(compile(source, file_name, "exec"), scope)
         # Tracebacks show the emitted lines.
         linecache.cache[file_name] = (len(source), None, source.splitlines(True), file_name)
@@ -57,7 +59,8 @@ def render(graph: fx.Graph) -> str:
     """Python code of a graph of submodule calls.
 
     Requires: its nodes are placeholders, ``get_attr``, ``call_module`` and the
-        ``getitem`` of their results.
+        ``getitem`` of their results, and operations of the runtime, which return one
+        tensor or nothing.
     """
     return _Renderer(graph).source()
 
@@ -81,6 +84,8 @@ class _Renderer:
         for node in self._nodes:
             if node.op == "call_module":
                 self._call(node)
+            elif _is_transfer(node):
+                self._transfer(node)
             elif node.op == "output":
                 results = ", ".join(self._names(node.args[0]))
                 self._lines.extend(_wrap("return [", results, "]"))
@@ -108,6 +113,8 @@ class _Renderer:
             return None
         source = node.args[0] if node.op == "call_function" else None
         readers = tuple(user for user in node.users if user.target is not operator.getitem)
+        if any(_is_transfer(reader) for reader in readers):
+            return None
         return (node.meta[GROUP], source, readers)
 
     def _take(self, placeholders: Sequence[fx.Node]) -> None:
@@ -141,6 +148,16 @@ class _Renderer:
             self._lines.extend(_wrap("[", results, f"] = {call}{comment}"))
         else:
             self._lines.append(f"{call}{comment}")
+
+    def _transfer(self, node: fx.Node) -> None:
+        """An operation of the runtime, as a call of its bare name."""
+        comment = f"  # {node.meta[COMMENT]}" if COMMENT in node.meta else ""
+        result = f"{node.name} = " if isinstance(node.meta.get("val"), torch.Tensor) else ""
+        arguments = ", ".join(map(self._write, node.args))
+        self._lines.append(f"{result}{_bare_name(node)}({arguments}){comment}")
+        dead = self._last_read_by(node, node.all_input_nodes)
+        if dead:
+            self._lines.extend(_delete(", ".join(dead)))
 
     def _is_given(self, node: fx.Node) -> bool:
         """Parameters and inputs, which the caller holds anyway."""
@@ -200,6 +217,18 @@ class _Renderer:
             if not self._is_given(n) and all(self._index[user] <= here for user in n.users)
         ]
         return [name.lstrip("*") for name in self._names(dead)]
+
+
+def _is_transfer(node: fx.Node) -> bool:
+    """Whether the node calls the runtime."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def _bare_name(node: fx.Node) -> str:
+    """``offload`` for ``torch.ops.fxremat.offload.default``."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target.overloadpacket).split(".")[-1]
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _neighbours(members: Sequence[fx.Node], user: fx.Node) -> bool:

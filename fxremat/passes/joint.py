@@ -12,6 +12,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError
 from fxremat.passes import batchnorm, rng
+from fxremat.passes.duplicates import merge_duplicates
 from fxremat.passes.storage import StorageTable, build_storage_table
 
 
@@ -62,8 +63,9 @@ def build_joint_graph(
         mutated_primals: indices of the primals that the forward mutates.
 
     Requires: ``module`` is functional with static shapes.
-    Ensures: ``detach`` is gone, values of an operation directly follow it, every
-        operation is forward or backward, no forward operation reads a backward one.
+    Ensures: ``detach`` is gone, equal operations are one, values of an operation directly
+        follow it, every operation is forward or backward, no forward operation reads a
+        backward one.
 
     Raises:
         CaptureError: a shape depends on data, or an operation runs a graph of its own.
@@ -80,6 +82,8 @@ def build_joint_graph(
     _eliminate_dead_code(graph)
     batchnorm.drop_running_statistics(graph)
     _keep_old_values(graph, forward_output_count, mutated_primals)
+    if merge_duplicates(_classify(owner, forward_output_count, mutated_primals)):
+        _gather_getitems(graph)
     rng.record_states(graph, _classify(owner, forward_output_count, mutated_primals).forward)
     graph.lint()
     joint = _classify(owner, forward_output_count, mutated_primals)

@@ -16,8 +16,9 @@ from fxremat.passes.joint import JointGraph
 from fxremat.passes.position import Positions, locate
 from fxremat.passes.storage import is_tensor
 
-LONG_LIFE = 30
-"""Forward operations that a small storage must live across to be pinned."""
+LONG_LIFE, LONG_SHARE = 30, 16
+"""Forward operations that a small storage must live across to be pinned: so many, and one in
+so many of the whole forward, which no storage within one of many blocks does."""
 
 PIN_SHARE = 0.005
 """Storages above this share of the saved bytes are never pinned for being small."""
@@ -162,9 +163,10 @@ def _choose_pinned(
     saved.intersection_update(lives)
     if pin_below_bytes is None:
         pin_below_bytes = int(PIN_SHARE * joint.storages.total(saved))
+    long_life = max(LONG_LIFE, positions.count // LONG_SHARE)
     for storage, life in lives.items():
         small = joint.storages.nbytes[storage] <= pin_below_bytes
-        if small and life.last - life.birth > LONG_LIFE:
+        if small and life.last - life.birth > long_life:
             pinned.add(storage)
     return frozenset(pinned)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,9 +14,11 @@ from fxremat.passes.block import Block, Mode, build_graph
 from fxremat.passes.emit import COMMENT, GROUP, ScheduleModule
 from fxremat.passes.execute import compile_graph
 from fxremat.passes.linearize import Line, Role
+from fxremat.passes.moves import Move
 from fxremat.passes.program import Call, Program
 from fxremat.passes.signature import Key, block_key
 from fxremat.passes.sweep import Sweep
+from fxremat.runtime.views import tensor_in
 from fxremat.units import format_bytes
 
 
@@ -35,27 +37,63 @@ class BlockModules:
 
 
 def rewrite(
-    program: Program, sweep: Sweep, modules: BlockModules
+    program: Program, sweep: Sweep, modules: BlockModules, travel: Travel | None = None
 ) -> tuple[ScheduleModule, ScheduleModule]:
     """Emit the forward and the backward graph.
 
-    Ensures: the forward returns its outputs, then ``program.saved``; the backward takes
-        ``program.saved``, then the tangents, and returns the gradient of each primal.
+    Args:
+        program: the calls.
+        sweep: their memory.
+        modules: blocks that are compiled already; new ones are added.
+        travel: what is on the host over the turn.
+
+    Ensures: the forward returns its outputs, then what the backward takes first: the
+        tensors of ``program.saved`` that do not travel, and the host memory of those that
+        do. Then the backward takes the tangents; it returns the gradient of each primal.
         Each line of their code is one operation of the schedule.
     """
     joint = program.line.joint
+    moves = travel.moves if travel else ()
+    away = {node for move in moves for node in move.nodes}
+    saved = tuple(node for node in program.saved if node not in away)
     forward = _Writer(program, modules, "forward")
     forward.take(joint.primals)
-    for index in range(program.turn):
-        forward.call(program.calls[index], sweep.peaks_bytes[index])
+    if travel:
+        forward.open(travel)
+    for index in range(program.turn + 1):
+        forward.leave(moves, index)
+        if index < program.turn:
+            forward.call(program.calls[index], sweep.peaks_bytes[index])
     backward = _Writer(program, modules, "backward")
-    backward.take((*program.saved, *joint.tangents))
+    backward.take(saved)
+    if travel:
+        backward.take_host(travel)
+    backward.take(joint.tangents)
     for index in range(program.turn, len(program.calls)):
+        backward.come_back(moves, index)
         backward.call(program.calls[index], sweep.peaks_bytes[index])
+    host = (_Writer.HOST,) if travel else ()
     return (
-        forward.finish((*joint.forward_outputs, *program.saved)),
+        forward.finish((*joint.forward_outputs, *saved, *host)),
         backward.finish(joint.backward_outputs),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """What travels to host memory, and where it lies there.
+
+    Attributes:
+        moves: when each storage leaves and comes back.
+        offsets: of each, in bytes from the start of a step's host memory.
+        nbytes: of that memory.
+        arena: the number by which emitted code finds it.
+    """
+
+    moves: tuple[Move, ...]
+    offsets: dict[int, int]
+    nbytes: int
+    arena: int
 
 
 class _Writer:
@@ -68,12 +106,97 @@ class _Writer:
         self._graph = fx.Graph()
         self._root = torch.nn.Module()
         self._values: dict[fx.Node, fx.Node] = {}
+        self._back: dict[int, fx.Node] = {}
 
     def take(self, nodes: Iterable[fx.Node]) -> None:
         """Add a placeholder for each of ``nodes``."""
         for node in nodes:
             self._values[node] = self._graph.placeholder(self._value_name(node))
             self._describe(node)
+
+    HOST = object()
+    """Among results: the step's host memory."""
+
+    def open(self, travel: Travel) -> None:
+        """Get the step's host memory."""
+        self._travel = travel
+        self._host = self._graph.create_node(
+            "call_function",
+            torch.ops.fxremat.open_arena.default,
+            (travel.arena, travel.nbytes),
+            name="host",
+        )
+        self._describe_host(travel)
+        self._host.meta[COMMENT] = f"{format_bytes(travel.nbytes)} on the host"
+
+    def take_host(self, travel: Travel) -> None:
+        """Get the step's host memory from the forward."""
+        self._travel = travel
+        self._host = self._graph.placeholder("host")
+        self._describe_host(travel)
+
+    def _describe_host(self, travel: Travel) -> None:
+        """As AOTAutograd wants it of everything that the forward hands to the backward."""
+        example = travel.moves[0].nodes[0].meta["val"]
+        self._host.meta["val"] = example.new_empty(travel.nbytes, dtype=torch.uint8, device="cpu")
+
+    def leave(self, moves: Iterable[Move], place: int) -> None:
+        """Before call ``place``: copies to the host begin, and memory is given back."""
+        for move in moves:
+            if move.offload == place:
+                self._run(
+                    torch.ops.fxremat.offload.default,
+                    move,
+                    f"D2H {format_bytes(move.nbytes)}",
+                )
+        for move in moves:
+            if move.release == place:
+                self._run(
+                    torch.ops.fxremat.release.default,
+                    move,
+                    f"frees {format_bytes(move.nbytes)} once copied",
+                )
+
+    def _run(self, target: Callable[..., object], move: Move, comment: str) -> None:
+        value = self._values[move.nodes[0]]
+        offset = self._travel.offsets[move.storage]
+        node = self._graph.call_function(target, (value, self._host, offset))
+        node.meta["val"] = None
+        node.meta[COMMENT] = comment
+
+    def come_back(self, moves: Iterable[Move], place: int) -> None:
+        """Before call ``place``: copies back begin, and those it needs are waited for."""
+        for move in sorted(moves, key=lambda m: m.wait):
+            if move.prefetch == place:
+                self._prefetch(move)
+        for move in moves:
+            if move.wait == place:
+                self._wait(move)
+
+    def _prefetch(self, move: Move) -> None:
+        value = move.nodes[0].meta["val"]
+        offset = self._travel.offsets[move.storage]
+        back = self._graph.create_node(
+            "call_function",
+            torch.ops.fxremat.prefetch.default,
+            (self._host, offset, move.nbytes, value.device),
+            name=f"{self._value_name(move.nodes[0])}_bytes",
+        )
+        back.meta["val"] = value.new_empty(move.nbytes, dtype=torch.uint8)
+        back.meta[COMMENT] = f"H2D {format_bytes(move.nbytes)}"
+        self._back[move.storage] = back
+
+    def _wait(self, move: Move) -> None:
+        memory = self._back.pop(move.storage)
+        waiting = self._graph.call_function(torch.ops.fxremat.wait.default, (memory,))
+        waiting.meta["val"] = None
+        for node in move.nodes:
+            value = node.meta["val"]
+            place = (value.dtype, [*value.shape], [*value.stride()], value.storage_offset())
+            self._values[node] = self._graph.create_node(
+                "call_function", tensor_in, (memory, *place), name=self._value_name(node)
+            )
+            self._values[node].meta["val"] = value
 
     def _value_name(self, node: fx.Node) -> str:
         """Boundaries are x, what a stage keeps is kept; the rest goes by its own name."""
@@ -147,7 +270,10 @@ class _Writer:
 
     def finish(self, results: Sequence[object]) -> ScheduleModule:
         """Return ``results`` and make a module of the graph."""
-        values = [self._value(n) if isinstance(n, fx.Node) else n for n in results]
+        values = [
+            self._host if n is self.HOST else self._value(n) if isinstance(n, fx.Node) else n
+            for n in results
+        ]
         self._graph.output(tuple(values))  # type: ignore[arg-type]
         self._graph.lint()
         return ScheduleModule(self._root, self._graph, f"Fxremat{self._name.title()}")

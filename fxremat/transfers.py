@@ -1,0 +1,147 @@
+"""The fastest schedule within a budget when storages may also travel to host memory.
+
+Any schedule of recomputations can be the base: what it holds too much of travels, as
+``passes.moves`` decides from bytes alone, and ``passes.timing`` predicts what that takes.
+Bases are all candidates of the search, from nothing recomputed (transfers alone) to the
+least peak (recomputation alone), and the schedules of ``pofo``, which plans both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fxremat.ir import Infeasible, Problem, Schedule, Timeline
+from fxremat.passes.candidate import Candidate
+from fxremat.passes.moves import Movable, Move, swept
+from fxremat.passes.sweep import Sweep
+from fxremat.passes.timing import replay
+from fxremat.runtime import MeasuredLink
+from fxremat.search import Search
+
+POFO_SLOTS, POFO_LABELS = 50, 100
+"""Its search is rough: what it finds is swept exactly and its moves are chosen anew."""
+
+POFO_STAGES = 60
+"""Longer chains take it too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What may travel, and how fast.
+
+    Attributes:
+        link: measured, with the kind of memory that will be used.
+        only: nothing is recomputed, transfers alone make room.
+        host_bytes: most bytes on the host; ``None``: as many as it takes.
+    """
+
+    link: MeasuredLink
+    only: bool = False
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A candidate with storages that travel.
+
+    Attributes:
+        candidate: the calls.
+        moves: what travels, when.
+        sweep: memory with that.
+        timeline: predicted.
+    """
+
+    candidate: Candidate
+    moves: tuple[Move, ...]
+    sweep: Sweep
+    timeline: Timeline
+
+    @property
+    def total_s(self) -> float:
+        """Of the step."""
+        return self.timeline.makespan_s
+
+    @staticmethod
+    def of(candidate: Candidate, moves: tuple[Move, ...], link: MeasuredLink | None) -> Moved:
+        """Predict what ``moves`` do to a candidate."""
+        program = candidate.program
+        sweep = swept(candidate.sweep, moves, program.turn) if moves else candidate.sweep
+        timeline = replay(program, candidate.seconds, sweep, moves, link)
+        return Moved(candidate, moves, sweep, timeline)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Candidates of a search, and what of each could travel."""
+
+    search: Search
+    traffic: Traffic
+    bases: tuple[Movable, ...]
+    candidates: tuple[Candidate, ...]
+
+    @staticmethod
+    def of(search: Search, traffic: Traffic) -> Transfers:
+        """Look at every candidate that ``traffic`` allows."""
+        candidates = (search.baseline,) if traffic.only else search.frontier
+        bases = tuple(_movable(search, candidate) for candidate in candidates)
+        return Transfers(search, traffic, bases, candidates)
+
+    @property
+    def least_bytes(self) -> int:
+        """The least feasible budget."""
+        return min(map(self._least_bytes, self.bases))
+
+    def _least_bytes(self, base: Movable) -> int:
+        least = base.least_bytes
+        if self.traffic.host_bytes is None or base.moves(least, self.traffic.host_bytes):
+            return least
+        most = base.sweep.peak_bytes
+        while least < most:  # more room never takes more of the host
+            middle = (least + most) // 2
+            if base.moves(middle, self.traffic.host_bytes) is None:
+                least = middle + 1
+            else:
+                most = middle
+        return least
+
+    def fastest_within(self, budget_bytes: int) -> Moved:
+        """The fastest that fits.
+
+        Requires: the budget is at least ``least_bytes``.
+        """
+        best: Moved | None = None
+        for base, candidate in self._by_time(budget_bytes):
+            if best is not None and candidate.total_s >= best.total_s:
+                break
+            moves = base.moves(budget_bytes, self.traffic.host_bytes)
+            if moves is not None:
+                found = Moved.of(candidate, moves, self.traffic.link)
+                if best is None or found.total_s < best.total_s:
+                    best = found
+        assert best is not None
+        return best
+
+    def _by_time(self, budget_bytes: int) -> list[tuple[Movable, Candidate]]:
+        pairs = list(zip(self.bases, self.candidates, strict=True))
+        if not self.traffic.only:
+            for candidate in _by_pofo(self.search, budget_bytes, self.traffic.link):
+                pairs.append((_movable(self.search, candidate), candidate))
+        return sorted(pairs, key=lambda pair: pair[1].total_s)
+
+
+def _movable(search: Search, candidate: Candidate) -> Movable:
+    return Movable.of(candidate.program, candidate.sweep, search.settled)
+
+
+def _by_pofo(search: Search, budget_bytes: int, link: MeasuredLink) -> Iterator[Candidate]:
+    """The schedules of recomputations in what ``pofo`` finds."""
+    # Loading numba takes longer than all else in the package: not at import.
+    from fxremat.solvers import pofo  # noqa: PLC0415
+
+    if len(search.chain) > POFO_STAGES:
+        return
+    problem = Problem(search.chain, search.costs, budget_bytes, link.link())
+    found = pofo.explore(problem, slots=POFO_SLOTS, labels=POFO_LABELS)
+    if not isinstance(found, Infeasible):
+        yield search.sweeps.candidate(Schedule(found.whole().schedule.computations))
