@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from fxremat.ir import Chain, Costs, Schedule, Solved
-from fxremat.passes.bound import least_recompute_s
+from fxremat.passes.bound import Relaxation
 from fxremat.passes.candidate import Candidate, Sweeps
 from fxremat.passes.chain import build_chain, build_costs
 from fxremat.passes.cost import CostCache, Measured, Progress, measure_line
-from fxremat.passes.improve import improve
+from fxremat.passes.improve import holding, improve
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.linearize import linearize
 from fxremat.passes.options import find_options
@@ -26,7 +26,10 @@ SLOTS = 500
 """Slots of each table; a few tables with ever lower ceilings keep rounding small."""
 
 STARTS = 10
-"""Candidates that local search sets out from."""
+"""Candidates that local search sets out from, of the solver's and of the relaxation's each."""
+
+RELAXED = 20
+"""Budgets for which the relaxation says what to hold."""
 
 COSTS = CostCache()
 
@@ -44,6 +47,7 @@ class Search:
         chain: the stages.
         measured: what they cost.
         sweeps: makes candidates.
+        relaxation: what no schedule can do better than.
         baseline: nothing recomputed.
         solved: the best of the solver's schedules: none beats another in both exact peak
             and time, by ascending peak; the last one is the baseline.
@@ -53,6 +57,7 @@ class Search:
     chain: Chain
     measured: Measured
     sweeps: Sweeps
+    relaxation: Relaxation
     baseline: Candidate
     solved: tuple[Candidate, ...]
     frontier: tuple[Candidate, ...]
@@ -80,15 +85,12 @@ class Search:
         schedules = dict.fromkeys(_schedules(chain, costs, progress))
         found = [sweeps.candidate(schedule) for schedule in schedules]
         solved = _frontier(baseline, found)
-        improved = [c for start in _spread(solved[:-1]) for c in improve(start, sweeps)]
-        return Search(
-            chain,
-            measured,
-            sweeps,
-            baseline,
-            solved,
-            _frontier(baseline, [*solved[:-1], *improved]),
-        )
+        relaxation = Relaxation.of(measured, blocks, surroundings)
+        relaxed = _frontier(baseline, _relaxed(solved, relaxation, sweeps))
+        starts = (*_spread(solved[:-1]), *_spread(relaxed[:-1]))
+        improved = [c for start in starts for c in improve(start, sweeps)]
+        frontier = _frontier(baseline, [*solved[:-1], *relaxed[:-1], *improved])
+        return Search(chain, measured, sweeps, relaxation, baseline, solved, frontier)
 
     @property
     def costs(self) -> Costs:
@@ -120,13 +122,7 @@ class Search:
 
     def lower_bound_s(self, budget_bytes: int) -> float:
         """No schedule of these stages within the budget takes less."""
-        recompute_s = least_recompute_s(
-            self.measured,
-            self.sweeps.blocks,
-            budget_bytes=budget_bytes,
-            surroundings=self.sweeps.surroundings,
-        )
-        return self.baseline.total_s + recompute_s
+        return self.baseline.total_s + self.relaxation.least_s(budget_bytes)
 
     def describe_peak(self, candidate: Candidate) -> str:
         """Where a schedule's peak is."""
@@ -152,6 +148,19 @@ def _frontier(baseline: Candidate, candidates: list[Candidate]) -> tuple[Candida
 
 def _within(frontier: tuple[Candidate, ...], budget_bytes: int) -> Candidate:
     return [c for c in frontier if c.peak_bytes <= budget_bytes][-1]
+
+
+def _relaxed(
+    solved: tuple[Candidate, ...], relaxation: Relaxation, sweeps: Sweeps
+) -> list[Candidate]:
+    """The solver's schedules with what the relaxation holds: it then need not run again."""
+    low, high = solved[0].peak_bytes, solved[-1].peak_bytes
+    found = []
+    for i in range(RELAXED if len(solved) > 1 else 0):
+        held = holding(relaxation.held(low + (high - low) * i // RELAXED), sweeps)
+        for base in _spread(solved[:-1])[::2]:
+            found.append(sweeps.candidate(base.schedule, base.kept, held))
+    return found
 
 
 def _spread(frontier: tuple[Candidate, ...]) -> list[Candidate]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxremat.passes.bound import _Moment, _Recomputation, _solve
+from fxremat.passes.bound import Moment, Recomputation, Relaxation
 from fxremat.passes.surroundings import Caller
 from fxremat.search import Search
 from tests.harness import captured, silent
@@ -27,11 +27,11 @@ def test_no_candidate_is_below_the_bound_of_its_own_peak(name: str):
 def bound(room_bytes: int, anyway: frozenset[int] = frozenset()) -> float:
     """Three operations in a row, each of 1 byte and 1, 2 and 4 seconds; all are read later."""
     operations = [
-        _Recomputation(frozenset({i}), frozenset({i - 1} if i else ()), float(2**i))
+        Recomputation(frozenset({i}), frozenset({i - 1} if i else ()), float(2**i))
         for i in range(3)
     ]
-    moment = _Moment(frozenset({0, 1, 2}), anyway, 0)
-    return _solve(operations, {0: 0, 1: 1, 2: 2}, moment, (1, 1, 1), room_bytes)
+    moment = Moment(frozenset({0, 1, 2}), anyway, 0)
+    return Relaxation(tuple(operations), (moment,), (1, 1, 1)).least_s(room_bytes)
 
 
 def test_what_is_cheapest_to_compute_goes_first():

@@ -9,6 +9,7 @@ bound is the greatest over a few moments at which memory is fullest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -24,7 +25,7 @@ MOST_MOMENTS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class _Recomputation:
+class Recomputation:
     """A forward operation, as it would run again."""
 
     makes: frozenset[int]
@@ -33,7 +34,7 @@ class _Recomputation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class Moment:
     """A moment of the step.
 
     Attributes:
@@ -47,18 +48,70 @@ class _Moment:
     occupied_bytes: int
 
 
-def least_recompute_s(
-    measured: Measured, blocks: BlockCache, *, budget_bytes: int, surroundings: Surroundings
-) -> float:
-    """Seconds of recomputation that no schedule within a budget can do without."""
-    operations = _operations(measured)
-    maker = {s: i for i, operation in enumerate(operations) for s in operation.makes}
-    moments = _moments(measured, blocks, surroundings, frozenset(maker))
-    nbytes = measured.line.joint.storages.nbytes
-    return max(
-        _solve(operations, maker, moment, nbytes, max(budget_bytes - moment.occupied_bytes, 0))
-        for moment in moments
-    )
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """The linear programs of a measured line.
+
+    Attributes:
+        operations: of the forward, in order.
+        moments: the turn first.
+        nbytes: of each storage.
+    """
+
+    operations: tuple[Recomputation, ...]
+    moments: tuple[Moment, ...]
+    nbytes: tuple[int, ...]
+
+    @staticmethod
+    def of(measured: Measured, blocks: BlockCache, surroundings: Surroundings) -> Relaxation:
+        """Find the moments at which memory is fullest."""
+        operations = _operations(measured)
+        made = frozenset(s for operation in operations for s in operation.makes)
+        moments = _moments(measured, blocks, surroundings, made)
+        nbytes = measured.line.joint.storages.nbytes
+        return Relaxation(tuple(operations), tuple(moments), nbytes)
+
+    def least_s(self, budget_bytes: int) -> float:
+        """Seconds of recomputation that no schedule within a budget can do without."""
+        return max(self._solve((moment,), budget_bytes)[0] for moment in self.moments)
+
+    def held(self, budget_bytes: int) -> frozenset[int]:
+        """Storages worth holding from their first computation on.
+
+        All moments limit memory at once here. That is no bound, as a schedule may hold
+        something for a while and compute it again later, but a good plan is close to it.
+        """
+        return self._solve(self.moments, budget_bytes)[1]
+
+    def _solve(self, moments: Sequence[Moment], budget_bytes: int) -> tuple[float, frozenset[int]]:
+        """Hold or compute again what is read after the first of ``moments``, within all.
+
+        Returns the seconds and what is held by half or more; nothing if it is infeasible.
+        """
+        from ortools.linear_solver import pywraplp  # noqa: PLC0415
+
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        maker = {s: i for i, operation in enumerate(self.operations) for s in operation.makes}
+        held = {s: solver.NumVar(0.0, 1.0, f"held{s}") for s in maker}
+        runs = [solver.NumVar(0.0, 1.0, f"runs{i}") for i in range(len(self.operations))]
+        first = moments[0]
+        for storage in first.required - first.anyway:
+            solver.Add(held[storage] + runs[maker[storage]] >= 1)
+        for operation, run in zip(self.operations, runs, strict=True):
+            for storage in (operation.reads & maker.keys()) - first.anyway:
+                solver.Add(held[storage] + runs[maker[storage]] >= run)
+        unit = max(sum(self.nbytes[s] for s in maker), 1)  # coefficients near one
+        for moment in moments:
+            room_bytes = max(budget_bytes - moment.occupied_bytes, 0)
+            there = maker if len(moments) == 1 else moment.required - moment.anyway
+            taken = sum(self.nbytes[s] / unit * held[s] for s in there)
+            solver.Add(taken <= room_bytes / unit)
+        cost = zip(self.operations, runs, strict=True)
+        solver.Minimize(sum(operation.seconds * run for operation, run in cost))
+        if solver.Solve() != pywraplp.Solver.OPTIMAL:
+            return 0.0, frozenset()
+        seconds = max(float(solver.Objective().Value()), 0.0) * (1 - 1e-9)
+        return seconds, frozenset(s for s, h in held.items() if h.solution_value() >= 0.5)
 
 
 def _moments(
@@ -66,7 +119,7 @@ def _moments(
     blocks: BlockCache,
     surroundings: Surroundings,
     rebuildable: frozenset[int],
-) -> list[_Moment]:
+) -> list[Moment]:
     """The turn, and the fullest operations of the backward, one a stage."""
     line = measured.line
     table = line.joint.storages
@@ -77,7 +130,7 @@ def _moments(
     returned = table.of(n for n in line.joint.backward_outputs if isinstance(n, fx.Node))
     required: set[int] = set()
     finished = set(returned - always)  # before the operation: all but those to come
-    fullest: dict[int, _Moment] = {}
+    fullest: dict[int, Moment] = {}
     for index, stage in enumerate(line.stages):
         block = blocks(index, Mode.BACKWARD, frozenset(backward_results(line, index)))
         for node in reversed(stage.backward):
@@ -87,17 +140,17 @@ def _moments(
             occupied += table.total(touched | finished)
             if node in block.nodes and not is_getitem(node):
                 occupied += measured.workspace_bytes(node, block)
-            moment = _Moment(frozenset(required), touched & rebuildable, occupied)
+            moment = Moment(frozenset(required), touched & rebuildable, occupied)
             best = fullest.get(index)
             if best is None or moment.occupied_bytes > best.occupied_bytes:
                 fullest[index] = moment
             required |= table.of(node.all_input_nodes) & rebuildable
-    turn = _Moment(frozenset(required), frozenset(), constant_bytes + surroundings.turn_bytes)
+    turn = Moment(frozenset(required), frozenset(), constant_bytes + surroundings.turn_bytes)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
     return [turn, *chosen[:MOST_MOMENTS]]
 
 
-def _operations(measured: Measured) -> list[_Recomputation]:
+def _operations(measured: Measured) -> list[Recomputation]:
     line = measured.line
     table = line.joint.storages
     held = table.of((*line.joint.given, *line.pinned))
@@ -113,31 +166,5 @@ def _operations(measured: Measured) -> list[_Recomputation]:
             makes = table.of(values) - held - reads - made
             made |= makes
             if makes:
-                found.append(_Recomputation(makes, reads, charges.least_s(node)))
+                found.append(Recomputation(makes, reads, charges.least_s(node)))
     return found
-
-
-def _solve(
-    operations: list[_Recomputation],
-    maker: dict[int, int],
-    moment: _Moment,
-    nbytes: tuple[int, ...],
-    room_bytes: int,
-) -> float:
-    """The linear program: hold or compute again what is read, in ``room_bytes``."""
-    from ortools.linear_solver import pywraplp  # noqa: PLC0415
-
-    solver = pywraplp.Solver.CreateSolver("GLOP")
-    held = {s: solver.NumVar(0.0, 1.0, f"held{s}") for s in maker}
-    runs = [solver.NumVar(0.0, 1.0, f"runs{i}") for i in range(len(operations))]
-    for storage in moment.required - moment.anyway:
-        solver.Add(held[storage] + runs[maker[storage]] >= 1)
-    for operation, run in zip(operations, runs, strict=True):
-        for storage in (operation.reads & maker.keys()) - moment.anyway:
-            solver.Add(held[storage] + runs[maker[storage]] >= run)
-    unit = max(sum(nbytes[s] for s in maker), 1)  # coefficients near one
-    solver.Add(sum(nbytes[s] / unit * held[s] for s in maker) <= room_bytes / unit)
-    solver.Minimize(sum(op.seconds * run for op, run in zip(operations, runs, strict=True)))
-    if solver.Solve() != pywraplp.Solver.OPTIMAL:
-        return 0.0
-    return max(float(solver.Objective().Value()), 0.0) * (1 - 1e-9)

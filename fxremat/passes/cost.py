@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,8 +19,9 @@ from fxremat.passes.signature import Key, block_key, node_key
 from fxremat.passes.storage import StorageTable
 from fxremat.passes.synthetic import Synthesizer
 
-LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 15, 0.02
-"""A block is timed until it ran this often, or this long in all."""
+LEAST_RUNS, MOST_RUNS, ENOUGH_S = 5, 20, 0.05
+"""A block is timed until it ran this often, or this long in all. The fastest run counts: what
+else the machine does can only make one slower."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how much of it, and of how much."""
@@ -176,10 +176,10 @@ class _Walk:
             return 0.0
         key = block_key(block, self._line.joint.storages)
         if key not in self._cache.seconds:
-            self._cache.seconds[key] = self._median_seconds(block)
+            self._cache.seconds[key] = self._least_seconds(block)
         return self._cache.seconds[key]
 
-    def _median_seconds(self, block: Block) -> float:
+    def _least_seconds(self, block: Block) -> float:
         run = compile_block(block)
         values = self._values.of(block.inputs)
         inputs = [values[n] for n in block.inputs]
@@ -188,7 +188,7 @@ class _Walk:
         seconds: list[float] = []
         while len(seconds) < LEAST_RUNS or (sum(seconds) < ENOUGH_S and len(seconds) < MOST_RUNS):
             seconds.append(seconds_of(lambda: run(list(inputs)), device=device))
-        return statistics.median(seconds)
+        return min(seconds)
 
     def real_storages(self) -> StorageTable:
         """The storages with their measured sizes, where larger than traced."""

@@ -53,4 +53,3 @@ def merge_duplicates(joint: JointGraph) -> bool:
             joint.module.graph.erase_node(node)
             changed = True
     return changed
-

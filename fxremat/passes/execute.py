@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,7 @@ def run_logged(
 def time_operations(
     block: Block, inputs: Mapping[fx.Node, torch.Tensor], seconds: dict[Key, float]
 ) -> None:
-    """Run each operation of ``block`` alone, and note the median of a few runs if it is new.
+    """Run each operation of ``block`` alone, and note the fastest of a few runs if it is new.
 
     Raises:
         CostError: an operation failed.
@@ -74,7 +73,7 @@ def time_operations(
         if is_getitem(node) or key in seconds:
             continue
         run = functools.partial(_call, node, block, values)
-        seconds[key] = statistics.median(seconds_of(run, device=device) for _ in range(3))
+        seconds[key] = min(seconds_of(run, device=device) for _ in range(5))
 
 
 def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:

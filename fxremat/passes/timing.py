@@ -25,9 +25,7 @@ class _Lanes:
 
     def copy(self, nbytes: int, lane: Lane, *, ready_s: float) -> tuple[float, float]:
         """Begin and end of a copy that may begin at ``ready_s``."""
-        rate = (
-            self.link.offload_bytes_per_s if lane is Lane.D2H else self.link.prefetch_bytes_per_s
-        )
+        rate = self.link.offload_bytes_per_s if lane is Lane.D2H else self.link.prefetch_bytes_per_s
         queue = Lane.D2H if self.link.shared else lane
         begin = max(ready_s, self.free_s.get(queue, 0.0))
         end = begin + self.link.start_s + nbytes / rate
