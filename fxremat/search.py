@@ -13,7 +13,7 @@ from fxremat.passes.bound import Relaxation
 from fxremat.passes.candidate import Candidate, Sweeps
 from fxremat.passes.chain import build_chain, build_costs
 from fxremat.passes.cost import CostCache, Measured, Progress, measure_line
-from fxremat.passes.improve import holding, improve
+from fxremat.passes.improve import improve
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.linearize import linearize
 from fxremat.passes.options import find_options
@@ -26,10 +26,7 @@ SLOTS = 500
 """Slots of each table; a few tables with ever lower ceilings keep rounding small."""
 
 STARTS = 10
-"""Candidates that local search sets out from, of the solver's and of the relaxation's each."""
-
-RELAXED = 20
-"""Budgets for which the relaxation says what to hold."""
+"""Candidates that local search sets out from."""
 
 COSTS = CostCache()
 
@@ -86,10 +83,8 @@ class Search:
         found = [sweeps.candidate(schedule) for schedule in schedules]
         solved = _frontier(baseline, found)
         relaxation = Relaxation.of(measured, blocks, surroundings)
-        relaxed = _frontier(baseline, _relaxed(solved, relaxation, sweeps))
-        starts = (*_spread(solved[:-1]), *_spread(relaxed[:-1]))
-        improved = [c for start in starts for c in improve(start, sweeps)]
-        frontier = _frontier(baseline, [*solved[:-1], *relaxed[:-1], *improved])
+        improved = [c for start in _spread(solved[:-1]) for c in improve(start, sweeps)]
+        frontier = _frontier(baseline, [*solved[:-1], *improved])
         return Search(chain, measured, sweeps, relaxation, baseline, solved, frontier)
 
     @property
@@ -148,19 +143,6 @@ def _frontier(baseline: Candidate, candidates: list[Candidate]) -> tuple[Candida
 
 def _within(frontier: tuple[Candidate, ...], budget_bytes: int) -> Candidate:
     return [c for c in frontier if c.peak_bytes <= budget_bytes][-1]
-
-
-def _relaxed(
-    solved: tuple[Candidate, ...], relaxation: Relaxation, sweeps: Sweeps
-) -> list[Candidate]:
-    """The solver's schedules with what the relaxation holds: it then need not run again."""
-    low, high = solved[0].peak_bytes, solved[-1].peak_bytes
-    found = []
-    for i in range(RELAXED if len(solved) > 1 else 0):
-        held = holding(relaxation.held(low + (high - low) * i // RELAXED), sweeps)
-        for base in _spread(solved[:-1])[::2]:
-            found.append(sweeps.candidate(base.schedule, base.kept, held))
-    return found
 
 
 def _spread(frontier: tuple[Candidate, ...]) -> list[Candidate]:

@@ -9,7 +9,6 @@ bound is the greatest over a few moments at which memory is fullest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -73,45 +72,29 @@ class Relaxation:
 
     def least_s(self, budget_bytes: int) -> float:
         """Seconds of recomputation that no schedule within a budget can do without."""
-        return max(self._solve((moment,), budget_bytes)[0] for moment in self.moments)
+        return max(self._solve(moment, budget_bytes) for moment in self.moments)
 
-    def held(self, budget_bytes: int) -> frozenset[int]:
-        """Storages worth holding from their first computation on.
-
-        All moments limit memory at once here. That is no bound, as a schedule may hold
-        something for a while and compute it again later, but a good plan is close to it.
-        """
-        return self._solve(self.moments, budget_bytes)[1]
-
-    def _solve(self, moments: Sequence[Moment], budget_bytes: int) -> tuple[float, frozenset[int]]:
-        """Hold or compute again what is read after the first of ``moments``, within all.
-
-        Returns the seconds and what is held by half or more; nothing if it is infeasible.
-        """
+    def _solve(self, moment: Moment, budget_bytes: int) -> float:
+        """Hold or compute again what is read after ``moment``."""
         from ortools.linear_solver import pywraplp  # noqa: PLC0415
 
         solver = pywraplp.Solver.CreateSolver("GLOP")
         maker = {s: i for i, operation in enumerate(self.operations) for s in operation.makes}
         held = {s: solver.NumVar(0.0, 1.0, f"held{s}") for s in maker}
         runs = [solver.NumVar(0.0, 1.0, f"runs{i}") for i in range(len(self.operations))]
-        first = moments[0]
-        for storage in first.required - first.anyway:
+        for storage in moment.required - moment.anyway:
             solver.Add(held[storage] + runs[maker[storage]] >= 1)
         for operation, run in zip(self.operations, runs, strict=True):
-            for storage in (operation.reads & maker.keys()) - first.anyway:
+            for storage in (operation.reads & maker.keys()) - moment.anyway:
                 solver.Add(held[storage] + runs[maker[storage]] >= run)
         unit = max(sum(self.nbytes[s] for s in maker), 1)  # coefficients near one
-        for moment in moments:
-            room_bytes = max(budget_bytes - moment.occupied_bytes, 0)
-            there = maker if len(moments) == 1 else moment.required - moment.anyway
-            taken = sum(self.nbytes[s] / unit * held[s] for s in there)
-            solver.Add(taken <= room_bytes / unit)
+        room_bytes = max(budget_bytes - moment.occupied_bytes, 0)
+        solver.Add(sum(self.nbytes[s] / unit * h for s, h in held.items()) <= room_bytes / unit)
         cost = zip(self.operations, runs, strict=True)
         solver.Minimize(sum(operation.seconds * run for operation, run in cost))
         if solver.Solve() != pywraplp.Solver.OPTIMAL:
-            return 0.0, frozenset()
-        seconds = max(float(solver.Objective().Value()), 0.0) * (1 - 1e-9)
-        return seconds, frozenset(s for s, h in held.items() if h.solution_value() >= 0.5)
+            return 0.0
+        return max(float(solver.Objective().Value()), 0.0) * (1 - 1e-9)
 
 
 def _moments(

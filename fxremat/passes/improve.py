@@ -60,21 +60,13 @@ def improve(start: Candidate, sweeps: Sweeps) -> Iterator[Candidate]:
             failures += 1
 
 
-def holding(storages: frozenset[int], sweeps: Sweeps) -> Held:
-    """For each stage its tensors that lie in ``storages``, but for pinned ones."""
-    line = sweeps.line
-    of_node = line.joint.storages.of_node
-    fixed = line.joint.storages.of((*line.joint.given, *line.pinned))
-    wanted = storages - fixed
-    found = {}
-    for index, stage in enumerate(line.stages):
-        nodes = (n for n in stage.forward if is_tensor(n) and wanted.issuperset(of_node[n]))
-        found[index] = frozenset(nodes)
-    return {index: nodes for index, nodes in found.items() if nodes}
-
-
 def _with(held: Held, change: _Change, sweeps: Sweeps) -> Held:
-    nodes = holding(change.storages, sweeps).get(change.stage, frozenset())
+    of_node = sweeps.line.joint.storages.of_node
+    nodes = frozenset(
+        node
+        for node in sweeps.line.stages[change.stage].forward
+        if is_tensor(node) and change.storages.issuperset(of_node[node])
+    )
     return {**held, change.stage: held.get(change.stage, frozenset()) | nodes}
 
 

@@ -8,7 +8,7 @@ reader lacks any. What is read again last goes first: it has most time to travel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
