@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+import weakref
 from typing import ClassVar
 
 import torch
@@ -71,16 +71,8 @@ class Lease(abc.ABC):
             )
         fresh = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if nbytes:
-            token = self._prefetch(fresh, offset)
-            Arrival.pending[fresh.untyped_storage().data_ptr()] = Arrival(fresh, self, token)
+            Arrival(fresh, lease=self, token=self._prefetch(fresh, offset))
         return fresh
-
-    def end(self) -> None:
-        """The last tensor on the memory is gone: the step is over, or was given up."""
-        for address, arrival in list(Arrival.pending.items()):
-            if arrival.lease is self:
-                self.abandon(arrival.token)
-                Arrival.pending.pop(address, None)
 
     def _check(self, nbytes: int, *, offset: int, device: torch.device, verb: str) -> None:
         if offset < 0 or offset + nbytes > self.nbytes:
@@ -116,33 +108,46 @@ class Lease(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self, token: object) -> None:
-        """Nobody waited for the prefetch that returned ``token``, and nobody will."""
+        """Nobody waited for the prefetch that returned ``token``; its memory is free now."""
 
 
-@dataclass(slots=True)
 class Arrival:
     """A prefetch that nobody has waited for yet.
 
-    It holds the fresh tensor, so that its memory is not handed out again while the copy
-    into it is under way, should the step be given up.
+    It outlives the host tensor, which emitted code drops after its last prefetch, but not
+    the fresh storage: if the step is given up and that is dropped, the copy is abandoned.
     """
 
-    fresh: Tensor
-    lease: Lease
-    token: object
-
-    pending: ClassVar[dict[int, Arrival]] = {}
+    _pending: ClassVar[dict[int, Arrival]] = {}
     """By the address of the fresh storage."""
+
+    def __init__(self, fresh: Tensor, *, lease: Lease, token: object) -> None:
+        self._lease = lease
+        self._token = token
+        storage = fresh.untyped_storage()
+        self._address = storage.data_ptr()
+        self._pending[self._address] = self
+        # The storage's object in Python lives exactly as long as its memory.
+        self._dropped = weakref.finalize(storage, self._abandon)
+        self._dropped.atexit = False
 
     @staticmethod
     def wait(x: Tensor) -> None:
         """Make computations wait until ``x`` has arrived; nothing if nothing is under way."""
-        address = x.untyped_storage().data_ptr()
-        arrival = Arrival.pending.get(address)
+        arrival = Arrival._pending.get(x.untyped_storage().data_ptr())
         if arrival is not None:
-            arrival.lease.wait_for(arrival.token)
-            # Kept if that failed: to wait again must fail again.
-            del Arrival.pending[address]
+            arrival._lease.wait_for(arrival._token)
+            # Not if that failed: to wait again must fail again.
+            arrival._dropped.detach()
+            arrival._forget()
+
+    def _abandon(self) -> None:
+        self._forget()
+        self._lease.abandon(self._token)
+
+    def _forget(self) -> None:
+        if self._pending.get(self._address) is self:
+            del self._pending[self._address]
 
 
 def whole_storage(x: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class StreamLease(Lease):
         torch.cuda.current_stream(self.device).wait_event(token.event)
 
     def abandon(self, token: object) -> None:
-        """Have the stream that the memory belongs to wait for the copy."""
+        """Have the stream that the memory goes back to wait for the copy."""
         assert isinstance(token, _Coming)
         token.compute.wait_event(token.event)
 
