@@ -36,9 +36,9 @@ class Block:
 
     def release(self) -> None:
         """Give the memory up. It is unmapped when the last array on it dies."""
-        memory, self.bytes = self.bytes, None
-        if memory is not None:
-            self._before_unmapping(memory)
+        if self.bytes is not None:
+            self._before_unmapping(self.bytes)
+            self.bytes = None
 
     def _before_unmapping(self, memory: Bytes) -> None:
         """What has to be undone before the system gets the memory back."""
