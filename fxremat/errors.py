@@ -46,3 +46,19 @@ class ScheduleError(FxrematError):
 
 class BackwardError(FxrematError):
     """The backward was asked for something a planned step cannot give."""
+
+
+class HostMemoryError(FxrematError):
+    """Host memory for activations cannot be had: limit, pinned memory, disk or folder.
+
+    Attributes:
+        asked_bytes: what was asked for.
+    """
+
+    def __init__(self, message: str, *, asked_bytes: int) -> None:
+        super().__init__(message)
+        self.asked_bytes = asked_bytes
+
+
+class TransferError(FxrematError):
+    """A transfer between device and host memory failed, or was asked for wrongly."""

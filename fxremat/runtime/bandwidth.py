@@ -1,0 +1,195 @@
+"""What the link between device and host memory does, measured with the arena's memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxremat.ir import Link
+from fxremat.runtime import transfer
+from fxremat.runtime.arena import Arena
+from fxremat.runtime.memory import folder_of
+
+PIECE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
+"""Size of a tensor that is moved: as that of an activation."""
+
+PIECES = 8
+"""How many are moved, one after the other: together they are far beyond the caches."""
+
+_SQUARE = {"cpu": 256, "cuda": 4096}
+"""Rows of the matrices that are multiplied while transfers are under way."""
+
+_ROUNDS = 5
+_ENOUGH_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLink:
+    """Bandwidths of a link, and what transfers cost those who compute.
+
+    Attributes:
+        offload_bytes_per_s: from device to host memory, alone.
+        prefetch_bytes_per_s: from host memory to device, alone.
+        both_bytes_per_s: both directions together, half the bytes each way.
+        slowdown: time of computations with transfers under way over their time without,
+            at least 1.
+        shared: one transfer at a time, whatever its direction.
+    """
+
+    offload_bytes_per_s: float
+    prefetch_bytes_per_s: float
+    both_bytes_per_s: float
+    slowdown: float
+    shared: bool
+
+    def link(self) -> Link:
+        """What the solvers plan with: each direction alone.
+
+        A step offloads in its forward and prefetches in its backward, so that the two
+        directions meet only around the turn.
+        """
+        return Link(self.offload_bytes_per_s, self.prefetch_bytes_per_s, self.shared)
+
+
+def measure_link(
+    device: torch.device | str, *, host_dir: str | os.PathLike[str] | None = None
+) -> MeasuredLink:
+    """Measure the link of ``device``; once in a process for each device and folder.
+
+    Medians over a few rounds, all kinds in turn, in memory that has been used before, as
+    that of a training step has. Less than a second on a CPU that has nothing else to do.
+
+    Args:
+        device: from where, and to where.
+        host_dir: folder of the host memory's file, on a CPU.
+
+    Raises:
+        HostMemoryError: the host memory cannot be had.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        index: int | None = device.index
+        device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    return _measure(device, folder_of(host_dir))
+
+
+@functools.cache
+def _measure(device: torch.device, folder: str) -> MeasuredLink:
+    bench = _Bench(device, folder)
+    times: dict[str, list[float]] = {}
+    begin_s = time.perf_counter()
+    for done in range(_ROUNDS + 1):
+        # Two rounds at least: the first touches pages and warms caches, and is left out.
+        if done > 1 and time.perf_counter() - begin_s > _ENOUGH_S:
+            break
+        for run in (bench.offload, bench.prefetch, bench.both, bench.compute, bench.beside):
+            times.setdefault(run.__name__, []).append(run())
+    middle = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+    return MeasuredLink(
+        offload_bytes_per_s=bench.nbytes / middle["offload"],
+        prefetch_bytes_per_s=bench.nbytes / middle["prefetch"],
+        both_bytes_per_s=2 * bench.nbytes / middle["both"],
+        slowdown=max(1.0, middle["beside"] / middle["compute"]),
+        shared=device.type == "cpu",
+    )
+
+
+class _Bench:
+    """Seconds of moving a piece of device memory, and of computing with and without that."""
+
+    def __init__(self, device: torch.device, folder: str) -> None:
+        self._piece_bytes = PIECE_BYTES[device.type]
+        self.nbytes = PIECES * self._piece_bytes
+        self._device = device
+        self._arena = Arena.create(2 * self.nbytes, device=device, host_dir=folder)
+        self._host = self._arena.open()
+        self._out = [
+            torch.ones(self._piece_bytes, dtype=torch.uint8, device=device) for _ in range(PIECES)
+        ]
+        side = _SQUARE[device.type]
+        self._square = torch.rand(side, side, device=device)
+        self._product = torch.empty_like(self._square)
+        self._long = torch.ones(self._piece_bytes // 4, device=device)
+        self._compute_s = self._prefetch_s = 0.0
+        self._start_offload(self.nbytes)
+        self._end_offload(self.nbytes)
+
+    def offload(self) -> float:
+        def run() -> None:
+            self._start_offload(0)
+            self._end_offload(0)
+
+        return self._seconds(run)
+
+    def prefetch(self) -> float:
+        self._prefetch_s = self._seconds(lambda: self._end_prefetch(self._start_prefetch()))
+        return self._prefetch_s
+
+    def both(self) -> float:
+        def run() -> None:
+            self._start_offload(0)
+            coming = self._start_prefetch()
+            self._end_offload(0)
+            self._end_prefetch(coming)
+
+        return self._seconds(run)
+
+    def compute(self) -> float:
+        self._compute_s = self._seconds(self._work)
+        return self._compute_s
+
+    def beside(self) -> float:
+        """Computing, with more transfers under way than can end before it."""
+        coming = []
+        for _ in range(math.ceil(self._compute_s / self._prefetch_s)):
+            self._start_offload(0)
+            coming += self._start_prefetch()
+        taken_s = self._seconds(self._work)
+        self._end_offload(0)
+        self._end_prefetch(coming)
+        self._end()
+        return taken_s
+
+    def _work(self) -> None:
+        for _ in range(16):
+            # One that computes, and one that reads and writes memory as transfers do.
+            torch.mm(self._square, self._square, out=self._product)
+            torch.add(self._long, 1.0, out=self._long)
+
+    def _start_offload(self, begin: int) -> None:
+        for i, piece in enumerate(self._out):
+            transfer.offload(piece, self._host, begin + i * self._piece_bytes)
+
+    def _end_offload(self, begin: int) -> None:
+        for i, piece in enumerate(self._out):
+            transfer.release(piece, self._host, begin + i * self._piece_bytes)
+
+    def _start_prefetch(self) -> list[Tensor]:
+        size = self._piece_bytes
+        return [
+            transfer.prefetch(self._host, self.nbytes + i * size, size, self._device)
+            for i in range(PIECES)
+        ]
+
+    def _end_prefetch(self, coming: list[Tensor]) -> None:
+        for fresh in coming:
+            transfer.wait(fresh)
+
+    def _seconds(self, run: Callable[[], None]) -> float:
+        begin_s = time.perf_counter()
+        run()
+        self._end()
+        return time.perf_counter() - begin_s
+
+    def _end(self) -> None:
+        """On CUDA, wait for the current stream: it waits for the others where it must."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()

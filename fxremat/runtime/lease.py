@@ -1,0 +1,155 @@
+"""A lease: the host memory of one step, with the transfers to it and from it."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxremat.errors import TransferError
+from fxremat.runtime.memory import Block
+from fxremat.units import format_bytes
+
+
+class Lease(abc.ABC):
+    """Host memory that one step has to itself.
+
+    It must not hold the tensor that was handed out for it: the death of that tensor's
+    storage ends the lease.
+
+    Attributes:
+        block: the memory.
+        nbytes: how much of it.
+        device: from where, and to where.
+    """
+
+    def __init__(self, block: Block, *, nbytes: int, device: torch.device) -> None:
+        self.block = block
+        self.nbytes = nbytes
+        self.device = device
+        self._filled: dict[int, int] = {}
+
+    def offload(self, x: Tensor, *, offset: int) -> None:
+        """Start to copy the whole storage of ``x`` to ``offset``.
+
+        Raises:
+            TransferError: the storage does not fit there or is on another device, or an
+                earlier transfer of the step failed.
+        """
+        nbytes = x.untyped_storage().nbytes()
+        self._check(nbytes, offset=offset, device=x.device, verb="offload")
+        self._filled[offset] = nbytes
+        if nbytes:
+            self._offload(whole_storage(x), offset)
+
+    def release(self, *, offset: int) -> None:
+        """Return when what was offloaded to ``offset`` may be dropped on the device.
+
+        Raises:
+            TransferError: nothing was offloaded there, or a transfer of the step failed.
+        """
+        self._check_filled(offset, verb="release")
+        if self._filled[offset]:
+            self._release(offset)
+
+    def prefetch(self, *, offset: int, nbytes: int, device: torch.device) -> Tensor:
+        """Start to copy ``nbytes`` from ``offset`` to a fresh uint8 tensor on ``device``.
+
+        Raises:
+            TransferError: less was offloaded there, it is the wrong device, or a transfer
+                of the step failed.
+        """
+        self._check(nbytes, offset=offset, device=device, verb="prefetch")
+        self._check_filled(offset, verb="prefetch")
+        if nbytes > self._filled[offset]:
+            raise TransferError(
+                f"cannot prefetch {nbytes} bytes from offset {offset} of the host memory: "
+                f"{self._filled[offset]} were offloaded there. The graph does not fit its plan"
+            )
+        fresh = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if nbytes:
+            Arrival(fresh, lease=self, token=self._prefetch(fresh, offset))
+        return fresh
+
+    def _check(self, nbytes: int, *, offset: int, device: torch.device, verb: str) -> None:
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise TransferError(
+                f"cannot {verb} {nbytes} bytes at offset {offset}: the step has "
+                f"{self.nbytes} bytes of host memory. The graph does not fit its plan"
+            )
+        if device.type != self.device.type or device.index not in (None, self.device.index):
+            raise TransferError(
+                f"cannot {verb} {format_bytes(nbytes)} with {device}: the host memory was "
+                f"made for {self.device}. Compile the model on the device it runs on"
+            )
+
+    def _check_filled(self, offset: int, *, verb: str) -> None:
+        if offset not in self._filled:
+            raise TransferError(
+                f"cannot {verb} offset {offset} of the host memory: nothing was offloaded "
+                "there in this step. The graph does not fit its plan"
+            )
+
+    @abc.abstractmethod
+    def _offload(self, source: Tensor, offset: int) -> None: ...
+
+    @abc.abstractmethod
+    def _release(self, offset: int) -> None: ...
+
+    @abc.abstractmethod
+    def _prefetch(self, fresh: Tensor, offset: int) -> object: ...
+
+    @abc.abstractmethod
+    def wait_for(self, token: object) -> None:
+        """Make computations wait for the prefetch that returned ``token``."""
+
+    @abc.abstractmethod
+    def abandon(self, token: object) -> None:
+        """Nobody waited for the prefetch that returned ``token``; its memory is free now."""
+
+
+class Arrival:
+    """A prefetch that nobody has waited for yet.
+
+    It outlives the host tensor, which emitted code drops after its last prefetch, but not
+    the fresh storage: if the step is given up and that is dropped, the copy is abandoned.
+    """
+
+    _pending: ClassVar[dict[int, Arrival]] = {}
+    """By the address of the fresh storage."""
+
+    def __init__(self, fresh: Tensor, *, lease: Lease, token: object) -> None:
+        self._lease = lease
+        self._token = token
+        storage = fresh.untyped_storage()
+        self._address = storage.data_ptr()
+        self._pending[self._address] = self
+        # The storage's object in Python lives exactly as long as its memory.
+        self._dropped = weakref.finalize(storage, self._abandon)
+        self._dropped.atexit = False
+
+    @staticmethod
+    def wait(x: Tensor) -> None:
+        """Make computations wait until ``x`` has arrived; nothing if nothing is under way."""
+        arrival = Arrival._pending.get(x.untyped_storage().data_ptr())
+        if arrival is not None:
+            arrival._lease.wait_for(arrival._token)
+            # Not if that failed: to wait again must fail again.
+            arrival._dropped.detach()
+            arrival._forget()
+
+    def _abandon(self) -> None:
+        self._forget()
+        self._lease.abandon(self._token)
+
+    def _forget(self) -> None:
+        if self._pending.get(self._address) is self:
+            del self._pending[self._address]
+
+
+def whole_storage(x: Tensor) -> Tensor:
+    """All bytes of the storage of ``x``, whatever of it ``x`` shows."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())

@@ -1,0 +1,138 @@
+"""Blocks of host memory: pinned for CUDA, a memory-mapped temporary file for the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fxremat.errors import HostMemoryError
+from fxremat.units import format_bytes
+
+Bytes = npt.NDArray[np.uint8]
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device."""
+
+
+class Block:
+    """Host memory that is allocated once and used by one step at a time.
+
+    Attributes:
+        bytes: the memory as an array, ``None`` once it is given up.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        # Views keep this array alive, and it the mapping: what a tensor still reads stays
+        # mapped, whoever closes what.
+        self.bytes: Bytes | None = np.frombuffer(memory, dtype=np.uint8)
+
+    def release(self) -> None:
+        """Give the memory up. It is unmapped when the last array on it dies."""
+        if self.bytes is not None:
+            self._before_unmapping(self.bytes)
+            self.bytes = None
+
+    def _before_unmapping(self, memory: Bytes) -> None:
+        """What has to be undone before the system gets the memory back."""
+
+
+def file_memory(nbytes: int, *, folder: str) -> mmap.mmap:
+    """``nbytes`` of a temporary file in ``folder``, which may spill to its disk.
+
+    The file has no name from the start where the system allows, so it is gone when the
+    memory is, even if the process is killed. Its disk space is taken now, since a full
+    disk would otherwise kill the process at the first write.
+
+    Raises:
+        HostMemoryError: the folder is not there or not writable, or the disk is full.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="fxremat-") as file:
+            _take_space(file, nbytes)
+            return mmap.mmap(file.fileno(), nbytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise HostMemoryError(
+            f"host memory of {format_bytes(nbytes)} cannot be had as a file in {folder}: {error}. "
+            "Choose a folder with host_dir=, or keep less there with host_limit=",
+            asked_bytes=nbytes,
+        ) from error
+
+
+def _take_space(file: IO[bytes], nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return
+    piece = bytes(1 << 20)  # type: ignore[unreachable, unused-ignore]
+    for begin in range(0, nbytes, len(piece)):
+        file.write(piece[: nbytes - begin])
+    file.flush()
+
+
+def pinned_memory(nbytes: int, *, device: torch.device) -> mmap.mmap:
+    """``nbytes`` of page-locked memory, which CUDA copies to and from on its own.
+
+    Registered rather than asked of torch's allocator, which rounds up to a power of two
+    and keeps what it is given back. :func:`unpin` it before it is unmapped.
+
+    Raises:
+        HostMemoryError: it cannot be had.
+    """
+    total = _machine_bytes()
+    if total is not None and nbytes > total:
+        raise _no_pinned_memory(nbytes, f"the machine has {format_bytes(total)}")
+    try:
+        memory = mmap.mmap(-1, nbytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise _no_pinned_memory(nbytes, str(error)) from error
+    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    with torch.cuda.device(device):
+        code = int(_cuda_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
+    if code != 0:
+        _forget_error(device)
+        raise _no_pinned_memory(nbytes, f"cudaHostRegister returned error {code}")
+    return memory
+
+
+def _forget_error(device: torch.device) -> None:
+    """Have CUDA report its last error here, and not at whatever kernel comes next."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=device).add_(1)
+
+
+def unpin(memory: Bytes) -> None:
+    """Undo what :func:`pinned_memory` did. No copy may be under way."""
+    _cuda_runtime().cudaHostUnregister(memory.ctypes.data)
+
+
+def _cuda_runtime() -> Any:
+    load: Any = torch.cuda.cudart
+    return load()
+
+
+def _no_pinned_memory(nbytes: int, why: str) -> HostMemoryError:
+    return HostMemoryError(
+        f"pinned host memory of {format_bytes(nbytes)} cannot be had: {why}. "
+        "Keep less in host memory with host_limit=",
+        asked_bytes=nbytes,
+    )
+
+
+def _machine_bytes() -> int | None:
+    """The machine's memory, where it can be told."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def folder_of(host_dir: str | os.PathLike[str] | None) -> str:
+    """The folder for temporary files: ``host_dir``, or the system's."""
+    return str(Path(host_dir)) if host_dir is not None else tempfile.gettempdir()

@@ -1,0 +1,137 @@
+"""Seams into the transfers: what each really took, and a way to stand in for a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+Kind = Literal["offload", "prefetch"]
+
+Interceptor = Callable[[Callable[[], None]], None]
+"""Called with a copy, in the place of the copy: calls it sooner, later, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """When a transfer ran.
+
+    Attributes:
+        kind: to host memory (``offload``) or from it (``prefetch``).
+        nbytes: what it moved.
+        begin_s: when the copy began, on the clock of ``time.perf_counter``.
+        end_s: when it had ended.
+    """
+
+    kind: Kind
+    nbytes: int
+    begin_s: float
+    end_s: float
+
+
+class Timed(Protocol):
+    """A transfer under way whose times can be asked for."""
+
+    def record(self) -> TransferRecord | None:
+        """Its times, once it has ended; ``None`` if it failed. Waits for it."""
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.transfers: list[Timed] = []
+
+
+_recorders: list[_Recorder] = []
+_interceptors: list[Interceptor] = []
+
+
+def recording() -> bool:
+    """Whether somebody wants the times of transfers that begin now."""
+    return bool(_recorders)
+
+
+def started(transfer: Timed) -> None:
+    """Note a transfer that was begun while :func:`recording`."""
+    for recorder in _recorders:
+        recorder.transfers.append(transfer)
+
+
+@contextlib.contextmanager
+def record_transfers() -> Iterator[list[TransferRecord]]:
+    """Record the transfers that are started inside, in the order in which they began.
+
+    The list that is yielded is filled on leaving, which waits for the transfers. On CUDA
+    the times are those of events on the streams of the transfers.
+
+    Example:
+        >>> with record_transfers() as events:
+        ...     step()
+        >>> sum(event.end_s - event.begin_s for event in events)  # doctest: +SKIP
+    """
+    records: list[TransferRecord] = []
+    recorder = _Recorder()
+    _recorders.append(recorder)
+    try:
+        yield records
+    finally:
+        _recorders.remove(recorder)
+        found = (transfer.record() for transfer in recorder.transfers)
+        records.extend(sorted((r for r in found if r is not None), key=lambda r: r.begin_s))
+
+
+@contextlib.contextmanager
+def intercept_copies(interceptor: Interceptor) -> Iterator[None]:
+    """Have ``interceptor`` called in the place of every copy that runs inside.
+
+    For tests: to delay copies, to make them fail, to end the worker (by an exception that
+    is no ``Exception``). On the CPU it is called in the thread that copies; on CUDA where
+    the copy is launched, with the stream of the transfer as the current one.
+    """
+    _interceptors.append(interceptor)
+    try:
+        yield
+    finally:
+        _interceptors.remove(interceptor)
+
+
+def perform(copy: Callable[[], None]) -> None:
+    """Run ``copy``, or what stands in for it."""
+    if _interceptors:
+        _interceptors[-1](copy)
+    else:
+        copy()
+
+
+class CudaTimes:
+    """Two timing events around a copy on a stream, and one that ties them to the host's clock."""
+
+    def __init__(self, kind: Kind, nbytes: int, stream: torch.cuda.Stream) -> None:
+        self._kind: Kind = kind
+        self._nbytes = nbytes
+        self._stream = stream
+        event: Any = torch.cuda.Event
+        self._begin, self._end = event(enable_timing=True), event(enable_timing=True)
+
+    def begin(self) -> None:
+        """The copy is enqueued next."""
+        self._begin.record(self._stream)
+
+    def end(self) -> None:
+        """The copy has been enqueued."""
+        self._end.record(self._stream)
+
+    def record(self) -> TransferRecord:
+        """The times of the copy, for which this waits."""
+        self._end.synchronize()
+        event: Any = torch.cuda.Event
+        now = event(enable_timing=True)
+        now.record(self._stream)
+        now.synchronize()
+        now_s = time.perf_counter()
+        begin_s = now_s - self._begin.elapsed_time(now) / 1e3
+        end_s = now_s - self._end.elapsed_time(now) / 1e3
+        return TransferRecord(self._kind, self._nbytes, begin_s, end_s)

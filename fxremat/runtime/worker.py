@@ -1,0 +1,252 @@
+"""The CPU tier: a thread that copies to host memory and back, one transfer at a time."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fxremat.errors import TransferError
+from fxremat.runtime import watch
+from fxremat.runtime.lease import Lease
+from fxremat.runtime.memory import Block, Bytes
+from fxremat.units import format_bytes
+
+_POLL_S = 1.0
+"""How often one who waits looks whether the worker is still there."""
+
+_LAST_COPY_S = 10.0
+"""How long the interpreter's exit waits for a copy that is under way."""
+
+
+class Transfer:
+    """A copy between two arrays of the same size, in the order in which it was submitted."""
+
+    def __init__(
+        self, kind: watch.Kind, source: Bytes, target: Bytes, *, lease: WorkerLease
+    ) -> None:
+        self.kind: watch.Kind = kind
+        self.nbytes = source.nbytes
+        self._ends: tuple[Bytes, Bytes] | None = (source, target)
+        self._lease: WorkerLease | None = lease
+        self._worker = lease.worker
+        self._done = threading.Event()
+        self._times: tuple[float, float] | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Copy, unless a transfer of the same step failed before. In the worker.
+
+        Raises:
+            BaseException: what ends the worker: anything but an ``Exception``.
+        """
+        lease = self._lease
+        assert lease is not None
+        if lease.failure is not None:
+            self.fail(lease.failure)
+            return
+        begin_s = time.perf_counter()
+        try:
+            watch.perform(self._copy)
+        except Exception as error:
+            self.fail(error)
+            return
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self._times = (begin_s, time.perf_counter())
+        self._finish()
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no copy."""
+        # Its frames hold the arrays and the lease.
+        self._error = error.with_traceback(None)
+        lease = self._lease
+        if lease is not None and lease.failure is None:
+            lease.failure = self._error
+        self._finish()
+
+    def wait(self) -> None:
+        """Return when the copy has been made.
+
+        Raises:
+            TransferError: it was not made, and will not be.
+        """
+        self._end()
+        if self._error is not None:
+            raise failed(self.kind, self.nbytes, self._error) from self._error
+
+    def record(self) -> watch.TransferRecord | None:
+        """When it ran, once it has; ``None`` if it failed."""
+        self._end()
+        if self._times is None:
+            return None
+        return watch.TransferRecord(self.kind, self.nbytes, *self._times)
+
+    def _end(self) -> None:
+        while not self._done.wait(_POLL_S):
+            if not self._worker.alive():
+                self.fail(self._worker.cause())
+
+    def _copy(self) -> None:
+        assert self._ends is not None
+        source, target = self._ends
+        # One memcpy that lets other threads run; tensors would be copied by a pool of
+        # threads of their own, beside that of the computations.
+        np.copyto(target, source)
+
+    def _finish(self) -> None:
+        # Before anybody is told: whoever waits may drop the tensor next, and its memory
+        # must be free then, in that thread.
+        self._ends = None
+        self._lease = None
+        self._done.set()
+
+
+class Worker:
+    """A daemon thread that makes the copies of the process in the order they are submitted.
+
+    One a process and not one an arena: what copies share is the machine's memory bus, so
+    one transfer at a time is what the cost model assumes, and it makes slots safe to
+    reuse: a copy into one comes after the copy that reads it, whatever step each is of.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._cause: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fxremat-transfers", daemon=True)
+        self._thread.start()
+
+    def submit(self, transfer: Transfer) -> None:
+        """Have ``transfer`` made after all that were submitted before.
+
+        Raises:
+            TransferError: the worker is gone.
+        """
+        if watch.recording():
+            watch.started(transfer)
+        self._queue.put(transfer)
+        if not self.alive():
+            self._fail_the_rest()
+            raise failed(transfer.kind, transfer.nbytes, self.cause()) from self.cause()
+
+    def alive(self) -> bool:
+        """Whether it still copies."""
+        return self._cause is None and self._thread.is_alive()
+
+    def cause(self) -> BaseException:
+        """Why it does not copy any more."""
+        return self._cause or RuntimeError("the thread that copies is gone")
+
+    def stop(self) -> None:
+        """End it after the copy that is under way, and wait for that."""
+        self._cause = self._cause or RuntimeError("the interpreter exits")
+        self._queue.put(None)
+        self._thread.join(_LAST_COPY_S)
+
+    def _run(self) -> None:
+        try:
+            while self._next():
+                pass
+        except BaseException as error:
+            self._cause = error.with_traceback(None)
+        finally:
+            self._cause = self._cause or RuntimeError("the thread that copies has ended")
+            self._fail_the_rest()
+
+    def _next(self) -> bool:
+        """Make the next copy. What it holds on to is dropped on return."""
+        transfer = self._queue.get()
+        if transfer is None or self._cause is not None:
+            if transfer is not None:
+                transfer.fail(self.cause())
+            return False
+        transfer.run()
+        return True
+
+    def _fail_the_rest(self) -> None:
+        while not self._queue.empty():
+            transfer = self._queue.get()
+            if transfer is not None:
+                transfer.fail(self.cause())
+
+
+_current: list[Worker] = []
+_starting = threading.Lock()
+
+
+def current_worker() -> Worker:
+    """The worker of the process; a new one if there is none or it has died."""
+    with _starting:
+        if not _current or not _current[0].alive():
+            _current[:] = [Worker()]
+        return _current[0]
+
+
+@atexit.register
+def _stop() -> None:
+    # A thread that is copying while the interpreter takes its memory away would crash it.
+    for worker in _current:
+        worker.stop()
+
+
+def failed(kind: str, nbytes: int, error: BaseException) -> TransferError:
+    """The error of a step one of whose transfers was not made."""
+    return TransferError(
+        f"the {kind} of {format_bytes(nbytes)} was not made: {type(error).__name__}: {error}. "
+        "The step cannot go on; its results must not be used. Repeat it"
+    )
+
+
+class WorkerLease(Lease):
+    """Transfers by the worker; who needs one waits for it.
+
+    Attributes:
+        worker: makes the copies.
+        failure: why a transfer of the step failed; all later ones then fail, too.
+    """
+
+    def __init__(self, block: Block, *, nbytes: int, device: torch.device) -> None:
+        super().__init__(block, nbytes=nbytes, device=device)
+        self.failure: BaseException | None = None
+        self.worker = current_worker()
+        self._offloads: dict[int, Transfer] = {}
+
+    def _offload(self, source: Tensor, offset: int) -> None:
+        into = self._part(offset, source.numel())
+        self._offloads[offset] = self._submit("offload", source.numpy(), into)
+
+    def _release(self, offset: int) -> None:
+        self._offloads[offset].wait()
+        self._raise_failure("release", self._filled[offset])
+
+    def _prefetch(self, fresh: Tensor, offset: int) -> Transfer:
+        return self._submit("prefetch", self._part(offset, fresh.numel()), fresh.numpy())
+
+    def wait_for(self, token: object) -> None:
+        """Wait for the copy."""
+        assert isinstance(token, Transfer)
+        token.wait()
+        self._raise_failure("prefetch", token.nbytes)
+
+    def abandon(self, token: object) -> None:
+        """Nothing to do: the worker holds what it copies to until it has."""
+
+    def _submit(self, kind: watch.Kind, source: Bytes, target: Bytes) -> Transfer:
+        self._raise_failure(kind, source.nbytes)
+        transfer = Transfer(kind, source, target, lease=self)
+        self.worker.submit(transfer)
+        return transfer
+
+    def _raise_failure(self, kind: str, nbytes: int) -> None:
+        if self.failure is not None:
+            raise failed(kind, nbytes, self.failure) from self.failure
+
+    def _part(self, offset: int, nbytes: int) -> Bytes:
+        assert self.block.bytes is not None
+        return self.block.bytes[offset : offset + nbytes]

@@ -1,0 +1,80 @@
+"""Stand-ins for copies: late, held back, failing, fatal."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fxremat.runtime import transfer  # noqa: F401 (defines the operators)
+from fxremat.runtime.watch import intercept_copies
+
+CPU = torch.device("cpu")
+ops = torch.ops.fxremat
+
+
+@contextlib.contextmanager
+def delayed(seed: int, *, most_s: float = 0.05) -> Iterator[None]:
+    """Each copy begins up to ``most_s`` late."""
+    draw = random.Random(seed)
+
+    def late(copy: Callable[[], None]) -> None:
+        time.sleep(draw.uniform(0, most_s))
+        copy()
+
+    with intercept_copies(late):
+        yield
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """No copy begins before the event is set."""
+    go = threading.Event()
+
+    def hold(copy: Callable[[], None]) -> None:
+        assert go.wait(20)
+        copy()
+
+    with intercept_copies(hold):
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+@contextlib.contextmanager
+def failing(error: BaseException, *, after: int = 0) -> Iterator[threading.Event]:
+    """Copy number ``after`` and all that follow raise. ``SystemExit`` ends the worker.
+
+    While the event is clear no copy begins.
+    """
+    left = [after]
+    go = threading.Event()
+    go.set()
+
+    def fail(copy: Callable[[], None]) -> None:
+        assert go.wait(20)
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        copy()
+
+    with intercept_copies(fail):
+        yield go
+
+
+def there_and_back(x: Tensor, host: Tensor, offset: int = 0) -> Tensor:
+    """``x`` after its storage has been to host memory."""
+    nbytes = x.untyped_storage().nbytes()
+    ops.offload(x, host, offset)
+    ops.release(x, host, offset)
+    fresh = ops.prefetch(host, offset, nbytes, x.device)
+    ops.wait(fresh)
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        fresh.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+    )

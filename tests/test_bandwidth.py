@@ -1,0 +1,76 @@
+"""The measured link."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxremat.errors import HostMemoryError
+from fxremat.ir import Link
+from fxremat.runtime.bandwidth import PIECE_BYTES, MeasuredLink, measure_link
+from fxremat.runtime.watch import intercept_copies
+
+
+def slow(seconds: float) -> Callable[[Callable[[], None]], None]:
+    def copy_slowly(copy: Callable[[], None]) -> None:
+        copy()
+        time.sleep(seconds)
+
+    return copy_slowly
+
+
+def test_a_slow_link_is_measured_as_slow(tmp_path: Path):
+    """4 ms a copy more, one at a time, and no work for the processor."""
+    with intercept_copies(slow(0.004)):
+        link = measure_link("cpu", host_dir=tmp_path)
+    most = PIECE_BYTES["cpu"] / 0.004
+    for measured in (
+        link.offload_bytes_per_s,
+        link.prefetch_bytes_per_s,
+        link.both_bytes_per_s,
+    ):
+        assert most / 3 < measured <= most
+    assert link.shared
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_is_measured_once_for_each_folder_and_takes_little(tmp_path: Path):
+    begin = time.perf_counter()
+    link = measure_link(torch.device("cpu"), host_dir=tmp_path)
+    taken = time.perf_counter() - begin
+    assert taken < 4  # half a second where nothing else runs
+    assert measure_link("cpu", host_dir=str(tmp_path)) is link
+    other = tmp_path / "other"
+    other.mkdir()
+    assert measure_link("cpu", host_dir=other) is not link
+    assert link.slowdown >= 1
+    assert link.offload_bytes_per_s > 1e7
+    assert link.prefetch_bytes_per_s > 1e7
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path):
+    with pytest.raises(HostMemoryError, match="nowhere"):
+        measure_link("cpu", host_dir=tmp_path / "nowhere")
+
+
+def test_the_link_that_is_planned_with():
+    shared = MeasuredLink(4e9, 5e9, 4.4e9, 1.2, shared=True)
+    assert shared.link() == Link(4e9, 5e9, shared=True)
+    duplex = MeasuredLink(50e9, 55e9, 90e9, 1.02, shared=False)
+    assert duplex.link() == Link(50e9, 55e9, shared=False)
+
+
+@pytest.mark.cuda
+def test_on_cuda_both_directions_run_at_once():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    link = measure_link("cuda")
+    assert not link.shared
+    assert link.offload_bytes_per_s > 1e9
+    assert link.prefetch_bytes_per_s > 1e9
+    assert link.both_bytes_per_s > 1.2 * min(link.offload_bytes_per_s, link.prefetch_bytes_per_s)
+    assert 1 <= link.slowdown < 2
