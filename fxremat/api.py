@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -19,8 +20,14 @@ from fxremat.report.frontier import Frontier
 from fxremat.report.plan import Plan
 from fxremat.sample import Sample, call_without_data, check_sample
 from fxremat.surplus import loss_bytes_of, optimizer_bytes
+from fxremat.transfers import HostMemory
 from fxremat.units import parse_bytes
 from fxremat.untouched import generators_restored
+
+Offload = Literal["auto", "only", False]
+
+BACKEND_OPTIONS = ("budget", "reserve", "accumulate", "offload", "host_limit", "host_dir")
+"""What ``torch.compile(options=...)`` may say to the backend."""
 
 
 def compile(
@@ -32,6 +39,9 @@ def compile(
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     accumulate: bool = False,
+    offload: Offload = False,
+    host_limit: int | str | None = None,
+    host_dir: str | os.PathLike[str] | None = None,
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
 
@@ -49,6 +59,13 @@ def compile(
             measured. Without it, three times the bytes of the outputs are set aside.
         accumulate: count a second set of gradients, into which each step's are added.
             Gradients that exist already are counted anyway.
+        offload: ``"auto"``: activations may also travel to host memory and back, beside
+            the computations, where that is faster than recomputing them; ``"only"``:
+            nothing is recomputed; ``False``: nothing travels.
+        host_limit: the most host memory to use, ``"8 GiB"`` or bytes; else as much as the
+            plan takes. It is allocated here, once, and freed with the returned module.
+        host_dir: where the step runs on a CPU: folder of the file that stands for host
+            memory, on a fast disk or in memory; the system's for temporary files if None.
 
     Returns a module that trains exactly as ``model`` does, and shares all it has.
 
@@ -58,7 +75,9 @@ def compile(
         NoGradientError: nothing requires a gradient.
         CaptureError: the model breaks the graph.
         CostError: an operation cannot be measured.
+        HostMemoryError: the host memory that the plan takes cannot be had.
     """
+    host = _read_host(offload, host_limit, host_dir)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
     read, call = Budget.read(budget), Sample.of(sample)
@@ -72,7 +91,7 @@ def compile(
             loss_bytes=None if loss is None or outputs is None else loss_bytes_of(loss, outputs),
         )
         with _progress() as progress:
-            compiler = StepCompiler(read, caller, progress)
+            compiler = StepCompiler(read, caller, progress, host=host)
             compiled = CompiledModule(model, compiler)
             _plan_only(compiled, call)
         compiler.progress = _silent
@@ -105,17 +124,18 @@ def backend(
 
     Each graph that Dynamo captures is planned for the budget at its first call; the
     promise covers the whole step where the model is captured whole (``fullgraph=True``).
-    ``options`` may also hold ``reserve`` and ``accumulate``, as for :func:`compile`.
+    ``options`` may also hold ``reserve``, ``accumulate``, ``offload``, ``host_limit`` and
+    ``host_dir``, as for :func:`compile`.
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.
         TypeError: an option that does not exist.
     """
     given = dict(options or {})
-    unknown = set(given) - {"budget", "reserve", "accumulate"}
+    unknown = set(given) - set(BACKEND_OPTIONS)
     if unknown:
         raise TypeError(
-            f"unknown options {sorted(unknown)}: fxremat knows budget, reserve, accumulate"
+            f"unknown options {sorted(unknown)}: fxremat knows {', '.join(BACKEND_OPTIONS)}"
         )
     if "budget" not in given:
         raise BudgetError('no budget: pass options={"budget": "6 GiB"} to torch.compile')
@@ -124,7 +144,8 @@ def backend(
         reserve_bytes=_read_reserve(given.get("reserve", 0)),
         accumulate=bool(given.get("accumulate", False)),
     )
-    return StepCompiler(read, caller, _silent)(module, example_inputs)
+    host = _read_host(given.get("offload", False), given.get("host_limit"), given.get("host_dir"))
+    return StepCompiler(read, caller, _silent, host=host)(module, example_inputs)
 
 
 def _plan_only(compiled: CompiledModule, sample: Sample) -> None:
@@ -160,10 +181,28 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def _read_reserve(reserve: int | str) -> int:
-    nbytes = parse_bytes(reserve) if isinstance(reserve, str) else int(reserve)
+    return _read_bytes(reserve, name="reserve")
+
+
+def _read_bytes(written: int | str, *, name: str) -> int:
+    nbytes = parse_bytes(written) if isinstance(written, str) else int(written)
     if nbytes < 0:
-        raise ValueError(f"reserve is {reserve!r}, must be at least 0 bytes")
+        raise ValueError(f"{name} is {written!r}, must be at least 0 bytes")
     return nbytes
+
+
+def _read_host(
+    offload: Offload, limit: int | str | None, folder: str | os.PathLike[str] | None
+) -> HostMemory | None:
+    if offload not in (False, "auto", "only"):
+        raise ValueError(f"offload is {offload!r}: must be 'auto', 'only' or False")
+    if offload is False:
+        return None
+    return HostMemory(
+        only=offload == "only",
+        limit_bytes=None if limit is None else _read_bytes(limit, name="host_limit"),
+        folder=None if folder is None else os.fspath(folder),
+    )
 
 
 def _silent(_what: str, _done: int, _total: int) -> None:

@@ -15,6 +15,8 @@ from fxremat.passes.cost import Progress
 from fxremat.passes.surroundings import Caller
 from fxremat.pipeline import Planned, plan_step
 from fxremat.report.plan import Plan
+from fxremat.runtime.arena import Arena
+from fxremat.transfers import HostMemory
 
 
 class PlannedOnly(BaseException):
@@ -35,6 +37,8 @@ class StepCompiler:
         latest: the plan of the graph that ran last.
         dry: compiled graphs raise :class:`PlannedOnly` instead of running.
         resident: tensors that the step being captured holds, used or not.
+        host: memory to which storages may travel; ``None``: none may.
+        arenas: host memory of the graphs captured so far.
     """
 
     budget: Budget
@@ -44,6 +48,8 @@ class StepCompiler:
     latest: Plan | None = None
     dry: bool = False
     resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
+    host: HostMemory | None = None
+    arenas: list[Arena] = field(default_factory=list)
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
@@ -61,7 +67,10 @@ class StepCompiler:
                 budget=self.budget,
                 caller=replace(self.caller, resident=self.resident()),
                 progress=self.progress,
+                host=self.host,
             )
+            if result.arena is not None:
+                self.arenas.append(result.arena)
             planned.append(result)
             self.plans.append(result.plan)
             self.latest = result.plan
@@ -79,6 +88,11 @@ class StepCompiler:
         with torch_compat.without_donated_buffers():
             compiled: Callable[..., Any] = backend(module, example_inputs)
         return compiled
+
+    def close(self) -> None:
+        """Give host memory up: the graphs cannot run any more."""
+        for arena in self.arenas:
+            arena.close()
 
     def _forward(self, graph: fx.GraphModule, plan: Plan) -> Callable[..., Any]:
         run = graph.forward

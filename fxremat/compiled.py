@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,8 @@ class CompiledModule(nn.Module):
         self.__dict__["_original"] = original
         self.__dict__["_compiler"] = compiler
         self.__dict__["_whole"] = torch_compat.compile_whole(original, compiler)
+        # Dynamo keeps compiled code for longer than this module lives.
+        weakref.finalize(self, compiler.close).atexit = False
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[shared] = original.__dict__[shared]
 

@@ -18,6 +18,7 @@ from fxremat.passes.joint import JointGraph
 from fxremat.passes.linearize import linearize
 from fxremat.passes.options import find_options
 from fxremat.passes.program import BlockCache, keep_all
+from fxremat.passes.storage import tensors_of
 from fxremat.passes.surroundings import Caller, surroundings_of
 from fxremat.passes.sweep import Sweeper
 from fxremat.simulate import simulate
@@ -91,6 +92,20 @@ class Search:
     def costs(self) -> Costs:
         """What the solvers work on."""
         return self.sweeps.costs
+
+    @property
+    def settled(self) -> frozenset[int]:
+        """Storages that cannot travel: what others hold, what is on another device, and what
+        would have to be put together again in another way than it was traced.
+        """
+        line = self.measured.line
+        joint, table = line.joint, line.joint.storages
+        results = (*joint.forward_outputs, *joint.backward_outputs)
+        returned = (n for n in results if isinstance(n, fx.Node))
+        fixed = table.of((*joint.given, *joint.tangents, *line.pinned, *returned))
+        device = self.sweeps.surroundings.device
+        elsewhere = (n for n in joint.forward if any(t.device != device for t in tensors_of(n)))
+        return fixed | table.of(elsewhere) | self.measured.displaced
 
     @property
     def least(self) -> Candidate:

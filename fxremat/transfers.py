@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
+from fxremat import torch_compat
 from fxremat.ir import Infeasible, Problem, Schedule, Timeline
 from fxremat.passes.candidate import Candidate
 from fxremat.passes.moves import Movable, Move, swept
 from fxremat.passes.sweep import Sweep
 from fxremat.passes.timing import replay
-from fxremat.runtime import MeasuredLink
+from fxremat.runtime.bandwidth import MeasuredLink, measure_link
 from fxremat.search import Search
 
 POFO_SLOTS, POFO_LABELS = 50, 100
@@ -27,18 +30,19 @@ POFO_STAGES = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """What may travel, and how fast.
+class HostMemory:
+    """What the user lends of the host.
 
     Attributes:
-        link: measured, with the kind of memory that will be used.
         only: nothing is recomputed, transfers alone make room.
-        host_bytes: most bytes on the host; ``None``: as many as it takes.
+        limit_bytes: the most of it; ``None``: as much as it takes.
+        folder: of the file that stands for it where the step runs on a CPU; ``None``: the
+            system's for temporary files.
     """
 
-    link: MeasuredLink
     only: bool = False
-    host_bytes: int | None = None
+    limit_bytes: int | None = None
+    folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +77,35 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Candidates of a search, and what of each could travel."""
+    """Candidates of a search, and what of each could travel.
+
+    Attributes:
+        search: the candidates.
+        host: where to.
+        link: how fast, measured with the kind of memory that will be used.
+        bases: one for each candidate that ``host`` allows.
+        candidates: those.
+    """
 
     search: Search
-    traffic: Traffic
+    host: HostMemory
+    link: MeasuredLink
     bases: tuple[Movable, ...]
     candidates: tuple[Candidate, ...]
 
     @staticmethod
-    def of(search: Search, traffic: Traffic) -> Transfers:
-        """Look at every candidate that ``traffic`` allows."""
-        candidates = (search.baseline,) if traffic.only else search.frontier
+    def of(search: Search, host: HostMemory) -> Transfers:
+        """Measure the link and look at every candidate.
+
+        Raises:
+            HostMemoryError: there is no host memory to measure with.
+        """
+        device = search.sweeps.surroundings.device
+        with torch_compat.real_execution(), torch.no_grad():
+            link = measure_link(device, host_dir=host.folder)
+        candidates = (search.baseline,) if host.only else search.frontier
         bases = tuple(_movable(search, candidate) for candidate in candidates)
-        return Transfers(search, traffic, bases, candidates)
+        return Transfers(search, host, link, bases, candidates)
 
     @property
     def least_bytes(self) -> int:
@@ -94,16 +114,23 @@ class Transfers:
 
     def _least_bytes(self, base: Movable) -> int:
         least = base.least_bytes
-        if self.traffic.host_bytes is None or base.moves(least, self.traffic.host_bytes):
+        limit = self.host.limit_bytes
+        if limit is None or base.moves(least, limit) is not None:
             return least
         most = base.sweep.peak_bytes
         while least < most:  # more room never takes more of the host
             middle = (least + most) // 2
-            if base.moves(middle, self.traffic.host_bytes) is None:
+            if base.moves(middle, limit) is None:
                 least = middle + 1
             else:
                 most = middle
         return least
+
+    def describe_least(self) -> str:
+        """What the least feasible budget is needed for."""
+        if not self.host.only:
+            return "what neither travels nor is recomputed"
+        return "what cannot travel: it is read by neighbouring operations, or held by others"
 
     def fastest_within(self, budget_bytes: int) -> Moved:
         """The fastest that fits.
@@ -114,9 +141,9 @@ class Transfers:
         for base, candidate in self._by_time(budget_bytes):
             if best is not None and candidate.total_s >= best.total_s:
                 break
-            moves = base.moves(budget_bytes, self.traffic.host_bytes)
+            moves = base.moves(budget_bytes, self.host.limit_bytes)
             if moves is not None:
-                found = Moved.of(candidate, moves, self.traffic.link)
+                found = Moved.of(candidate, moves, self.link)
                 if best is None or found.total_s < best.total_s:
                     best = found
         assert best is not None
@@ -124,8 +151,8 @@ class Transfers:
 
     def _by_time(self, budget_bytes: int) -> list[tuple[Movable, Candidate]]:
         pairs = list(zip(self.bases, self.candidates, strict=True))
-        if not self.traffic.only:
-            for candidate in _by_pofo(self.search, budget_bytes, self.traffic.link):
+        if not self.host.only:
+            for candidate in _by_pofo(self.search, budget_bytes, self.link):
                 pairs.append((_movable(self.search, candidate), candidate))
         return sorted(pairs, key=lambda pair: pair[1].total_s)
 

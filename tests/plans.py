@@ -48,6 +48,7 @@ def plan_of(schedule: Schedule, *, stages: int, budget_bytes: int | None = None)
     timeline = simulate(chain, costs, schedule)
     baseline = simulate(chain, costs, everything_kept(stages))
     return Plan(
+        host_bytes=0,
         budget_bytes=timeline.peak_bytes if budget_bytes is None else budget_bytes,
         least_budget_bytes=timeline.peak_bytes,
         predicted_peak_bytes=timeline.peak_bytes,

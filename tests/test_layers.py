@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime", "measure", "untouched"),
     ("passes", "sample"),
     ("surplus", "report", "search"),
+    ("transfers",),
     ("pipeline",),
     ("capture",),
     ("compiled",),

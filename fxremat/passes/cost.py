@@ -48,6 +48,7 @@ class CostCache:
         self.operation_s: dict[Key, float] = {}
         self.workspace_bytes: dict[Key, int] = {}
         self.result_bytes: dict[Key, tuple[int, ...]] = {}
+        self.as_traced: dict[Key, bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,14 @@ class Measured:
         stages: seconds of each stage.
         again_s: seconds of each operation that a recomputation may run, alone.
         workspace_bytes: peak of an operation beyond its arguments and results.
+        displaced: storages with tensors whose strides are not those of the trace.
     """
 
     line: Line
     stages: tuple[StageSeconds, ...]
     again_s: Mapping[fx.Node, float]
     workspace_bytes: Callable[[fx.Node, Block], int]
+    displaced: frozenset[int]
 
 
 def measure_line(
@@ -106,7 +109,8 @@ def measure_line(
             raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
         return cache.workspace_bytes[key]
 
-    return Measured(sized, tuple(stages), walk.again_s, workspace_bytes)
+    displaced = frozenset(walk.displaced)
+    return Measured(sized, tuple(stages), walk.again_s, workspace_bytes, displaced)
 
 
 class _Walk:
@@ -120,6 +124,7 @@ class _Walk:
         self._values = values
         self._cache = cache
         self._sizes: dict[int, int] = {}
+        self.displaced: set[int] = set()
         self.again_s: dict[fx.Node, float] = {}
 
     def stage(self, index: int) -> StageSeconds:
@@ -159,8 +164,12 @@ class _Walk:
         for node in block.nodes:
             if is_getitem(node):
                 continue
-            sizes = self._cache.result_bytes.get(node_key(node, block), ())
-            for storage, size in zip(self._line.joint.storages.of_node[node], sizes, strict=False):
+            key = node_key(node, block)
+            sizes = self._cache.result_bytes.get(key, ())
+            storages = self._line.joint.storages.of_node[node]
+            if not self._cache.as_traced.get(key, True):
+                self.displaced.update(storages)
+            for storage, size in zip(storages, sizes, strict=False):
                 self._sizes[storage] = max(self._sizes.get(storage, 0), size)
 
     def _time_operations(self, block: Block) -> None:

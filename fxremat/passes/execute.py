@@ -53,6 +53,7 @@ def run_logged(
         sizes = [allocated_bytes(n, _device_of(block)) for n in _fresh(node, block, values)]
         workspace = max(peaks.peak_bytes(index) - sum(sizes), 0)
         cache.result_bytes[key] = _result_bytes(values[node])
+        cache.as_traced[key] = _lies_as_traced(node, values[node])
         cache.workspace_bytes[key] = max(workspace, cache.workspace_bytes.get(key, 0))
     return {n: values[n] for n in block.nodes if isinstance(values[n], torch.Tensor)}
 
@@ -108,6 +109,12 @@ def _result_bytes(value: object) -> tuple[int, ...]:
         for t in _tensors(value)
     }
     return tuple(sizes.values())
+
+
+def _lies_as_traced(node: fx.Node, value: object) -> bool:
+    """Whether real tensors have the strides and offsets that their trace has."""
+    real = [(t.stride(), t.storage_offset()) for t in _tensors(value)]
+    return real == [(t.stride(), t.storage_offset()) for t in tensors_of(node)]
 
 
 def _fresh(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> list[int]:

@@ -58,6 +58,7 @@ def surroundings_of(
         turn_bytes=max(loss_bytes, tangent_bytes),
         tangent_bytes=tangent_bytes,
         end_bytes=_largest_copied_gradient(joint),
+        device=_device_of(joint),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from fxremat.passes.block import Block
 from fxremat.passes.footprint import Footprint, Step, WorkspaceBytes, run, steps_of
@@ -20,12 +22,14 @@ class Surroundings:
         turn_bytes: needed at the turn, by a loss outside the model.
         tangent_bytes: gradients of the outputs, held through the backward.
         end_bytes: needed once the backward has returned, beside all gradients.
+        device: of the step.
     """
 
     given_bytes: int
     turn_bytes: int
     tangent_bytes: int
     end_bytes: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)

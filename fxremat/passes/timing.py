@@ -9,7 +9,7 @@ from fxremat.ir import Copy, Event, Idle, Lane, Timeline
 from fxremat.passes.moves import Move
 from fxremat.passes.program import Program
 from fxremat.passes.sweep import Sweep
-from fxremat.runtime import MeasuredLink
+from fxremat.runtime.bandwidth import MeasuredLink
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Lanes:
         rate = self.link.offload_bytes_per_s if lane is Lane.D2H else self.link.prefetch_bytes_per_s
         queue = Lane.D2H if self.link.shared else lane
         begin = max(ready_s, self.free_s.get(queue, 0.0))
-        end = begin + self.link.start_s + nbytes / rate
+        end = begin + nbytes / rate
         self.free_s[queue] = end
         self.copies.append((begin, end))
         return begin, end

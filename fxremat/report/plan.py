@@ -21,6 +21,7 @@ class Plan:
         baseline_peak_bytes, baseline_s: the same with nothing recomputed.
         lower_bound_s: no schedule of these stages within the budget takes less.
         local_search_s: seconds by which local search on the exact sweep beat the solver.
+        host_bytes: of host memory, to which storages travel; the timeline says when.
         schedule: the operations, in order.
         held_bytes: for each stage what it keeps from its first forward on beside what the
             schedule says, as found by local search.
@@ -38,6 +39,7 @@ class Plan:
     baseline_s: float
     lower_bound_s: float
     local_search_s: float
+    host_bytes: int
     schedule: Schedule
     held_bytes: tuple[int, ...]
     timeline: Timeline

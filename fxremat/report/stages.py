@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxremat.ir import Backward, Compute, Event, Forward, Keep
+from fxremat.ir import Backward, Compute, Copy, Event, Forward, Keep, Lane
 from fxremat.report.plan import Plan
 
 
@@ -43,6 +43,7 @@ class StageStory:
             compared with keeping its saved set; 0 if that is kept.
         held_bytes: of ``saved_bytes``, held all that time.
         single_bytes: of those, kept storage by storage, beside what the schedule keeps.
+        moved_bytes: on the host for a while.
         rebuild_s: seconds that recomputing it once, before its backward, takes.
         rebuilt_s: seconds that its backward spends on rebuilding.
         runs: its forwards, in order.
@@ -56,6 +57,7 @@ class StageStory:
     freed_bytes: int
     held_bytes: int
     single_bytes: int
+    moved_bytes: int
     rebuild_s: float
     rebuilt_s: float
     runs: tuple[Run, ...]
@@ -90,6 +92,10 @@ def tell_stages(plan: Plan) -> tuple[StageStory, ...]:
         for event in plan.timeline.events
         if isinstance(event.op, Backward)
     }
+    moved_bytes = [0] * len(chain)
+    for event in plan.timeline.events:
+        if isinstance(event.op, Copy) and event.lane is Lane.D2H:
+            moved_bytes[event.op.stage] += event.op.nbytes
     stories = []
     for index, stage in enumerate(chain.stages):
         saved = chain.saved_set(index)
@@ -108,6 +114,7 @@ def tell_stages(plan: Plan) -> tuple[StageStory, ...]:
                 freed_bytes=saved_bytes - held_bytes,
                 held_bytes=held_bytes,
                 single_bytes=plan.held_bytes[index],
+                moved_bytes=moved_bytes[index],
                 rebuild_s=costs.rebuild_s,
                 rebuilt_s=rebuilt_s if rebuilt_s > 1e-9 else 0.0,  # else from rounding
                 runs=tuple(runs[index]),
@@ -156,7 +163,7 @@ def _events(plan: Plan) -> list[Event | None]:
     Events are in the order of the schedule, so the first that fits is the one.
     """
     found: list[Event | None] = []
-    events = list(plan.timeline.events)
+    events = [event for event in plan.timeline.events if not isinstance(event.op, Copy)]
     for op in plan.schedule.computations:
         fits = bool(events) and events[0].op == op
         found.append(events.pop(0) if fits else None)

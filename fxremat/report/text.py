@@ -7,7 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from fxremat.ir import Keep
+from fxremat.ir import Copy, Keep, Lane
 from fxremat.report.plan import Plan
 from fxremat.report.stages import StageStory, tell_stages
 from fxremat.units import format_bytes, format_seconds
@@ -50,10 +50,13 @@ def _summary(plan: Plan, stories: tuple[StageStory, ...]) -> Table:
     grid.add_row("lower bound", _bound(plan))
     kinds = len({stage.kind for stage in plan.chain.stages})
     again = sum(len(story.again) + story.is_kept_in_part for story in stories)
+    if plan.host_bytes:
+        grid.add_row("host memory", _host(plan))
+    runs = [event for event in plan.timeline.events if not isinstance(event.op, Copy)]
     grid.add_row(
         "stages",
         f"{_count(len(stories), 'stage')} of {_count(kinds, 'kind')}, "
-        f"{_count(len(plan.timeline.events), 'operation')}, {_count(again, 'recomputation')}",
+        f"{_count(len(runs), 'operation')}, {_count(again, 'recomputation')}",
     )
     return grid
 
@@ -85,6 +88,17 @@ def _bound(plan: Plan) -> str:
     return text
 
 
+def _host(plan: Plan) -> str:
+    """What travels, and how long the computations wait for it."""
+    copies = [event for event in plan.timeline.events if isinstance(event.op, Copy)]
+    away = [event for event in copies if event.lane is Lane.D2H]
+    return (
+        f"{_exact(plan.host_bytes)}: {_count(len(away), 'tensor')} there and back in "
+        f"{format_seconds(sum(event.end_s - event.start_s for event in copies))}, of which the "
+        f"step waits for {format_seconds(plan.timeline.idle.total_s)}"
+    )
+
+
 def _table(stories: tuple[StageStory, ...]) -> Table:
     table = Table(
         box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), caption=LEGEND
@@ -110,6 +124,13 @@ def _table(stories: tuple[StageStory, ...]) -> Table:
 
 def describe(story: StageStory) -> str:
     """What happens to a stage, in words."""
+    words = _describe_computations(story)
+    if story.moved_bytes:
+        words += f", {format_bytes(story.moved_bytes)} on the host meanwhile"
+    return words
+
+
+def _describe_computations(story: StageStory) -> str:
     if not story.runs[0].executed:
         return "nothing"
     if story.is_kept:
