@@ -158,7 +158,7 @@ def _plan_only(compiled: CompiledModule, sample: Sample) -> None:
         pass
     finally:
         compiler.dry = False
-    if not compiler.plans:
+    if not compiler.compiled:
         raise CaptureError(
             f"{type(compiled.__dict__['_original']).__name__} computes nothing with a gradient "
             "from this sample: there is no step to plan"

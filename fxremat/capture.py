@@ -14,8 +14,6 @@ from fxremat.budget import Budget
 from fxremat.passes.cost import Progress
 from fxremat.passes.surroundings import Caller
 from fxremat.pipeline import Planned, plan_step
-from fxremat.report.plan import Plan
-from fxremat.runtime.arena import Arena
 from fxremat.transfers import HostMemory
 
 
@@ -27,35 +25,46 @@ class PlannedOnly(BaseException):
 
 
 @dataclass(slots=True)
+class Compiled:
+    """A plan in use.
+
+    Attributes:
+        planned: the plan, its graphs and its host memory.
+        graphs: those that run: AOTAutograd copies the backward.
+    """
+
+    planned: Planned
+    graphs: list[fx.GraphModule] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class StepCompiler:
     """Plans each graph that Dynamo captures, all for one budget.
 
     Attributes:
         budget, caller: what to plan for.
         progress: told how far planning has come.
-        plans: of all graphs captured so far, in order.
-        latest: the plan of the graph that ran last.
+        compiled: all graphs captured so far, in order.
+        latest: the one that ran last.
         dry: compiled graphs raise :class:`PlannedOnly` instead of running.
         resident: tensors that the step being captured holds, used or not.
         host: memory to which storages may travel; ``None``: none may.
-        arenas: host memory of the graphs captured so far.
     """
 
     budget: Budget
     caller: Caller
     progress: Progress
-    plans: list[Plan] = field(default_factory=list)
-    latest: Plan | None = None
+    compiled: list[Compiled] = field(default_factory=list)
+    latest: Compiled | None = None
     dry: bool = False
     resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
     host: HostMemory | None = None
-    arenas: list[Arena] = field(default_factory=list)
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
     ) -> Callable[..., Any]:
         """Compile one graph of Dynamo's."""
-        planned: list[Planned] = []
+        found: list[Compiled] = []
 
         def partition(
             joint: fx.GraphModule, _joint_inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
@@ -69,38 +78,42 @@ class StepCompiler:
                 progress=self.progress,
                 host=self.host,
             )
-            if result.arena is not None:
-                self.arenas.append(result.arena)
-            planned.append(result)
-            self.plans.append(result.plan)
-            self.latest = result.plan
+            found.append(Compiled(result))
+            self.compiled.append(found[-1])
+            self.latest = found[-1]
             return result.forward, result.backward
 
         def compile_forward(graph: fx.GraphModule, _inputs: object) -> Callable[..., Any]:
-            return self._forward(graph, planned[-1].plan)
+            found[-1].graphs.append(graph)
+            return self._forward(graph, found[-1])
+
+        def compile_backward(graph: fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+            found[-1].graphs.append(graph)
+            return torch_compat.boxed(graph.forward)
 
         backend = torch_compat.aot_autograd_backend(
             forward_compiler=compile_forward,
-            backward_compiler=lambda graph, _inputs: torch_compat.boxed(graph.forward),
+            backward_compiler=compile_backward,
             inference_compiler=lambda graph, _inputs: self._inference(graph),
             partition=partition,
         )
         with torch_compat.without_donated_buffers():
-            compiled: Callable[..., Any] = backend(module, example_inputs)
-        return compiled
+            run: Callable[..., Any] = backend(module, example_inputs)
+        return run
 
     def close(self) -> None:
         """Give host memory up: the graphs cannot run any more."""
-        for arena in self.arenas:
-            arena.close()
+        for compiled in self.compiled:
+            if compiled.planned.arena is not None:
+                compiled.planned.arena.close()
 
-    def _forward(self, graph: fx.GraphModule, plan: Plan) -> Callable[..., Any]:
+    def _forward(self, graph: fx.GraphModule, compiled: Compiled) -> Callable[..., Any]:
         run = graph.forward
 
         def forward(args: list[Any]) -> Any:
             if self.dry:
                 raise PlannedOnly
-            self.latest = plan
+            self.latest = compiled
             return run(args)
 
         return torch_compat.boxed(forward)

@@ -11,9 +11,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
-from fxremat.capture import StepCompiler
+from fxremat.capture import Compiled, StepCompiler
 from fxremat.errors import BackwardError, CaptureError, FxrematError
+from fxremat.measure import device_of
 from fxremat.report.plan import Plan
+from fxremat.trace import StepTrace, trace_step
 
 
 class CompiledModule(nn.Module):
@@ -57,14 +59,18 @@ class CompiledModule(nn.Module):
     @property
     def plan(self) -> Plan:
         """The plan of the step that ran last."""
-        plan: Plan | None = self._compiler.latest
-        assert plan is not None
-        return plan
+        return self._latest.planned.plan
+
+    @property
+    def _latest(self) -> Compiled:
+        latest: Compiled | None = self._compiler.latest
+        assert latest is not None
+        return latest
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """One plan for each shape seen so far."""
-        return tuple(self._compiler.plans)
+        return tuple(compiled.planned.plan for compiled in self._compiler.compiled)
 
     @property
     def forward_code(self) -> str:
@@ -75,6 +81,22 @@ class CompiledModule(nn.Module):
     def backward_code(self) -> str:
         """The emitted backward as Python: one line an operation."""
         return self.plan.backward_code
+
+    def trace_step(self, step: Callable[[], object]) -> StepTrace:
+        """Run ``step`` once and time every call and every transfer of it.
+
+        Args:
+            step: one forward and one backward of this module.
+
+        Raises:
+            ValueError: it ran the forward or the backward more or less than once.
+        """
+        return trace_step(
+            step,
+            graphs=self._latest.graphs,
+            predicted=self.plan.timeline,
+            device=device_of(self._original),
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Train as planned; in eval mode or without gradients, the original forward.

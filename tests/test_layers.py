@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("torch_compat",),
     ("runtime", "measure", "untouched"),
     ("passes", "sample"),
-    ("surplus", "report", "search"),
+    ("surplus", "report", "search", "trace"),
     ("transfers",),
     ("pipeline",),
     ("capture",),

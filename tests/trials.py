@@ -25,6 +25,7 @@ class Tried:
     predicted_bytes: int
     measured_bytes: int
     full_bytes: int
+    host_bytes: int
 
 
 def compiled(
@@ -66,9 +67,11 @@ def _is_tensor(x: object) -> bool:
     return isinstance(x, Tensor)
 
 
-def attempt(entry: ZooModel, budget: int | str | float, expected: StepResult) -> Tried:
+def attempt(
+    entry: ZooModel, budget: int | str | float, expected: StepResult, **options: Any
+) -> Tried:
     """Train one step within ``budget``, hold it against the reference, and measure it."""
-    model, call = compiled(entry, budget, input_gradients=True)
+    model, call = compiled(entry, budget, input_gradients=True, **options)
     result = run_step(entry, model, call, input_gradients=True)
     assert len(call.plans) == 1, "the step was captured again"
     assert_bitwise_equal(result, expected)
@@ -77,4 +80,10 @@ def attempt(entry: ZooModel, budget: int | str | float, expected: StepResult) ->
     assert measured <= plan.budget_bytes, f"{measured} bytes at budget {budget}"
     assert measured <= plan.predicted_peak_bytes <= plan.budget_bytes
     torch._dynamo.reset()
-    return Tried(plan.budget_bytes, plan.predicted_peak_bytes, measured, plan.baseline_peak_bytes)
+    return Tried(
+        plan.budget_bytes,
+        plan.predicted_peak_bytes,
+        measured,
+        plan.baseline_peak_bytes,
+        plan.host_bytes,
+    )

@@ -148,6 +148,10 @@ class _Renderer:
             self._lines.extend(_wrap("[", results, f"] = {call}{comment}"))
         else:
             self._lines.append(f"{call}{comment}")
+        # A view that only the backward reads, whose memory travels: others rebuild it there.
+        unread = [name.lstrip("*") for name in self._names(self._unread(node))]
+        if unread:
+            self._lines.extend(_delete(", ".join(unread)))
 
     def _transfer(self, node: fx.Node) -> None:
         """An operation of the runtime, as a call of its bare name."""
@@ -187,6 +191,9 @@ class _Renderer:
     def _results(self, call: fx.Node) -> list[fx.Node]:
         picks = [user for user in call.users if user.target is operator.getitem]
         return sorted(picks, key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
+
+    def _unread(self, call: fx.Node) -> list[fx.Node]:
+        return [result for result in self._results(call) if not result.users]
 
     def _names(self, values: Iterable[object]) -> Iterator[str]:
         """How to write ``values`` in a list: whole lists starred, constants as they are."""

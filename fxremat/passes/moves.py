@@ -17,6 +17,11 @@ from fxremat.passes.program import Program
 from fxremat.passes.sweep import Sweep
 
 
+SMALL_SHARE = 1 / 256
+"""Storages up to this share of all that could travel only do where larger ones are not enough:
+each transfer takes some time, however little it moves."""
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """A storage that is on the host for part of the step.
@@ -62,7 +67,7 @@ class Movable:
     Attributes:
         program: the calls.
         sweep: their memory, everything on the device.
-        lives: storages, the one that is read again last first.
+        lives: storages, the one that is read again last first, small ones after all others.
     """
 
     program: Program
@@ -93,7 +98,8 @@ class Movable:
             for s in nodes
             if s in after
         ]
-        lives.sort(key=lambda life: (-life.next, life.last, life.storage))
+        small_bytes = SMALL_SHARE * sum(life.nbytes for life in lives)
+        lives.sort(key=lambda x: (x.nbytes <= small_bytes, -x.next, x.last, x.storage))
         return Movable(program, sweep, tuple(lives))
 
     @property

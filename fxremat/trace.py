@@ -1,0 +1,168 @@
+"""What a step really does, beside what its plan says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from fxremat.ir import Copy, Event, Lane, Timeline
+from fxremat.runtime.watch import TransferRecord, record_transfers
+from fxremat.units import format_seconds
+
+WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """A plan's timeline and the measured one: the same events, in the same order.
+
+    Attributes:
+        predicted: by the plan.
+        measured: of one step, in seconds since its first computation began. What the
+            allocator held was not measured: bytes are the plan's.
+    """
+
+    predicted: Timeline
+    measured: Timeline
+
+    @property
+    def overlap(self) -> float:
+        """The part of the time of transfers during which something was computed; 1 if none."""
+        copies = [(e.start_s, e.end_s) for e in self.measured.events if isinstance(e.op, Copy)]
+        runs = [(e.start_s, e.end_s) for e in self.measured.events if not isinstance(e.op, Copy)]
+        total = sum(end - begin for begin, end in copies)
+        beside = sum(
+            max(0.0, min(end, stop) - max(begin, start))
+            for begin, end in copies
+            for start, stop in runs
+        )
+        return min(beside / total, 1.0) if total else 1.0
+
+    def show(self) -> str:
+        """Print both side by side, a row an event; returns what was printed."""
+        table = Table(title="a step, predicted and measured")
+        for name in ("operation", "lane"):
+            table.add_column(name, no_wrap=True)
+        for name in ("start", "takes", "really starts", "really takes"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for plan, real in zip(self.predicted.events, self.measured.events, strict=True):
+            times = (plan.start_s, plan.end_s - plan.start_s)
+            real_times = (real.start_s, real.end_s - real.start_s)
+            table.add_row(
+                str(plan.op), plan.lane.value, *map(format_seconds, (*times, *real_times))
+            )
+        table.add_row(
+            "step", "", "", format_seconds(self.predicted.makespan_s), "",
+            format_seconds(self.measured.makespan_s),
+        )  # fmt: skip
+        console = Console(record=True)
+        if not console.is_terminal:
+            console.width = WIDTH
+        console.print(table)
+        return console.export_text()
+
+
+def trace_step(
+    step: Callable[[], object],
+    *,
+    graphs: Sequence[nn.Module],
+    predicted: Timeline,
+    device: torch.device,
+) -> StepTrace:
+    """Run ``step`` and measure when each event of its plan happens.
+
+    Args:
+        step: one forward and one backward of the compiled module.
+        graphs: the emitted forward and backward.
+        predicted: the plan's timeline.
+        device: of the step.
+
+    Raises:
+        ValueError: it ran the graphs more or less than once.
+    """
+    clock = _CudaClock() if device.type == "cuda" else _HostClock()
+    with record_transfers() as copies, _calls_noted(graphs, clock):
+        step()
+    runs = clock.intervals()
+    wanted = sum(not isinstance(e.op, Copy) for e in predicted.events)
+    if len(runs) != wanted or len(copies) != len(predicted.events) - wanted:
+        raise ValueError(
+            f"the step made {len(runs)} calls and {len(copies)} transfers, its plan has {wanted} "
+            f"and {len(predicted.events) - wanted}: trace one forward and backward of the shapes "
+            "that ran last, without accumulation"
+        )
+    return StepTrace(predicted, Timeline(tuple(_measured(predicted, runs, copies))))
+
+
+def _measured(
+    predicted: Timeline, runs: Sequence[tuple[float, float]], copies: Sequence[TransferRecord]
+) -> Iterator[Event]:
+    """The plan's events with real times; those of a lane happen in the plan's order."""
+    begin_s = min((start for start, _ in runs), default=0.0)
+    computed = iter(runs)
+    moved = {
+        Lane.D2H: iter([(c.begin_s, c.end_s) for c in copies if c.kind == "offload"]),
+        Lane.H2D: iter([(c.begin_s, c.end_s) for c in copies if c.kind == "prefetch"]),
+    }
+    for event in predicted.events:
+        start, end = next(moved[event.lane] if isinstance(event.op, Copy) else computed)
+        yield replace(event, start_s=start - begin_s, end_s=end - begin_s)
+
+
+class _HostClock:
+    """Times on the clock of ``time.perf_counter``."""
+
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        """A call begins or ends."""
+        self._marks.append(time.perf_counter())
+
+    def intervals(self) -> list[tuple[float, float]]:
+        """Begin and end of each call."""
+        return list(zip(self._marks[::2], self._marks[1::2], strict=True))
+
+
+class _CudaClock:
+    """Events on the compute stream, told on the same clock as transfers are."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """A call begins or ends."""
+        event: Any = torch.cuda.Event
+        self._marks.append(event(enable_timing=True))
+        self._marks[-1].record()
+
+    def intervals(self) -> list[tuple[float, float]]:
+        """Begin and end of each call."""
+        event: Any = torch.cuda.Event
+        now = event(enable_timing=True)
+        now.record()
+        now.synchronize()
+        now_s = time.perf_counter()
+        times = [now_s - mark.elapsed_time(now) / 1e3 for mark in self._marks]
+        return list(zip(times[::2], times[1::2], strict=True))
+
+
+@contextmanager
+def _calls_noted(graphs: Sequence[nn.Module], clock: _HostClock | _CudaClock) -> Iterator[None]:
+    """Mark begin and end of every call of a block."""
+    blocks = {id(block): block for graph in graphs for block in graph.children()}
+    with ExitStack() as stack:
+        for block in blocks.values():
+            before = block.register_forward_pre_hook(lambda _module, _args: clock.mark())
+            after = block.register_forward_hook(lambda _module, _args, _results: clock.mark())
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield

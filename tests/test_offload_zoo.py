@@ -1,0 +1,158 @@
+"""The promise with storages that travel: every zoo model, on the allocator and the worker."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fxremat
+from fxremat.errors import TransferError
+from fxremat.runtime.watch import intercept_copies
+from tests.models import ZOO
+from tests.models.bits import assert_bitwise_equal
+from tests.models.reference import StepResult, compile_reference, reference_step, run_step
+from tests.test_zoo import LARGE, check_order, every_model
+from tests.trials import Tried, attempt, compiled
+
+SHARES = (0.0, 0.35, 0.7, 1.0)
+"""Budgets, from the least feasible one to the full peak."""
+
+modes = pytest.mark.parametrize("mode", ["auto", "only"])
+some_models = pytest.mark.parametrize("name", ["gpt", "siamese", "batchnorm", "dropout"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@functools.cache
+def reference(name: str) -> StepResult:
+    result = reference_step(ZOO[name], input_gradients=True)
+    torch._dynamo.reset()
+    return result
+
+
+def attempt_all(name: str, mode: str, shares: tuple[float, ...]) -> list[Tried]:
+    """At ``shares`` of the way from the least feasible budget to the full peak."""
+
+    def at(budget: int | str) -> Tried:
+        return attempt(ZOO[name], budget, reference(name), offload=mode)
+
+    least = at("min")
+    way = least.full_bytes - least.budget_bytes
+    return [least, *(at(least.budget_bytes + int(share * way)) for share in shares[1:])]
+
+
+def check(tried: list[Tried]) -> None:
+    """Something travels where something must, and nothing where everything fits."""
+    check_order(tried)
+    assert tried[-1].host_bytes == 0
+
+
+@modes
+@every_model
+def test_same_bits_within_the_budget(name: str, mode: str):
+    check(attempt_all(name, mode, (0.0, 1.0) if name in LARGE else SHARES))
+
+
+@modes
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_same_bits_within_four_budgets(name: str, mode: str):
+    check(attempt_all(name, mode, SHARES))
+
+
+@every_model
+def test_transfers_alone_recompute_nothing(name: str):
+    _, call = compiled(ZOO[name], "min", offload="only")
+    forwards = [op for op in call.plan.schedule if isinstance(op, fxremat.ir.Forward)]
+    assert len(forwards) == len(call.plan.chain)
+    assert call.plan.host_bytes > 0
+
+
+class Late:
+    """Delays every copy, each by another time."""
+
+    def __init__(self, seed: int, most_s: float = 0.05) -> None:
+        self._draw = random.Random(seed)
+        self._most_s = most_s
+        self.count = 0
+
+    def __call__(self, copy: Callable[[], None]) -> None:
+        time.sleep(self._draw.uniform(0, self._most_s))
+        self.count += 1
+        copy()
+
+
+def steps_of(name: str, call: Any, model: Any, count: int) -> list[StepResult]:
+    """Steps with other data and other random numbers each time; gradients add up."""
+    entry = ZOO[name]
+    return [run_step(entry, model, call, data_seed=i, step_seed=i) for i in range(count)]
+
+
+@modes
+@some_models
+def test_slots_are_used_again_with_other_data_however_late_copies_are(name: str, mode: str):
+    entry = ZOO[name]
+    model, call = compiled(entry, "min", offload=mode, accumulate=True)
+    late = Late(seed=3)
+    with intercept_copies(late):
+        ours = steps_of(name, call, model, 5)
+    assert late.count == 5 * sum(
+        isinstance(e.op, fxremat.ir.Copy) for e in call.plan.timeline.events
+    )
+    torch._dynamo.reset()
+    model = entry.build()
+    assert_bitwise_equal(ours, steps_of(name, compile_reference(entry, model), model, 5))
+
+
+def interleaved(name: str, call: Any, model: Any) -> list[Any]:
+    """Two forwards, then their backwards, the first one first; twice."""
+    entry = ZOO[name]
+    for turn in range(2):
+        losses = []
+        for seed in (turn, turn + 7):
+            args, kwargs = entry.sample(seed)
+            torch.manual_seed(seed)
+            with entry.context():
+                losses.append(entry.loss(call(*args, **kwargs)))
+        for loss in losses:
+            loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+@modes
+@some_models
+def test_steps_may_overlap(name: str, mode: str):
+    entry = ZOO[name]
+    model, call = compiled(entry, "min", offload=mode, accumulate=True)
+    with intercept_copies(Late(seed=5, most_s=0.01)):
+        ours = interleaved(name, call, model)
+    torch._dynamo.reset()
+    model = entry.build()
+    assert_bitwise_equal(ours, interleaved(name, compile_reference(entry, model), model))
+
+
+class Killed(BaseException):
+    """Ends the worker."""
+
+
+def test_a_dead_worker_is_an_error_and_the_next_compilation_is_right():
+    entry = ZOO["gpt"]
+    model, call = compiled(entry, "min", offload="only")
+
+    def kill(_copy: Callable[[], None]) -> None:
+        raise Killed
+
+    with intercept_copies(kill), pytest.raises(TransferError):
+        run_step(entry, model, call)
+    torch._dynamo.reset()
+    attempt(entry, "min", reference("gpt"), offload="only")
