@@ -21,7 +21,7 @@ from fxremat.ir import Backward, Forward, Keep, Schedule
 from fxremat.passes.cost import CostCache, Measured, measure_line
 from fxremat.passes.joint import JointGraph, build_joint_graph
 from fxremat.passes.linearize import Line, linearize
-from fxremat.passes.program import BlockCache, Program, build_program
+from fxremat.passes.program import BlockCache, Program, build_program, keep_all
 from fxremat.passes.rewrite import BlockModules, rewrite
 from fxremat.passes.surroundings import Caller, surroundings_of
 from fxremat.passes.sweep import Surroundings, Sweep, Sweeper
@@ -215,6 +215,11 @@ def run_emitted(
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         return Ran(*_call(step, graphs), torch.get_rng_state())
+
+
+def keep_all_ran(step: Captured) -> Ran:
+    """The emitted graphs with nothing recomputed."""
+    return run_emitted(step, step.program(keep_all(len(step.line.stages))))
 
 
 def _call(step: Captured, graphs: tuple[fx.GraphModule, fx.GraphModule]) -> tuple[Any, Any]:

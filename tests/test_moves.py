@@ -1,0 +1,123 @@
+"""What travels, and when: bytes alone decide, and no reader finds its storage away."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.passes.moves import Movable, Move, swept
+from fxremat.passes.program import Program, keep_all
+from fxremat.passes.sweep import Sweep
+from tests.harness import captured, periodic, random_schedule
+
+NAMES = ("gpt", "resnet50", "unet")
+
+
+@functools.cache
+def movable(name: str, kind: str = "all") -> Movable:
+    step = captured(name)
+    count = len(step.line.stages)
+    schedules = {"all": keep_all(count), "periodic": periodic(count, 3)}
+    schedule = schedules[kind] if kind in schedules else random_schedule(count, int(kind))
+    program = step.program(schedule)
+    joint = step.joint
+    fixed = joint.storages.of((*joint.given, *joint.tangents, *step.line.pinned))
+    return Movable.of(program, step.sweep(program), fixed)
+
+
+def readers(program: Program, storage: int) -> list[int]:
+    """Calls that read or make ``storage``."""
+    table = program.line.joint.storages
+    return [
+        index
+        for index, call in enumerate(program.calls)
+        if storage in call.block.reads | table.of(call.block.outputs)
+    ]
+
+
+def check_places(found: Movable, moves: tuple[Move, ...]) -> None:
+    turn = found.program.turn
+    for move in moves:
+        assert move.offload <= move.release <= turn <= move.prefetch <= move.wait
+        used = readers(found.program, move.storage)
+        assert max(i for i in used if i < turn) + 1 == move.offload
+        assert min(i for i in used if i >= turn) == move.wait
+
+
+kinds = pytest.mark.parametrize("kind", ["all", "periodic", "1", "2"])
+models = pytest.mark.parametrize("name", NAMES)
+
+
+@kinds
+@models
+def test_every_budget_down_to_the_least_is_kept(name: str, kind: str):
+    found = movable(name, kind)
+    least, full = found.least_bytes, found.sweep.peak_bytes
+    assert least < full if kind == "all" else least <= full
+    for part in range(9):
+        budget = least + (full - least) * part // 8
+        moves = found.moves(budget)
+        assert moves is not None
+        check_places(found, moves)
+        assert swept(found.sweep, moves, found.program.turn).peak_bytes <= budget
+    assert found.moves(least - 1) is None
+    assert found.moves(full) == ()
+    assert kind != "all" or found.moves(least)
+
+
+@models
+def test_more_room_never_takes_more_of_the_host(name: str):
+    found = movable(name)
+    least, full = found.least_bytes, found.sweep.peak_bytes
+    taken = []
+    for part in range(17):
+        moves = found.moves(least + (full - least) * part // 16)
+        assert moves is not None
+        taken.append(sum(move.nbytes for move in moves))
+    assert taken == sorted(taken, reverse=True)
+    assert taken[0] > 0
+
+
+@models
+def test_the_limit_of_the_host_is_kept(name: str):
+    found = movable(name)
+    budget = (found.least_bytes + found.sweep.peak_bytes) // 2
+    moves = found.moves(budget)
+    assert moves
+    taken = sum(move.nbytes for move in moves)
+    assert found.moves(budget, taken) == moves
+    assert found.moves(budget, taken - 1) is None
+
+
+def test_what_is_read_last_goes_first():
+    found = movable("gpt")
+    peaks = found.sweep.peaks_bytes
+    fullest = peaks.index(max(peaks))
+    moves = found.moves(max(peaks) - 1)
+    assert moves
+    free = [life for life in found.lives if life.last < fullest < life.next]
+    assert [move.storage for move in moves] == [free[0].storage]
+    large = [life for life in free if life.nbytes >= free[0].nbytes]
+    assert free[0].next == max(life.next for life in large)
+
+
+@given(st.data())
+def test_random_memory_is_kept_within_any_budget(data: st.DataObject):
+    """The sweep is made up: peaks anywhere, not where a real step has them."""
+    real = movable("gpt")
+    count = len(real.sweep.peaks_bytes)
+    peaks = data.draw(st.lists(st.integers(0, 1 << 24), min_size=count, max_size=count))
+    turn_bytes = data.draw(st.integers(0, 1 << 24))
+    sweep = Sweep(tuple(peaks), (0,) * count, turn_bytes, end_bytes=0)
+    found = replace(real, sweep=sweep)
+    least, full = found.least_bytes, sweep.peak_bytes
+    budget = data.draw(st.integers(max(least, 0), max(full, least, 0)))
+    moves = found.moves(budget)
+    assert moves is not None
+    check_places(found, moves)
+    assert swept(sweep, moves, found.program.turn).peak_bytes <= budget
+    assert least <= 0 or found.moves(least - 1) is None

@@ -1,0 +1,113 @@
+"""Predicted times of calls and copies, against ones worked out by hand."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+
+from fxremat.ir import Copy, Event, Lane, Timeline
+from fxremat.passes.moves import Movable, Move, swept
+from fxremat.passes.program import keep_all
+from fxremat.passes.timing import replay
+from fxremat.runtime.bandwidth import MeasuredLink
+from tests.harness import captured
+
+
+@functools.cache
+def whole() -> Movable:
+    step = captured("gpt")
+    program = step.program(keep_all(len(step.line.stages)))
+    joint = step.joint
+    fixed = joint.storages.of((*joint.given, *joint.tangents, *step.line.pinned))
+    return Movable.of(program, step.sweep(program), fixed)
+
+
+def link(
+    bytes_per_s: float, *, back_per_s: float = 0.0, shared: bool = False, slowdown: float = 1.0
+) -> MeasuredLink:
+    return MeasuredLink(bytes_per_s, back_per_s or bytes_per_s, bytes_per_s, slowdown, shared)
+
+
+def timeline(moves: tuple[Move, ...], speed: MeasuredLink | None) -> Timeline:
+    """Every call takes a second."""
+    found = whole()
+    sweep = swept(found.sweep, moves, found.program.turn)
+    return replay(found.program, [1.0] * len(found.program.calls), sweep, moves, speed)
+
+
+def one_move() -> Move:
+    """The largest storage of the first call that has one, away as long as can be."""
+    found = whole()
+    life = min(found.lives, key=lambda x: (x.last, -x.nbytes))
+    turn = found.program.turn
+    return Move(life.storage, life.nbytes, life.nodes, life.last + 1, turn, turn, life.next)
+
+
+def copies(events: Timeline, lane: Lane) -> list[Event]:
+    return [e for e in events.events if isinstance(e.op, Copy) and e.lane is lane]
+
+
+def test_without_moves_calls_run_one_after_the_other():
+    found = timeline((), None)
+    count = len(whole().program.calls)
+    assert [e.start_s for e in found.events] == list(range(count))
+    assert found.makespan_s == count
+    assert found.peak_bytes == max(whole().sweep.peaks_bytes)
+
+
+def test_a_fast_link_costs_nothing():
+    move = one_move()
+    found = timeline((move,), link(1e15))
+    assert found.makespan_s == pytest.approx(len(whole().program.calls))
+    assert found.idle.total_s == pytest.approx(0, abs=1e-6)
+
+
+def test_the_step_waits_for_what_is_late():
+    move = one_move()
+    count, turn = len(whole().program.calls), whole().program.turn
+    seconds = 100.0
+    found = timeline((move,), link(move.nbytes / seconds))
+    (away,), (back,) = copies(found, Lane.D2H), copies(found, Lane.H2D)
+    assert (away.start_s, away.end_s) == (move.offload, move.offload + seconds)
+    late_s = move.offload + seconds - turn
+    assert found.idle.memory_s == pytest.approx(late_s)
+    assert back.start_s == pytest.approx(turn + late_s)
+    assert found.idle.data_s == pytest.approx(seconds - (move.wait - turn))
+    assert found.makespan_s == pytest.approx(count + found.idle.total_s)
+
+
+def test_copies_on_one_lane_queue_and_lanes_of_their_own_do_not():
+    found = whole()
+    turn = found.program.turn
+    moves = tuple(
+        Move(x.storage, x.nbytes, x.nodes, x.last + 1, turn, turn, x.next)
+        for x in sorted(found.lives, key=lambda x: (x.last, x.storage))
+    )
+    for shared in (False, True):
+        speed = link(sum(m.nbytes for m in moves) / 50.0, shared=shared)
+        events = timeline(moves, speed)
+        lanes = [copies(events, Lane.D2H), copies(events, Lane.H2D)]
+        assert all(len(lane) == len(moves) for lane in lanes)
+        for lane in [lanes[0] + lanes[1]] if shared else lanes:
+            for before, after in itertools.pairwise(lane):
+                assert before.end_s <= after.start_s + 1e-9
+
+
+def test_computing_is_slower_beside_copies():
+    move = one_move()
+    seconds = 2.0  # done long before the turn
+    found = timeline((move,), link(move.nbytes / seconds, back_per_s=1e15, slowdown=1.5))
+    # Three seconds of computing take... two beside the copy are worth 2 / 1.5 alone.
+    assert found.makespan_s == pytest.approx(len(whole().program.calls) + 2.0 - 2.0 / 1.5)
+
+
+def test_bytes_are_those_of_the_sweep():
+    move = one_move()
+    found = whole()
+    events = [e for e in timeline((move,), link(1e9)).events if not isinstance(e.op, Copy)]
+    away = range(move.release, move.prefetch)
+    for index, event in enumerate(events):
+        less = move.nbytes if index in away else 0
+        assert event.peak_bytes == found.sweep.peaks_bytes[index] - less
