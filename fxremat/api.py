@@ -24,7 +24,7 @@ from fxremat.transfers import HostMemory
 from fxremat.units import parse_bytes
 from fxremat.untouched import generators_restored
 
-Offload = Literal["auto", "only", False]
+Offload = Literal["auto", "only", "conv", False]
 
 BACKEND_OPTIONS = ("budget", "reserve", "accumulate", "offload", "host_limit", "host_dir")
 """What ``torch.compile(options=...)`` may say to the backend."""
@@ -61,7 +61,8 @@ def compile(
             Gradients that exist already are counted anyway.
         offload: ``"auto"``: activations may also travel to host memory and back, beside
             the computations, where that is faster than recomputing them; ``"only"``:
-            nothing is recomputed; ``False``: nothing travels.
+            nothing is recomputed; ``"conv"``: nor does anything travel but inputs of
+            convolutions and poolings (Hascoet et al.); ``False``: nothing travels.
         host_limit: the most host memory to use, ``"8 GiB"`` or bytes; else as much as the
             plan takes. It is allocated here, once, and freed with the returned module.
         host_dir: where the step runs on a CPU: folder of the file that stands for host
@@ -194,12 +195,13 @@ def _read_bytes(written: int | str, *, name: str) -> int:
 def _read_host(
     offload: Offload, limit: int | str | None, folder: str | os.PathLike[str] | None
 ) -> HostMemory | None:
-    if offload not in (False, "auto", "only"):
-        raise ValueError(f"offload is {offload!r}: must be 'auto', 'only' or False")
+    if offload not in (False, "auto", "only", "conv"):
+        raise ValueError(f"offload is {offload!r}: must be 'auto', 'only', 'conv' or False")
     if offload is False:
         return None
     return HostMemory(
-        only=offload == "only",
+        only=offload != "auto",
+        conv=offload == "conv",
         limit_bytes=None if limit is None else _read_bytes(limit, name="host_limit"),
         folder=None if folder is None else os.fspath(folder),
     )

@@ -17,6 +17,7 @@ from fxremat import torch_compat
 from fxremat.ir import Infeasible, Problem, Schedule, Timeline
 from fxremat.passes.candidate import Candidate
 from fxremat.passes.moves import Movable, Move, swept
+from fxremat.passes.policy import conv_inputs
 from fxremat.passes.sweep import Sweep
 from fxremat.passes.timing import replay
 from fxremat.runtime.bandwidth import MeasuredLink, measure_link
@@ -35,12 +36,14 @@ class HostMemory:
 
     Attributes:
         only: nothing is recomputed, transfers alone make room.
+        conv: only inputs of convolutions and poolings travel.
         limit_bytes: the most of it; ``None``: as much as it takes.
         folder: of the file that stands for it where the step runs on a CPU; ``None``: the
             system's for temporary files.
     """
 
     only: bool = False
+    conv: bool = False
     limit_bytes: int | None = None
     folder: str | None = None
 
@@ -83,6 +86,7 @@ class Transfers:
         search: the candidates.
         host: where to.
         link: how fast, measured with the kind of memory that will be used.
+        settled: storages that stay.
         bases: one for each candidate that ``host`` allows.
         candidates: those.
     """
@@ -90,6 +94,7 @@ class Transfers:
     search: Search
     host: HostMemory
     link: MeasuredLink
+    settled: frozenset[int]
     bases: tuple[Movable, ...]
     candidates: tuple[Candidate, ...]
 
@@ -104,8 +109,12 @@ class Transfers:
         with torch_compat.real_execution(), torch.no_grad():
             link = measure_link(device, host_dir=host.folder)
         candidates = (search.baseline,) if host.only else search.frontier
-        bases = tuple(_movable(search, candidate) for candidate in candidates)
-        return Transfers(search, host, link, bases, candidates)
+        settled = search.settled
+        if host.conv:
+            joint = search.measured.line.joint
+            settled |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint)
+        bases = tuple(_movable(candidate, settled) for candidate in candidates)
+        return Transfers(search, host, link, settled, bases, candidates)
 
     @property
     def least_bytes(self) -> int:
@@ -153,12 +162,12 @@ class Transfers:
         pairs = list(zip(self.bases, self.candidates, strict=True))
         if not self.host.only:
             for candidate in _by_pofo(self.search, budget_bytes, self.link):
-                pairs.append((_movable(self.search, candidate), candidate))
+                pairs.append((_movable(candidate, self.settled), candidate))
         return sorted(pairs, key=lambda pair: pair[1].total_s)
 
 
-def _movable(search: Search, candidate: Candidate) -> Movable:
-    return Movable.of(candidate.program, candidate.sweep, search.settled)
+def _movable(candidate: Candidate, settled: frozenset[int]) -> Movable:
+    return Movable.of(candidate.program, candidate.sweep, settled)
 
 
 def _by_pofo(search: Search, budget_bytes: int, link: MeasuredLink) -> Iterator[Candidate]:

@@ -1,0 +1,108 @@
+"""The fastest schedule with storages that travel: never slower than either way alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from fxremat.ir import Copy, Forward
+from fxremat.passes.surroundings import Caller
+from fxremat.runtime.bandwidth import MeasuredLink
+from fxremat.search import Search
+from fxremat.transfers import HostMemory, Moved, Transfers
+from tests.harness import captured, silent
+
+FAST, SLOW = 1e12, 1e6
+"""Bytes a second: everything arrives at once, nothing ever does."""
+
+models = pytest.mark.parametrize("name", ["gpt", "resnet50"])
+
+
+@functools.cache
+def search_of(name: str) -> Search:
+    step = captured(name)
+    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
+    return Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
+
+
+def transfers(name: str, bytes_per_s: float, host: HostMemory) -> Transfers:
+    link = MeasuredLink(bytes_per_s, bytes_per_s, bytes_per_s, slowdown=1.0, shared=False)
+    return replace(Transfers.of(search_of(name), host), link=link)
+
+
+def budgets(found: Transfers) -> list[int]:
+    least, full = found.least_bytes, found.search.baseline.peak_bytes
+    return [least + (full - least) * part // 6 for part in range(7)]
+
+
+def copies(moved: Moved) -> int:
+    return sum(isinstance(event.op, Copy) for event in moved.timeline.events)
+
+
+@models
+@pytest.mark.parametrize("speed", [FAST, 1e9, SLOW])
+def test_both_are_never_slower_than_one(name: str, speed: float):
+    both = transfers(name, speed, HostMemory())
+    only = transfers(name, speed, HostMemory(only=True))
+    search = search_of(name)
+    assert both.least_bytes <= min(only.least_bytes, search.least.peak_bytes)
+    for budget in budgets(both):
+        found = both.fastest_within(budget)
+        assert found.sweep.peak_bytes <= budget
+        if budget >= search.least.peak_bytes:
+            assert found.total_s <= search.fastest_within(budget).total_s * (1 + 1e-9)
+        if budget >= only.least_bytes:
+            assert found.total_s <= only.fastest_within(budget).total_s * (1 + 1e-9)
+
+
+@models
+def test_a_fast_link_makes_recomputation_needless(name: str):
+    found = transfers(name, FAST, HostMemory())
+    only = transfers(name, FAST, HostMemory(only=True))
+    moved = found.fastest_within(only.least_bytes)
+    assert copies(moved)
+    baseline_s = found.search.baseline.total_s
+    assert moved.total_s <= baseline_s * 1.001
+
+
+@models
+def test_over_a_slow_link_nothing_travels(name: str):
+    found = transfers(name, SLOW, HostMemory())
+    moved = found.fastest_within(found.search.least.peak_bytes)
+    assert not copies(moved)
+
+
+@models
+def test_transfers_alone_run_each_forward_once(name: str):
+    found = transfers(name, 1e9, HostMemory(only=True))
+    for budget in budgets(found):
+        moved = found.fastest_within(budget)
+        forwards = [op for op in moved.candidate.schedule if isinstance(op, Forward)]
+        assert len(forwards) == len(found.search.chain)
+
+
+@models
+def test_no_more_of_the_host_than_allowed(name: str):
+    free = transfers(name, 1e9, HostMemory(only=True))
+    taken = sum(m.nbytes for m in free.fastest_within(free.least_bytes).moves)
+    limit = taken // 2
+    found = transfers(name, 1e9, HostMemory(only=True, limit_bytes=limit))
+    assert found.least_bytes > free.least_bytes
+    moved = found.fastest_within(found.least_bytes)
+    assert 0 < sum(m.nbytes for m in moved.moves) <= limit
+    assert moved.sweep.peak_bytes <= found.least_bytes
+
+
+def test_only_inputs_of_convolutions_travel_if_asked():
+    found = transfers("resnet50", 1e9, HostMemory(only=True, conv=True))
+    everything = transfers("resnet50", 1e9, HostMemory(only=True))
+    assert everything.least_bytes < found.least_bytes < found.search.baseline.peak_bytes
+    readers = {
+        str(user.target)
+        for move in found.fastest_within(found.least_bytes).moves
+        for node in move.nodes
+        for user in node.users
+    }
+    assert any("convolution" in name for name in readers)
