@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved, TimedOut
 from fxremat.simulate import check
 from fxremat.solvers import brute, cpsat
-from fxremat.solvers.rotor import least_budget
+from fxremat.solvers.rotor import RotorTable, least_budget
+from fxremat.solvers.rotor import solve as solve_rotor
 from tests.problems import NAMED, Named, figure_2, keep_all, revolve
-from tests.strategies import costed_chains, huge_chains
+from tests.strategies import chains_with_options, costed_chains, huge_chains
 
 RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -41,6 +42,34 @@ def test_persistent_equals_the_exhaustive_search(costed: tuple[Chain, Costs], sp
 @given(costed_chains(most=3), st.integers(-4, 20))
 def test_any_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
     check_optimum(near_the_least(costed, spare), persistent=False)
+
+
+@settings(RELAXED, max_examples=40)
+@given(chains_with_options(most=3), st.integers(-2, 20))
+def test_options_equal_the_exhaustive_search_and_rotor(
+    costed: tuple[Chain, Costs], spare: int
+) -> None:
+    check_options(near_the_least(costed, spare))
+
+
+def check_options(problem: Problem) -> None:
+    check_optimum(problem, persistent=True)
+    found, rotor = cpsat.solve(problem), solve_rotor(problem)
+    if isinstance(found, Solved) and isinstance(rotor, Solved):
+        assert rotor.makespan_s >= found.makespan_s  # rotor rounds sizes up
+        exact = RotorTable.build(
+            problem.chain, problem.costs, max_budget_bytes=problem.budget_bytes,
+            slots=max(problem.budget_bytes, 1),
+        ).schedule(problem.budget_bytes)  # fmt: skip
+        assert isinstance(exact, Solved)
+        assert exact.makespan_s == pytest.approx(found.makespan_s)
+
+
+@pytest.mark.slow
+@settings(RELAXED, max_examples=500)
+@given(chains_with_options(most=4), st.integers(-2, 20))
+def test_options_on_many(costed: tuple[Chain, Costs], spare: int) -> None:
+    check_options(near_the_least(costed, spare))
 
 
 @pytest.mark.slow

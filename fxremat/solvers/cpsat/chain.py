@@ -42,7 +42,7 @@ from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, Ticks, byte_unit
 from fxremat.solvers.sequences import seconds_of
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, CpSolver
+    from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar
 
 
 def solve(
@@ -114,7 +114,8 @@ class _Built:
         self.most_coefficients = 2 * most * runs  # instances of storages, gradients twice
         least = 0 if any_budget else min(most, problem.budget_bytes // self.unit_bytes)
         self.budget = model.new_int_var(least, most if any_budget else least, "budget")
-        self.runs = add_runs(model, len(chain), runs, persistent=persistent)
+        ways = [len(stage.options) + 1 for stage in costs.stages]
+        self.runs = add_runs(model, ways, runs, persistent=persistent)
         add_memory(
             model,
             chain,
@@ -126,25 +127,38 @@ class _Built:
         )
         longest_s = sum(max(stage.forward_s, stage.rebuild_s) for stage in costs.stages)
         durations = [t for stage in costs.stages for t in (stage.forward_s, stage.rebuild_s)]
-        self.ticks = Ticks.of(durations, total_s=runs * longest_s)
+        parts = [option.recompute_s for stage in costs.stages for option in stage.options]
+        total_s = runs * longest_s + sum(parts)
+        self.ticks = Ticks.of([*durations, *parts], total_s=total_s)
 
     def minimize_seconds(self) -> None:
-        """Backwards are left out: each runs once."""
+        """Backwards are left out, but for what they rebuild: each runs once."""
         count = self.ticks.count
-        self.model.minimize(
-            sum(
-                count(stage.forward_s) * (run.forward[i] - run.rebuild[i])
-                + count(stage.rebuild_s) * run.rebuild[i]
-                for run in self.runs
-                for i, stage in enumerate(self.problem.costs.stages)
-            )
+        forwards = sum(
+            count(stage.forward_s) * (run.forward[i] - run.rebuild[i])
+            + count(stage.rebuild_s) * run.rebuild[i]
+            for run in self.runs
+            for i, stage in enumerate(self.problem.costs.stages)
         )
+        parts = sum(
+            count(option.recompute_s) * self._rebuilds(run, i, o)
+            for run in self.runs
+            for i, stage in enumerate(self.problem.costs.stages)
+            for o, option in enumerate(stage.options, start=1)
+        )
+        self.model.minimize(forwards + parts)
+
+    def _rebuilds(self, run: Run, stage: int, option: int) -> IntVar:
+        """At least 1 if the backward of ``stage`` is in ``run``, after that option."""
+        found = self.model.new_bool_var("")
+        self.model.add_bool_or(~run.back[stage], ~run.held_after[stage][option], found)
+        return found
 
     def bound_s(self, search: CpSolver) -> float:
         """Below any schedule, durations as they were given."""
         bound = search.best_objective_bound
         if not self.ticks.exact:
-            bound -= len(self.runs) * len(self.problem.chain) / 2
+            bound -= (len(self.runs) + 1) * len(self.problem.chain) / 2
         backward_s = sum(stage.backward_s for stage in self.problem.costs.stages)
         return max(0.0, self.ticks.seconds(bound)) + backward_s
 
@@ -162,9 +176,11 @@ def _ops(search: CpSolver, run: Run) -> list[Compute]:
         for keep, how in (
             (Keep.NONE, run.none),
             (Keep.INPUT, run.ck),
-            (Keep.ALL, run.all),
             (Keep.ALL, run.rebuild),
         ):
             if search.boolean_value(how[i]):
                 ops.append(Forward(i, keep))
+        for option, chosen in enumerate(run.option[i]):
+            if search.boolean_value(chosen):
+                ops.append(Forward(i, Keep.ALL, option))
     return ops + [Backward(i) for i, back in enumerate(run.back) if search.boolean_value(back)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from fxremat.ir import Chain, Costs
+from fxremat.ir import Chain, Costs, StageCosts
 from fxremat.solvers.cpsat.runs import Run, level
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_memory(
     """Every forward and backward peaks at ``budget`` units of ``unit_bytes`` or less."""
     count = len(chain)
     used: list[list[LinearExpr | int]] = [
-        [_rest(chain, every, k, at, unit_bytes) for at in range(count + 1)]
+        [_rest(chain, costs, every[k], at, unit_bytes) for at in range(count + 1)]
         for k in range(len(every))
     ]
     for crossing in crossings(chain, unit_bytes):
@@ -52,19 +52,23 @@ def add_memory(
             for i, stage in enumerate(costs.stages)
         )
         for i, stage in enumerate(costs.stages):
-            own = _private_bytes(chain, i) // unit_bytes
+            ways = list(_ways(chain, stage, i))
             peak = (
                 stage.forward_extra_bytes // unit_bytes * (run.none[i] + run.ck[i])
-                + (stage.keep_extra_bytes // unit_bytes + own) * run.all[i]
+                + sum(
+                    (way.keep_extra_bytes + way.private_bytes) // unit_bytes * chosen
+                    for way, chosen in zip(ways, run.option[i], strict=True)
+                )
                 + stage.rebuild_bytes // unit_bytes * run.rebuild[i]
             )
             model.add(used[k][i] + peak + gradient + fixed <= budget).only_enforce_if(
                 run.forward[i]
             )
-            extra = (stage.backward_extra_bytes + stage.gradient_bytes) // unit_bytes
-            model.add(used[k][count] + extra + fixed <= budget).only_enforce_if(
-                run.back[i], ~run.rebuild[i]
-            )
+            for way, held in zip(ways, run.held_after[i], strict=True):
+                extra = (way.backward_extra_bytes + stage.gradient_bytes) // unit_bytes
+                model.add(used[k][count] + extra + fixed <= budget).only_enforce_if(
+                    run.back[i], ~run.rebuild[i], held
+                )
 
 
 def all_bytes(chain: Chain, costs: Costs) -> Iterator[int]:
@@ -73,12 +77,11 @@ def all_bytes(chain: Chain, costs: Costs) -> Iterator[int]:
     for boundary in chain.boundaries:
         yield from (chain.storages[i].nbytes for i in boundary)
     for i, stage in enumerate(costs.stages):
-        yield _private_bytes(chain, i)
         yield stage.gradient_bytes
         yield stage.forward_extra_bytes
-        yield stage.keep_extra_bytes
-        yield stage.backward_extra_bytes
         yield stage.rebuild_bytes
+        for way in _ways(chain, stage, i):
+            yield from way
 
 
 def crossings(chain: Chain, unit_bytes: int) -> list[Crossing]:
@@ -94,17 +97,32 @@ def crossings(chain: Chain, unit_bytes: int) -> list[Crossing]:
     ]
 
 
-def _private_bytes(chain: Chain, stage: int) -> int:
-    """What the saved set of a stage has beside the boundary after it."""
-    return chain.nbytes(chain.saved_set(stage) - set(chain.boundaries[stage + 1]))
+class _Way(NamedTuple):
+    """One of the ways to run ``F_all``; ``private_bytes`` are not of the boundary after it."""
+
+    private_bytes: int
+    keep_extra_bytes: int
+    backward_extra_bytes: int
 
 
-def _rest(chain: Chain, every: Sequence[Run], k: int, at: int, unit_bytes: int) -> LinearExpr | int:
+def _ways(chain: Chain, costs: StageCosts, stage: int) -> Iterator[_Way]:
+    """Keeping everything, then the options."""
+    after = set(chain.boundaries[stage + 1])
+    private_bytes = chain.nbytes(chain.saved_set(stage) - after)
+    yield _Way(private_bytes, costs.keep_extra_bytes, costs.backward_extra_bytes)
+    for option in costs.options:
+        private_bytes = chain.nbytes(chain.added(stage, option.kept) - after)
+        yield _Way(private_bytes, option.keep_extra_bytes, option.backward_extra_bytes)
+
+
+def _rest(chain: Chain, costs: Costs, run: Run, at: int, unit_bytes: int) -> LinearExpr | int:
     """What is held of no boundary: at the forward of stage ``at``, or at the backward."""
-    run = every[k]
     return sum(
-        _private_bytes(chain, i) // unit_bytes * (run.saved_after if i < at else run.saved)[i]
-        for i in range(len(chain))
+        way.private_bytes // unit_bytes * held
+        for i, stage in enumerate(costs.stages)
+        for way, held in zip(
+            _ways(chain, stage, i), (run.held_after if i < at else run.held)[i], strict=True
+        )
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr
@@ -23,6 +23,9 @@ class Run:
         done: whether its backward was done before.
         kept, saved: whether boundary and saved set are held before the run.
         kept_after, saved_after: whether they are after its forwards.
+        option: with which option ``F_all`` runs; an entry a stage and option, 0 for none.
+        held, held_after: whether the option's saved set is held before and after. May be 1
+            where it is not: they only ever count against memory and time.
     """
 
     none: list[IntVar]
@@ -37,16 +40,35 @@ class Run:
     saved: list[IntVar]
     kept_after: list[IntVar]
     saved_after: list[IntVar]
+    option: list[list[IntVar]]
+    held: list[list[IntVar]]
+    held_after: list[list[IntVar]]
 
 
-def add_runs(model: CpModel, count: int, runs: int, *, persistent: bool) -> list[Run]:
-    """Every valid sequence of at most ``runs`` runs, and no other; see ``brute``."""
+def add_runs(model: CpModel, options: Sequence[int], runs: int, *, persistent: bool) -> list[Run]:
+    """Every valid sequence of at most ``runs`` runs, and no other; see ``brute``.
+
+    ``options`` says how many ways to run ``F_all`` each stage has.
+    """
+    count = len(options)
 
     def row(name: str, k: int) -> list[IntVar]:
         return [model.new_bool_var(f"{name}_{k}_{i}") for i in range(count)]
 
-    names = tuple(Run.__dataclass_fields__)
-    every = [Run(*(row(name, k) for name in names)) for k in range(runs)]
+    def rows(name: str, k: int) -> list[list[IntVar]]:
+        return [
+            [model.new_bool_var(f"{name}_{k}_{i}_{o}") for o in range(options[i])]
+            for i in range(count)
+        ]
+
+    by_option = ("option", "held", "held_after")
+    every = []
+    for k in range(runs):
+        fields: dict[str, Any] = {
+            name: rows(name, k) if name in by_option else row(name, k)
+            for name in Run.__dataclass_fields__
+        }
+        every.append(Run(**fields))
     for run in every:
         _add_forwards(model, run)
         _add_backward(model, run)
@@ -86,6 +108,12 @@ def _add_forwards(model: CpModel, run: Run) -> None:
         model.add(after <= run.ck[i] + run.all[i] + run.kept[i])
         model.add(after <= run.ck[i] + run.all[i] + 1 - forward)
         model.add(run.saved_after[i] == run.all[i] + run.saved[i])
+        model.add(sum(run.option[i]) == run.all[i])
+        for chosen, held, held_after in zip(
+            run.option[i], run.held[i], run.held_after[i], strict=True
+        ):
+            model.add_implication(chosen, held_after)
+            model.add_implication(held, held_after)
     model.add_at_most_one(run.starts)
 
 
@@ -131,6 +159,8 @@ def _add_next(model: CpModel, before: Run, run: Run) -> None:
             model.add(now >= after - before.back[i])
             model.add_implication(now, after)
             model.add_implication(now, ~before.back[i])
+        for held, held_after in zip(run.held[i], before.held_after[i], strict=True):
+            model.add(held >= held_after - before.back[i])
         where = [run.kept[i], *([run.saved[i - 1]] if i else [])]
         model.add_bool_or(~run.starts[i], *where)
     # An operation in every run until all is done, and no backward that belongs to the run before.
