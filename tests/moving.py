@@ -48,19 +48,21 @@ def held_back() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def failing(error: BaseException, *, after: int = 0) -> Iterator[threading.Event]:
-    """Copy number ``after`` and all that follow raise. ``SystemExit`` ends the worker.
+def failing(
+    error: BaseException, *, after: int = 0, times: int = 1 << 30
+) -> Iterator[threading.Event]:
+    """``times`` copies from number ``after`` on raise. ``SystemExit`` ends the worker.
 
     While the event is clear no copy begins.
     """
-    left = [after]
+    made = [0]
     go = threading.Event()
     go.set()
 
     def fail(copy: Callable[[], None]) -> None:
         assert go.wait(20)
-        left[0] -= 1
-        if left[0] < 0:
+        made[0] += 1
+        if after < made[0] <= after + times:
             raise error
         copy()
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxremat.runtime.arena import Arena
+from fxremat.runtime import arena as arena_module
+from fxremat.runtime import streams
+from fxremat.runtime.arena import Arena, lease_of
 from fxremat.runtime.lease import Arrival
-from fxremat.runtime.streams import PinnedBlock, StreamLease
+from fxremat.runtime.streams import PinnedBlock, StreamLease, Traffic
 from fxremat.runtime.watch import record_transfers
-from tests.fake_streams import Device, fake_device
+from tests.fake_streams import Device, FakeStream, fake_device
 from tests.moving import CPU, ops, there_and_back
 
 NBYTES = 64
@@ -90,6 +92,47 @@ def test_any_order_of_the_streams_gives_the_same(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(10))
+def test_what_stays_on_the_device_can_be_prefetched(seed: int):
+    """Without a release, nothing but the copies themselves orders the copies."""
+    with fake_device(seed, block_bytes=NBYTES) as device:
+        lease = lease_on(pinned(1))
+        for value in (5, 6):
+            x = made(device, value)
+            lease.offload(x, offset=0)
+            back = lease.prefetch(offset=0, nbytes=NBYTES, device=CPU)
+            values: list[bytes] = []
+            Arrival.wait(back)
+            device.read(back, values)
+            device.progress()
+            assert values == [bytes([value]) * NBYTES]
+            lease.release(offset=0)
+
+
+def test_copies_wait_for_those_that_overlap_and_no_others():
+    """Slots of other sizes in the same bytes."""
+    with fake_device(0, block_bytes=NBYTES) as device:
+        traffic = Traffic()
+        ranges = {(0, 128): "whole", (192, 256): "apart", (64, 128): "part"}
+        events = {traffic.event(*both): name for both, name in ranges.items()}
+        for event in events:
+            event.record(device.out)
+
+        def waits(begin: int, end: int) -> set[str]:
+            stream = FakeStream()
+            traffic.hold_back(stream, begin, end)
+            records = {id(event.last): name for event, name in events.items()}
+            return {records[id(record)] for record in stream.queue}
+
+        assert waits(0, 64) == {"whole"}
+        assert waits(32, 65) == {"whole", "part"}
+        assert waits(128, 192) == set()
+        assert waits(100, 300) == {"whole", "part", "apart"}
+        assert traffic.event(64, 128) in events
+        events[traffic.event(0, 256)] = "all"
+        assert waits(64, 65) == {"all"}
+
+
+@pytest.mark.parametrize("seed", range(10))
 def test_memory_of_a_prefetch_that_was_given_up_is_safe(seed: int):
     with fake_device(seed, block_bytes=NBYTES) as device:
         lease = lease_on(pinned(1))
@@ -126,11 +169,39 @@ def test_the_host_does_not_wait_and_holds_nothing():
 def test_a_block_is_given_up_only_when_no_copy_is_under_way():
     with fake_device(0, block_bytes=NBYTES) as device:
         block = pinned(1)
+        lease = lease_on(block)
         x = made(device, 5)
-        lease_on(block).offload(x, offset=0)
+        lease.offload(x, offset=0)
         with pytest.raises(AssertionError, match="the host waits"):
             block.release()
         device.progress()
+        back = lease.prefetch(offset=0, nbytes=NBYTES, device=CPU)
+        with pytest.raises(AssertionError, match="the host waits"):
+            block.release()
+        device.progress()
+        assert back.eq(5).all()
+        block.release()
+        assert block.bytes is None
+
+
+def test_pinned_memory_is_unpinned_with_its_owner(monkeypatch: pytest.MonkeyPatch):
+    """Once, and what a step still uses with the step."""
+    unpinned: list[int] = []
+    with fake_device(0, block_bytes=NBYTES):
+        monkeypatch.setattr(
+            arena_module, "pinned_memory", lambda nbytes, *, device: mmap.mmap(-1, nbytes)
+        )
+        monkeypatch.setattr(streams, "unpin", lambda memory: unpinned.append(memory.ctypes.data))
+        arena = Arena.create(NBYTES, device="cuda:0")
+        idle, used = arena.open(), arena.open()
+        addresses = [idle.data_ptr(), used.data_ptr()]
+        assert isinstance(lease_of(used), StreamLease)
+        del idle
+        assert unpinned == []
+        del arena
+        assert unpinned == addresses[:1]
+        del used
+        assert unpinned == addresses
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import io
 import pickle
@@ -19,9 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from fxremat.errors import TransferError
-from fxremat.runtime.arena import Arena
+from fxremat.runtime import worker
+from fxremat.runtime.arena import Arena, lease_of
 from fxremat.runtime.lease import Arrival
-from fxremat.runtime.watch import record_transfers
+from fxremat.runtime.watch import record_transfers, recording
 from fxremat.torch_compat import AllocationLog
 from tests.moving import CPU, delayed, failing, held_back, ops, there_and_back
 
@@ -95,6 +97,7 @@ def test_prefetch_does_not_wait_and_wait_does(arena: Arena):
         threading.Timer(0.05, go.set).start()
         ops.wait(fresh.view(torch.float32)[3:])
     assert bits(fresh) == bits(x)
+    assert fresh.data_ptr() not in Arrival._pending
     ops.wait(fresh)
 
 
@@ -186,7 +189,8 @@ def test_a_dropped_prefetch_is_forgotten(arena: Arena):
 
 
 @pytest.mark.parametrize("late", ["release", "wait", "offload", "prefetch"])
-def test_a_dead_worker_is_an_error_at_the_next_operation(arena: Arena, late: str):
+def test_a_dead_worker_is_an_error_at_the_next_operation(arena: Arena, late: str, monkeypatch):
+    monkeypatch.setattr(worker, "_POLL_S", 20.0)
     x = torch.randn(KIB)
     host = arena.open()
     ops.offload(x, host, 4 * KIB)
@@ -212,12 +216,9 @@ def test_a_dead_worker_is_an_error_at_the_next_operation(arena: Arena, late: str
     assert bits(there_and_back(x, arena.open())) == bits(x)
 
 
-def arena_worker(host: Tensor):
-    from fxremat.runtime.arena import lease_of
-    from fxremat.runtime.worker import WorkerLease
-
+def arena_worker(host: Tensor) -> worker.Worker:
     lease = lease_of(host)
-    assert isinstance(lease, WorkerLease)
+    assert isinstance(lease, worker.WorkerLease)
     return lease.worker
 
 
@@ -239,6 +240,44 @@ def test_what_a_dead_worker_had_still_to_do_fails(arena: Arena):
     assert bits(there_and_back(xs[0], arena.open())) == bits(xs[0])
 
 
+def test_a_transfer_that_a_dying_worker_lost_is_not_waited_for(arena: Arena, monkeypatch):
+    """The thread is told to exit while it waits for work: it dies with what it gets next."""
+    monkeypatch.setattr(worker, "_POLL_S", 0.05)
+    x = torch.randn(KIB)
+    host = arena.open()
+    there_and_back(x, host)
+    thread = arena_worker(host)._thread
+    time.sleep(0.05)
+    raised = ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+    )
+    assert raised == 1
+    with pytest.raises(TransferError, match="SystemExit"):
+        ops.offload(x, host, 4 * KIB)
+        ops.release(x, host, 4 * KIB)
+    thread.join(5)
+    assert bits(there_and_back(x, arena.open())) == bits(x)
+
+
+def test_after_a_failed_copy_the_step_gets_nothing_more(arena: Arena):
+    """Neither what was copied before the failure, nor what was to be copied after it."""
+    x = torch.randn(KIB)
+    host = arena.open()
+    there_and_back(x, host)
+    with failing(OSError("no such page"), after=1, times=1) as go:
+        go.clear()
+        before = ops.prefetch(host, 0, 4 * KIB, CPU)
+        ops.offload(x, host, 4 * KIB)
+        after = ops.prefetch(host, 0, 4 * KIB, CPU).zero_()
+        go.set()
+        there_and_back(x, arena.open())
+    for fresh in (before, after):
+        with pytest.raises(TransferError, match="no such page"):
+            ops.wait(fresh)
+    assert bits(before) == bits(x)
+    assert not after.any()
+
+
 def test_a_failed_copy_fails_its_step_and_no_other(arena: Arena):
     x = torch.randn(KIB)
     failed, fine = arena.open(), arena.open()
@@ -258,19 +297,25 @@ def test_a_failed_copy_fails_its_step_and_no_other(arena: Arena):
                 ops.wait(fresh)
 
 
-def test_a_failed_copy_holds_nothing(arena: Arena):
+def test_a_failed_copy_holds_nothing(arena: Arena, monkeypatch):
+    def fail(target: object, source: object) -> None:
+        raise OSError("no such page")
+
+    monkeypatch.setattr(worker.np, "copyto", fail)
     x = torch.randn(KIB)
     gone = weakref.ref(x.untyped_storage())
     host = arena.open()
     gc.disable()
     try:
-        with failing(OSError("no such page")), pytest.raises(TransferError):
+        with pytest.raises(TransferError, match="no such page"):
             ops.offload(x, host, 0)
             ops.release(x, host, 0)
         del x
         assert gone() is None
+        lease = weakref.ref(lease_of(host))
         del host
         assert arena.leases == 0
+        assert lease() is None
     finally:
         gc.enable()
 
@@ -386,11 +431,13 @@ def test_transfers_are_recorded_as_they_ran(arena: Arena):
     x = torch.randn(KIB)
     host = arena.open()
     there_and_back(x, host)
+    assert not recording()
     with delayed(5, most_s=0.02):
         begin_s = time.perf_counter()
         with record_transfers() as events:
             there_and_back(x, host)
             ops.offload(x[:8], host, 8 * KIB)
+        assert not recording()
         there_and_back(x, host)
     assert [(e.kind, e.nbytes) for e in events] == [
         ("offload", 4 * KIB),
@@ -413,7 +460,12 @@ def test_failed_transfers_are_not_recorded(arena: Arena):
 
 
 EXIT = """
-import sys, time, torch
+import atexit, sys, threading, time, torch
+
+@atexit.register  # first, so that it runs last
+def threads_left():
+    print([thread.name for thread in threading.enumerate()])
+
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.lease import Arrival
 from fxremat.runtime.watch import intercept_copies
@@ -437,4 +489,5 @@ def test_the_interpreter_exits_in_the_middle_of_a_copy(tmp_path):
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == "['MainThread']\n"
     assert not list(tmp_path.iterdir())
