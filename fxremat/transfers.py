@@ -23,6 +23,9 @@ from fxremat.passes.timing import replay
 from fxremat.runtime.bandwidth import MeasuredLink, measure_link
 from fxremat.search import Search
 
+BASES = 64
+"""Candidates that are looked at."""
+
 POFO_SLOTS, POFO_LABELS = 50, 100
 """Its search is rough: what it finds is swept exactly and its moves are chosen anew."""
 
@@ -108,7 +111,7 @@ class Transfers:
         device = search.sweeps.surroundings.device
         with torch_compat.real_execution(), torch.no_grad():
             link = measure_link(device, host_dir=host.folder)
-        candidates = (search.baseline,) if host.only else search.frontier
+        candidates = (search.baseline,) if host.only else _thinned(search.frontier)
         settled = search.settled
         if host.conv:
             joint = search.measured.line.joint
@@ -164,6 +167,13 @@ class Transfers:
             for candidate in _by_pofo(self.search, budget_bytes, self.link):
                 pairs.append((_movable(candidate, self.settled), candidate))
         return sorted(pairs, key=lambda pair: pair[1].total_s)
+
+
+def _thinned(frontier: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """Some of them, evenly, the first and the last among them: neighbours are much alike."""
+    last = len(frontier) - 1
+    wanted = {last * i // (BASES - 1) for i in range(BASES)}
+    return tuple(frontier[i] for i in sorted(wanted))
 
 
 def _movable(candidate: Candidate, settled: frozenset[int]) -> Movable:

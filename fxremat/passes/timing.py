@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -79,42 +80,74 @@ def replay(
         Events in the order in which they are issued: copies right before the call that
         follows them.
     """
-    events: list[Event] = []
-    lanes = _Lanes(link) if link is not None else None
-    names = {m.storage: program.line.joint.storages.owner[m.storage].name for m in moves}
-    stage_of = program.line.stage_of
-    copied: dict[int, float] = {}
-    back: dict[int, float] = {}
-    now, held = 0.0, 0
+    assert link is not None or not moves
+    return _Replay(program, tuple(seconds), sweep, link, _by_place(moves)).run()
 
-    def issue(move: Move, lane: Lane, ready_s: float) -> float:
-        assert lanes is not None
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """What happens right before a call."""
+
+    offload: list[Move] = field(default_factory=list)
+    release: list[Move] = field(default_factory=list)
+    prefetch: list[Move] = field(default_factory=list)
+    wait: list[Move] = field(default_factory=list)
+
+
+def _by_place(moves: Sequence[Move]) -> dict[int, _Places]:
+    places: dict[int, _Places] = defaultdict(_Places)
+    for move in moves:
+        places[move.offload].offload.append(move)
+        places[move.release].release.append(move)
+        places[move.wait].wait.append(move)
+    for move in sorted(moves, key=lambda m: m.wait):
+        places[move.prefetch].prefetch.append(move)
+    return places
+
+
+@dataclass(slots=True)
+class _Replay:
+    program: Program
+    seconds: tuple[float, ...]
+    sweep: Sweep
+    link: MeasuredLink | None
+    places: dict[int, _Places]
+    events: list[Event] = field(default_factory=list)
+    copied_s: dict[int, float] = field(default_factory=dict)
+    back_s: dict[int, float] = field(default_factory=dict)
+
+    def run(self) -> Timeline:
+        lanes = None if self.link is None else _Lanes(self.link)
+        nothing = _Places()
+        now = 0.0
+        for index, call in enumerate(self.program.calls):
+            idle = Idle()
+            if lanes is not None:
+                now, idle = self._transfer(lanes, self.places.get(index, nothing), index, now)
+            end_s = now + self.seconds[index]
+            if lanes is not None:
+                end_s = lanes.compute_end_s(now, self.seconds[index])
+            peak, held = self.sweep.peaks_bytes[index], self.sweep.held_bytes[index]
+            self.events.append(Event(call.op, now, end_s, peak, held, Lane.COMPUTE, idle))
+            now = end_s
+        return Timeline(tuple(self.events))
+
+    def _transfer(self, lanes: _Lanes, here: _Places, index: int, now: float) -> tuple[float, Idle]:
+        """Issue the copies at a place; returns when the call there can begin."""
+        for move in here.offload:
+            self.copied_s[move.storage] = self._issue(lanes, move, Lane.D2H, index, now)
+        free_s = max([now, *(self.copied_s[m.storage] for m in here.release)])
+        for move in here.prefetch:
+            ready_s = max(free_s, self.copied_s[move.storage])
+            self.back_s[move.storage] = self._issue(lanes, move, Lane.H2D, index, ready_s)
+        whole_s = max([free_s, *(self.back_s[m.storage] for m in here.wait)])
+        return whole_s, Idle(memory_s=free_s - now, data_s=whole_s - free_s)
+
+    def _issue(self, lanes: _Lanes, move: Move, lane: Lane, index: int, ready_s: float) -> float:
         begin, end = lanes.copy(move.nbytes, lane, ready_s=ready_s)
-        stage = stage_of.get(program.line.joint.storages.owner[move.storage], 0)
-        what = Copy(names[move.storage], stage, move.nbytes)
-        events.append(Event(what, begin, end, held, held, lane))
+        line = self.program.line
+        owner = line.joint.storages.owner[move.storage]
+        what = Copy(owner.name, line.stage_of.get(owner, 0), move.nbytes)
+        held = self.sweep.held_bytes[index - 1] if index else 0
+        self.events.append(Event(what, begin, end, held, held, lane))
         return end
-
-    for index, call in enumerate(program.calls):
-        begin_s = now
-        for move in moves:
-            if move.offload == index:
-                copied[move.storage] = issue(move, Lane.D2H, now)
-        released = [copied[m.storage] for m in moves if m.release == index]
-        now = max([now, *released])
-        memory_s = now - begin_s
-        for move in sorted(moves, key=lambda m: m.wait):
-            if move.prefetch == index:
-                ready_s = max(now, copied[move.storage])
-                back[move.storage] = issue(move, Lane.H2D, ready_s)
-        whole_s = max([now, *(back[m.storage] for m in moves if m.wait == index)])
-        idle = Idle(memory_s=memory_s, data_s=whole_s - now)
-        now = whole_s
-        end_s = now + seconds[index]
-        if lanes is not None:
-            end_s = lanes.compute_end_s(now, seconds[index])
-        held = sweep.held_bytes[index]
-        peak = sweep.peaks_bytes[index]
-        events.append(Event(call.op, now, end_s, peak, held, Lane.COMPUTE, idle))
-        now = end_s
-    return Timeline(tuple(events))
