@@ -24,16 +24,16 @@ def slow(seconds: float) -> Callable[[Callable[[], None]], None]:
 
 
 def test_a_slow_link_is_measured_as_slow(tmp_path: Path):
-    """4 ms a copy more, one at a time, and no work for the processor."""
-    with intercept_copies(slow(0.004)):
+    """10 ms a copy more, one at a time, and no work for the processor."""
+    with intercept_copies(slow(0.01)):
         link = measure_link("cpu", host_dir=tmp_path)
-    most = PIECE_BYTES["cpu"] / 0.004
+    most = PIECE_BYTES["cpu"] / 0.01
     for measured in (
         link.offload_bytes_per_s,
         link.prefetch_bytes_per_s,
         link.both_bytes_per_s,
     ):
-        assert most / 3 < measured <= most
+        assert most / 6 < measured <= most  # the copies take time as well
     assert link.shared
     assert not list(tmp_path.iterdir())
 
