@@ -59,16 +59,20 @@ class Classifier(nn.Module):
 
 
 class VGG(nn.Module):
-    """VGG-19 (Simonyan and Zisserman 2014, configuration E), without batch normalization."""
-
-    DEPTHS = (2, 2, 4, 4, 4)
+    """VGG (Simonyan and Zisserman 2014), VGG-19 by default, without batch normalization."""
 
     def __init__(
-        self, *, width: int = 64, hidden: int = 4096, classes: int = 1000, dropout: float = 0.5
+        self,
+        *,
+        depths: tuple[int, ...] = (2, 2, 4, 4, 4),
+        width: int = 64,
+        hidden: int = 4096,
+        classes: int = 1000,
+        dropout: float = 0.5,
     ) -> None:
         super().__init__()
         groups, inputs = [], 3
-        for level, depth in enumerate(self.DEPTHS):
+        for level, depth in enumerate(depths):
             outputs = width * min(1 << level, 8)
             layers: list[nn.Module] = []
             for _ in range(depth):

@@ -101,5 +101,6 @@ def test_the_ablation_has_a_row_for_each_step(tmp_path: Path):
     assert found.keys() >= {"nothing moved", "fresh file, blocking", "pinned, blocking"}
     overlapped = found["pinned, overlapped, least peak"]
     assert overlapped["peak_bytes"] < found["nothing moved"]["peak_bytes"]
-    assert overlapped["peak_bytes"] <= overlapped["budget_bytes"]
     assert overlapped["moved_bytes"] > 0
+    for what in ("pinned, overlapped, least peak", "pinned, overlapped, half way"):
+        assert found[what]["peak_bytes"] <= found[what]["budget_bytes"]
