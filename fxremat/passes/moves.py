@@ -16,7 +16,6 @@ from torch import fx
 from fxremat.passes.program import Program
 from fxremat.passes.sweep import Sweep
 
-
 SMALL_SHARE = 1 / 256
 """Storages up to this share of all that could travel only do where larger ones are not enough:
 each transfer takes some time, however little it moves."""
