@@ -90,9 +90,9 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console(width=160).print(table)
 
 
-def save(name: str, results: Any) -> Path:
-    """Write ``results`` and the machine to ``benchmarks/results/name.json``."""
-    path = RESULTS / f"{name}.json"
+def save(name: str, results: Any, *, folder: Path = RESULTS) -> Path:
+    """Write ``results`` and the machine to ``name.json``, in ``benchmarks/results``."""
+    path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
     print(f"wrote {path}")
