@@ -88,12 +88,13 @@ def peak_of(step: Callable[[], object], *, device: torch.device, resident_bytes:
 def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:
     """Seconds of one run of ``step``, by CUDA events on a GPU."""
     if device.type == "cuda":
-        start, end = (_timed_event() for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        with torch.cuda.device(device):  # events are recorded on its current stream
+            start, end = (_timed_event() for _ in range(2))
+            start.record()
+            step()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
     begin = time.perf_counter()
     step()
     return time.perf_counter() - begin

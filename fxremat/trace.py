@@ -88,7 +88,7 @@ def trace_step(
     Raises:
         ValueError: it ran the graphs more or less than once.
     """
-    clock = _CudaClock() if device.type == "cuda" else _HostClock()
+    clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
     with record_transfers() as copies, _calls_noted(graphs, clock):
         step()
     runs = clock.intervals()
@@ -135,20 +135,23 @@ class _HostClock:
 class _CudaClock:
     """Events on the compute stream, told on the same clock as transfers are."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._marks: list[Any] = []
 
     def mark(self) -> None:
         """A call begins or ends."""
+        self._marks.append(self._recorded())
+
+    def _recorded(self) -> Any:
         event: Any = torch.cuda.Event
-        self._marks.append(event(enable_timing=True))
-        self._marks[-1].record()
+        made = event(enable_timing=True)
+        made.record(torch.cuda.current_stream(self._device))
+        return made
 
     def intervals(self) -> list[tuple[float, float]]:
         """Begin and end of each call."""
-        event: Any = torch.cuda.Event
-        now = event(enable_timing=True)
-        now.record()
+        now = self._recorded()
         now.synchronize()
         now_s = time.perf_counter()
         times = [now_s - mark.elapsed_time(now) / 1e3 for mark in self._marks]

@@ -138,7 +138,7 @@ def fake_device(seed: int, *, block_bytes: int) -> Iterator[Device]:
     def empty_or_block(*args: Any, **kwargs: Any) -> Tensor:
         return device.allocate(args[0]) if args[0] else empty(*args, **kwargs)
 
-    lanes = (streams.Lane(device.out, FakeEvent()), streams.Lane(device.back, FakeEvent()))  # type: ignore[arg-type]
+    lanes = (streams.Lane(device.out), streams.Lane(device.back))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "_new_event", FakeEvent)
         patch.setattr(streams, "lanes", lambda index: lanes)

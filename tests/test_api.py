@@ -213,3 +213,14 @@ def test_wrong_options_of_torch_compile(options: Any, word: str):
     torch._dynamo.reset()
     with pytest.raises(Exception, match=word):
         torch.compile(layers(), backend="fxremat", options=options)(X)
+
+
+@pytest.mark.parametrize("offload", [True, "yes", None])
+def test_how_to_offload_is_checked(offload: Any):
+    with pytest.raises(ValueError, match="must be 'auto', 'only', 'conv' or False"):
+        fxremat.compile(nn.Linear(4, 4), torch.ones(2, 4), "1 MiB", offload=offload)
+
+
+def test_the_limit_of_host_memory_is_checked():
+    with pytest.raises(ValueError, match="host_limit is -1"):
+        fxremat.compile(nn.Linear(4, 4), torch.ones(2, 4), 1.0, offload="auto", host_limit=-1)

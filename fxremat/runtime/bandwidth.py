@@ -30,6 +30,9 @@ _SQUARE = {"cpu": 256, "cuda": 4096}
 _ROUNDS = 5
 _ENOUGH_S = 0.5
 
+_MOST_AT_ONCE = 4
+"""Rounds of transfers in flight beside computations: each takes memory of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
@@ -149,7 +152,7 @@ class _Bench:
     def beside(self) -> float:
         """Computing, with more transfers under way than can end before it."""
         coming = []
-        for _ in range(math.ceil(self._compute_s / self._prefetch_s)):
+        for _ in range(min(math.ceil(self._compute_s / self._prefetch_s), _MOST_AT_ONCE)):
             self._start_offload(0)
             coming += self._start_prefetch()
         taken_s = self._seconds(self._work)

@@ -56,22 +56,29 @@ class Lease(abc.ABC):
             self._release(offset)
 
     def prefetch(self, *, offset: int, nbytes: int, device: torch.device) -> Tensor:
-        """Start to copy ``nbytes`` from ``offset`` to a fresh uint8 tensor on ``device``.
+        """Start to copy what was offloaded to ``offset`` to a fresh uint8 tensor on ``device``.
+
+        Args:
+            offset: where it is.
+            nbytes: size of the fresh tensor, at least that of what was offloaded; plans
+                count what allocators hand out, which is more. The rest is not filled.
+            device: where it goes.
 
         Raises:
-            TransferError: less was offloaded there, it is the wrong device, or a transfer
+            TransferError: more was offloaded there, it is the wrong device, or a transfer
                 of the step failed.
         """
         self._check(nbytes, offset=offset, device=device, verb="prefetch")
         self._check_filled(offset, verb="prefetch")
-        if nbytes > self._filled[offset]:
+        filled = self._filled[offset]
+        if nbytes < filled:
             raise TransferError(
                 f"cannot prefetch {nbytes} bytes from offset {offset} of the host memory: "
-                f"{self._filled[offset]} were offloaded there. The graph does not fit its plan"
+                f"{filled} were offloaded there. The graph does not fit its plan"
             )
         fresh = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        if nbytes:
-            Arrival(fresh, lease=self, token=self._prefetch(fresh, offset))
+        if filled:
+            Arrival(fresh, lease=self, token=self._prefetch(fresh[:filled], offset))
         return fresh
 
     def _check(self, nbytes: int, *, offset: int, device: torch.device, verb: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,17 +27,17 @@ class Lane:
 
     Attributes:
         stream: what its copies run on.
-        ready: re-recorded for each copy: what the compute stream had been given before.
-            A wait refers to the record before it, so that one event serves all.
     """
 
     stream: torch.cuda.Stream
-    ready: Any = field(default_factory=_new_event)
 
     def wait_for_compute(self, compute: torch.cuda.Stream) -> None:
         """Run nothing more before all that ``compute`` has been given."""
-        self.ready.record(compute)
-        self.stream.wait_event(self.ready)
+        # One of its own for each copy: another thread, on a compute stream of its own, could
+        # record a shared one between these two lines.
+        ready = _new_event()
+        ready.record(compute)
+        self.stream.wait_event(ready)
 
     def copy(self, target: Tensor, source: Tensor, *, kind: watch.Kind) -> None:
         """Enqueue a copy."""

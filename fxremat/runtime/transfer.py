@@ -91,16 +91,16 @@ def release(x: Tensor, host: Tensor, offset: int) -> None:
 
 
 def prefetch(host: Tensor, offset: int, nbytes: int, device: torch.device) -> Tensor:
-    """Start to copy ``nbytes`` of host memory to a fresh storage: uint8, shape ``(nbytes,)``.
+    """Start to copy what was offloaded to a fresh storage: uint8, shape ``(nbytes,)``.
 
     Args:
         host: where something was offloaded to.
         offset: first byte there.
-        nbytes: size of its storage.
+        nbytes: size of the fresh storage, at least that of what was offloaded.
         device: where it goes, the one it came from.
 
     Raises:
-        TransferError: less was offloaded there, or a transfer of the step failed.
+        TransferError: more was offloaded there, or a transfer of the step failed.
     """
     lease = lease_of(host)
     if lease is not None:
