@@ -29,13 +29,24 @@ class DenseLayer(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    def __init__(self, inputs: int, growth: int, depth: int):
+    """Layers that read all features before them.
+
+    ``chained``: each layer hands on all features so far as one tensor, as torchvision did when
+    the papers were written; else each reads them one by one. The numbers are the same.
+    """
+
+    def __init__(self, inputs: int, growth: int, depth: int, *, chained: bool = False):
         super().__init__()
+        self.chained = chained
         self.layers = nn.ModuleList(
             DenseLayer(inputs + index * growth, growth) for index in range(depth)
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.chained:
+            for layer in self.layers:
+                x = torch.cat([x, layer([x])], 1)
+            return x
         features = [x]
         for layer in self.layers:
             features.append(layer(features))
@@ -44,7 +55,12 @@ class DenseBlock(nn.Module):
 
 class DenseNet(nn.Module):
     def __init__(
-        self, *, growth: int = 32, depths: tuple[int, ...] = (6, 12, 24, 16), classes: int
+        self,
+        *,
+        growth: int = 32,
+        depths: tuple[int, ...] = (6, 12, 24, 16),
+        classes: int,
+        chained: bool = False,
     ):
         super().__init__()
         width = 2 * growth
@@ -56,7 +72,7 @@ class DenseNet(nn.Module):
         )
         body: list[nn.Module] = []
         for index, depth in enumerate(depths):
-            body.append(DenseBlock(width, growth, depth))
+            body.append(DenseBlock(width, growth, depth, chained=chained))
             width += depth * growth
             if index < len(depths) - 1:
                 body.append(nn.Sequential(_norm_relu_conv(width, width // 2, 1), nn.AvgPool2d(2)))

@@ -1,0 +1,510 @@
+"""What offloading adds to recomputation: "Efficient combination of rematerialization and
+offloading for training DNNs", on measured chains.
+
+Run: python -m benchmarks.papers.pofo [network …] [--stages N] [--chains FOLDER]
+
+Everything here is simulated; nothing was run on a GPU. ``fxremat.compile`` captures real models
+and gives their chains. Sizes are exact. Seconds are those of this machine's processor, times
+one factor a network and device, so that a step that keeps everything takes what its operations
+would: counted by ``torch.utils.flop_counter`` and as the bytes that every operation reads and
+writes, at round shares of what the device has at most (``DEVICES``). So the stages' times
+have the proportions that they have here.
+
+Two settings: a V100 in float32 behind a link of 12 GB/s, and an H200 in TF32 behind one of
+55 GB/s, each way, both at once.
+
+Parameters and one set of their gradients are there during the whole step, as in the papers.
+The rest of the peak of a step that keeps everything is called the memory of its activations;
+budgets are shares of it. Neighbouring stages are merged (``coarse``), which is safe: what is
+planned for groups of stages holds for the stages. Save options are left out, as the papers
+have none.
+
+Every schedule is replayed (``fxremat.simulate``) within the budget, with whole transfers:
+
+* rotor: ``solvers.rotor`` with many slots, no transfers;
+* offload-only: the faster one of ``solvers.offload.dp`` and ``solvers.offload.greedy``;
+* pofo: ``solvers.pofo``, and beside it the bound that it gives for fluid transfers.
+
+Overheads are over the step that keeps everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import operator
+import pickle
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+import fxremat
+from benchmarks.common import RESULTS, save, show
+from benchmarks.papers.coarse import coarsen, refined
+from benchmarks.steps import planned
+from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solution, Solved
+from fxremat.simulate import check, simulate
+from fxremat.solvers import pofo, rotor, store_all
+from fxremat.solvers.offload import dp, greedy
+from tests.models.densenet import DenseNet
+from tests.models.gpt import GPTConfig, gpt_entry
+from tests.models.images import image_entry
+from tests.models.resnet import ResNet
+from tests.models.zoo import ZooModel, drawn_once
+
+SHARES = (0.5, 0.33, 0.25, 0.2, 0.15, 0.1)
+QUARTER = 0.25
+LIMIT = 0.2
+"""What the paper's abstract calls affordable: 20 % more time."""
+
+ROTOR_SLOTS = 2000
+GIB = 1 << 30
+MIB = 1 << 20
+
+_BATCH, _SIZE = 4, 224
+
+
+def _images(name: str, build: Callable[[], nn.Module]) -> ZooModel:
+    return image_entry(name, drawn_once(build), batch=_BATCH, size=_SIZE, classes=1000)
+
+
+NETWORKS = (
+    _images("ResNet-101", lambda: ResNet(depths=(3, 4, 23, 3), classes=1000)),
+    _images("ResNet-152", lambda: ResNet(depths=(3, 8, 36, 3), classes=1000)),
+    _images(
+        "DenseNet-161",
+        lambda: DenseNet(growth=48, depths=(6, 12, 36, 24), classes=1000, chained=True),
+    ),
+    gpt_entry(
+        "GPT, 24 blocks of 768",
+        GPTConfig(vocabulary=8192, context=1024, width=768, heads=12, blocks=24),
+        batch=1,
+        length=1024,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a GPU is taken to do; see the module."""
+
+    name: str
+    flop_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+
+    def seconds(self, work: Work) -> float:
+        """Of ``work``."""
+        return work.flop / self.flop_per_s + work.nbytes / self.memory_bytes_per_s
+
+
+DEVICES = (
+    Device("V100, 12 GB/s", 12.5e12, 800e9, 12e9),
+    Device("H200, 55 GB/s", 300e12, 4e12, 55e9),
+)
+"""At most 14 TFLOP/s in float32 and 900 GB/s; 495 TFLOP/s in TF32 and 4.8 TB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operations of a step, and bytes that they read and write."""
+
+    flop: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A network as a chain, its seconds those of this machine."""
+
+    name: str
+    chain: Chain
+    costs: Costs
+    work: Work
+
+    def on(self, device: Device) -> Costs:
+        """The costs with the seconds of a device."""
+        kept_s = sum(s.forward_s + s.backward_s for s in self.costs.stages)
+        return _scaled(self.costs, device.seconds(self.work) / kept_s)
+
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="pofo beside rotor and offloading alone")
+    parser.add_argument("networks", nargs="*", help="beginnings of names; else all")
+    parser.add_argument("--stages", type=int, default=20, help="most groups of stages")
+    parser.add_argument("--slots", type=int, default=50, help="of pofo")
+    parser.add_argument("--labels", type=int, default=200, help="of pofo")
+    parser.add_argument("--chains", type=Path, help="folder that keeps what was measured")
+    options = parser.parse_args()
+    networks: list[Row] = []
+    rows: list[Row] = []
+    wanted = tuple(options.networks) or ("",)
+    for entry in (entry for entry in NETWORKS if entry.name.startswith(wanted)):
+        found = captured(entry, options.chains)
+        chain, costs, cuts = coarsen(found.chain, found.costs, stages=options.stages)
+        groups = replace(found, chain=chain, costs=costs)
+        for device in DEVICES:
+            about, points = curve(found, groups, cuts, device, options.slots, options.labels)
+            networks.append(about)
+            rows += points
+    tell(rows)
+    print("Simulated: sizes from captured models, seconds scaled; nothing ran on a GPU.")
+    results = {
+        "what": "simulated, not measured on any GPU: sizes of captured models are exact, "
+        "seconds are of the machine above, times 'factor'",
+        "devices": [
+            {name: getattr(d, name) for name in Device.__dataclass_fields__} for d in DEVICES
+        ],
+        "settings": {"stages": options.stages, "slots": options.slots, "labels": options.labels},
+        "networks": networks,
+        "points": rows,
+        "stated": stated(rows),
+    }
+    save("papers/pofo", results)
+    plot(rows)
+
+
+def captured(entry: ZooModel, folder: Path | None) -> Captured:
+    """The chain of a model, from ``folder`` if it is there."""
+    path = folder / f"{entry.name}.pickle" if folder else None
+    if path and path.exists():
+        kept: Captured = pickle.loads(path.read_bytes())
+        return kept
+    start = time.perf_counter()
+    _, compiled = planned(entry, 1.0)
+    costs = with_gradients_fixed(compiled.plan.costs, parameter_gradients(compiled))
+    found = Captured(entry.name, compiled.plan.chain, costs, work_of(entry))
+    print(f"{entry.name}: {len(found.chain)} stages in {time.perf_counter() - start:.0f} s")
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickle.dumps(found))
+    return found
+
+
+def parameter_gradients(compiled: fxremat.CompiledModule) -> dict[int, int]:
+    """By stage: bytes of the parameter gradients that its backward finishes.
+
+    Costs have them among all that the backward holds; the emitted graph tells them apart.
+    """
+    backward = compiled._latest.planned.backward
+    (output,) = (node for node in backward.graph.nodes if node.op == "output")
+    found: dict[int, int] = {}
+    for node in output.all_input_nodes:
+        assert node.target is operator.getitem
+        call, index = node.args
+        assert isinstance(call, torch.fx.Node)
+        body: Any = backward.get_submodule(str(call.target))
+        (inner,) = (node for node in body.graph.nodes if node.op == "output")
+        stage = int(str(call.target).removeprefix("stage").removesuffix("_backward"))
+        found[stage] = found.get(stage, 0) + inner.args[0][index].meta["val"].nbytes
+    return found
+
+
+def with_gradients_fixed(costs: Costs, finished: dict[int, int]) -> Costs:
+    """All parameter gradients held during the whole step, not from when they are finished."""
+    stages = list(costs.stages)
+    done = 0
+    for i in reversed(range(len(stages))):
+        left = stages[i].gradient_bytes - done
+        assert left >= 0
+        stages[i] = replace(stages[i], gradient_bytes=left)
+        done += finished.get(i, 0)
+    return Costs(tuple(stages), costs.fixed_bytes + done)
+
+
+class _Traffic(TorchDispatchMode):
+    """Adds up what operations read and write; views do neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view:
+            leaves = tree_leaves((args, kwargs, out))
+            self.nbytes += sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
+        return out
+
+
+def work_of(entry: ZooModel) -> Work:
+    """Of a step, counted without computing anything."""
+    aten = torch.ops.aten
+    attention = {
+        aten._scaled_dot_product_flash_attention_for_cpu: (
+            lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)
+        ),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda gradient, q, k, v, *_, **__: sdpa_backward_flop_count(gradient, q, k, v)
+        ),
+    }
+    args, kwargs = entry.sample(0)
+    model = entry.build()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        shapes = {
+            name: nn.Parameter(fake.from_tensor(p.detach())) for name, p in model.named_parameters()
+        }
+        shapes |= {name: fake.from_tensor(b) for name, b in model.named_buffers()}
+        counter = FlopCounterMode(display=False, custom_mapping=attention)
+        with counter, _Traffic() as traffic:
+            outputs = torch.func.functional_call(model, shapes, args, kwargs)
+            entry.loss(outputs).backward()
+    return Work(counter.get_total_flops(), traffic.nbytes)
+
+
+def _scaled(costs: Costs, factor: float) -> Costs:
+    stages = [
+        replace(
+            stage,
+            forward_s=stage.forward_s * factor,
+            backward_s=stage.backward_s * factor,
+            rebuild_s=stage.rebuild_s * factor,
+        )
+        for stage in costs.stages
+    ]
+    return Costs(tuple(stages), costs.fixed_bytes)
+
+
+def curve(
+    fine: Captured,
+    groups: Captured,
+    cuts: tuple[int, ...],
+    device: Device,
+    slots: int,
+    labels: int,
+) -> tuple[Row, list[Row]]:
+    """All budgets of one network on one device."""
+    costs, fine_costs = groups.on(device), fine.on(device)
+    everything = store_all.solve(Problem(groups.chain, costs, 1 << 60))
+    assert isinstance(everything, Solved)
+    kept = simulate(groups.chain, costs, everything.schedule)
+    activation_bytes = kept.peak_bytes - costs.fixed_bytes
+    about = {
+        "network": fine.name,
+        "device": device.name,
+        "stages": len(fine.chain),
+        "groups": len(groups.chain),
+        "flop": fine.work.flop,
+        "traffic_bytes": fine.work.nbytes,
+        "step_s": kept.makespan_s,
+        "factor": kept.makespan_s / sum(s.forward_s + s.backward_s for s in fine.costs.stages),
+        "fixed_bytes": costs.fixed_bytes,
+        "activation_bytes": activation_bytes,
+    }
+    link = Link.symmetric(device.link_bytes_per_s)
+    rows = []
+    for share in SHARES:
+        problem = Problem(
+            groups.chain, costs, costs.fixed_bytes + int(activation_bytes * share), link
+        )
+        row = {
+            "network": fine.name,
+            "device": device.name,
+            "share": share,
+            "kept_s": kept.makespan_s,
+            **point(problem, slots=slots, labels=labels),
+        }
+        check_refined(row, problem, fine.chain, fine_costs, cuts)
+        rows.append(row)
+        print(brief(row), flush=True)
+    return about, rows
+
+
+def point(problem: Problem, *, slots: int, labels: int) -> Row:
+    """What each solver finds for one problem, replayed."""
+    alone = replace(problem, link=None)
+    row: Row = {"budget_bytes": problem.budget_bytes}
+    row["rotor"] = replayed(alone, [rotor.solve(alone, slots=ROTOR_SLOTS)])
+    row["offload"] = replayed(problem, [dp.solve(problem), greedy.solve(problem)])
+    start = time.perf_counter()
+    found = pofo.explore(problem, slots=slots, labels=labels)
+    row["search_s"] = time.perf_counter() - start
+    if isinstance(found, Infeasible):
+        row["pofo"] = replayed(problem, [found])
+        return row
+    row["pofo"] = replayed(problem, [found.whole()])
+    row |= {"fluid_s": found.seconds, "bound_s": found.bound_s, "exact": found.exact}
+    return row
+
+
+def replayed(problem: Problem, solutions: Iterable[Solution]) -> Row:
+    """Time and peak of the fastest, as the replay says; or the least budget."""
+    best: Row = {}
+    for solution in solutions:
+        if isinstance(solution, Infeasible):
+            least = solution.least_budget_bytes
+            best = best or {"least_budget_bytes": least}
+            continue
+        assert isinstance(solution, Solved)
+        timeline = check(problem, solution.schedule)
+        assert timeline.peak_bytes <= problem.budget_bytes
+        if timeline.makespan_s < best.get("makespan_s", float("inf")):
+            best = {"makespan_s": timeline.makespan_s, "peak_bytes": timeline.peak_bytes}
+    return best
+
+
+def check_refined(
+    row: Row, problem: Problem, chain: Chain, costs: Costs, cuts: tuple[int, ...]
+) -> None:
+    """What rotor planned for groups, replayed on the stages: no more memory, as long."""
+    solution = rotor.solve(replace(problem, link=None), slots=ROTOR_SLOTS)
+    if not isinstance(solution, Solved):
+        return
+    stages = simulate(chain, costs, refined(solution.schedule.computations, cuts))
+    assert stages.peak_bytes <= problem.budget_bytes
+    assert abs(stages.makespan_s - row["rotor"]["makespan_s"]) <= 1e-9 * stages.makespan_s
+
+
+def overhead(row: Row, who: str) -> float | None:
+    """Of a solver, if it has a schedule."""
+    seconds = row[who].get("makespan_s")
+    return None if seconds is None else seconds / row["kept_s"] - 1
+
+
+def removed(row: Row) -> float | None:
+    """The share of rotor's overhead that pofo does not have."""
+    before, after = overhead(row, "rotor"), overhead(row, "pofo")
+    return None if not before or after is None else 1 - after / before
+
+
+def behind(row: Row) -> float | None:
+    """By how much pofo is slower than the faster of the other two; below 0: it is faster."""
+    others = [row[who]["makespan_s"] for who in ("rotor", "offload") if "makespan_s" in row[who]]
+    if "makespan_s" not in row["pofo"]:
+        return float("inf") if others else None
+    return row["pofo"]["makespan_s"] / min(others) - 1 if others else None
+
+
+def never_slower(row: Row) -> bool:
+    """Whether pofo is as fast as both others, but for rounding of sums."""
+    late = behind(row)
+    return late is None or late <= 1e-9
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def brief(row: Row) -> str:
+    """A row in a line."""
+    values = ", ".join(f"{who} {percent(overhead(row, who))}" for who in SOLVERS)
+    return f"{row['network']}, {row['device']}, {row['share']}: {values}; {row['search_s']:.0f} s"
+
+
+SOLVERS = ("rotor", "offload", "pofo")
+
+
+def tell(rows: list[Row]) -> None:
+    columns = [
+        "network",
+        "device, link",
+        "budget",
+        "rotor",
+        "offload-only",
+        "pofo",
+        "bound",
+        "removed",
+        "pofo <= both",
+    ]
+    lines = []
+    for row in rows:
+        bound = row["bound_s"] / row["kept_s"] - 1 if "bound_s" in row else None
+        late = behind(row)
+        verdict = "yes" if never_slower(row) else f"NO, {late:+.2%}"
+        lines.append(
+            [
+                row["network"],
+                row["device"],
+                f"{row['share']:.0%}",
+                *(percent(overhead(row, who)) for who in SOLVERS),
+                percent(bound),
+                percent(removed(row)),
+                "–" if late is None else verdict,
+            ]
+        )
+    show("Overhead at shares of the activations' memory, simulated", columns, lines)
+
+
+def stated(rows: list[Row]) -> list[dict[str, str | bool]]:
+    """What is promised and what the paper states, and what came out."""
+    lines: list[dict[str, str | bool]] = []
+
+    def note(text: str, found: str, holds: bool) -> None:
+        lines.append({"stated": text, "found": found, "holds": holds})
+
+    late = [row for row in rows if not never_slower(row)]
+    worst = max((behind(row) or 0.0 for row in late), default=0.0)
+    found = f"slower at {len(late)} of {len(rows)} points, at most by {worst:.2%}"
+    note("pofo is never slower than rotor or offloading alone", found, not late)
+    for device in DEVICES:
+        mine = [row for row in rows if row["device"] == device.name]
+        quarter = {r["network"]: overhead(r, "pofo") for r in mine if r["share"] == QUARTER}
+        held = [value is not None and value <= LIMIT for value in quarter.values()]
+        found = ", ".join(f"{name} {percent(value)}" for name, value in quarter.items())
+        note(
+            f"{device.name}: a quarter of the activations, at most 20 % more time", found, all(held)
+        )
+        shares = [s for r in mine if (s := removed(r)) is not None]
+        mean = sum(shares) / len(shares) if shares else 0.0
+        spread = f", {min(shares):.0%} … {max(shares):.0%}" if shares else ""
+        text = f"{device.name}: a third of rotor's overhead is removed, on average"
+        note(text, f"{mean:.0%}{spread}", mean >= 1 / 3)
+    show(
+        "What is stated",
+        ["stated", "found", ""],
+        [[str(x["stated"]), str(x["found"]), "yes" if x["holds"] else "NO"] for x in lines],
+    )
+    return lines
+
+
+def plot(rows: list[Row]) -> None:
+    """Draw overhead over memory, if matplotlib is there."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print("no plot: pip install 'fxremat[plot]'")
+        return
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row["network"] for row in rows))
+    figure, axes = pyplot.subplots(
+        len(DEVICES), len(names), figsize=(16, 7), squeeze=False, constrained_layout=True
+    )
+    for line, device in zip(axes, DEVICES, strict=True):
+        for axis, name in zip(line, names, strict=True):
+            mine = [r for r in rows if (r["network"], r["device"]) == (name, device.name)]
+            for who, style in zip(SOLVERS, ("^-", "s-", "o-"), strict=True):
+                points = [
+                    (r["share"], over) for r in mine if (over := overhead(r, who)) is not None
+                ]
+                axis.plot([p[0] for p in points], [100 * p[1] for p in points], style, label=who)
+            bounds = [(r["share"], r["bound_s"] / r["kept_s"] - 1) for r in mine if "bound_s" in r]
+            axis.plot([p[0] for p in bounds], [100 * p[1] for p in bounds], ":", label="bound")
+            axis.axhline(100 * LIMIT, color="grey", linewidth=0.5)
+            axis.set(title=f"{name}\n{device.name}, simulated", ylim=(-2, 102))
+    axes[0][0].legend()
+    figure.supxlabel("budget, share of the activations' memory")
+    figure.supylabel("more time than keeping everything, %")
+    path = RESULTS / "papers" / "pofo.png"
+    figure.savefig(path, dpi=90)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
