@@ -7,7 +7,7 @@ Everything here is simulated; nothing was run on a GPU. ``fxremat.compile`` capt
 and gives their chains. Sizes are exact. Seconds are those of this machine's processor, times
 one factor a network and device, so that a step that keeps everything takes what its operations
 would: counted by ``torch.utils.flop_counter`` and as the bytes that every operation reads and
-writes, at round shares of what the device has at most (``DEVICES``). So the stages' times
+writes, at round shares of what the device has at most (``measured.DEVICES``). So the stages' times
 have the proportions that they have here.
 
 Two settings: a V100 in float32 behind a link of 12 GB/s, and an H200 in TF32 behind one of
@@ -23,7 +23,8 @@ Every schedule is replayed (``fxremat.simulate``) within the budget, with whole 
 
 * rotor: ``solvers.rotor`` with many slots, no transfers;
 * offload-only: the faster one of ``solvers.offload.dp`` and ``solvers.offload.greedy``;
-* pofo: ``solvers.pofo``, and beside it the bound that it gives for fluid transfers.
+* pofo: the best of ``solvers.pofo`` with a few numbers of slots, and beside it the bound that
+  it gives for fluid transfers and sizes in the most slots.
 
 Overheads are over the step that keeps everything.
 """
@@ -31,38 +32,20 @@ Overheads are over the step that keeps everything.
 from __future__ import annotations
 
 import argparse
-import operator
-import pickle
+import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
-
-import fxremat
 from benchmarks.common import RESULTS, save, show
 from benchmarks.papers.coarse import coarsen, refined
-from benchmarks.steps import planned
+from benchmarks.papers.measured import DEVICES, NETWORKS, Captured, Device, captured
 from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solution, Solved
 from fxremat.simulate import check, simulate
 from fxremat.solvers import pofo, rotor, store_all
 from fxremat.solvers.offload import dp, greedy
-from tests.models.densenet import DenseNet
-from tests.models.gpt import GPTConfig, gpt_entry
-from tests.models.images import image_entry
-from tests.models.resnet import ResNet
-from tests.models.zoo import ZooModel, drawn_once
 
 SHARES = (0.5, 0.33, 0.25, 0.2, 0.15, 0.1)
 QUARTER = 0.25
@@ -70,75 +53,6 @@ LIMIT = 0.2
 """What the paper's abstract calls affordable: 20 % more time."""
 
 ROTOR_SLOTS = 2000
-GIB = 1 << 30
-MIB = 1 << 20
-
-_BATCH, _SIZE = 4, 224
-
-
-def _images(name: str, build: Callable[[], nn.Module]) -> ZooModel:
-    return image_entry(name, drawn_once(build), batch=_BATCH, size=_SIZE, classes=1000)
-
-
-NETWORKS = (
-    _images("ResNet-101", lambda: ResNet(depths=(3, 4, 23, 3), classes=1000)),
-    _images("ResNet-152", lambda: ResNet(depths=(3, 8, 36, 3), classes=1000)),
-    _images(
-        "DenseNet-161",
-        lambda: DenseNet(growth=48, depths=(6, 12, 36, 24), classes=1000, chained=True),
-    ),
-    gpt_entry(
-        "GPT, 24 blocks of 768",
-        GPTConfig(vocabulary=8192, context=1024, width=768, heads=12, blocks=24),
-        batch=1,
-        length=1024,
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What a GPU is taken to do; see the module."""
-
-    name: str
-    flop_per_s: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-
-    def seconds(self, work: Work) -> float:
-        """Of ``work``."""
-        return work.flop / self.flop_per_s + work.nbytes / self.memory_bytes_per_s
-
-
-DEVICES = (
-    Device("V100, 12 GB/s", 12.5e12, 800e9, 12e9),
-    Device("H200, 55 GB/s", 300e12, 4e12, 55e9),
-)
-"""At most 14 TFLOP/s in float32 and 900 GB/s; 495 TFLOP/s in TF32 and 4.8 TB/s."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Operations of a step, and bytes that they read and write."""
-
-    flop: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A network as a chain, its seconds those of this machine."""
-
-    name: str
-    chain: Chain
-    costs: Costs
-    work: Work
-
-    def on(self, device: Device) -> Costs:
-        """The costs with the seconds of a device."""
-        kept_s = sum(s.forward_s + s.backward_s for s in self.costs.stages)
-        return _scaled(self.costs, device.seconds(self.work) / kept_s)
-
 
 Row = dict[str, Any]
 
@@ -146,8 +60,10 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description="pofo beside rotor and offloading alone")
     parser.add_argument("networks", nargs="*", help="beginnings of names; else all")
-    parser.add_argument("--stages", type=int, default=20, help="most groups of stages")
-    parser.add_argument("--slots", type=int, default=50, help="of pofo")
+    parser.add_argument("--stages", type=int, default=24, help="most groups of stages")
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[50, 200], help="of pofo, each tried"
+    )
     parser.add_argument("--labels", type=int, default=200, help="of pofo")
     parser.add_argument("--chains", type=Path, help="folder that keeps what was measured")
     options = parser.parse_args()
@@ -170,6 +86,7 @@ def main() -> None:
         "devices": [
             {name: getattr(d, name) for name in Device.__dataclass_fields__} for d in DEVICES
         ],
+        "load_average": os.getloadavg()[0],
         "settings": {"stages": options.stages, "slots": options.slots, "labels": options.labels},
         "networks": networks,
         "points": rows,
@@ -179,113 +96,12 @@ def main() -> None:
     plot(rows)
 
 
-def captured(entry: ZooModel, folder: Path | None) -> Captured:
-    """The chain of a model, from ``folder`` if it is there."""
-    path = folder / f"{entry.name}.pickle" if folder else None
-    if path and path.exists():
-        kept: Captured = pickle.loads(path.read_bytes())
-        return kept
-    start = time.perf_counter()
-    _, compiled = planned(entry, 1.0)
-    costs = with_gradients_fixed(compiled.plan.costs, parameter_gradients(compiled))
-    found = Captured(entry.name, compiled.plan.chain, costs, work_of(entry))
-    print(f"{entry.name}: {len(found.chain)} stages in {time.perf_counter() - start:.0f} s")
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pickle.dumps(found))
-    return found
-
-
-def parameter_gradients(compiled: fxremat.CompiledModule) -> dict[int, int]:
-    """By stage: bytes of the parameter gradients that its backward finishes.
-
-    Costs have them among all that the backward holds; the emitted graph tells them apart.
-    """
-    backward = compiled._latest.planned.backward
-    (output,) = (node for node in backward.graph.nodes if node.op == "output")
-    found: dict[int, int] = {}
-    for node in output.all_input_nodes:
-        assert node.target is operator.getitem
-        call, index = node.args
-        assert isinstance(call, torch.fx.Node)
-        body: Any = backward.get_submodule(str(call.target))
-        (inner,) = (node for node in body.graph.nodes if node.op == "output")
-        stage = int(str(call.target).removeprefix("stage").removesuffix("_backward"))
-        found[stage] = found.get(stage, 0) + inner.args[0][index].meta["val"].nbytes
-    return found
-
-
-def with_gradients_fixed(costs: Costs, finished: dict[int, int]) -> Costs:
-    """All parameter gradients held during the whole step, not from when they are finished."""
-    stages = list(costs.stages)
-    done = 0
-    for i in reversed(range(len(stages))):
-        left = stages[i].gradient_bytes - done
-        assert left >= 0
-        stages[i] = replace(stages[i], gradient_bytes=left)
-        done += finished.get(i, 0)
-    return Costs(tuple(stages), costs.fixed_bytes + done)
-
-
-class _Traffic(TorchDispatchMode):
-    """Adds up what operations read and write; views do neither."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and not func.is_view:
-            leaves = tree_leaves((args, kwargs, out))
-            self.nbytes += sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
-        return out
-
-
-def work_of(entry: ZooModel) -> Work:
-    """Of a step, counted without computing anything."""
-    aten = torch.ops.aten
-    attention = {
-        aten._scaled_dot_product_flash_attention_for_cpu: (
-            lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)
-        ),
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            lambda gradient, q, k, v, *_, **__: sdpa_backward_flop_count(gradient, q, k, v)
-        ),
-    }
-    args, kwargs = entry.sample(0)
-    model = entry.build()
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        shapes = {
-            name: nn.Parameter(fake.from_tensor(p.detach())) for name, p in model.named_parameters()
-        }
-        shapes |= {name: fake.from_tensor(b) for name, b in model.named_buffers()}
-        counter = FlopCounterMode(display=False, custom_mapping=attention)
-        with counter, _Traffic() as traffic:
-            outputs = torch.func.functional_call(model, shapes, args, kwargs)
-            entry.loss(outputs).backward()
-    return Work(counter.get_total_flops(), traffic.nbytes)
-
-
-def _scaled(costs: Costs, factor: float) -> Costs:
-    stages = [
-        replace(
-            stage,
-            forward_s=stage.forward_s * factor,
-            backward_s=stage.backward_s * factor,
-            rebuild_s=stage.rebuild_s * factor,
-        )
-        for stage in costs.stages
-    ]
-    return Costs(tuple(stages), costs.fixed_bytes)
-
-
 def curve(
     fine: Captured,
     groups: Captured,
     cuts: tuple[int, ...],
     device: Device,
-    slots: int,
+    slots: list[int],
     labels: int,
 ) -> tuple[Row, list[Row]]:
     """All budgets of one network on one device."""
@@ -325,20 +141,22 @@ def curve(
     return about, rows
 
 
-def point(problem: Problem, *, slots: int, labels: int) -> Row:
+def point(problem: Problem, *, slots: list[int], labels: int) -> Row:
     """What each solver finds for one problem, replayed."""
     alone = replace(problem, link=None)
     row: Row = {"budget_bytes": problem.budget_bytes}
     row["rotor"] = replayed(alone, [rotor.solve(alone, slots=ROTOR_SLOTS)])
     row["offload"] = replayed(problem, [dp.solve(problem), greedy.solve(problem)])
     start = time.perf_counter()
-    found = pofo.explore(problem, slots=slots, labels=labels)
+    found = [pofo.explore(problem, slots=n, labels=labels) for n in slots]
     row["search_s"] = time.perf_counter() - start
-    if isinstance(found, Infeasible):
-        row["pofo"] = replayed(problem, [found])
-        return row
-    row["pofo"] = replayed(problem, [found.whole()])
-    row |= {"fluid_s": found.seconds, "bound_s": found.bound_s, "exact": found.exact}
+    outcomes = [each for each in found if isinstance(each, pofo.Outcome)]
+    row["pofo"] = replayed(
+        problem, [each.whole() if isinstance(each, pofo.Outcome) else each for each in found]
+    )
+    if outcomes:  # bounds hold for sizes in slots: the finest are the nearest to bytes
+        row |= {"fluid_s": min(each.seconds for each in outcomes), "bound_s": outcomes[-1].bound_s}
+        row["exact"] = outcomes[-1].exact
     return row
 
 
