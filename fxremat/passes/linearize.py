@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import accumulate
 
@@ -12,6 +12,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.passes import batchnorm, rng
+from fxremat.passes.branches import TRUNK, Placed, branch_at, find_branches, place_backward
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.position import Positions, locate
 from fxremat.passes.storage import is_tensor
@@ -67,6 +68,11 @@ class Line:
         stage_of: the stage of each operation.
         role_of: the role of each tensor.
         order: index of each node in the joint graph.
+        branch_ends: where the line is a join: the stages after each branch's last. The
+            branches come one after the other, then the trunk, which has a stage at least.
+        sums: backward nodes that read gradients of several branches, and the stages whose
+            backwards give these. Each is among the backward of the lowest of them, and
+            runs with whichever of them is the last in a schedule.
     """
 
     joint: JointGraph
@@ -76,6 +82,15 @@ class Line:
     stage_of: dict[fx.Node, int]
     role_of: dict[fx.Node, Role]
     order: dict[fx.Node, int]
+    branch_ends: tuple[int, ...] = ()
+    sums: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
+
+    def name_of(self, stage: int) -> str:
+        """For people and emitted code."""
+        if not self.branch_ends:
+            return f"stage{stage}"
+        branch = branch_at(self.branch_ends, stage)
+        return f"trunk_stage{stage}" if branch == TRUNK else f"branch{branch}_stage{stage}"
 
     def rank(self, node: fx.Node) -> tuple[int, int]:
         """Sorts tensors by role, then as they are computed."""
@@ -90,26 +105,37 @@ class _Life:
     last: int
 
 
-def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None) -> Line:
+def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bool = True) -> Line:
     """Cut the forward into stages.
 
     Args:
         joint: the step.
         pin_below_bytes: storages up to this size that live across many operations are
             pinned; a small share of the saved bytes if None.
+        join: look for branches.
 
     Requires: ``joint`` is functional and verified.
-    Ensures: every forward node is in exactly one stage, in graph order, or a view of a
-        given tensor; every backward node belongs to a stage whose saved set, input and
-        pinned tensors hold all forward values that it reads; none reads a backward node
-        of a lower stage.
+    Ensures: every forward node is in exactly one stage, in graph order, or branch after
+        branch, or a view of a given tensor; every backward node belongs to a stage whose
+        saved set, input and pinned tensors hold all forward values that it reads; none
+        reads a backward node of a lower stage, and none but sums one of another branch.
     """
     views = _views_of_given(joint)
     positions = locate(joint, views=views)
     lives = _storage_lives(joint, positions)
     pinned = _choose_pinned(joint, positions, lives, pin_below_bytes)
+    branches = find_branches(joint, views=views, pinned=pinned) if join else None
+    if branches is not None:
+        ordered = replace(joint, forward=branches.forward)
+        placed = place_backward(ordered, branches, locate(ordered, views=views))
+        if placed is not None:
+            lives = _storage_lives(ordered, placed.positions)
+            kept = _choose_pinned(ordered, placed.positions, lives, pin_below_bytes)
+            if placed.is_apart(ordered, kept):
+                cuts = choose_cuts(_crossing(ordered, placed.positions, lives, kept))
+                return _assemble(ordered, placed, kept, views, cuts)
     cuts = choose_cuts(_crossing(joint, positions, lives, pinned))
-    return _assemble(joint, positions, pinned, views, cuts)
+    return _assemble(joint, Placed(positions, (), frozenset()), pinned, views, cuts)
 
 
 def _readers_position(user: fx.Node, positions: Positions) -> int | None:
@@ -265,11 +291,13 @@ def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int]) -> list[int]:
 
 def _assemble(
     joint: JointGraph,
-    positions: Positions,
+    placed: Placed,
     pinned: frozenset[int],
     views: frozenset[fx.Node],
     cuts: Sequence[int],
 ) -> Line:
+    positions = placed.positions
+    cuts = sorted({*cuts, *(end - 1 for end in placed.ends)})
     stage_at: list[int] = []
     for i, end in enumerate([*cuts, max(positions.count, 1) - 1]):
         stage_at.extend([i] * (end + 1 - len(stage_at)))
@@ -311,7 +339,31 @@ def _assemble(
     )
     roles = _roles(joint, stages, fixed)
     order = {node: index for index, node in enumerate(joint.module.graph.nodes)}
-    return Line(joint, stages, fixed, views, stage_of, roles, order)
+    return Line(
+        joint,
+        stages,
+        fixed,
+        views,
+        stage_of,
+        roles,
+        order,
+        branch_ends=tuple(stage_at[end] for end in placed.ends),
+        sums=_sums(joint, placed, stage_of),
+    )
+
+
+def _sums(
+    joint: JointGraph, placed: Placed, stage_of: Mapping[fx.Node, int]
+) -> dict[fx.Node, frozenset[int]]:
+    """``Line.sums``."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in joint.backward:
+        if node in placed.sums:
+            sources = [n for n in node.all_input_nodes if n in placed.positions.backward]
+            found[node] = frozenset[int]().union(
+                *(found[n] if n in found else {stage_of[n]} for n in sources)
+            )
+    return found
 
 
 def _views_of_given(joint: JointGraph) -> frozenset[fx.Node]:
