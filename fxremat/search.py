@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxremat.ir import Chain, Costs, Schedule, Solved
+from fxremat.joining import equivalent_schedules, join_schedules
 from fxremat.passes.bound import least_recompute_s
 from fxremat.passes.candidate import Candidate, Sweeps
 from fxremat.passes.chain import build_chain, build_costs
@@ -78,6 +79,8 @@ class Search:
         sweeps = Sweeps(line, blocks, options, costs, sweeper, surroundings)
         baseline = sweeps.candidate(keep_all(len(chain)))
         schedules = dict.fromkeys(_schedules(chain, costs, progress))
+        schedules.update(dict.fromkeys(equivalent_schedules(sweeps, chain, progress)))
+        schedules.update(dict.fromkeys(join_schedules(sweeps, chain, progress)))
         found = [sweeps.candidate(schedule) for schedule in schedules]
         solved = _frontier(baseline, found)
         improved = [c for start in _spread(solved[:-1]) for c in improve(start, sweeps)]

@@ -1,0 +1,138 @@
+"""Candidate schedules of a step whose forward is a join of branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
+
+from fxremat.ir import (
+    Backward,
+    Chain,
+    Compute,
+    Costs,
+    Join,
+    JoinCosts,
+    JoinProblem,
+    Schedule,
+    Solved,
+)
+from fxremat.passes.branches import TRUNK, branch_at
+from fxremat.passes.candidate import Sweeps
+from fxremat.passes.cost import Progress
+from fxremat.passes.firsts import any_order
+from fxremat.passes.join import build_join, build_join_costs
+from fxremat.passes.linearize import Line
+from fxremat.passes.program import keep_all
+from fxremat.simulate import simulate as simulate_chain
+from fxremat.simulate.join import simulate
+
+SLOTS = 200
+"""Slots of each table of the join."""
+
+MOST_WORK = 4_000_000
+"""Choices a slot that a table of the join takes; a second or so a table."""
+
+CHAIN_SLOTS = 500
+"""Slots of each table of the equivalent chain."""
+
+
+def join_schedules(sweeps: Sweeps, chain: Chain, progress: Progress) -> Iterator[Schedule]:
+    """Schedules of the join solver, for budgets from the least to all that can be used.
+
+    Stages have the numbers that they have on the line. Nothing where the line is no join.
+    """
+    line = sweeps.line
+    if line.branch_ends:
+        join, costs = _join_of(sweeps, chain)
+        yield from _in_orders(line, _solve_join(join, costs, progress))
+
+
+def equivalent_schedules(sweeps: Sweeps, chain: Chain, progress: Progress) -> Iterator[Schedule]:
+    """Those of the chain whose stages are the branches' stages as far from the trunk.
+
+    Nothing where the line is no join.
+    """
+    line = sweeps.line
+    if line.branch_ends:
+        join, costs = _join_of(sweeps, chain)
+        yield from _in_orders(line, _solve_equivalent(join, costs, progress))
+
+
+def _join_of(sweeps: Sweeps, chain: Chain) -> tuple[Join, JoinCosts]:
+    plain = tuple(replace(stage, options=()) for stage in sweeps.costs.stages)
+    costs = Costs(plain, sweeps.costs.fixed_bytes)
+    join_costs = build_join_costs(costs, sweeps.line, sweeps.surroundings)
+    return build_join(chain, sweeps.line), join_costs
+
+
+def _solve_join(join: Join, costs: JoinCosts, progress: Progress) -> Iterator[Schedule]:
+    # Loading numba takes longer than all else in the package: not at import.
+    from fxremat.solvers.join import JoinPlans, least_budget  # noqa: PLC0415
+    from fxremat.solvers.join.coarse import coarsen  # noqa: PLC0415
+
+    coarse = coarsen(join, costs, most_work=MOST_WORK)
+    least_bytes, least = least_budget(coarse.join, coarse.costs)
+    yield coarse.refine(least)
+    full_bytes = simulate(join, costs, keep_all(len(join))).peak_bytes
+    for done, ceiling in enumerate(_ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
+        progress("solving the join", done, done + 1)
+        plans = JoinPlans.build(coarse.join, coarse.costs, max_budget_bytes=ceiling, slots=SLOTS)
+        for budget_bytes in plans.distinct_budgets():
+            solution = plans.schedule(budget_bytes)
+            if isinstance(solution, Solved):
+                yield coarse.refine(solution.schedule)
+
+
+def _solve_equivalent(join: Join, costs: JoinCosts, progress: Progress) -> Iterator[Schedule]:
+    from fxremat.solvers.join.equiv import as_join_schedule, equivalent_chain  # noqa: PLC0415
+    from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
+
+    problem = JoinProblem(join, costs, 0)
+    level = equivalent_chain(problem)
+    least_bytes, least = least_budget(level.chain, level.costs)
+    yield as_join_schedule(problem, least)
+    full = keep_all(len(level.chain))
+    full_bytes = simulate_chain(level.chain, level.costs, full).peak_bytes
+    for done, ceiling in enumerate(_ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
+        progress("solving the equivalent chain", done, done + 1)
+        table = RotorTable.build(
+            level.chain, level.costs, max_budget_bytes=ceiling, slots=CHAIN_SLOTS
+        )
+        for budget_bytes in table.distinct_budgets():
+            solution = table.schedule(budget_bytes)
+            if isinstance(solution, Solved):
+                yield as_join_schedule(problem, solution.schedule)
+
+
+def _ceilings(full_bytes: int, least_bytes: int, floor_bytes: int) -> Iterator[int]:
+    """Ever lower budgets, so that rounding stays small relative to each."""
+    ceiling = full_bytes
+    while ceiling > least_bytes:
+        yield ceiling
+        ceiling = floor_bytes + (ceiling - floor_bytes) // 4
+
+
+def _in_orders(line: Line, schedules: Iterator[Schedule]) -> Iterator[Schedule]:
+    """Each with branches run forward in the order of the graph, and as it is where allowed.
+
+    Until the trunk runs, branches are independent of each other, so their forwards may be put
+    in any order that keeps each branch's. What is held at the trunk is the same.
+    """
+    free = any_order(line)
+    for schedule in schedules:
+        yield _in_graph_order(line, schedule)
+        if free:
+            yield schedule
+
+
+def _in_graph_order(line: Line, schedule: Schedule) -> Schedule:
+    ends = line.branch_ends
+
+    def is_before_trunk(op: Compute) -> bool:
+        return not isinstance(op, Backward) and branch_at(ends, op.stage) != TRUNK
+
+    ops = schedule.computations
+    before = list(takewhile(is_before_trunk, ops))
+    before.sort(key=lambda op: branch_at(ends, op.stage))
+    return Schedule((*before, *ops[len(before) :]))
