@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes import rng
+from fxremat.passes import batchnorm, rng
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.position import Positions
 from fxremat.passes.storage import is_tensor
@@ -82,10 +82,10 @@ class _Groups:
     """Operations and storages that activations connect, and the saved bytes of each group."""
 
     def __init__(
-        self, joint: JointGraph, *, pinned: frozenset[int], saved: Mapping[int, int]
+        self, joint: JointGraph, *, apart: frozenset[int], saved: Mapping[int, int]
     ) -> None:
         self._table = joint.storages
-        self._apart = pinned | joint.storages.of(joint.given)
+        self._apart = apart
         self._saved = saved
         self._parent: dict[fx.Node | int, fx.Node | int] = {}
         self._saved_bytes: dict[fx.Node | int, int] = {}
@@ -100,7 +100,7 @@ class _Groups:
         }
 
     def add(self, node: fx.Node) -> None:
-        """Connect ``node`` with what it makes and reads, but what is pinned or given."""
+        """Connect ``node`` with what it makes and reads, but what connects nothing."""
         for storage in self._table.of((node, *node.all_input_nodes)) - self._apart:
             self._join(node, storage)
         for source in node.all_input_nodes:
@@ -141,7 +141,8 @@ def find_branches(
     Args:
         joint: the step.
         views: views of given tensors; they connect nothing.
-        pinned: storages that are kept for the whole step; nor do they.
+        pinned: storages that are kept for the whole step; nor do those of them that carry
+            no gradient, such as a mask.
 
     Ensures: there are at least two branches; random draws keep their order, and every
         operation follows what it reads.
@@ -152,7 +153,8 @@ def find_branches(
     nodes = [n for n in joint.forward if n not in views]
     saved = _saved_bytes(joint, nodes)
     least_bytes = max(1, int(LEAST_SHARE * sum(n for s, n in saved.items() if s not in pinned)))
-    groups = _Groups(joint, pinned=pinned, saved=saved)
+    apart = _carrying_no_gradient(joint, pinned) | joint.storages.of(joint.given)
+    groups = _Groups(joint, apart=apart, saved=saved)
     best_bytes, point = 1, 0
     for index, node in enumerate(nodes):
         groups.add(node)
@@ -162,7 +164,7 @@ def find_branches(
             best_bytes, point = beside_bytes, index + 1
     if not point:
         return None
-    groups = _Groups(joint, pinned=pinned, saved=saved)
+    groups = _Groups(joint, apart=apart, saved=saved)
     for node in nodes[:point]:
         groups.add(node)
     place = _places(nodes[:point], groups, groups.heavy(least_bytes).keys())
@@ -173,6 +175,21 @@ def find_branches(
     looking = (n for n in joint.forward if n in views)
     branch_of = {n: b for n, b in place.items() if b != len(place)}
     return Branches((*looking, *ordered), count, branch_of)
+
+
+def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozenset[int]:
+    """Those of ``pinned`` that depend on nothing that gets a gradient, or only run once."""
+    results = zip(joint.primals, joint.backward_outputs, strict=True)
+    differentiable = {primal for primal, gradient in results if gradient is not None}
+    carrying: set[int] = set()
+    once: set[int] = set()
+    for node in joint.forward:
+        if rng.is_state(node) or batchnorm.is_new_statistic(node):
+            once.update(joint.storages.of_node[node])
+        elif not differentiable.isdisjoint(node.all_input_nodes):
+            differentiable.add(node)
+            carrying.update(joint.storages.of_node[node])
+    return pinned - (carrying - once)
 
 
 def _saved_bytes(joint: JointGraph, nodes: Iterable[fx.Node]) -> dict[int, int]:
