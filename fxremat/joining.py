@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import takewhile
 
 from fxremat.ir import (
     Backward,
     Chain,
     Compute,
-    Costs,
     Join,
     JoinCosts,
     JoinProblem,
@@ -27,11 +25,14 @@ from fxremat.passes.program import keep_all
 from fxremat.simulate import simulate as simulate_chain
 from fxremat.simulate.join import simulate
 
-SLOTS = 200
+LEAST_SLOTS, MOST_SLOTS = 200, 2000
 """Slots of each table of the join."""
 
-MOST_WORK = 4_000_000
-"""Choices a slot that a table of the join takes; a second or so a table."""
+MOST_CHOICES = 800_000_000
+"""Looked at to fill a table: a second or so."""
+
+TABLE_BYTES = 1 << 28
+"""Of each table, at most."""
 
 CHAIN_SLOTS = 500
 """Slots of each table of the equivalent chain."""
@@ -60,9 +61,7 @@ def equivalent_schedules(sweeps: Sweeps, chain: Chain, progress: Progress) -> It
 
 
 def _join_of(sweeps: Sweeps, chain: Chain) -> tuple[Join, JoinCosts]:
-    plain = tuple(replace(stage, options=()) for stage in sweeps.costs.stages)
-    costs = Costs(plain, sweeps.costs.fixed_bytes)
-    join_costs = build_join_costs(costs, sweeps.line, sweeps.surroundings)
+    join_costs = build_join_costs(sweeps.costs, sweeps.line, sweeps.surroundings)
     return build_join(chain, sweeps.line), join_costs
 
 
@@ -71,17 +70,27 @@ def _solve_join(join: Join, costs: JoinCosts, progress: Progress) -> Iterator[Sc
     from fxremat.solvers.join import JoinPlans, least_budget  # noqa: PLC0415
     from fxremat.solvers.join.coarse import coarsen  # noqa: PLC0415
 
-    coarse = coarsen(join, costs, most_work=MOST_WORK)
+    coarse = coarsen(join, costs, most_work=MOST_CHOICES // LEAST_SLOTS)
+    slots = _slots(coarse.join)
     least_bytes, least = least_budget(coarse.join, coarse.costs)
     yield coarse.refine(least)
     full_bytes = simulate(join, costs, keep_all(len(join))).peak_bytes
     for done, ceiling in enumerate(_ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
         progress("solving the join", done, done + 1)
-        plans = JoinPlans.build(coarse.join, coarse.costs, max_budget_bytes=ceiling, slots=SLOTS)
+        plans = JoinPlans.build(coarse.join, coarse.costs, max_budget_bytes=ceiling, slots=slots)
         for budget_bytes in plans.distinct_budgets():
             solution = plans.schedule(budget_bytes)
             if isinstance(solution, Solved):
                 yield coarse.refine(solution.schedule)
+
+
+def _slots(join: Join) -> int:
+    """As many as the table has room and time for."""
+    from fxremat.solvers.join.coarse import states_of, work_of  # noqa: PLC0415
+
+    lengths = [len(line) for line in join.lines]
+    room = TABLE_BYTES // (8 * states_of(lengths))
+    return max(min(room, MOST_CHOICES // work_of(lengths), MOST_SLOTS), min(LEAST_SLOTS, room), 1)
 
 
 def _solve_equivalent(join: Join, costs: JoinCosts, progress: Progress) -> Iterator[Schedule]:

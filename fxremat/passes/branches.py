@@ -17,7 +17,7 @@ from fxremat.passes.storage import is_tensor
 LEAST_SHARE = 0.02
 """A branch saves at least this share of all saved bytes; what saves less is the trunk's."""
 
-LEAST_OPERATIONS = 10
+LEAST_OPERATIONS = 5
 """And has at least as many operations: the copy of a weight in another dtype is no branch."""
 
 TRUNK = -1

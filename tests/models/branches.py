@@ -222,5 +222,6 @@ BENCH = _entries(
         config=GPTConfig(vocabulary=512, context=128, width=128, heads=4, blocks=8, dropout=0.0),
         length=128,
         recipe_blocks=3,
+        prefix="bench_",
     )
 )

@@ -52,13 +52,18 @@ class Coarse:
         return [Forward(stages[0], op.keep), *(Forward(i, Keep.NONE) for i in stages[1:])]
 
 
-def work_of(lengths: Sequence[int]) -> int:
-    """Choices that the recurrence looks at a slot, for a join of these lines, trunk last."""
+def states_of(lengths: Sequence[int]) -> int:
+    """States of the recurrence, for a join of lines of these lengths, the trunk last."""
     *branches, trunk = lengths
     states = trunk << len(branches)
     for length in branches:
         states *= length + 1
-    return states * sum(lengths)
+    return states
+
+
+def work_of(lengths: Sequence[int]) -> int:
+    """Choices that the recurrence looks at a slot."""
+    return states_of(lengths) * sum(lengths)
 
 
 def coarsen(join: Join, costs: JoinCosts, *, most_work: int) -> Coarse:

@@ -124,7 +124,9 @@ def as_join_schedule(problem: JoinProblem, schedule: Schedule) -> Schedule:
     for index, op in enumerate(line):
         if op.stage >= depth:
             stage = first[-2] + op.stage - depth
-            ops.append(Forward(stage, op.keep) if isinstance(op, Forward) else Backward(stage))
+            ops.append(
+                Forward(stage, op.keep, op.option) if isinstance(op, Forward) else Backward(stage)
+            )
             continue
         stages = [(first[b] + p, p) for b, p in _members(problem, op.stage)]
         if isinstance(op, Backward):
