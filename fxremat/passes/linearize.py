@@ -132,10 +132,11 @@ def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bo
             lives = _storage_lives(ordered, placed.positions)
             kept = _choose_pinned(ordered, placed.positions, lives, pin_below_bytes)
             if placed.is_apart(ordered, kept):
-                cuts = choose_cuts(_crossing(ordered, placed.positions, lives, kept))
+                cuts = choose_cuts(_crossing(ordered, placed, lives, kept))
                 return _assemble(ordered, placed, kept, views, cuts)
-    cuts = choose_cuts(_crossing(joint, positions, lives, pinned))
-    return _assemble(joint, Placed(positions, (), frozenset()), pinned, views, cuts)
+    placed = Placed(positions, (), frozenset())
+    cuts = choose_cuts(_crossing(joint, placed, lives, pinned))
+    return _assemble(joint, placed, pinned, views, cuts)
 
 
 def _readers_position(user: fx.Node, positions: Positions) -> int | None:
@@ -217,8 +218,9 @@ class Crossing:
 
 
 def _crossing(
-    joint: JointGraph, positions: Positions, lives: dict[int, _Life], pinned: frozenset[int]
+    joint: JointGraph, placed: Placed, lives: dict[int, _Life], pinned: frozenset[int]
 ) -> Crossing:
+    positions = placed.positions
     saved = {
         storage
         for node in joint.forward
@@ -231,13 +233,25 @@ def _crossing(
     for storage, life in lives.items():
         if storage not in pinned:
             weight = joint.storages.nbytes[storage] * (1 if storage in saved else 2)
-            change[life.birth] += weight
-            change[life.last] -= weight
-            for position in range(life.birth, life.last):
-                reach[position] = max(reach[position], life.last)
+            for span in _spans(life, placed.ends):
+                change[span.start] += weight
+                change[span.stop] -= weight
+                for position in span:
+                    reach[position] = max(reach[position], life.last)
             saved_bytes[life.birth] += joint.storages.nbytes[storage] * (storage in saved)
     weights = accumulate(change[: positions.count])
     return Crossing(tuple(weights), tuple(reach), tuple(saved_bytes))
+
+
+def _spans(life: _Life, ends: tuple[int, ...]) -> list[range]:
+    """Cuts that a storage crosses in its own branch and in the trunk.
+
+    A branch is cut as if the others were not there: what lies through them says nothing.
+    """
+    branch = branch_at(ends, life.birth)
+    if branch == TRUNK or life.last <= ends[branch]:
+        return [range(life.birth, life.last)]
+    return [range(life.birth, ends[branch]), range(ends[-1], max(life.last, ends[-1]))]
 
 
 def choose_cuts(crossing: Crossing) -> list[int]:
