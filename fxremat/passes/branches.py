@@ -57,6 +57,19 @@ class Placed:
     ends: tuple[int, ...]
     sums: frozenset[fx.Node]
 
+    def stages_of_sums(
+        self, joint: JointGraph, stage_of: Mapping[fx.Node, int]
+    ) -> dict[fx.Node, frozenset[int]]:
+        """For each sum the stages whose backwards give what it reads."""
+        found: dict[fx.Node, frozenset[int]] = {}
+        for node in joint.backward:
+            if node in self.sums:
+                sources = (n for n in node.all_input_nodes if n in self.positions.backward)
+                found[node] = frozenset[int]().union(
+                    *(found[n] if n in found else {stage_of[n]} for n in sources)
+                )
+        return found
+
     def is_apart(self, joint: JointGraph, pinned: frozenset[int]) -> bool:
         """Whether no branch, and no sum, reads an activation of another branch."""
         where = self.positions
@@ -168,12 +181,12 @@ def find_branches(
     for node in nodes[:point]:
         groups.add(node)
     place = _places(nodes[:point], groups, groups.heavy(least_bytes).keys())
-    count = 1 + max(b for b in place.values() if b != len(place))
-    ordered = sorted(nodes, key=lambda n: place.get(n, len(place)))
+    branch_of = {n: branch for n, branch in place.items() if branch != TRUNK}
+    count = 1 + max(branch_of.values())
+    ordered = sorted(nodes, key=lambda n: branch_of.get(n, count))
     if _draws(ordered) != _draws(nodes) or not _is_order(ordered):
         return None
     looking = (n for n in joint.forward if n in views)
-    branch_of = {n: b for n, b in place.items() if b != len(place)}
     return Branches((*looking, *ordered), count, branch_of)
 
 
@@ -206,33 +219,24 @@ def _saved_bytes(joint: JointGraph, nodes: Iterable[fx.Node]) -> dict[int, int]:
 def _places(
     nodes: Sequence[fx.Node], groups: _Groups, heavy: Set[fx.Node | int]
 ) -> dict[fx.Node, int]:
-    """The branch of each node that is in one, ``len(nodes)`` for those left to the trunk.
+    """The branch of each node, or ``TRUNK``.
 
     A light group goes with the first branch that reads anything pinned that it makes.
     """
-    trunk = len(nodes)
+    group_of = {node: groups.find(node) for node in nodes}
     place: dict[fx.Node | int, int] = {}
-    light: set[fx.Node | int] = set()
-    for node in nodes:
-        group = groups.find(node)
-        if group in place or group in light:
-            continue
+    for group in group_of.values():
         if group in heavy:
-            place[group] = len(place)
-        else:
-            light.add(group)
-    place.update(dict.fromkeys(light, trunk))
-    before = set(nodes)
+            place.setdefault(group, len(place))
     changed = True
     while changed:
         changed = False
         for node in reversed(nodes):
-            group = groups.find(node)
-            readers = (place[groups.find(u)] for u in node.users if u in before)
-            first = min(readers, default=trunk)
-            if group in light and first < place[group]:
-                place[group], changed = first, True
-    return {node: place[groups.find(node)] for node in nodes}
+            group = group_of[node]
+            readers = [place[group_of[u]] for u in node.users if group_of.get(u) in place]
+            if group not in heavy and readers and min(readers) < place.get(group, len(heavy)):
+                place[group], changed = min(readers), True
+    return {node: place.get(group, TRUNK) for node, group in group_of.items()}
 
 
 def _draws(nodes: Iterable[fx.Node]) -> list[fx.Node]:

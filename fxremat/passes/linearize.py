@@ -362,22 +362,8 @@ def _assemble(
         roles,
         order,
         branch_ends=tuple(stage_at[end] for end in placed.ends),
-        sums=_sums(joint, placed, stage_of),
+        sums=placed.stages_of_sums(joint, stage_of),
     )
-
-
-def _sums(
-    joint: JointGraph, placed: Placed, stage_of: Mapping[fx.Node, int]
-) -> dict[fx.Node, frozenset[int]]:
-    """``Line.sums``."""
-    found: dict[fx.Node, frozenset[int]] = {}
-    for node in joint.backward:
-        if node in placed.sums:
-            sources = [n for n in node.all_input_nodes if n in placed.positions.backward]
-            found[node] = frozenset[int]().union(
-                *(found[n] if n in found else {stage_of[n]} for n in sources)
-            )
-    return found
 
 
 def _views_of_given(joint: JointGraph) -> frozenset[fx.Node]:
