@@ -9,7 +9,7 @@ from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved
 from fxremat.simulate.join import check
 from fxremat.solvers import join as solver
 from fxremat.solvers.join.coarse import coarsen, work_of
-from tests.joins import costed_joins, join_costs, sharing_joins
+from tests.joins import costed_joins, join_costs, joins_with_options, sharing_joins
 
 RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -29,6 +29,14 @@ def refined_schedules_fit(costed: tuple[Join, JoinCosts], most_work: int, spare:
 @settings(RELAXED, max_examples=150)
 @given(costed_joins(), st.integers(1, 400), st.integers(0, 12))
 def test_schedules_fit_and_take_as_long(
+    costed: tuple[Join, JoinCosts], most_work: int, spare: int
+) -> None:
+    refined_schedules_fit(costed, most_work, spare)
+
+
+@settings(RELAXED, max_examples=150)
+@given(joins_with_options(), st.integers(1, 400), st.integers(0, 12))
+def test_schedules_with_options_fit_and_take_as_long(
     costed: tuple[Join, JoinCosts], most_work: int, spare: int
 ) -> None:
     refined_schedules_fit(costed, most_work, spare)

@@ -10,7 +10,7 @@ import pytest
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Forward, JoinProblem, Keep, Schedule
 from fxremat.joining import _in_graph_order, equivalent_schedules, join_schedules
-from fxremat.passes.firsts import any_order, check_draws, drawing_stages
+from fxremat.passes.firsts import any_order, check_draws
 from fxremat.passes.join import build_join, build_join_costs
 from fxremat.passes.linearize import Line
 from fxremat.passes.surroundings import Caller
@@ -94,7 +94,7 @@ def test_branches_that_draw_nothing_run_forward_in_any_order(name: str):
 def test_draws_keep_their_order():
     line = captured("triplet").line
     assert not any_order(line)
-    drawing = drawing_stages(line)
+    drawing = line.drawing
     ends = line.branch_ends
     assert drawing[0] < ends[0] < drawing[-1] < ends[-1]
     right = [Forward(stage, Keep.ALL) for stage in range(len(line.stages))]

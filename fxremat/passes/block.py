@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import torch_compat
 from fxremat.errors import GraphError
 from fxremat.passes import batchnorm, rng
 from fxremat.passes.linearize import Line
@@ -125,7 +124,7 @@ def extract(
     wanted = set(outputs)
     needed = set(wanted)
     if mode is not Mode.AGAIN:
-        needed.update(n for n in own if rng.is_draw(n) or torch_compat.draws_random_numbers(n))
+        needed.update(filter(rng.draws, own))
     inside: list[fx.Node] = []
     for node in reversed(own):
         available = mode is Mode.AGAIN and (node in line.pinned or node in held)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxremat import torch_compat
 from fxremat.passes import batchnorm, rng
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.position import Positions
@@ -240,7 +239,7 @@ def _places(
 
 
 def _draws(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    return [n for n in nodes if rng.is_draw(n) or torch_compat.draws_random_numbers(n)]
+    return list(filter(rng.draws, nodes))
 
 
 def _is_order(nodes: Sequence[fx.Node]) -> bool:
@@ -343,4 +342,4 @@ class _Placing:
                 fits = node in self._sums or (source not in self._sums and there in (here, TRUNK))
                 if not fits:
                     return False
-        return not (torch_compat.draws_random_numbers(node) or rng.is_draw(node))
+        return not rng.draws(node)  # a backward's draws keep the order of the line

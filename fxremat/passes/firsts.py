@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from fxremat import torch_compat
 from fxremat.errors import ScheduleError
 from fxremat.ir import Compute, Forward
-from fxremat.passes import rng
 from fxremat.passes.branches import TRUNK, branch_at
 from fxremat.passes.linearize import Line
 
@@ -21,15 +19,6 @@ from fxremat.passes.linearize import Line
 def first_runs(ops: Iterable[Compute]) -> list[int]:
     """The stages in the order of their first forwards."""
     return list(dict.fromkeys(op.stage for op in ops if isinstance(op, Forward)))
-
-
-def drawing_stages(line: Line) -> list[int]:
-    """Those whose first forward advances a random generator."""
-    return [
-        index
-        for index, stage in enumerate(line.stages)
-        if any(rng.is_draw(n) or torch_compat.draws_random_numbers(n) for n in stage.forward)
-    ]
 
 
 def check_draws(line: Line, ops: Sequence[Compute]) -> None:
@@ -40,7 +29,7 @@ def check_draws(line: Line, ops: Sequence[Compute]) -> None:
     """
     if not line.branch_ends:
         return
-    drawing = set(drawing_stages(line))
+    drawing = set(line.drawing)
     runs = [stage for stage in first_runs(ops) if stage in drawing]
     for before, after in pairwise(runs):
         if before > after:
@@ -52,7 +41,7 @@ def check_draws(line: Line, ops: Sequence[Compute]) -> None:
 def any_order(line: Line) -> bool:
     """Whether branches may run for the first time in any order."""
     ends = line.branch_ends
-    drawing = {branch_at(ends, stage) for stage in drawing_stages(line)} - {TRUNK}
+    drawing = {branch_at(ends, stage) for stage in line.drawing} - {TRUNK}
     if len(drawing) > 1:
         return False
     for index, stage in enumerate(line.stages):

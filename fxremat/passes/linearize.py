@@ -70,6 +70,7 @@ class Line:
         order: index of each node in the joint graph.
         branch_ends: where the line is a join: the stages after each branch's last. The
             branches come one after the other, then the trunk, which has a stage at least.
+        drawing: stages whose first forward advances a random generator.
         sums: backward nodes that read gradients of several branches, and the stages whose
             backwards give these. Each is among the backward of the lowest of them, and
             runs with whichever of them is the last in a schedule.
@@ -83,6 +84,7 @@ class Line:
     role_of: dict[fx.Node, Role]
     order: dict[fx.Node, int]
     branch_ends: tuple[int, ...] = ()
+    drawing: tuple[int, ...] = ()
     sums: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def name_of(self, stage: int) -> str:
@@ -362,6 +364,7 @@ def _assemble(
         roles,
         order,
         branch_ends=tuple(stage_at[end] for end in placed.ends),
+        drawing=tuple(i for i in range(count) if any(map(rng.draws, forward[i]))),
         sums=placed.stages_of_sums(joint, stage_of),
     )
 
