@@ -13,7 +13,7 @@ from fxremat.passes.joint import JointGraph
 from fxremat.passes.position import Positions
 from fxremat.passes.storage import is_tensor
 
-LEAST_SHARE = 0.02
+LEAST_SHARE = 0.05
 """A branch saves at least this share of all saved bytes; what saves less is the trunk's."""
 
 LEAST_OPERATIONS = 5
