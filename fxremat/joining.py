@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from fxremat.ir import (
     Backward,
     Chain,
     Compute,
+    Forward,
     Join,
     JoinCosts,
     JoinProblem,
@@ -38,35 +39,56 @@ CHAIN_SLOTS = 500
 """Slots of each table of the equivalent chain."""
 
 
-def join_schedules(sweeps: Sweeps, chain: Chain, progress: Progress) -> Iterator[Schedule]:
+def join_schedules(sweeps: Sweeps, stages: Chain, progress: Progress) -> Iterator[Schedule]:
     """Schedules of the join solver, for budgets from the least to all that can be used.
 
     Stages have the numbers that they have on the line. Nothing where the line is no join.
     """
+    # Loading numba takes longer than all else in the package: not at import.
+    from fxremat.solvers.join.coarse import with_turn  # noqa: PLC0415
+
     line = sweeps.line
     if line.branch_ends:
-        join, costs = _join_of(sweeps, chain)
-        yield from _in_orders(line, _solve_join(join, costs, progress))
+        join, costs = _join_of(sweeps, stages)
+        found = [_solve_join(join, costs, progress)]
+        if len(join.trunk) > 1:
+            turn = with_turn(join, costs, extra_bytes=_turn_bytes(sweeps))
+            found.append(map(turn.refine, _solve_join(turn.join, turn.costs, progress)))
+        yield from _in_orders(line, chain.from_iterable(found))
 
 
-def equivalent_schedules(sweeps: Sweeps, chain: Chain, progress: Progress) -> Iterator[Schedule]:
+def equivalent_schedules(sweeps: Sweeps, stages: Chain, progress: Progress) -> Iterator[Schedule]:
     """Those of the chain whose stages are the branches' stages as far from the trunk.
 
     Nothing where the line is no join.
     """
     line = sweeps.line
     if line.branch_ends:
-        join, costs = _join_of(sweeps, chain)
+        join, costs = _join_of(sweeps, stages)
         yield from _in_orders(line, _solve_equivalent(join, costs, progress))
 
 
-def _join_of(sweeps: Sweeps, chain: Chain) -> tuple[Join, JoinCosts]:
+def _join_of(sweeps: Sweeps, stages: Chain) -> tuple[Join, JoinCosts]:
     join_costs = build_join_costs(sweeps.costs, sweeps.line, sweeps.surroundings)
-    return build_join(chain, sweeps.line), join_costs
+    return build_join(stages, sweeps.line), join_costs
+
+
+def _turn_bytes(sweeps: Sweeps) -> int:
+    """Peak of the trunk, forward and back, beyond what is held before, with everything kept."""
+    start = sweeps.line.branch_ends[-1]
+    kept = sweeps.candidate(keep_all(len(sweeps.line.stages)))
+    held_bytes, peaks = sweeps.surroundings.given_bytes, [kept.sweep.turn_bytes]
+    for call, peak, held in zip(
+        kept.program.calls, kept.sweep.peaks_bytes, kept.sweep.held_bytes, strict=True
+    ):
+        if call.op.stage >= start:
+            peaks.append(peak)
+        elif isinstance(call.op, Forward):
+            held_bytes = held
+    return max(peaks) - held_bytes
 
 
 def _solve_join(join: Join, costs: JoinCosts, progress: Progress) -> Iterator[Schedule]:
-    # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers.join import JoinPlans, least_budget  # noqa: PLC0415
     from fxremat.solvers.join.coarse import coarsen  # noqa: PLC0415
 

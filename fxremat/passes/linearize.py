@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import fx
 
@@ -134,7 +134,7 @@ def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bo
             lives = _storage_lives(ordered, placed.positions)
             kept = _choose_pinned(ordered, placed.positions, lives, pin_below_bytes)
             if placed.is_apart(ordered, kept):
-                cuts = choose_cuts(_crossing(ordered, placed, lives, kept))
+                cuts = _cut_apart(_crossing(ordered, placed, lives, kept), placed.ends)
                 return _assemble(ordered, placed, kept, views, cuts)
     placed = Placed(positions, (), frozenset())
     cuts = choose_cuts(_crossing(joint, placed, lives, pinned))
@@ -239,21 +239,32 @@ def _crossing(
                 change[span.start] += weight
                 change[span.stop] -= weight
                 for position in span:
-                    reach[position] = max(reach[position], life.last)
+                    reach[position] = max(reach[position], span.stop)
             saved_bytes[life.birth] += joint.storages.nbytes[storage] * (storage in saved)
     weights = accumulate(change[: positions.count])
     return Crossing(tuple(weights), tuple(reach), tuple(saved_bytes))
 
 
 def _spans(life: _Life, ends: tuple[int, ...]) -> list[range]:
-    """Cuts that a storage crosses in its own branch and in the trunk.
-
-    A branch is cut as if the others were not there: what lies through them says nothing.
-    """
+    """Cuts that a storage crosses in its own branch and in the trunk, not in other branches."""
     branch = branch_at(ends, life.birth)
     if branch == TRUNK or life.last <= ends[branch]:
         return [range(life.birth, life.last)]
     return [range(life.birth, ends[branch]), range(ends[-1], max(life.last, ends[-1]))]
+
+
+def _cut_apart(crossing: Crossing, ends: tuple[int, ...]) -> list[int]:
+    """Cut each branch, and the trunk, as if the others were not there."""
+    cuts: list[int] = []
+    for first, end in pairwise((0, *ends, len(crossing.weights))):
+        part = Crossing(
+            crossing.weights[first:end],
+            tuple(reach - first for reach in crossing.reach[first:end]),
+            crossing.saved_bytes[first:end],
+        )
+        cuts += [first + cut for cut in choose_cuts(part)]
+    cuts = sorted({*cuts, *(end - 1 for end in ends)})
+    return sorted({*_merge_smallest(cuts, crossing.saved_bytes), *(end - 1 for end in ends)})
 
 
 def choose_cuts(crossing: Crossing) -> list[int]:
@@ -313,7 +324,6 @@ def _assemble(
     cuts: Sequence[int],
 ) -> Line:
     positions = placed.positions
-    cuts = sorted({*cuts, *(end - 1 for end in placed.ends)})
     stage_at: list[int] = []
     for i, end in enumerate([*cuts, max(positions.count, 1) - 1]):
         stage_at.extend([i] * (end + 1 - len(stage_at)))

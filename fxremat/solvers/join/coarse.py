@@ -60,6 +60,45 @@ class Coarse:
         return [Forward(stages[0], op.keep), *(Forward(i, Keep.NONE) for i in stages[1:])]
 
 
+def with_turn(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse:
+    """The trunk as a single stage, forward and straight back, as the turn of the paper.
+
+    Args:
+        join, costs: the fine join.
+        extra_bytes: peak of the trunk's forward and backward beyond the branches' ends, all
+            of it kept meanwhile. The stages alone cannot tell: where one of them is the last
+            to read an end, the end makes room for the others' gradients.
+    """
+    trunk = costs.trunk
+    forward_s = sum(cost.forward_s for cost in trunk)
+    turn = StageCosts(
+        forward_s=forward_s,
+        backward_s=sum(cost.backward_s for cost in trunk),
+        rebuild_s=forward_s,
+        gradient_bytes=trunk[-1].gradient_bytes,
+        forward_extra_bytes=extra_bytes,
+        keep_extra_bytes=extra_bytes,
+        backward_extra_bytes=extra_bytes,
+        rebuild_bytes=extra_bytes,
+    )
+    chain = Chain(
+        join.storages,
+        (join.trunk.boundaries[0], ()),
+        (Stage("turn", (), join.trunk.stages[0].kind),),
+    )
+    start = join.first_stages[-2]
+    options = [cost.options for branch in costs.branches for cost in branch]
+    return Coarse(
+        Join(join.branches, chain),
+        replace(costs, trunk=(turn,)),
+        (*((i,) for i in range(start)), tuple(range(start, len(join)))),
+        (
+            *(tuple((o,) for o in range(len(own) + 1)) for own in options),
+            ((0,) * len(trunk),),
+        ),
+    )
+
+
 def states_of(lengths: Sequence[int]) -> int:
     """States of the recurrence, for a join of lines of these lengths, the trunk last."""
     *branches, trunk = lengths
