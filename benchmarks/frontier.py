@@ -38,6 +38,8 @@ BLOCKS = {
     "densenet121": ("body",),
     "unet": ("down", "merge"),
     "vit": ("vit.layers",),
+    "bench_coca": ("blocks", "image_blocks"),
+    "bench_two_texts": ("blocks",),
 }
 """Where each model has the blocks that a user would wrap."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from fxremat.ir import Chain, Costs, Schedule, Solved
+from fxremat.joining import equivalent_schedules, join_schedules
 from fxremat.passes.bound import Relaxation
 from fxremat.passes.candidate import Candidate, Sweeps
 from fxremat.passes.chain import build_chain, build_costs
@@ -20,7 +21,7 @@ from fxremat.passes.options import find_options
 from fxremat.passes.program import BlockCache, keep_all
 from fxremat.passes.storage import tensors_of
 from fxremat.passes.surroundings import Caller, surroundings_of
-from fxremat.passes.sweep import Sweeper
+from fxremat.passes.sweep import Surroundings, Sweeper
 from fxremat.simulate import simulate
 
 SLOTS = 500
@@ -30,6 +31,9 @@ STARTS = 10
 """Candidates that local search sets out from."""
 
 COSTS = CostCache()
+
+Planner = Callable[[Sweeps, Chain, Progress], Iterator[Schedule]]
+"""Gives schedules for budgets from the least to all that can be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +71,47 @@ class Search:
         real: Mapping[fx.Node, torch.Tensor],
         caller: Caller,
         progress: Progress,
+        planners: Sequence[Planner] | None = None,
     ) -> Search:
-        """Linearize, measure and solve."""
+        """Linearize, measure and solve, with all planners if none are given."""
         line = linearize(joint)
         blocks = BlockCache(line)
         measured = measure_line(line, blocks, real=real, cache=COSTS, progress=progress)
+        surroundings = surroundings_of(measured.line.joint, real, caller)
+        return Search.over(
+            measured, blocks, surroundings, progress=progress, planners=planners or PLANNERS
+        )
+
+    @staticmethod
+    def over(
+        measured: Measured,
+        blocks: BlockCache,
+        surroundings: Surroundings,
+        *,
+        progress: Progress,
+        planners: Sequence[Planner],
+    ) -> Search:
+        """Solve what is measured already."""
         line = measured.line
-        surroundings = surroundings_of(line.joint, real, caller)
         sweeper = Sweeper(line, measured.workspace_bytes)
         options = find_options(measured, blocks)
         chain = build_chain(line, blocks, options)
         costs = build_costs(measured, chain, blocks, sweeper, surroundings, options)
         sweeps = Sweeps(line, blocks, options, costs, sweeper, surroundings)
         baseline = sweeps.candidate(keep_all(len(chain)))
-        schedules = dict.fromkeys(_schedules(chain, costs, progress))
-        found = [sweeps.candidate(schedule) for schedule in schedules]
-        solved = _frontier(baseline, found)
+        found: dict[Schedule, Candidate] = {}
+        starts: dict[Schedule, Candidate] = {}
+        for planner in planners:
+            own = dict.fromkeys(planner(sweeps, chain, progress))
+            found.update({s: sweeps.candidate(s) for s in own if s not in found})
+            # Local search sets out from where it would for this planner alone, so that no
+            # other one ever makes the step slower.
+            best = _frontier(baseline, [found[s] for s in own])
+            starts.update({c.schedule: c for c in _spread(best[:-1])})
+        solved = _frontier(baseline, list(found.values()))
+        starts.update({c.schedule: c for c in _spread(solved[:-1])})
+        improved = [c for start in starts.values() for c in improve(start, sweeps)]
         relaxation = Relaxation.of(measured, blocks, surroundings)
-        improved = [c for start in _spread(solved[:-1]) for c in improve(start, sweeps)]
         frontier = _frontier(baseline, [*solved[:-1], *improved])
         return Search(chain, measured, sweeps, relaxation, baseline, solved, frontier)
 
@@ -169,8 +196,9 @@ def _spread(frontier: tuple[Candidate, ...]) -> list[Candidate]:
     return list({id(c): c for c in (_within(frontier, nbytes) for nbytes in wanted)}.values())
 
 
-def _schedules(chain: Chain, costs: Costs, progress: Progress) -> Iterator[Schedule]:
+def line_schedules(sweeps: Sweeps, chain: Chain, progress: Progress) -> Iterator[Schedule]:
     """Optimal persistent schedules for budgets from the least to all that can be used."""
+    costs = sweeps.costs
     # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
 
@@ -188,3 +216,6 @@ def _schedules(chain: Chain, costs: Costs, progress: Progress) -> Iterator[Sched
         floor = costs.fixed_bytes
         ceiling, done = floor + (ceiling - floor) // 4, done + 1
     progress("solving", done, done)
+
+
+PLANNERS: tuple[Planner, ...] = (line_schedules, equivalent_schedules, join_schedules)

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from fxremat.ir import Chain, Join, JoinCosts, JoinProblem, Stage, StageCosts, Storage
+from fxremat.ir import (
+    Chain,
+    Join,
+    JoinCosts,
+    JoinProblem,
+    SaveOption,
+    Stage,
+    StageCosts,
+    Storage,
+)
 from tests.strategies import SECONDS, SIZES
 
 LENGTHS = st.sampled_from(
@@ -117,6 +126,34 @@ def costed_joins(
     """Small joins that share nothing, with their costs."""
     join = draw(joins(lengths=lengths, most_trunk=most_trunk))
     return join, draw(join_costs(join))
+
+
+@st.composite
+def joins_with_options(
+    draw: st.DrawFn,
+    *,
+    lengths: st.SearchStrategy[tuple[int, ...]] = LENGTHS,
+    most_trunk: int = 2,
+) -> tuple[Join, JoinCosts]:
+    """The same with up to two save options a stage, which need not be worth having."""
+    join, costs = draw(costed_joins(lengths=lengths, most_trunk=most_trunk))
+    lines = []
+    for line, stages in zip(join.lines, costs.lines, strict=True):
+        drawn = (_with_options(draw, line, i, stage) for i, stage in enumerate(stages))
+        lines.append(tuple(drawn))
+    return join, replace(costs, branches=tuple(lines[:-1]), trunk=lines[-1])
+
+
+def _with_options(draw: st.DrawFn, line: Chain, i: int, stage: StageCosts) -> StageCosts:
+    around = sorted({*line.stages[i].saved, *line.boundaries[i + 1]})
+    option = st.builds(
+        SaveOption,
+        kept=st.lists(st.sampled_from(around), max_size=2).map(tuple),
+        recompute_s=SECONDS,
+        keep_extra_bytes=SIZES,
+        backward_extra_bytes=SIZES,
+    )
+    return replace(stage, options=tuple(draw(st.lists(option, max_size=2))))
 
 
 def two_towers() -> JoinProblem:

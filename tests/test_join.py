@@ -33,11 +33,12 @@ from tests.joins import (
     interrupted,
     join_costs,
     joins,
+    joins_with_options,
     same_branch_first,
     sharing_joins,
     two_towers,
 )
-from tests.strategies import HUGE_SECONDS, HUGE_SIZES, costed_chains
+from tests.strategies import HUGE_SECONDS, HUGE_SIZES, chains_with_options, costed_chains
 
 RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -72,6 +73,43 @@ def test_equals_the_exhaustive_search(costed: tuple[Join, JoinCosts], spare: int
 @given(costed_joins(), st.integers(-1, 12))
 def test_equals_the_exhaustive_search_often(costed: tuple[Join, JoinCosts], spare: int) -> None:
     equals_the_exhaustive_search(costed, spare)
+
+
+FEW = st.sampled_from([(1,), (2,), (3,), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 1, 1)])
+
+
+@settings(RELAXED, max_examples=150)
+@given(joins_with_options(lengths=FEW), st.integers(-1, 12))
+def test_options_equal_the_exhaustive_search(costed: tuple[Join, JoinCosts], spare: int) -> None:
+    equals_the_exhaustive_search(costed, spare)
+
+
+@pytest.mark.slow
+@settings(RELAXED, max_examples=2000)
+@given(joins_with_options(lengths=FEW), st.integers(-1, 12))
+def test_options_equal_the_exhaustive_search_often(
+    costed: tuple[Join, JoinCosts], spare: int
+) -> None:
+    equals_the_exhaustive_search(costed, spare)
+
+
+@settings(RELAXED, max_examples=150)
+@given(chains_with_options(), st.integers(-1, 20))
+def test_a_single_branch_is_rotor_with_options(costed: tuple[Chain, Costs], spare: int) -> None:
+    chain, costs = costed
+    if len(chain) < 2:
+        return
+    least_bytes, _ = rotor.least_budget(chain, costs)
+    problem = Problem(chain, costs, max(0, least_bytes + spare))
+    found = exact(join_of(problem))
+    expected = rotor.solve(problem, slots=max(1, problem.budget_bytes))
+    if isinstance(expected, Infeasible):
+        assert found == expected
+    else:
+        assert isinstance(found, Solved)
+        assert isinstance(expected, Solved)
+        assert found.makespan_s == pytest.approx(expected.makespan_s, abs=1e-9)
+        assert check(join_of(problem), found.schedule).makespan_s == found.makespan_s
 
 
 LONG = st.sampled_from([(3, 3, 2), (4, 2, 1), (4, 3, 1), (2, 2, 3), (3, 1, 4)])

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Schedule, Solved, chain_of, join_of
+from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved, chain_of, join_of
 from fxremat.simulate import simulate as simulate_chain
 from fxremat.simulate.join import check, simulate
 from fxremat.solvers import join as solver
@@ -42,8 +42,7 @@ def test_the_chain_needs_at_least_what_the_join_does(costed: tuple[Join, JoinCos
     problem = JoinProblem(*costed, 0)
     line = equiv.equivalent_chain(problem)
     least_bytes, schedule = rotor.least_budget(line.chain, line.costs)
-    ops = equiv._branch_ops(problem, schedule.computations)
-    peak_bytes = simulate(*costed, Schedule(ops)).peak_bytes
+    peak_bytes = simulate(*costed, equiv.as_join_schedule(problem, schedule)).peak_bytes
     assert peak_bytes <= simulate_chain(line.chain, line.costs, schedule).peak_bytes == least_bytes
 
 

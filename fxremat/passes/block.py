@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import torch_compat
 from fxremat.errors import GraphError
 from fxremat.passes import batchnorm, rng
 from fxremat.passes.linearize import Line
 from fxremat.passes.storage import is_tensor
+from fxremat.passes.sums import Sums, backward_nodes
 from fxremat.runtime.rng import redraw
 
 
@@ -70,11 +70,22 @@ def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
     return tuple(node.all_input_nodes)
 
 
+def _operations(line: Line, stage: int, mode: Mode, sums: Sums | None) -> tuple[fx.Node, ...]:
+    parts = line.stages[stage]
+    if mode is not Mode.BACKWARD:
+        return parts.forward
+    return parts.backward if sums is None else backward_nodes(line, stage, sums)
+
+
 def candidates(
-    line: Line, stage: int, mode: Mode, held: frozenset[fx.Node] = frozenset()
+    line: Line,
+    stage: int,
+    mode: Mode,
+    held: frozenset[fx.Node] = frozenset(),
+    sums: Sums | None = None,
 ) -> tuple[fx.Node, ...]:
     """Tensors that a block of ``stage`` in ``mode`` can give; see :func:`extract`."""
-    nodes = line.stages[stage].backward if mode is Mode.BACKWARD else line.stages[stage].forward
+    nodes = _operations(line, stage, mode, sums)
     if mode is Mode.AGAIN:
         there = line.pinned | held
         return tuple(n for n in nodes if is_tensor(n) and n not in there)
@@ -89,6 +100,7 @@ def extract(
     outputs: Iterable[fx.Node],
     missing: frozenset[fx.Node] = frozenset(),
     held: frozenset[fx.Node] = frozenset(),
+    sums: Sums | None = None,
 ) -> Block:
     """The least block that gives ``outputs``.
 
@@ -101,17 +113,18 @@ def extract(
             that it needs are recomputed, each right before it is first read.
         held: tensors of the stage's forward that are kept from their first computation
             on, as pinned ones are: a recomputation reads them.
+        sums: for a backward: the sums that run with it, ``None`` for those of the line's
+            own order.
 
     Requires: ``outputs`` are among :func:`candidates`, ``missing`` among those of
         ``Mode.AGAIN``.
     Ensures: but in ``Mode.AGAIN``, every random draw runs, asked for or not.
     """
-    parts = line.stages[stage]
-    own = parts.backward if mode is Mode.BACKWARD else parts.forward
+    own = _operations(line, stage, mode, sums)
     wanted = set(outputs)
     needed = set(wanted)
     if mode is not Mode.AGAIN:
-        needed.update(n for n in own if rng.is_draw(n) or torch_compat.draws_random_numbers(n))
+        needed.update(filter(rng.draws, own))
     inside: list[fx.Node] = []
     for node in reversed(own):
         available = mode is Mode.AGAIN and (node in line.pinned or node in held)

@@ -9,13 +9,16 @@ bound is the greatest over a few moments at which memory is fullest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import fx
 
 from fxremat.passes.block import Mode, dependencies, is_getitem
 from fxremat.passes.charges import Charges
 from fxremat.passes.cost import Measured, backward_results
+from fxremat.passes.linearize import Line
 from fxremat.passes.program import BlockCache
 from fxremat.passes.sweep import Surroundings
 
@@ -110,27 +113,72 @@ def _moments(
     pinned = table.of(line.pinned) - given
     always = given | pinned | table.of(line.joint.tangents)
     constant_bytes = surroundings.given_bytes + table.total(pinned)
-    returned = table.of(n for n in line.joint.backward_outputs if isinstance(n, fx.Node))
-    required: set[int] = set()
-    finished = set(returned - always)  # before the operation: all but those to come
     fullest: dict[int, Moment] = {}
-    for index, stage in enumerate(line.stages):
-        block = blocks(index, Mode.BACKWARD, frozenset(backward_results(line, index)))
-        for node in reversed(stage.backward):
-            finished -= set(table.of_node[node])
-            touched = table.of((node, *node.all_input_nodes)) - always
-            occupied = constant_bytes + surroundings.tangent_bytes
-            occupied += table.total(touched | finished)
-            if node in block.nodes and not is_getitem(node):
-                occupied += measured.workspace_bytes(node, block)
-            moment = Moment(frozenset(required), touched & rebuildable, occupied)
-            best = fullest.get(index)
-            if best is None or moment.occupied_bytes > best.occupied_bytes:
-                fullest[index] = moment
-            required |= table.of(node.all_input_nodes) & rebuildable
+    for part in _parts(line):
+        required = set(table.of(_read_by(part.after)) & rebuildable)
+        # Before the operation: all but those to come.
+        finished = set(table.of(_returned(line, part.before)) - always)
+        for index in part.stages:
+            block = blocks(index, Mode.BACKWARD, frozenset(backward_results(line, index)))
+            for node in reversed(_own_backward(line, index)):
+                finished -= set(table.of_node[node])
+                touched = table.of((node, *node.all_input_nodes)) - always
+                occupied = constant_bytes + surroundings.tangent_bytes
+                occupied += table.total(touched | finished)
+                if node in block.nodes and not is_getitem(node):
+                    occupied += measured.workspace_bytes(node, block)
+                moment = Moment(frozenset(required), touched & rebuildable, occupied)
+                best = fullest.get(index)
+                if best is None or moment.occupied_bytes > best.occupied_bytes:
+                    fullest[index] = moment
+                required |= table.of(node.all_input_nodes) & rebuildable
+    required = set(table.of(_read_by(line.joint.backward)) & rebuildable)
     turn = Moment(frozenset(required), frozenset(), constant_bytes + surroundings.turn_bytes)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
     return [turn, *chosen[:MOST_MOMENTS]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Stages that every schedule takes back one after the other: the line, a branch, the trunk.
+
+    Attributes:
+        stages: in forward order.
+        before: operations of them, and those that come before whatever the schedule.
+        after: those that come after.
+    """
+
+    stages: range
+    before: Sequence[fx.Node]
+    after: Sequence[fx.Node]
+
+
+def _parts(line: Line) -> list[_Part]:
+    count = len(line.stages)
+    if not line.branch_ends:
+        return [_Part(range(count), line.joint.backward, ())]
+    start = line.branch_ends[-1]
+    trunk = [n for index in range(start, count) for n in _own_backward(line, index)]
+    later = set(line.joint.backward).difference(trunk)
+    parts = [_Part(range(start, count), trunk, tuple(later))]
+    for first, end in pairwise((0, *line.branch_ends)):
+        own = [n for index in range(first, end) for n in _own_backward(line, index)]
+        parts.append(_Part(range(first, end), [*trunk, *own], ()))
+    return parts
+
+
+def _own_backward(line: Line, index: int) -> list[fx.Node]:
+    """What the backward of a stage runs whatever the schedule."""
+    return [n for n in line.stages[index].backward if n not in line.sums]
+
+
+def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    return {source for node in nodes for source in node.all_input_nodes}
+
+
+def _returned(line: Line, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    results = {n for n in line.joint.backward_outputs if isinstance(n, fx.Node)}
+    return [n for n in nodes if n in results]
 
 
 def _operations(measured: Measured) -> list[Recomputation]:

@@ -30,7 +30,7 @@ def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) 
     for index, stage in enumerate(line.stages):
         key = tuple(block_key(b, table) for b in stage_blocks(line, blocks, index))
         kind = kinds.setdefault(key, len(kinds))
-        stages.append(Stage(f"stage{index}", ids(stage.saved), kind))
+        stages.append(Stage(line.name_of(index), ids(stage.saved), kind))
     boundaries = [ids(stage.boundary) for stage in line.stages]
     storages = [Storage(table.nbytes[s], table.owner[s].name) for s in number]
     return Chain(tuple(storages), (*boundaries, ()), tuple(stages))

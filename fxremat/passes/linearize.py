@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import fx
 
 from fxremat import torch_compat
 from fxremat.passes import batchnorm, rng
+from fxremat.passes.branches import TRUNK, Placed, branch_at, find_branches, place_backward
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.position import Positions, locate
 from fxremat.passes.storage import is_tensor
@@ -68,6 +69,12 @@ class Line:
         stage_of: the stage of each operation.
         role_of: the role of each tensor.
         order: index of each node in the joint graph.
+        branch_ends: where the line is a join: the stages after each branch's last. The
+            branches come one after the other, then the trunk, which has a stage at least.
+        drawing: stages whose first forward advances a random generator.
+        sums: backward nodes that read gradients of several branches, and the stages whose
+            backwards give these. Each is among the backward of the lowest of them, and
+            runs with whichever of them is the last in a schedule.
     """
 
     joint: JointGraph
@@ -77,6 +84,16 @@ class Line:
     stage_of: dict[fx.Node, int]
     role_of: dict[fx.Node, Role]
     order: dict[fx.Node, int]
+    branch_ends: tuple[int, ...] = ()
+    drawing: tuple[int, ...] = ()
+    sums: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
+
+    def name_of(self, stage: int) -> str:
+        """For people and emitted code."""
+        if not self.branch_ends:
+            return f"stage{stage}"
+        branch = branch_at(self.branch_ends, stage)
+        return f"trunk_stage{stage}" if branch == TRUNK else f"branch{branch}_stage{stage}"
 
     def rank(self, node: fx.Node) -> tuple[int, int]:
         """Sorts tensors by role, then as they are computed."""
@@ -91,26 +108,38 @@ class _Life:
     last: int
 
 
-def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None) -> Line:
+def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bool = True) -> Line:
     """Cut the forward into stages.
 
     Args:
         joint: the step.
         pin_below_bytes: storages up to this size that live across many operations are
             pinned; a small share of the saved bytes if None.
+        join: look for branches.
 
     Requires: ``joint`` is functional and verified.
-    Ensures: every forward node is in exactly one stage, in graph order, or a view of a
-        given tensor; every backward node belongs to a stage whose saved set, input and
-        pinned tensors hold all forward values that it reads; none reads a backward node
-        of a lower stage.
+    Ensures: every forward node is in exactly one stage, in graph order, or branch after
+        branch, or a view of a given tensor; every backward node belongs to a stage whose
+        saved set, input and pinned tensors hold all forward values that it reads; none
+        reads a backward node of a lower stage, and none but sums one of another branch.
     """
     views = _views_of_given(joint)
     positions = locate(joint, views=views)
     lives = _storage_lives(joint, positions)
     pinned = _choose_pinned(joint, positions, lives, pin_below_bytes)
-    cuts = choose_cuts(_crossing(joint, positions, lives, pinned))
-    return _assemble(joint, positions, pinned, views, cuts)
+    branches = find_branches(joint, views=views, pinned=pinned) if join else None
+    if branches is not None:
+        ordered = replace(joint, forward=branches.forward)
+        placed = place_backward(ordered, branches, locate(ordered, views=views))
+        if placed is not None:
+            lives = _storage_lives(ordered, placed.positions)
+            kept = _choose_pinned(ordered, placed.positions, lives, pin_below_bytes)
+            if placed.is_apart(ordered, kept):
+                cuts = _cut_apart(_crossing(ordered, placed, lives, kept), placed.ends)
+                return _assemble(ordered, placed, kept, views, cuts)
+    placed = Placed(positions, (), frozenset())
+    cuts = choose_cuts(_crossing(joint, placed, lives, pinned))
+    return _assemble(joint, placed, pinned, views, cuts)
 
 
 def _readers_position(user: fx.Node, positions: Positions) -> int | None:
@@ -193,8 +222,9 @@ class Crossing:
 
 
 def _crossing(
-    joint: JointGraph, positions: Positions, lives: dict[int, _Life], pinned: frozenset[int]
+    joint: JointGraph, placed: Placed, lives: dict[int, _Life], pinned: frozenset[int]
 ) -> Crossing:
+    positions = placed.positions
     saved = {
         storage
         for node in joint.forward
@@ -207,13 +237,36 @@ def _crossing(
     for storage, life in lives.items():
         if storage not in pinned:
             weight = joint.storages.nbytes[storage] * (1 if storage in saved else 2)
-            change[life.birth] += weight
-            change[life.last] -= weight
-            for position in range(life.birth, life.last):
-                reach[position] = max(reach[position], life.last)
+            for span in _spans(life, placed.ends):
+                change[span.start] += weight
+                change[span.stop] -= weight
+                for position in span:
+                    reach[position] = max(reach[position], span.stop)
             saved_bytes[life.birth] += joint.storages.nbytes[storage] * (storage in saved)
     weights = accumulate(change[: positions.count])
     return Crossing(tuple(weights), tuple(reach), tuple(saved_bytes))
+
+
+def _spans(life: _Life, ends: tuple[int, ...]) -> list[range]:
+    """Cuts that a storage crosses in its own branch and in the trunk, not in other branches."""
+    branch = branch_at(ends, life.birth)
+    if branch == TRUNK or life.last <= ends[branch]:
+        return [range(life.birth, life.last)]
+    return [range(life.birth, ends[branch]), range(ends[-1], max(life.last, ends[-1]))]
+
+
+def _cut_apart(crossing: Crossing, ends: tuple[int, ...]) -> list[int]:
+    """Cut each branch, and the trunk, as if the others were not there."""
+    cuts: list[int] = []
+    for first, end in pairwise((0, *ends, len(crossing.weights))):
+        part = Crossing(
+            crossing.weights[first:end],
+            tuple(reach - first for reach in crossing.reach[first:end]),
+            crossing.saved_bytes[first:end],
+        )
+        cuts += [first + cut for cut in choose_cuts(part)]
+    cuts = sorted({*cuts, *(end - 1 for end in ends)})
+    return sorted({*_merge_smallest(cuts, crossing.saved_bytes), *(end - 1 for end in ends)})
 
 
 def choose_cuts(crossing: Crossing) -> list[int]:
@@ -267,11 +320,12 @@ def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int]) -> list[int]:
 
 def _assemble(
     joint: JointGraph,
-    positions: Positions,
+    placed: Placed,
     pinned: frozenset[int],
     views: frozenset[fx.Node],
     cuts: Sequence[int],
 ) -> Line:
+    positions = placed.positions
     stage_at: list[int] = []
     for i, end in enumerate([*cuts, max(positions.count, 1) - 1]):
         stage_at.extend([i] * (end + 1 - len(stage_at)))
@@ -313,7 +367,18 @@ def _assemble(
     )
     roles = _roles(joint, stages, fixed)
     order = {node: index for index, node in enumerate(joint.module.graph.nodes)}
-    return Line(joint, stages, fixed, views, stage_of, roles, order)
+    return Line(
+        joint,
+        stages,
+        fixed,
+        views,
+        stage_of,
+        roles,
+        order,
+        branch_ends=tuple(stage_at[end] for end in placed.ends),
+        drawing=tuple(i for i in range(count) if any(map(rng.draws, forward[i]))),
+        sums=placed.stages_of_sums(joint, stage_of),
+    )
 
 
 def _views_of_given(joint: JointGraph) -> frozenset[fx.Node]:

@@ -10,8 +10,10 @@ from torch import fx
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Forward, Keep, Schedule
 from fxremat.passes.block import Block, Mode, candidates, extract
+from fxremat.passes.firsts import check_draws
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.linearize import Line, Role
+from fxremat.passes.sums import Sums, home_sums, sums_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class BlockCache:
         self._line = line
         self._blocks: dict[tuple[object, ...], Block] = {}
         self._candidates: dict[tuple[object, ...], frozenset[fx.Node]] = {}
+        self._home: dict[int, Sums] = {}
 
     def __call__(
         self,
@@ -64,25 +67,46 @@ class BlockCache:
         outputs: frozenset[fx.Node],
         missing: frozenset[fx.Node] = frozenset(),
         held: frozenset[fx.Node] = frozenset(),
+        sums: Sums | None = None,
     ) -> Block:
         """The block of ``stage`` that gives ``outputs``; see :func:`extract`."""
         if mode is not Mode.AGAIN and not missing:
             held = frozenset()  # makes no difference
-        key = (stage, mode, outputs, missing, held)
+        sums = self._unusual(stage, sums)
+        key = (stage, mode, outputs, missing, held, sums)
         if key not in self._blocks:
             self._blocks[key] = extract(
-                self._line, stage=stage, mode=mode, outputs=outputs, missing=missing, held=held
+                self._line,
+                stage=stage,
+                mode=mode,
+                outputs=outputs,
+                missing=missing,
+                held=held,
+                sums=sums,
             )
         return self._blocks[key]
 
     def candidates(
-        self, stage: int, mode: Mode, held: frozenset[fx.Node] = frozenset()
+        self,
+        stage: int,
+        mode: Mode,
+        held: frozenset[fx.Node] = frozenset(),
+        sums: Sums | None = None,
     ) -> frozenset[fx.Node]:
         """What a block of ``stage`` can give."""
-        key = (stage, mode, held)
+        sums = self._unusual(stage, sums)
+        key = (stage, mode, held, sums)
         if key not in self._candidates:
-            self._candidates[key] = frozenset(candidates(self._line, stage, mode, held))
+            self._candidates[key] = frozenset(candidates(self._line, stage, mode, held, sums))
         return self._candidates[key]
+
+    def _unusual(self, stage: int, sums: Sums | None) -> Sums | None:
+        """``sums``, or ``None`` where they are those of the line's own order."""
+        if sums is None:
+            return None
+        if stage not in self._home:
+            self._home[stage] = home_sums(self._line, stage)
+        return None if sums == self._home[stage] else sums
 
 
 def build_program(
@@ -116,16 +140,19 @@ def build_program(
     ops = list(schedule.computations)
     if len(ops) < len(schedule):
         raise ScheduleError(f"graphs with transfers can't be emitted: {schedule}")
+    check_draws(line, ops)
+    summed = sums_at(line, ops)
     needed = _Needed(line)
     calls: list[Call] = []
     turn = 0
     for op, mode in reversed(list(zip(ops, _modes(ops), strict=True))):
         there = (held or {}).get(op.stage, frozenset())
-        outputs = blocks.candidates(op.stage, mode, there) & needed.tensors
+        sums = summed.get(op.stage) if mode is Mode.BACKWARD else None
+        outputs = blocks.candidates(op.stage, mode, there, sums) & needed.tensors
         if not outputs and mode is Mode.AGAIN:
             continue
         lacks = (missing or {}).get(op.stage) if mode is Mode.BACKWARD else None
-        block = blocks(op.stage, mode, outputs, lacks or frozenset(), there)
+        block = blocks(op.stage, mode, outputs, lacks or frozenset(), there, sums)
         needed.remove(outputs)
         kept = needed.kept(block.reads)
         needed.add(block.inputs)

@@ -218,7 +218,7 @@ class _Writer:
     def call(self, call: Call, peak_bytes: int) -> None:
         """Add the call and a value for each of its results."""
         module = self._modules.of(call.block, self._line)
-        target = self._attach(_block_name(call), module)
+        target = self._attach(self._block_name(call), module)
         arguments = tuple(self._value(n) for n in call.block.inputs)
         made = self._graph.call_module(target, arguments)
         made.meta["val"] = tuple(n.meta["val"] for n in call.block.outputs)
@@ -278,13 +278,12 @@ class _Writer:
         self._graph.lint()
         return ScheduleModule(self._root, self._graph, f"Fxremat{self._name.title()}")
 
-
-def _block_name(call: Call) -> str:
-    stage = call.op.stage
-    if isinstance(call.op, Backward):
-        return f"stage{stage}_backward"
-    if call.rebuilds:
-        return f"stage{stage}_rebuild"
-    again = "_again" if call.block.mode is Mode.AGAIN else ""
-    nosave = "" if call.op.keep is Keep.ALL else "_nosave"
-    return f"stage{stage}_forward{nosave}{again}"
+    def _block_name(self, call: Call) -> str:
+        stage = self._line.name_of(call.op.stage)
+        if isinstance(call.op, Backward):
+            return f"{stage}_backward"
+        if call.rebuilds:
+            return f"{stage}_rebuild"
+        again = "_again" if call.block.mode is Mode.AGAIN else ""
+        nosave = "" if call.op.keep is Keep.ALL else "_nosave"
+        return f"{stage}_forward{nosave}{again}"

@@ -41,6 +41,11 @@ def is_draw(node: fx.Node) -> bool:
     return node.target is rng.draw
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether running ``node`` for the first time advances a generator."""
+    return is_draw(node) or torch_compat.draws_random_numbers(node)
+
+
 def _copy_origin(source: fx.Node, target: fx.Node) -> None:
     for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
         if key in source.meta:

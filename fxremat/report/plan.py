@@ -29,6 +29,7 @@ class Plan:
         chain, costs: the stages and what they cost.
         frontier: the least time at every other budget.
         forward_code, backward_code: the emitted graphs as Python.
+        branch_ends: the stages after each branch's last, where branches meet in a trunk.
     """
 
     budget_bytes: int
@@ -48,6 +49,7 @@ class Plan:
     frontier: Frontier
     forward_code: str
     backward_code: str
+    branch_ends: tuple[int, ...] = ()
 
     def explain(self) -> str:
         """Print the plan as a table, and return what was printed."""

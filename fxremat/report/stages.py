@@ -139,7 +139,8 @@ def _runs(plan: Plan) -> list[list[Run]]:
     """The forwards of each stage.
 
     A forward whose predecessor is the forward of the stage before reads what that one
-    wrote; any other reads an input that was held, so a run of forwards starts there.
+    wrote; any other reads an input that was held, so a run of forwards starts there, and so
+    it does at the beginning of a branch.
     """
     ops = plan.schedule.computations
     runs: list[list[Run]] = [[] for _ in range(len(plan.chain))]
@@ -147,7 +148,8 @@ def _runs(plan: Plan) -> list[list[Run]]:
     before: Compute | None = None
     for op, event, after in zip(ops, _events(plan), (*ops[1:], None), strict=True):
         if isinstance(op, Forward):
-            if not (isinstance(before, Forward) and before.stage + 1 == op.stage):
+            goes_on = isinstance(before, Forward) and before.stage + 1 == op.stage
+            if not goes_on or op.stage in plan.branch_ends[:-1]:
                 start = op.stage
             seconds = 0.0 if event is None else event.end_s - event.start_s
             rebuilds = after == Backward(op.stage)

@@ -38,6 +38,7 @@ from fxremat.ir import (
     JoinCosts,
     JoinProblem,
     Keep,
+    SaveOption,
     Schedule,
     StageCosts,
     Timeline,
@@ -84,6 +85,7 @@ class _Line:
         level: the backwards of its stages ``>= level`` are done.
         flight: the boundary in flight and its value.
         kept, saved: by stage.
+        options: of the saved sets held in part.
     """
 
     chain: Chain
@@ -93,6 +95,7 @@ class _Line:
     flight: tuple[int, Value] | None = None
     kept: dict[int, Value] = field(default_factory=dict)
     saved: dict[int, Value] = field(default_factory=dict)
+    options: dict[int, SaveOption] = field(default_factory=dict)
 
 
 class _Replay:
@@ -142,9 +145,12 @@ class _Replay:
     ) -> tuple[float, int]:
         cost = line.costs[i]
         self._require(i < line.level, "its backward is done")
+        self._require(0 <= op.option <= len(cost.options), "there is no such option")
+        option = cost.options[op.option - 1] if op.option else None
         source, from_kept = self._read(line, i)
         before = self._total()
-        everything = dict.fromkeys((*line.chain.boundaries[i + 1], *line.chain.stages[i].saved))
+        kept = line.chain.stages[i].saved if option is None else option.kept
+        everything = dict.fromkeys((*line.chain.boundaries[i + 1], *kept))
         produced = {s: next(self.numbers) for s in everything if s not in source}
         after = {**source, **produced}
         written = {s: after[s] for s in line.chain.boundaries[i + 1]}
@@ -156,7 +162,10 @@ class _Replay:
         self.memory.take(new)
         peak = self._total()
         if op.keep is Keep.ALL:
-            peak += cost.keep_extra_bytes
+            peak += (option or cost).keep_extra_bytes
+            line.options.pop(i, None)
+            if option is not None and not rebuilds:
+                line.options[i] = option
             self._put(line.saved, i, new)
             self._put(line.kept, i, source)
         else:
@@ -181,7 +190,9 @@ class _Replay:
         self._require(self._is_next(line, i), "the trunk's backward is not done")
         self._require(i in line.saved, "its saved set is not in memory")
         self._read(line, i)
-        peak = self._total() + cost.backward_extra_bytes
+        option = line.options.pop(i, None)
+        peak = self._total() + (option or cost).backward_extra_bytes
+        seconds = cost.backward_s + (option.recompute_s if option else 0.0)
         if self.rebuild_peak is not None:
             peak, self.rebuild_peak = self.rebuild_peak, None
         self._put(line.saved, i, None)
@@ -190,7 +201,7 @@ class _Replay:
         if line is self.trunk and i == 0:
             self._land_ends()
         line.level = i
-        return cost.backward_s, peak
+        return seconds, peak
 
     def _is_next(self, line: _Line, i: int) -> bool:
         """Whether the backward of stage ``i`` of ``line`` may come next."""

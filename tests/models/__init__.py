@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.models import (
     autocast,
+    branches,
     densenet,
     features,
     gpt,
@@ -16,7 +17,19 @@ from tests.models import (
 )
 from tests.models.zoo import ZooModel
 
-_FAMILIES = (gpt, hf, resnet, densenet, inception, unet, siamese, features, recurrent, autocast)
+_FAMILIES = (
+    gpt,
+    hf,
+    resnet,
+    densenet,
+    inception,
+    unet,
+    siamese,
+    features,
+    recurrent,
+    autocast,
+    branches,
+)
 
 ZOO: dict[str, ZooModel] = {entry.name: entry for family in _FAMILIES for entry in family.ZOO}
 BENCH: dict[str, ZooModel] = {entry.name: entry for family in _FAMILIES for entry in family.BENCH}

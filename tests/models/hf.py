@@ -228,5 +228,6 @@ ZOO = [
 BENCH = [
     llama("llama8", vocabulary=1024, width=256, inner=688, layers=8, batch=8, length=256),
     llama("llama16", vocabulary=512, width=128, inner=344, layers=16, batch=4, length=512, heads=4),
+    clip("bench_clip", width=128, layers=8, batch=8, size=128),
     vit("vit", width=256, layers=8, batch=8, size=128, patch=8),
 ]

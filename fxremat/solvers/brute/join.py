@@ -125,7 +125,8 @@ class _Search(Held):
         stage = self.first[self.turn] + level - 1
         cost = self.costs[stage]
         held = self.total(state._replace(flight=()), 0)
-        return held + min(cost.backward_extra_bytes, cost.rebuild_bytes)
+        least = min([cost.backward_extra_bytes, *(o.backward_extra_bytes for o in cost.options)])
+        return held + min(least, cost.rebuild_bytes)
 
     def least_budget(self) -> int:
         """The least peak of any sequence."""
@@ -159,6 +160,7 @@ class _Search(Held):
             kept=nothing,
             saved=nothing,
             order=(),
+            option=(0,) * self.first[-1],
         )
 
     # What may come next.
@@ -188,8 +190,9 @@ class _Search(Held):
         only = None if self.kind is Kind.ANY else self._deepest(state, line)
         for i in range(level):
             if only in (None, i):
-                for keep in (Keep.INPUT, Keep.ALL):
-                    yield from self._forward(state, line, i, keep)
+                yield from self._forward(state, line, i, Keep.INPUT)
+                for option in range(len(self.costs[self.first[line] + i].options) + 1):
+                    yield from self._forward(state, line, i, Keep.ALL, option)
                 if self.kind is not Kind.CANONICAL:
                     yield from self._forward(state, line, i, Keep.NONE)
                 else:
@@ -252,7 +255,9 @@ class _Search(Held):
 
     # Single operations.
 
-    def _forward(self, state: State, line: int, i: int, keep: Keep) -> Iterator[_Step]:
+    def _forward(
+        self, state: State, line: int, i: int, keep: Keep, option: int = 0
+    ) -> Iterator[_Step]:
         """At most one step."""
         found = self.read(state, line, i)
         if found is None or self.is_held(state, line, i + 1):
@@ -268,10 +273,11 @@ class _Search(Held):
         again = self._may_go_back(state, line, i) and (line != self.turn or state.last_ran)
         if keep is Keep.ALL and again and self.kind is not Kind.ANY:
             return  # its backward comes next, and that is a rebuild
-        new = self.new(self.touched[line][i], held=self.held(state), source=source)
+        keeping = cost.options[option - 1] if option else cost
+        new = self.new(self.touched[line][i][option], held=self.held(state), source=source)
         written = (source | new) & self.within[line][i + 1]
         adds = written | new if keep is Keep.ALL else written
-        extra = cost.keep_extra_bytes if keep is Keep.ALL else cost.forward_extra_bytes
+        extra = keeping.keep_extra_bytes if keep is Keep.ALL else cost.forward_extra_bytes
         peak = self.total(state, adds) + extra
 
         kept, saved, order = state.kept, state.saved, state.order
@@ -294,8 +300,9 @@ class _Search(Held):
             kept=kept,
             saved=saved,
             order=order if self.kind is Kind.CANONICAL else (),
+            option=put(state.option, stage, option) if keep is Keep.ALL else state.option,
         )
-        yield _Step(cost.forward_s, peak, (Forward(stage, keep),), after)
+        yield _Step(cost.forward_s, peak, (Forward(stage, keep, option),), after)
 
     def _rebuild(self, state: State, line: int, i: int) -> Iterator[_Step]:
         """The forward of a stage for the second time, and its backward straight after."""
@@ -322,9 +329,11 @@ class _Search(Held):
         if state.saved[stage] < 0 or self.read(state, line, i) is None:
             return
         state = self.landed(state, line, i)
-        cost = self.costs[stage]
-        peak = self.total(state, 0) + cost.backward_extra_bytes
-        yield _Step(cost.backward_s, peak, (Backward(stage),), self._after_backward(state, line))
+        cost, option = self.costs[stage], state.option[stage]
+        chosen = cost.options[option - 1] if option else None
+        peak = self.total(state, 0) + (chosen or cost).backward_extra_bytes
+        seconds = cost.backward_s + (chosen.recompute_s if chosen else 0.0)
+        yield _Step(seconds, peak, (Backward(stage),), self._after_backward(state, line))
 
     def _may_go_back(self, state: State, line: int, i: int) -> bool:
         return state.levels[line] == i + 1 and (line == self.turn or not state.levels[self.turn])
@@ -343,6 +352,7 @@ class _Search(Held):
             kept=put(state.kept, stage, -1),
             saved=put(state.saved, stage, -1),
             order=tuple(s for s in state.order if s != stage),
+            option=put(state.option, stage, 0),
         )
 
 

@@ -20,6 +20,7 @@ class State(NamedTuple):
         kept: of each stage, its boundary if kept, else -1.
         saved: of each stage, its saved set with the boundary after it if held, else -1.
         order: stages whose boundary is kept, the one last read or written at the end.
+        option: the save option of each saved set that is held, 0 where none is.
     """
 
     levels: tuple[int, ...]
@@ -30,6 +31,7 @@ class State(NamedTuple):
     kept: tuple[int, ...]
     saved: tuple[int, ...]
     order: tuple[int, ...]
+    option: tuple[int, ...]
 
 
 class Held:
@@ -52,8 +54,11 @@ class Held:
         self.slot = [every << (i * self.copies) for i in range(len(join.storages))]
         self.within = [[sum(self.slot[i] for i in ids) for ids in sets] for sets in self.sets]
         self.touched = [
-            [at | frozenset(stage.saved) for at, stage in zip(sets[1:], line.stages, strict=True)]
-            for sets, line in zip(self.sets, self.lines, strict=True)
+            [
+                [at | frozenset(kept) for kept in (stage.saved, *(o.kept for o in cost.options))]
+                for at, stage, cost in zip(sets[1:], line.stages, stages, strict=True)
+            ]
+            for sets, line, stages in zip(self.sets, self.lines, problem.costs.lines, strict=True)
         ]
         self.sizes: dict[int, int] = {}
 

@@ -50,8 +50,9 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
     assert isinstance(found, Solved | Infeasible)
     if isinstance(problem, Problem) or isinstance(found, Infeasible):
         return found
-    ops = _branch_ops(problem, found.schedule.computations)
-    return Solved(Schedule(ops), walk.seconds(problem.join, problem.costs, ops))
+    schedule = as_join_schedule(problem, found.schedule)
+    ops = schedule.computations
+    return Solved(schedule, walk.seconds(problem.join, problem.costs, ops))
 
 
 def equivalent_chain(problem: JoinProblem) -> Problem:
@@ -114,16 +115,18 @@ def _level_costs(problem: JoinProblem, members: list[tuple[int, int]]) -> StageC
     )
 
 
-def _branch_ops(problem: JoinProblem, line: tuple[Compute, ...]) -> tuple[Compute, ...]:
+def as_join_schedule(problem: JoinProblem, schedule: Schedule) -> Schedule:
     """Every operation of the chain, member by member; a rebuild stays with its member."""
-    join = problem.join
+    join, line = problem.join, schedule.computations
     depth = max(map(len, join.branches))
     first = join.first_stages
     ops: list[Compute] = []
     for index, op in enumerate(line):
         if op.stage >= depth:
             stage = first[-2] + op.stage - depth
-            ops.append(Forward(stage, op.keep) if isinstance(op, Forward) else Backward(stage))
+            ops.append(
+                Forward(stage, op.keep, op.option) if isinstance(op, Forward) else Backward(stage)
+            )
             continue
         stages = [(first[b] + p, p) for b, p in _members(problem, op.stage)]
         if isinstance(op, Backward):
@@ -136,4 +139,4 @@ def _branch_ops(problem: JoinProblem, line: tuple[Compute, ...]) -> tuple[Comput
             keep = Keep.INPUT if place == 0 and op.keep is Keep.NONE else op.keep
             ops.append(Forward(stage, keep))
             ops += [Backward(stage)] if pair else []
-    return tuple(ops)
+    return Schedule(tuple(ops))

@@ -12,7 +12,8 @@ set of the stage before it. With ``C`` from ``rotor`` for a line alone:
 
     J(ends, h, t, m) = C_trunk(0, t, m)
     J(p, h, t, m) = least of, over the branches b with p[b] = s short of the end,
-      forward_s[s] + J(p[b] := s + 1, h[b] := 1, t, m - saved(s)) + backward_s[s]   (all)
+      least over save options o of forward_s[s]
+          + J(p[b] := s + 1, h[b] := 1, t, m - saved(s, o)) + backward_s(s, o)      (all)
       Σ forward_s[s … s' - 1] + J(p[b] := s', h[b] := 0, t, m - step(s, s'))
           + C_b(s, s' - 1, m + back(p, h, b))                   for s < s' <= end   (ck)
     and, over the cuts 0 < q <= t of the trunk,

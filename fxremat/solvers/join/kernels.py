@@ -179,12 +179,15 @@ def _fill_branch(table: JoinTable, state: tuple[int, int, int], p: Ints, b: int)
     count = n.lengths[b]
 
     inner = values[((number + n.strides[b]) * masks + (h | 1 << b)) * turns + t]
-    shift = _up(n.saved[b, s], quantum)
-    begin = max(n.turn_gradient[t] + n.keep[b, s], n.back[b, s] - more)
-    takes = n.prefix_s[b, s + 1] - n.prefix_s[b, s] + n.backward_s[b, s]
-    for m in range(max(shift, _up(begin, quantum)), out.size):
-        value = inner[m - shift] + takes
-        out[m] = value if value < out[m] else out[m]
+    for option in range(n.saved.shape[2]):
+        if n.backward_s[b, s, option] == np.inf:
+            continue
+        shift = _up(n.saved[b, s, option], quantum)
+        begin = max(n.turn_gradient[t] + n.keep[b, s, option], n.back[b, s, option] - more)
+        takes = n.prefix_s[b, s + 1] - n.prefix_s[b, s] + n.backward_s[b, s, option]
+        for m in range(max(shift, _up(begin, quantum)), out.size):
+            value = inner[m - shift] + takes
+            out[m] = value if value < out[m] else out[m]
 
     bare = np.empty(table.branch.shape[1])
     for cut in range(s + 1, count + 1):
@@ -250,26 +253,26 @@ def fill(table: JoinTable) -> None:
 
 
 @njit(inline="always")
-def _keep_needs(least: JoinLeast, state: tuple[int, int, int], p: Ints, b: int) -> int:
+def _keep_needs(least: JoinLeast, state: tuple[int, int, int], p: Ints, b: int, k: int) -> int:
     n = least.numbers
     number, h, t = state
     masks, turns = 1 << n.lengths.size, n.turn_gradient.size
     s = p[b]
     inner = ((number + n.strides[b]) * masks + (h | 1 << b)) * turns + t
-    needs = max(n.turn_gradient[t] + n.keep[b, s], n.saved[b, s] + least.memory[inner])
-    nbytes: int = max(needs, n.back[b, s] - _given_back(n, p, h, b))
+    needs = max(n.turn_gradient[t] + n.keep[b, s, k], n.saved[b, s, k] + least.memory[inner])
+    nbytes: int = max(needs, n.back[b, s, k] - _given_back(n, p, h, b))
     return nbytes
 
 
 @njit(inline="always")
-def _keep_s(least: JoinLeast, state: tuple[int, int, int], p: Ints, b: int) -> float:
+def _keep_s(least: JoinLeast, state: tuple[int, int, int], p: Ints, b: int, k: int) -> float:
     n = least.numbers
     number, h, t = state
     masks, turns = 1 << n.lengths.size, n.turn_gradient.size
     s = p[b]
     inner = ((number + n.strides[b]) * masks + (h | 1 << b)) * turns + t
     forward_s = n.prefix_s[b, s + 1] - n.prefix_s[b, s]
-    seconds: float = forward_s + least.seconds[inner] + n.backward_s[b, s]
+    seconds: float = forward_s + least.seconds[inner] + n.backward_s[b, s, k]
     return seconds
 
 
@@ -307,7 +310,7 @@ def choose_least(
     With ``available < 0``: the one that needs least, and among these the fastest.
 
     Returns:
-        Choice, branch, cut, bytes, seconds; choice -1 if there is none.
+        Choice, branch, cut or save option, bytes, seconds; choice -1 if there is none.
     """
     n = least.numbers
     number, h, t = state
@@ -321,17 +324,21 @@ def choose_least(
         seconds = least.trunk_s[0, t]
         return (TRUNK, 0, 0, needs, seconds) if needs <= limit else best
     for b in range(n.lengths.size):
-        for cut in range(p[b], n.lengths[b] + 1):
-            if p[b] == n.lengths[b]:
+        if p[b] == n.lengths[b]:
+            continue
+        for option in range(n.saved.shape[2]):
+            needs = _keep_needs(least, state, p, b, option)
+            seconds = _keep_s(least, state, p, b, option)
+            if seconds == np.inf:
                 continue
-            if cut == p[b]:
-                needs = _keep_needs(least, state, p, b)
-                seconds = _keep_s(least, state, p, b)
-            else:
-                needs = _cut_needs(least, state, p, b, cut)
-                seconds = _cut_s(least, state, p, b, cut)
             if (needs < limit and tightens) or (needs <= limit and seconds < best[4]):
-                best = (KEEP if cut == p[b] else CUT, b, cut, needs, seconds)
+                best = (KEEP, b, option, needs, seconds)
+                limit = needs if tightens else limit
+        for cut in range(p[b] + 1, n.lengths[b] + 1):
+            needs = _cut_needs(least, state, p, b, cut)
+            seconds = _cut_s(least, state, p, b, cut)
+            if (needs < limit and tightens) or (needs <= limit and seconds < best[4]):
+                best = (CUT, b, cut, needs, seconds)
                 limit = needs if tightens else limit
     if t and _can_turn(n, p, h):
         step = np.empty(turns + 1, dtype=np.int64)
@@ -370,7 +377,7 @@ def choose(table: JoinTable, state: tuple[int, int, int], m: int) -> tuple[int, 
     """The choice behind entry ``m`` of a state's row, by comparing the same sums again.
 
     Returns:
-        Choice, branch, cut; choice -1 if the entry is infinite.
+        Choice, branch, cut or save option; choice -1 if the entry is infinite.
     """
     n = table.numbers
     number, h, t = state
@@ -388,13 +395,15 @@ def choose(table: JoinTable, state: tuple[int, int, int], m: int) -> tuple[int, 
         if s == n.lengths[b]:
             continue
         more = _given_back(n, p, h, b)
-        shift = _up(n.saved[b, s], quantum)
-        begin = max(n.turn_gradient[t] + n.keep[b, s], n.back[b, s] - more)
-        if m >= max(shift, _up(begin, quantum)):
+        for option in range(n.saved.shape[2]):
+            shift = _up(n.saved[b, s, option], quantum)
+            begin = max(n.turn_gradient[t] + n.keep[b, s, option], n.back[b, s, option] - more)
+            if m < max(shift, _up(begin, quantum)):
+                continue
             inner = ((number + n.strides[b]) * masks + (h | 1 << b)) * turns + t
-            takes = n.prefix_s[b, s + 1] - n.prefix_s[b, s] + n.backward_s[b, s]
+            takes = n.prefix_s[b, s + 1] - n.prefix_s[b, s] + n.backward_s[b, s, option]
             if values[inner, m - shift] + takes == want:
-                return KEEP, b, s
+                return KEEP, b, option
         for cut in range(s + 1, n.lengths[b] + 1):
             shift = _up(n.step[b, s, cut], quantum)
             at = min(last, m + more // quantum)

@@ -28,8 +28,9 @@ class JoinNumbers(NamedTuple):
         strides: ``(k,)``; heads ``p`` are number ``Σ p[b] strides[b]`` of ``heads``.
         heads: how many vectors of heads there are.
         prefix_s: ``(k, n + 1)``, seconds of a branch's forwards ``0 … i - 1``.
-        backward_s: ``(k, n)``.
-        saved, keep, back: ``(k, n)``, see ``Numbers``.
+        backward_s: ``(k, n, 1 + O)``, after each of a stage's save options, from that of
+            keeping everything; those that a stage has not take for ever.
+        saved, keep, back: ``(k, n, 1 + O)``, see ``Numbers``, for each of them.
         step: ``(k, n + 1, n + 1)``, what boundary ``s'`` of a branch adds to ``s``.
         sweep: ``(k, n + 1, n + 1)``, see ``Numbers``, without any gradient.
         freed: ``(k, n + 1)``, what is given back with a head at ``p`` that no saved set
@@ -67,6 +68,8 @@ class JoinNumbers(NamedTuple):
 def line_numbers(join: Join, costs: JoinCosts) -> tuple[Numbers, ...]:
     """Arrays of every line as a chain of its own; the last stage of a branch is no turn.
 
+    Nor can it be run with a save option and go back at once: that would be a rebuild.
+
     Raises:
         ValueError: the sizes are too large to add up.
     """
@@ -80,6 +83,7 @@ def line_numbers(join: Join, costs: JoinCosts) -> tuple[Numbers, ...]:
         last = stages[-1]
         line.leaf_bytes[-1] = last.gradient_bytes + last.rebuild_bytes
         line.leaf_s[-1] = last.rebuild_s + last.backward_s
+        line.option_s[-1] = np.inf
     return tuple(lines)
 
 
@@ -96,15 +100,21 @@ def join_numbers(join: Join, costs: JoinCosts, lines: tuple[Numbers, ...]) -> Jo
         before, at = join.trunk.boundaries[q - 1], join.trunk.boundaries[q]
         new[q] = join.trunk.nbytes(set(at) - set(before))
     extra = [stage.forward_extra_bytes for stage in costs.trunk]
+    whole = [  # with the options of the last stages
+        numbers_of(chain, Costs(stages))
+        for chain, stages in zip(join.branches, costs.branches, strict=True)
+    ]
     return JoinNumbers(
         lengths=np.array(lengths, dtype=np.int64),
         strides=np.array(strides, dtype=np.int64),
         heads=strides[0] * sizes[0],
         prefix_s=_padded([branch.prefix_s for branch in branches]),
-        backward_s=_padded([branch.backward_s for branch in branches]),
-        saved=_padded([branch.saved for branch in branches]),
-        keep=_padded([branch.keep for branch in branches]),
-        back=_padded([branch.back for branch in branches]),
+        backward_s=_padded(
+            [np.column_stack([n.backward_s, n.option_s]) for n in whole], fill=np.inf
+        ),
+        saved=_padded([np.column_stack([n.saved, n.option_saved]) for n in whole]),
+        keep=_padded([np.column_stack([n.keep, n.option_keep]) for n in whole]),
+        back=_padded([np.column_stack([n.back, n.option_back]) for n in whole]),
         step=_padded([branch.step for branch in branches]),
         sweep=_padded([branch.sweep for branch in branches]),
         freed=_padded([_freed(chain) for chain in join.branches]),
@@ -135,8 +145,8 @@ def _check_total(join: Join, costs: JoinCosts) -> None:
         total += max(
             2 * stage.gradient_bytes
             + stage.forward_extra_bytes
-            + stage.keep_extra_bytes
-            + stage.backward_extra_bytes
+            + max([stage.keep_extra_bytes, *(o.keep_extra_bytes for o in stage.options)])
+            + max([stage.backward_extra_bytes, *(o.backward_extra_bytes for o in stage.options)])
             + stage.rebuild_bytes
             for stage in stages
         )
@@ -144,12 +154,12 @@ def _check_total(join: Join, costs: JoinCosts) -> None:
         raise ValueError(f"the sizes add up to {total} bytes, more than {_MOST_BYTES}")
 
 
-def _padded(arrays: list[NDArray[_Number]]) -> NDArray[_Number]:
-    """Arrays of unlike shapes in one, filled up with zeros."""
+def _padded(arrays: list[NDArray[_Number]], *, fill: float = 0) -> NDArray[_Number]:
+    """Arrays of unlike shapes in one, filled up with ``fill``."""
     shape: list[int] = [
         max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)
     ]
-    out = np.zeros((len(arrays), *shape), dtype=arrays[0].dtype)
+    out = np.full((len(arrays), *shape), fill, dtype=arrays[0].dtype)
     for i, array in enumerate(arrays):
         out[i][tuple(map(slice, array.shape))] = array
     return out

@@ -46,7 +46,7 @@ class _Walk(NamedTuple):
         numbers: its arrays.
         choose: the choice for a state and what is available to it.
         pick: the choice for a segment, as ``kernels.choose`` of the chain solvers.
-        saved: of each line's stages.
+        saved: of each line's stages, for each of its save options from 0.
         step: of each line, see ``Numbers``.
         turn: what cut ``q`` of the trunk adds to the heads.
         more: what branch ``b``'s backward has more than its forward, see ``general``.
@@ -56,7 +56,7 @@ class _Walk(NamedTuple):
     numbers: JoinNumbers
     choose: Callable[[_State], _Choice]
     pick: Callable[[_Segment], int]
-    saved: list[list[int]]
+    saved: list[list[list[int]]]
     step: list[list[list[int]]]
     turn: Callable[[_State, int], int]
     more: Callable[[_State, int], int]
@@ -86,7 +86,7 @@ def table_ops(
         numbers,
         choose,
         pick,
-        saved=[[-(-n // quantum) for n in line.saved.tolist()] for line in lines],
+        saved=[(-(-_saved(line) // quantum)).tolist() for line in lines],
         step=[(-(-line.step // quantum)).tolist() for line in lines],
         turn=lambda state, q: -(-_turn_bytes(table, state, q) // quantum),
         more=lambda state, b: _more_bytes(table, state, b) // quantum,
@@ -113,7 +113,7 @@ def least_ops(
         numbers,
         choose,
         pick,
-        saved=[line.saved.tolist() for line in lines],
+        saved=[_saved(line).tolist() for line in lines],
         step=[line.step.tolist() for line in lines],
         turn=partial(_turn_bytes, least),
         more=partial(_more_bytes, least),
@@ -125,16 +125,25 @@ def seconds(join: Join, costs: JoinCosts, ops: tuple[Compute, ...]) -> float:
     """Time of ``ops``, summed in their order."""
     flat = [cost for stages in costs.lines for cost in stages]
     ran: set[int] = set()
+    rest_s: dict[int, float] = {}  # what the backward takes longer after a save option
     total = 0.0
     for index, op in enumerate(ops):
         cost = flat[op.stage]
         if isinstance(op, Backward):
-            total += cost.backward_s
+            total += cost.backward_s + rest_s.get(op.stage, 0.0)
             continue
         pair = op.keep is Keep.ALL and ops[index + 1] == Backward(op.stage)
-        total += cost.rebuild_s if pair and op.stage in ran else cost.forward_s
+        rebuilds = pair and op.stage in ran
+        total += cost.rebuild_s if rebuilds else cost.forward_s
         ran.add(op.stage)
+        if op.keep is Keep.ALL:
+            chosen = op.option and not rebuilds
+            rest_s[op.stage] = cost.options[op.option - 1].recompute_s if chosen else 0.0
     return total
+
+
+def _saved(line: Numbers) -> Ints:
+    return np.column_stack([line.saved, line.option_saved])
 
 
 def _line_least(least: JoinLeast, line: int, count: int) -> tuple[Ints, Floats]:
@@ -193,9 +202,9 @@ def _expand_state(
         return [inner, _State(p, h, cut - 1, available)]
     if choice == kernels.KEEP:
         stage = first[b] + p[b]
-        ops.append(Forward(stage, Keep.ALL))
+        ops.append(Forward(stage, Keep.ALL, option=cut))
         moved = (*p[:b], p[b] + 1, *p[b + 1 :])
-        rest = available - walk.saved[b][p[b]]
+        rest = available - walk.saved[b][p[b]][cut]
         return [_State(moved, h | 1 << b, t, rest), Backward(stage)]
     if choice == kernels.CUT:
         _append_sweep(first[b], p[b], cut, ops)
@@ -228,12 +237,13 @@ def _expand_segment(
     line, s, t, available = item
     first = walk.join.first_stages[line]
     cut = walk.pick(item)
-    if cut < s:
+    if cut == -1:
         raise AssertionError(f"no choice explains the value of {item}")
-    if cut == s:
-        ops.append(Forward(first + s, Keep.ALL))
-        inner = [_Segment(line, s + 1, t, available - walk.saved[line][s])] if s < t else []
-        return [*inner, Backward(first + s)]
+    if cut <= s:
+        option = 0 if cut == s else -1 - cut
+        ops.append(Forward(first + s, Keep.ALL, option))
+        rest = available - walk.saved[line][s][option]
+        return [*([_Segment(line, s + 1, t, rest)] if s < t else []), Backward(first + s)]
     if s == t:
         ops += [Forward(first + s, Keep.INPUT), Forward(first + s, Keep.ALL)]
         return [Backward(first + s)]

@@ -1,0 +1,345 @@
+"""Branches: parts of the forward that share no activation before they meet."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat.passes import batchnorm, rng
+from fxremat.passes.joint import JointGraph
+from fxremat.passes.position import Positions
+from fxremat.passes.storage import is_tensor
+
+LEAST_SHARE = 0.05
+"""A branch saves at least this share of all saved bytes; what saves less is the trunk's."""
+
+LEAST_OPERATIONS = 5
+"""And has at least as many operations: the copy of a weight in another dtype is no branch."""
+
+TRUNK = -1
+"""In place of the number of a branch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The forward as branches and the trunk after them.
+
+    Attributes:
+        forward: all forward operations: views of given tensors, then branch after branch,
+            then the trunk; within each in graph order.
+        count: how many branches, at least 2.
+        branch_of: of each operation of a branch.
+    """
+
+    forward: tuple[fx.Node, ...]
+    count: int
+    branch_of: dict[fx.Node, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Positions of a forward in branches.
+
+    Attributes:
+        positions: a backward node's is in the branch of the gradients that it reads, or in
+            the trunk.
+        ends: positions after each branch's last.
+        sums: backward nodes that read gradients of several branches: those that add up the
+            gradients of shared parameters, and what reads these. Their position is the
+            lowest of those they read.
+    """
+
+    positions: Positions
+    ends: tuple[int, ...]
+    sums: frozenset[fx.Node]
+
+    def stages_of_sums(
+        self, joint: JointGraph, stage_of: Mapping[fx.Node, int]
+    ) -> dict[fx.Node, frozenset[int]]:
+        """For each sum the stages whose backwards give what it reads."""
+        found: dict[fx.Node, frozenset[int]] = {}
+        for node in joint.backward:
+            if node in self.sums:
+                sources = (n for n in node.all_input_nodes if n in self.positions.backward)
+                found[node] = frozenset[int]().union(
+                    *(found[n] if n in found else {stage_of[n]} for n in sources)
+                )
+        return found
+
+    def is_apart(self, joint: JointGraph, pinned: frozenset[int]) -> bool:
+        """Whether no branch, and no sum, reads an activation of another branch."""
+        where = self.positions
+        for node, position in where.forward.items():
+            here = branch_at(self.ends, position)
+            if pinned.issuperset(joint.storages.of_node[node]) or here == TRUNK:
+                continue
+            for user in node.users:
+                at = where.forward.get(user, where.backward.get(user))
+                there = here if at is None else branch_at(self.ends, at)
+                if user in self.sums or there not in (here, TRUNK):
+                    return False
+        return True
+
+
+def branch_at(ends: Sequence[int], position: int) -> int:
+    """The branch that holds a position, or ``TRUNK``."""
+    branch = bisect_right(ends, position)
+    return branch if branch < len(ends) else TRUNK
+
+
+class _Groups:
+    """Operations and storages that activations connect, and the saved bytes of each group."""
+
+    def __init__(
+        self, joint: JointGraph, *, apart: frozenset[int], saved: Mapping[int, int]
+    ) -> None:
+        self._table = joint.storages
+        self._apart = apart
+        self._saved = saved
+        self._parent: dict[fx.Node | int, fx.Node | int] = {}
+        self._saved_bytes: dict[fx.Node | int, int] = {}
+        self._operations: dict[fx.Node | int, int] = {}
+
+    def heavy(self, least_bytes: int) -> dict[fx.Node | int, int]:
+        """The groups that are large enough for a branch, and what they save."""
+        return {
+            group: nbytes
+            for group, nbytes in self._saved_bytes.items()
+            if nbytes >= least_bytes and self._operations.get(group, 0) >= LEAST_OPERATIONS
+        }
+
+    def add(self, node: fx.Node) -> None:
+        """Connect ``node`` with what it makes and reads, but what connects nothing."""
+        for storage in self._table.of((node, *node.all_input_nodes)) - self._apart:
+            self._join(node, storage)
+        for source in node.all_input_nodes:
+            if not is_tensor(source) and source in self._parent:
+                self._join(node, source)  # an operation with several values
+        group = self.find(node)
+        self._operations[group] = self._operations.get(group, 0) + 1
+
+    def find(self, item: fx.Node | int) -> fx.Node | int:
+        """What stands for the group of ``item``."""
+        if item not in self._parent:
+            self._parent[item] = item
+            if isinstance(item, int) and item in self._saved:
+                self._saved_bytes[item] = self._saved[item]
+        while self._parent[item] != item:
+            self._parent[item] = self._parent[self._parent[item]]
+            item = self._parent[item]
+        return item
+
+    def _join(self, one: fx.Node | int, other: fx.Node | int) -> None:
+        a, b = self.find(one), self.find(other)
+        if a != b:
+            self._parent[b] = a
+            for sizes in (self._saved_bytes, self._operations):
+                if b in sizes:
+                    sizes[a] = sizes.get(a, 0) + sizes.pop(b)
+
+
+def find_branches(
+    joint: JointGraph, *, views: frozenset[fx.Node], pinned: frozenset[int]
+) -> Branches | None:
+    """Where the forward is a join.
+
+    The operations before some point of the graph fall apart into groups that share no
+    activation. The point is the one at which most saved bytes are in groups beside the
+    largest, and the last of those.
+
+    Args:
+        joint: the step.
+        views: views of given tensors; they connect nothing.
+        pinned: storages that are kept for the whole step; nor do those of them that carry
+            no gradient, such as a mask.
+
+    Ensures: there are at least two branches; random draws keep their order, and every
+        operation follows what it reads.
+
+    Returns:
+        None where the forward is no join.
+    """
+    nodes = [n for n in joint.forward if n not in views]
+    saved = _saved_bytes(joint, nodes)
+    least_bytes = max(1, int(LEAST_SHARE * sum(n for s, n in saved.items() if s not in pinned)))
+    apart = _carrying_no_gradient(joint, pinned) | joint.storages.of(joint.given)
+    groups = _Groups(joint, apart=apart, saved=saved)
+    best_bytes, point = 1, 0
+    for index, node in enumerate(nodes):
+        groups.add(node)
+        heavy = groups.heavy(least_bytes).values()
+        beside_bytes = sum(heavy) - max(heavy, default=0)
+        if beside_bytes >= best_bytes:
+            best_bytes, point = beside_bytes, index + 1
+    if not point:
+        return None
+    groups = _Groups(joint, apart=apart, saved=saved)
+    for node in nodes[:point]:
+        groups.add(node)
+    place = _places(nodes[:point], groups, groups.heavy(least_bytes).keys())
+    branch_of = {n: branch for n, branch in place.items() if branch != TRUNK}
+    count = 1 + max(branch_of.values())
+    ordered = sorted(nodes, key=lambda n: branch_of.get(n, count))
+    if _draws(ordered) != _draws(nodes) or not _is_order(ordered):
+        return None
+    looking = (n for n in joint.forward if n in views)
+    return Branches((*looking, *ordered), count, branch_of)
+
+
+def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozenset[int]:
+    """Those of ``pinned`` that depend on nothing that gets a gradient, or only run once."""
+    results = zip(joint.primals, joint.backward_outputs, strict=True)
+    differentiable = {primal for primal, gradient in results if gradient is not None}
+    carrying: set[int] = set()
+    once: set[int] = set()
+    for node in joint.forward:
+        if rng.is_state(node) or batchnorm.is_new_statistic(node):
+            once.update(joint.storages.of_node[node])
+        elif not differentiable.isdisjoint(node.all_input_nodes):
+            differentiable.add(node)
+            carrying.update(joint.storages.of_node[node])
+    return pinned - (carrying - once)
+
+
+def _saved_bytes(joint: JointGraph, nodes: Iterable[fx.Node]) -> dict[int, int]:
+    """Sizes of the storages that backward nodes read."""
+    backward = set(joint.backward)
+    return {
+        storage: joint.storages.nbytes[storage]
+        for node in nodes
+        if not backward.isdisjoint(node.users)
+        for storage in joint.storages.of_node[node]
+    }
+
+
+def _places(
+    nodes: Sequence[fx.Node], groups: _Groups, heavy: Set[fx.Node | int]
+) -> dict[fx.Node, int]:
+    """The branch of each node, or ``TRUNK``.
+
+    A light group goes with the first branch that reads anything pinned that it makes.
+    """
+    group_of = {node: groups.find(node) for node in nodes}
+    place: dict[fx.Node | int, int] = {}
+    for group in group_of.values():
+        if group in heavy:
+            place.setdefault(group, len(place))
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(nodes):
+            group = group_of[node]
+            readers = [place[group_of[u]] for u in node.users if group_of.get(u) in place]
+            if group not in heavy and readers and min(readers) < place.get(group, len(heavy)):
+                place[group], changed = min(readers), True
+    return {node: place.get(group, TRUNK) for node, group in group_of.items()}
+
+
+def _draws(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return list(filter(rng.draws, nodes))
+
+
+def _is_order(nodes: Sequence[fx.Node]) -> bool:
+    """Whether each follows what it reads."""
+    todo = set(nodes)
+    for node in nodes:
+        if not todo.isdisjoint(node.all_input_nodes):
+            return False
+        todo.remove(node)
+    return True
+
+
+def place_backward(joint: JointGraph, branches: Branches, positions: Positions) -> Placed | None:
+    """Keep the backward of each branch to itself.
+
+    Args:
+        joint: the step, its forward in the order of ``branches``.
+        branches: of the forward.
+        positions: as on a line of that order.
+
+    Returns:
+        None where a branch's backward takes more from another than sums of gradients do.
+    """
+    return _Placing(joint, branches, positions).run()
+
+
+class _Placing:
+    """One run of ``place_backward``."""
+
+    def __init__(self, joint: JointGraph, branches: Branches, positions: Positions) -> None:
+        self._joint = joint
+        self._forward = positions.forward
+        self._located = dict(positions.backward)
+        self._count = positions.count
+        self._starts = [0] * (branches.count + 1)
+        for node, branch in branches.branch_of.items():
+            after = positions.forward[node] + 1
+            for later in range(branch + 1, branches.count + 1):
+                self._starts[later] = max(self._starts[later], after)
+        if self._starts[-1] == self._count:
+            self._count += 1  # no operation comes after the branches: the turn stands for it
+        self._sums: dict[fx.Node, frozenset[int]] = {}
+
+    def run(self) -> Placed | None:
+        joint = self._joint
+        waiting = self._without_gradient()
+        for node in reversed(joint.backward):
+            if node in waiting:
+                self._lift(node)
+        for node in joint.backward:
+            if node not in waiting:
+                self._confine(node)
+        for node in joint.backward:
+            sources = [self._located[n] for n in node.all_input_nodes if n in self._located]
+            own = [] if node in self._sums else [self._located[node]]
+            self._located[node] = min([*own, *sources])
+        if not all(map(self._is_apart, joint.backward)):
+            return None
+        backward = {node: self._located[node] for node in joint.backward}
+        positions = Positions(self._forward, backward, self._count)
+        return Placed(positions, tuple(self._starts[1:]), frozenset(self._sums))
+
+    def _branch_at(self, position: int) -> int:
+        return branch_at(self._starts[1:], position)
+
+    def _without_gradient(self) -> set[fx.Node]:
+        """Backward nodes that depend on no gradient: a mask, a scale."""
+        found: set[fx.Node] = set()
+        known = set(self._joint.tangents)
+        for node in self._joint.backward:
+            if known.isdisjoint(node.all_input_nodes):
+                found.add(node)
+            else:
+                known.add(node)
+        return found
+
+    def _lift(self, node: fx.Node) -> None:
+        """What several branches read is computed before any of them goes back."""
+        readers = {self._branch_at(self._located[u]) for u in node.users if u in self._located}
+        if len(readers) > 1:
+            self._located[node] = max(self._located[node], self._starts[-1])
+
+    def _confine(self, node: fx.Node) -> None:
+        sources = [n for n in node.all_input_nodes if n in self._located]
+        owners = {self._branch_at(self._located[n]) for n in sources if n not in self._sums}
+        owners = owners.union(*(self._sums[n] for n in sources if n in self._sums)) - {TRUNK}
+        if len(owners) > 1:
+            self._sums[node] = frozenset(owners)
+        elif owners:
+            (branch,) = owners
+            first, end = self._starts[branch], self._starts[branch + 1]
+            self._located[node] = min(max(self._located[node], first), end - 1)
+
+    def _is_apart(self, node: fx.Node) -> bool:
+        """Whether ``node`` reads what its own branch, or the trunk, has."""
+        here = self._branch_at(self._located[node])
+        for source in node.all_input_nodes:
+            if source in self._located:
+                there = self._branch_at(self._located[source])
+                fits = node in self._sums or (source not in self._sums and there in (here, TRUNK))
+                if not fits:
+                    return False
+        return not rng.draws(node)  # a backward's draws keep the order of the line

@@ -1,0 +1,265 @@
+"""A join with fewer stages: neighbours merged, so that the table of all heads stays small.
+
+The recurrence of ``general`` takes time with the product of the branches' lengths. Where that
+is too much, the neighbours that save least are merged into one stage. What either keeps, the
+merged stage keeps; its save options are theirs, each at the best for one price of a byte. Every
+schedule of the coarse join is one of the fine join, at the same time and within the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from fxremat.ir import (
+    Backward,
+    Chain,
+    Compute,
+    Forward,
+    Join,
+    JoinCosts,
+    Keep,
+    SaveOption,
+    Schedule,
+    Stage,
+    StageCosts,
+)
+
+MOST_OPTIONS = 8
+"""Of a merged stage, beside that of keeping everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coarse:
+    """A join of merged stages.
+
+    Attributes:
+        join, costs: of the merged stages.
+        members: for each of them the stages of the fine join, in order.
+        choices: for each of its save options, from that of keeping everything, those of
+            its members.
+    """
+
+    join: Join
+    costs: JoinCosts
+    members: tuple[tuple[int, ...], ...]
+    choices: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def refine(self, schedule: Schedule) -> Schedule:
+        """A schedule of the coarse join as one of the fine join."""
+        return Schedule(tuple(fine for op in schedule.computations for fine in self._parts(op)))
+
+    def _parts(self, op: Compute) -> Sequence[Compute]:
+        stages = self.members[op.stage]
+        if isinstance(op, Backward):
+            return [Backward(stage) for stage in reversed(stages)]
+        if op.keep is Keep.ALL:
+            options = self.choices[op.stage][op.option]
+            return [Forward(i, Keep.ALL, o) for i, o in zip(stages, options, strict=True)]
+        return [Forward(stages[0], op.keep), *(Forward(i, Keep.NONE) for i in stages[1:])]
+
+
+def with_turn(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse:
+    """The trunk as a single stage, forward and straight back, as the turn of the paper.
+
+    Args:
+        join, costs: the fine join.
+        extra_bytes: peak of the trunk's forward and backward beyond the branches' ends, all
+            of it kept meanwhile. The stages alone cannot tell: where one of them is the last
+            to read an end, the end makes room for the others' gradients.
+    """
+    trunk = costs.trunk
+    forward_s = sum(cost.forward_s for cost in trunk)
+    turn = StageCosts(
+        forward_s=forward_s,
+        backward_s=sum(cost.backward_s for cost in trunk),
+        rebuild_s=forward_s,
+        gradient_bytes=trunk[-1].gradient_bytes,
+        forward_extra_bytes=extra_bytes,
+        keep_extra_bytes=extra_bytes,
+        backward_extra_bytes=extra_bytes,
+        rebuild_bytes=extra_bytes,
+    )
+    chain = Chain(
+        join.storages,
+        (join.trunk.boundaries[0], ()),
+        (Stage("turn", (), join.trunk.stages[0].kind),),
+    )
+    start = join.first_stages[-2]
+    options = [cost.options for branch in costs.branches for cost in branch]
+    return Coarse(
+        Join(join.branches, chain),
+        replace(costs, trunk=(turn,)),
+        (*((i,) for i in range(start)), tuple(range(start, len(join)))),
+        (
+            *(tuple((o,) for o in range(len(own) + 1)) for own in options),
+            ((0,) * len(trunk),),
+        ),
+    )
+
+
+def states_of(lengths: Sequence[int]) -> int:
+    """States of the recurrence, for a join of lines of these lengths, the trunk last."""
+    *branches, trunk = lengths
+    states = trunk << len(branches)
+    for length in branches:
+        states *= length + 1
+    return states
+
+
+def work_of(lengths: Sequence[int]) -> int:
+    """Choices that the recurrence looks at a slot."""
+    return states_of(lengths) * sum(lengths)
+
+
+def coarsen(join: Join, costs: JoinCosts, *, most_work: int) -> Coarse:
+    """Merge neighbours, those first that save least, until ``work_of`` is ``most_work``.
+
+    A join that is small enough stays as it is. No line is merged into nothing, so a join of
+    many branches may stay above.
+    """
+    groups = [[[i] for i in range(len(line))] for line in join.lines]
+    saved = [[line.nbytes(line.saved_set(i)) for i in range(len(line))] for line in join.lines]
+    while work_of([len(parts) for parts in groups]) > most_work:
+        pairs = [
+            (sum(saved[b][i] for i in (*one, *other)), b, place)
+            for b, parts in enumerate(groups)
+            for place, (one, other) in enumerate(pairwise(parts))
+        ]
+        if not pairs:
+            break
+        _, b, place = min(pairs)
+        groups[b][place : place + 2] = [groups[b][place] + groups[b][place + 1]]
+    chains = [_merge(line, parts) for line, parts in zip(join.lines, groups, strict=True)]
+    runs = [
+        [_Run(line, [stages[i] for i in part], part[0]) for part in parts]
+        for line, stages, parts in zip(join.lines, costs.lines, groups, strict=True)
+    ]
+    merged = [tuple(run.costs() for run in own) for own in runs]
+    firsts = join.first_stages
+    return Coarse(
+        Join(tuple(chains[:-1]), chains[-1]),
+        replace(costs, branches=tuple(merged[:-1]), trunk=merged[-1]),
+        tuple(
+            tuple(firsts[b] + i for i in part) for b, parts in enumerate(groups) for part in parts
+        ),
+        tuple(tuple(run.choices()) for own in runs for run in own),
+    )
+
+
+def _merge(line: Chain, parts: Sequence[Sequence[int]]) -> Chain:
+    stages = []
+    for part in parts:
+        own = [line.stages[i] for i in part]
+        inner = [s for i in part[1:] for s in line.boundaries[i]]
+        saved = dict.fromkeys((*(s for stage in own for s in stage.saved), *inner))
+        saved = {s: None for s in saved if s not in line.boundaries[part[0]]}
+        name = own[0].name if len(own) == 1 else f"{own[0].name}…{own[-1].name}"
+        stages.append(Stage(name, tuple(saved), own[0].kind))
+    boundaries = [line.boundaries[part[0]] for part in parts]
+    return Chain(line.storages, (*boundaries, line.boundaries[-1]), tuple(stages))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring stages of a line, from ``first`` on, that run as one."""
+
+    line: Chain
+    stages: Sequence[StageCosts]
+    first: int
+
+    def costs(self) -> StageCosts:
+        """Of the merged stage."""
+        if len(self.stages) == 1:
+            return self.stages[0]
+        line, own, last = self.line, self.stages, self.stages[-1]
+        head = set(line.boundaries[self.first])
+        passing = [
+            cost.forward_extra_bytes
+            + line.nbytes({*line.boundaries[i], *line.boundaries[i + 1]} - head)
+            for i, cost in enumerate(own, start=self.first)
+        ]
+        end_bytes = line.nbytes(set(line.boundaries[self.first + len(own)]) - head)
+        whole, *options = map(self._keeping, self.choices())
+        kept = self._kept_bytes((0,) * len(own))
+        rebuilding = [n + cost.keep_extra_bytes for n, cost in zip(kept, own, strict=True)]
+        back = [
+            n + cost.gradient_bytes - last.gradient_bytes + cost.backward_extra_bytes
+            for n, cost in zip(kept, own, strict=True)
+        ]
+        return StageCosts(
+            forward_s=sum(cost.forward_s for cost in own),
+            backward_s=sum(cost.backward_s for cost in own),
+            rebuild_s=sum(cost.forward_s for cost in own[:-1]) + last.rebuild_s,
+            gradient_bytes=last.gradient_bytes,
+            forward_extra_bytes=max(0, max(passing) - end_bytes),
+            keep_extra_bytes=whole.keep_extra_bytes,
+            backward_extra_bytes=whole.backward_extra_bytes,
+            rebuild_bytes=max(kept[-2] + last.rebuild_bytes, *rebuilding[:-1], *back[:-1]),
+            options=tuple(options),
+        )
+
+    def choices(self) -> list[tuple[int, ...]]:
+        """Keeping everything, and at some prices of a byte the best option of each member."""
+        if len(self.stages) == 1:
+            return [(option,) for option in range(len(self.stages[0].options) + 1)]
+        nbytes = [
+            [self.line.nbytes(kept) for kept in self._kept(i)] for i in range(len(self.stages))
+        ]
+        seconds = [[0.0, *(o.recompute_s for o in cost.options)] for cost in self.stages]
+        prices = {
+            takes / (sizes[0] - size)
+            for sizes, times in zip(nbytes, seconds, strict=True)
+            for size, takes in zip(sizes, times, strict=True)
+            if size < sizes[0]
+        }
+        found = {(0,) * len(self.stages): None}
+        for price in sorted(prices):
+            costs = [
+                [price * size + takes for size, takes in zip(*member, strict=True)]
+                for member in zip(nbytes, seconds, strict=True)
+            ]
+            # Of equal ones the last, which keeps least: it is what the price stands for.
+            best = (max(k for k, c in enumerate(own) if c <= min(own)) for own in costs)
+            found[tuple(best)] = None
+        whole, *others = found
+        step = -(-len(others) // MOST_OPTIONS) or 1
+        return [whole, *others[::-1][::step]]
+
+    def _kept(self, member: int) -> list[frozenset[int]]:
+        """What ``F_all`` of a member adds with each of its options, from 0."""
+        i = self.first + member
+        options = self.stages[member].options
+        return [self.line.saved_set(i), *(self.line.added(i, o.kept) for o in options)]
+
+    def _kept_bytes(self, choice: tuple[int, ...]) -> list[int]:
+        """What is kept up to each member, beside the input."""
+        held: set[int] = set()
+        head = set(self.line.boundaries[self.first])
+        total = []
+        for member, option in enumerate(choice):
+            held |= self._kept(member)[option]
+            total.append(self.line.nbytes(held - head))
+        return total
+
+    def _keeping(self, choice: tuple[int, ...]) -> SaveOption:
+        """The merged stage with an option of each member."""
+        kept = self._kept_bytes(choice)
+        last = self.stages[-1].gradient_bytes
+        own = [
+            cost.options[option - 1] if option else cost
+            for cost, option in zip(self.stages, choice, strict=True)
+        ]
+        keeping = [n + part.keep_extra_bytes for n, part in zip(kept, own, strict=True)]
+        back = [
+            n + cost.gradient_bytes - last + part.backward_extra_bytes
+            for n, cost, part in zip(kept, self.stages, own, strict=True)
+        ]
+        ids = frozenset[int]().union(*(self._kept(m)[o] for m, o in enumerate(choice)))
+        return SaveOption(
+            tuple(sorted(ids)),
+            sum(part.recompute_s for part in own if isinstance(part, SaveOption)),
+            max(0, max(keeping) - kept[-1]),
+            max(0, max(back) - kept[-1]),
+        )

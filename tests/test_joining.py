@@ -1,0 +1,164 @@
+"""Graphs of joins: the same bits and the swept peak in whatever order branches go back."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from fxremat.errors import ScheduleError
+from fxremat.ir import Backward, Compute, Forward, JoinProblem, Keep, Schedule
+from fxremat.joining import _in_graph_order, equivalent_schedules, join_schedules
+from fxremat.passes.firsts import any_order, check_draws
+from fxremat.passes.join import build_join, build_join_costs
+from fxremat.passes.linearize import Line
+from fxremat.passes.surroundings import Caller
+from fxremat.search import Search, line_schedules
+from fxremat.simulate.join import simulate
+from fxremat.solvers.join.unit import least_slots
+from tests.harness import (
+    captured,
+    measured_peak_bytes,
+    random_schedule,
+    run_emitted,
+    run_traced,
+    silent,
+)
+from tests.models.bits import assert_bitwise_equal
+from tests.test_branches import JOINS
+from tests.unit_joins import (
+    budget_bytes,
+    captured_join,
+    counted_steps,
+    optimal_steps,
+    unit_search,
+)
+
+every_join = pytest.mark.parametrize("name", JOINS)
+
+
+def shifted(schedule: Schedule, first: int) -> list[Compute]:
+    moved: list[Compute] = []
+    for op in schedule.computations:
+        stage = op.stage + first
+        moved.append(Forward(stage, op.keep) if isinstance(op, Forward) else Backward(stage))
+    return moved
+
+
+def random_join_schedule(line: Line, seed: int) -> Schedule:
+    """Branches forward in the order of the graph, and back in any: stage by stage at random."""
+    draw = random.Random(seed)
+    before: list[Compute] = []
+    after: list[list[Compute]] = []
+    for first, end in pairwise((0, *line.branch_ends)):
+        ops = shifted(random_schedule(end - first, draw.randrange(1000)), first)
+        turn = next(i for i, op in enumerate(ops) if isinstance(op, Backward))
+        before += ops[:turn]
+        after.append(ops[turn:])
+    start = line.branch_ends[-1]
+    trunk = shifted(random_schedule(len(line.stages) - start, draw.randrange(1000)), start)
+    mixed: list[Compute] = []
+    while any(after):
+        mixed.append(draw.choice([ops for ops in after if ops]).pop(0))
+    return Schedule((*before, *trunk, *mixed))
+
+
+@every_join
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_back_gives_the_same_bits_at_the_swept_peak(name: str, seed: int):
+    step = captured(name, input_gradients=True)
+    program = step.program(random_join_schedule(step.measured.line, seed))
+    assert_bitwise_equal(vars(run_emitted(step, program)), vars(run_traced(step)))
+    assert measured_peak_bytes(step, program) == step.sweep(program).peak_bytes
+
+
+@pytest.mark.parametrize("name", ["siamese", "hf_clip", "two_texts"])
+def test_branches_that_draw_nothing_run_forward_in_any_order(name: str):
+    step = captured(name)
+    line = step.measured.line
+    assert any_order(line)
+    schedule = random_join_schedule(line, 0)
+    ops = schedule.computations
+    start = next(i for i, op in enumerate(ops) if op.stage >= line.branch_ends[-1])
+    middle = line.branch_ends[0]
+    swapped = [op for op in ops[:start] if op.stage >= middle]
+    swapped += [op for op in ops[:start] if op.stage < middle]
+    other = Schedule((*swapped, *ops[start:]))
+    assert _in_graph_order(line, other) == schedule
+    program = step.program(other)
+    assert_bitwise_equal(vars(run_emitted(step, program)), vars(run_traced(step)))
+    assert measured_peak_bytes(step, program) == step.sweep(program).peak_bytes
+
+
+def test_draws_keep_their_order():
+    line = captured("triplet").line
+    assert not any_order(line)
+    drawing = line.drawing
+    ends = line.branch_ends
+    assert drawing[0] < ends[0] < drawing[-1] < ends[-1]
+    right = [Forward(stage, Keep.ALL) for stage in range(len(line.stages))]
+    check_draws(line, right)
+    with pytest.raises(ScheduleError, match="draws random numbers before"):
+        check_draws(line, [*right[ends[0] :], *right[: ends[0]]])
+
+
+def test_statistics_that_two_branches_move_keep_their_order():
+    step = captured("siamese_resnet")
+    line = step.measured.line
+    assert not any_order(line)
+    ops = random_join_schedule(line, 0).computations
+    first = [op for op in ops if op.stage < line.branch_ends[0]]
+    others = [op for op in ops if op.stage >= line.branch_ends[0]]
+    with pytest.raises(ScheduleError):
+        step.program(Schedule((*others[:-1], *first, others[-1])))
+
+
+@pytest.fixture(scope="module", params=["siamese_resnet", "triplet", "image_recipe"])
+def search(request: pytest.FixtureRequest) -> Search:
+    step = captured(request.param)
+    real = {step.joint.primals[i]: t for i, t in step.real.items()}
+    return Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
+
+
+def test_candidates_of_all_kinds_can_be_carried_out(search: Search):
+    for planner in (join_schedules, equivalent_schedules):
+        schedules = list(planner(search.sweeps, search.chain, silent))
+        assert len(set(schedules)) > 5
+        for schedule in schedules[:: max(len(schedules) // 10, 1)]:
+            assert search.sweeps.candidate(schedule).total_s >= search.baseline.total_s * 0.999
+
+
+def test_no_slower_than_the_line_nor_the_equivalent_chain(search: Search):
+    for planner in (line_schedules, equivalent_schedules, join_schedules):
+        for schedule in planner(search.sweeps, search.chain, silent):
+            other = search.sweeps.candidate(schedule)
+            if other.peak_bytes < search.baseline.peak_bytes:
+                assert search.least.peak_bytes <= other.peak_bytes
+                assert search.fastest_within(other.peak_bytes).total_s <= other.total_s
+
+
+def test_the_join_of_a_model_is_valid_and_close_to_what_is_swept(search: Search):
+    line, sweeps = search.sweeps.line, search.sweeps
+    join = build_join(search.chain, line)
+    costs = build_join_costs(sweeps.costs, line, sweeps.surroundings)
+    JoinProblem(join, costs, 0)  # validates
+    assert [len(b) for b in join.branches] == [b - a for a, b in pairwise((0, *line.branch_ends))]
+    for seed in range(5):
+        schedule = random_join_schedule(line, seed)
+        timeline = simulate(join, costs, schedule)
+        peak_bytes = sweeps.candidate(schedule).peak_bytes
+        modelled_bytes = max(event.peak_bytes for event in timeline.events)
+        assert peak_bytes <= 1.1 * modelled_bytes
+
+
+@pytest.mark.parametrize("lengths", [(6, 5), (5, 5, 5)])
+def test_unit_joins_take_the_steps_of_the_paper(lengths: tuple[int, ...]):
+    step = captured_join(lengths)
+    assert len(step.line.branch_ends) == len(lengths)
+    search = unit_search(step)
+    for slots in range(least_slots(lengths), sum(lengths) + len(lengths) + 1, 2):
+        chosen = search.fastest_within(budget_bytes(search, slots))
+        assert counted_steps(chosen).total() == optimal_steps(lengths, slots), slots
+        assert measured_peak_bytes(step, chosen.program) <= budget_bytes(search, slots)
+        assert_bitwise_equal(vars(run_emitted(step, chosen.program)), vars(run_traced(step)))
