@@ -99,13 +99,14 @@ class Search:
         found: dict[Schedule, Candidate] = {}
         starts: dict[Schedule, Candidate] = {}
         for planner in planners:
-            for schedule in planner(sweeps, chain, progress):
-                if schedule not in found:
-                    found[schedule] = sweeps.candidate(schedule)
-            # Local search sets out from where it would without the planners that come after,
-            # so that these never make the step slower.
-            solved = _frontier(baseline, list(found.values()))
-            starts.update({c.schedule: c for c in _spread(solved[:-1])})
+            own = dict.fromkeys(planner(sweeps, chain, progress))
+            found.update({s: sweeps.candidate(s) for s in own if s not in found})
+            # Local search sets out from where it would for this planner alone, so that no
+            # other one ever makes the step slower.
+            best = _frontier(baseline, [found[s] for s in own])
+            starts.update({c.schedule: c for c in _spread(best[:-1])})
+        solved = _frontier(baseline, list(found.values()))
+        starts.update({c.schedule: c for c in _spread(solved[:-1])})
         improved = [c for start in starts.values() for c in improve(start, sweeps)]
         return Search(
             chain,

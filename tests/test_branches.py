@@ -16,6 +16,7 @@ JOINS = {
     "siamese": 2,
     "siamese_resnet": 2,
     "triplet": 3,
+    "triplet_resnet": 3,
     "image_recipe": 2,
     "coca": 2,
     "two_texts": 2,
