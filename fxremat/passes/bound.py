@@ -111,11 +111,14 @@ def _moments(
     table = line.joint.storages
     given = table.of(line.joint.given)
     pinned = table.of(line.pinned) - given
-    always = given | pinned | table.of(line.joint.tangents)
-    constant_bytes = surroundings.given_bytes + table.total(pinned)
+    # What else is pinned goes after its last reader; a recorded state may never be made.
+    outputs = table.of(n for n in line.joint.forward_outputs if isinstance(n, fx.Node)) & pinned
+    always = given | outputs | table.of(line.joint.tangents)
+    kept = pinned - always
+    constant_bytes = surroundings.given_bytes + table.total(outputs)
     fullest: dict[int, Moment] = {}
     for part in _parts(line):
-        required = set(table.of(_read_by(part.after)) & rebuildable)
+        later = set(table.of(_read_by(part.after)))
         # Before the operation: all but those to come.
         finished = set(table.of(_returned(line, part.before)) - always)
         for index in part.stages:
@@ -124,16 +127,17 @@ def _moments(
                 finished -= set(table.of_node[node])
                 touched = table.of((node, *node.all_input_nodes)) - always
                 occupied = constant_bytes + surroundings.tangent_bytes
-                occupied += table.total(touched | finished)
+                occupied += table.total(touched | finished | (later & kept))
                 if node in block.nodes and not is_getitem(node):
                     occupied += measured.workspace_bytes(node, block)
-                moment = Moment(frozenset(required), touched & rebuildable, occupied)
+                moment = Moment(rebuildable & later, touched & rebuildable, occupied)
                 best = fullest.get(index)
                 if best is None or moment.occupied_bytes > best.occupied_bytes:
                     fullest[index] = moment
-                required |= table.of(node.all_input_nodes) & rebuildable
-    required = set(table.of(_read_by(line.joint.backward)) & rebuildable)
-    turn = Moment(frozenset(required), frozenset(), constant_bytes + surroundings.turn_bytes)
+                later |= table.of(node.all_input_nodes)
+    later = set(table.of(_read_by(line.joint.backward)))
+    occupied = constant_bytes + table.total(later & kept) + surroundings.turn_bytes
+    turn = Moment(rebuildable & later, frozenset(), occupied)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
     return [turn, *chosen[:MOST_MOMENTS]]
 

@@ -173,6 +173,9 @@ def _entries(size: _Size) -> list[ZooModel]:
     def triplets(seed: int) -> tuple[Args, Kwargs]:
         return tuple(ids(seed + i) for i in range(3)), {}
 
+    def faces(seed: int) -> tuple[Args, Kwargs]:
+        return tuple(pictures(seed + i) for i in range(3)), {}
+
     def recipes(seed: int) -> tuple[Args, Kwargs]:
         return (pictures(seed), ids(seed)), {}
 
@@ -192,6 +195,7 @@ def _entries(size: _Size) -> list[ZooModel]:
             triplets,
             draws=config.dropout > 0,
         ),
+        _entry(f"{size.prefix}triplet_resnet", lambda: Triplet(resnet()), faces),
         _entry(
             f"{size.prefix}image_recipe",
             lambda: ImageRecipe(resnet(), TokenEncoder(recipe, config.width)),
