@@ -24,7 +24,7 @@ SHARES = (0.0, 0.35, 0.7, 1.0)
 """Budgets, from the least feasible one to the full peak."""
 
 modes = pytest.mark.parametrize("mode", ["auto", "only"])
-some_models = pytest.mark.parametrize("name", ["gpt", "siamese", "batchnorm", "dropout"])
+some_models = pytest.mark.parametrize("name", ["gpt", "siamese", "buffers", "unet"])
 
 
 @pytest.fixture(autouse=True)
