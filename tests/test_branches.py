@@ -90,7 +90,9 @@ def test_equal_branches_are_cut_alike(name: str):
     sizes = [[len(stage.forward) for stage in line.stages[a:b]] for a, b in _ranges(line)]
     least = min(map(len, sizes))
     assert max(map(len, sizes)) <= least + 1  # a view of the last one's end, before they meet
-    assert all(own[: least - 1] == sizes[0][: least - 1] for own in sizes)
+    # Views that both make of a shared weight are made once, in the first of them.
+    pairs = [pair for own in sizes for pair in zip(own[: least - 1], sizes[0], strict=False)]
+    assert all(abs(own - first) <= 1 for own, first in pairs)
 
 
 def _ranges(line: Line) -> list[tuple[int, int]]:

@@ -19,8 +19,10 @@ from tests.trials import Tried, attempt, compiled
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Budgets, from the least feasible one to the full peak."""
 
-LARGE = ("hf_gpt2", "hf_llama", "hf_llama_states", "hf_t5", "hf_clip", "resnet50", "densenet121",
-         "inception", "gru")  # fmt: skip
+LARGE = (
+    "hf_gpt2", "hf_llama", "hf_llama_states", "hf_t5", "hf_clip", "resnet50", "densenet121",
+    "inception", "gru", "siamese_resnet", "triplet_resnet", "image_recipe", "coca",
+)  # fmt: skip
 """Three budgets of these are tried each time, all six in the slow suite."""
 
 every_model = pytest.mark.parametrize("name", ZOO)
