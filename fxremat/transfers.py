@@ -149,7 +149,9 @@ class Transfers:
 
         Requires: the budget is at least ``least_bytes``.
         """
-        best: Moved | None = None
+        best = self._without_moves(budget_bytes)
+        if best is not None and best.candidate is self.search.baseline:
+            return best  # everything fits: nothing is done, be it free
         for base, candidate in self._by_time(budget_bytes):
             if best is not None and candidate.total_s >= best.total_s:
                 break
@@ -160,6 +162,13 @@ class Transfers:
                     best = found
         assert best is not None
         return best
+
+    def _without_moves(self, budget_bytes: int) -> Moved | None:
+        """The best of all candidates, of which only some are bases."""
+        search = self.search
+        if self.host.only or budget_bytes < search.least.peak_bytes:
+            return None
+        return Moved.of(search.fastest_within(budget_bytes), (), None)
 
     def _by_time(self, budget_bytes: int) -> list[tuple[Movable, Candidate]]:
         pairs = list(zip(self.bases, self.candidates, strict=True))

@@ -94,7 +94,7 @@ def test_one_line_an_operation(name: str):
         assert len(lines) == len(program.calls)
         for call, line in zip(program.calls, lines, strict=True):
             stage = call.op.stage
-            assert f"self.stage{stage}_" in line
+            assert f"self.{step.line.name_of(stage)}_" in line
             said = f"rebuild {stage}" if call.rebuilds else str(call.op)
             assert f"# {said}" in line
             assert re.search(r"peak [\d.]+ (B|KiB|MiB)$", line)
