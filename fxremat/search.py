@@ -14,6 +14,7 @@ from fxremat.passes.bound import Relaxation
 from fxremat.passes.candidate import Candidate, Sweeps
 from fxremat.passes.chain import build_chain, build_costs
 from fxremat.passes.cost import CostCache, Measured, Progress, measure_line
+from fxremat.passes.effects import Operations
 from fxremat.passes.improve import improve
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.linearize import linearize
@@ -110,7 +111,8 @@ class Search:
             starts.update({c.schedule: c for c in _spread(best[:-1])})
         solved = _frontier(baseline, list(found.values()))
         starts.update({c.schedule: c for c in _spread(solved[:-1])})
-        improved = [c for start in starts.values() for c in improve(start, sweeps)]
+        operations = Operations.of(line)
+        improved = [c for s in starts.values() for c in improve(s, sweeps, operations)]
         relaxation = Relaxation.of(measured, blocks, surroundings)
         frontier = _frontier(baseline, [*solved[:-1], *improved])
         return Search(chain, measured, sweeps, relaxation, baseline, solved, frontier)

@@ -8,6 +8,7 @@ import pytest
 
 from fxremat.passes.block import Mode
 from fxremat.passes.candidate import Candidate
+from fxremat.passes.effects import Operations
 from fxremat.passes.improve import improve
 from fxremat.passes.surroundings import Caller
 from fxremat.search import Search
@@ -24,7 +25,8 @@ def improved(request: pytest.FixtureRequest) -> tuple[str, Search, list[Candidat
     real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
     search = Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
     start = search.solved[0]
-    return request.param, search, [start, *improve(start, search.sweeps)]
+    operations = Operations.of(search.sweeps.line)
+    return request.param, search, [start, *improve(start, search.sweeps, operations)]
 
 
 def test_each_step_is_faster_and_holds_more(improved: tuple[str, Search, list[Candidate]]):

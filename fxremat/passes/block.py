@@ -42,6 +42,7 @@ class Block:
         outputs: tensors asked for, likewise.
         reads: storages of the inputs.
         again: those of ``nodes`` that a backward recomputes.
+        directly: what others of ``nodes`` read, from outside or inside.
     """
 
     stage: int
@@ -51,6 +52,7 @@ class Block:
     outputs: tuple[fx.Node, ...]
     reads: frozenset[int]
     again: frozenset[fx.Node] = frozenset()
+    directly: frozenset[fx.Node] = frozenset()
 
     def mode_of(self, node: fx.Node) -> Mode:
         """How ``node``, one of the operations, runs."""
@@ -149,6 +151,7 @@ def extract(
         block,
         inputs=tuple(sorted(inputs, key=line.rank)),
         reads=line.joint.storages.of(inputs),
+        directly=frozenset(n for node in inside for n in block.sources(node)),
     )
 
 

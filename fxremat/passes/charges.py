@@ -49,8 +49,12 @@ class Charges:
 
     def again_s(self, block: Block, *, rebuilds: bool) -> float:
         """Seconds of a recomputation."""
+        return sum(self.once_s(node, rebuilds=rebuilds) for node in block.nodes)
+
+    def once_s(self, node: fx.Node, *, rebuilds: bool) -> float:
+        """Seconds of one operation of a recomputation."""
         share = self.of_rebuild if rebuilds else self.of_forward
-        return share * sum(self.alone_s.get(node, 0.0) for node in block.nodes)
+        return share * self.alone_s.get(node, 0.0)
 
     def least_s(self, node: fx.Node) -> float:
         """The least that any recomputation is charged for an operation that it runs."""
