@@ -172,10 +172,9 @@ def draw(name: str, results: list[dict[str, Any]], path: Path) -> None:
 
     entry = entry_of(name)
     args, kwargs = entry.sample(0)
-    loss = None if entry.loss_inside else entry.loss
     torch._dynamo.reset()
     with entry.context("cpu"):
-        curve = fxremat.frontier(entry.build(), fxremat.Sample(args, kwargs), loss=loss)
+        curve = fxremat.frontier(entry.build(), fxremat.Sample(args, kwargs), loss=entry.loss)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     base_s = curve.baseline.predicted_s

@@ -60,9 +60,8 @@ def planned(entry: ZooModel, budget: Any) -> tuple[Step, fxremat.CompiledModule]
     """Through fxremat, within ``budget``."""
     model = entry.build()
     args, kwargs = entry.sample(0)
-    loss = None if entry.loss_inside else entry.loss
     with entry.context("cpu"):
-        compiled = fxremat.compile(model, fxremat.Sample(args, kwargs), budget, loss=loss)
+        compiled = fxremat.compile(model, fxremat.Sample(args, kwargs), budget, loss=entry.loss)
     return make_step(entry, model, compiled), compiled
 
 

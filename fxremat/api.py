@@ -19,7 +19,7 @@ from fxremat.passes.surroundings import Caller
 from fxremat.report.frontier import Frontier
 from fxremat.report.plan import Plan
 from fxremat.sample import Sample, call_without_data, check_sample
-from fxremat.surplus import loss_bytes_of, optimizer_bytes
+from fxremat.surplus import needs_of_loss, optimizer_bytes
 from fxremat.transfers import HostMemory
 from fxremat.units import parse_bytes
 from fxremat.untouched import generators_restored
@@ -56,7 +56,9 @@ def compile(
         optimizer: an optimizer of the model, or its class; the state that it keeps is
             counted.
         loss: computes a scalar from the outputs, outside the model; what it needs is
-            measured. Without it, three times the bytes of the outputs are set aside.
+            measured, and outputs that it does not use get no gradient (a backward through
+            one raises). ``lambda out: out.loss`` for a model that computes its own. Without
+            it, three times the bytes of the outputs are set aside.
         accumulate: count a second set of gradients, into which each step's are added.
             Gradients that exist already are counted anyway.
         offload: ``"auto"``: activations may also travel to host memory and back, beside
@@ -85,15 +87,16 @@ def compile(
     check_sample(model, call)
     with generators_restored(), _training(model), torch.enable_grad():
         outputs = call_without_data(model, call)
+        # No outputs: they depend on data, which the capture reports.
+        needs = None if loss is None or outputs is None else needs_of_loss(loss, outputs)
         caller = Caller(
             reserve_bytes=_read_reserve(reserve) + optimizer_bytes(optimizer, model),
             accumulate=accumulate,
-            # No outputs: they depend on data, which the capture reports.
-            loss_bytes=None if loss is None or outputs is None else loss_bytes_of(loss, outputs),
+            loss_bytes=needs.nbytes if needs else None,
         )
         with _progress() as progress:
             compiler = StepCompiler(read, caller, progress, host=host)
-            compiled = CompiledModule(model, compiler)
+            compiled = CompiledModule(model, compiler, needs.unused if needs else ())
             _plan_only(compiled, call)
         compiler.progress = _silent
         # Other shapes get the same bytes, also where the budget was a share or "min".
@@ -109,6 +112,7 @@ def plan(model: nn.Module, sample: object, budget: Readable, **options: Any) -> 
 def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
     """The least step time at every budget, with the arguments of :func:`compile` but that.
 
+    It is that of recomputation alone; with ``offload`` as well, which changes none of it.
     All points come from the tables that one plan is made from: no solve a point.
     """
     return plan(model, sample, 1.0, **options).frontier

@@ -14,6 +14,7 @@ from fxremat import torch_compat
 from fxremat.capture import Compiled, StepCompiler
 from fxremat.errors import BackwardError, CaptureError, FxrematError
 from fxremat.measure import device_of
+from fxremat.outputs import Detaching, refuse_gradients
 from fxremat.report.plan import Plan
 from fxremat.trace import StepTrace, trace_step
 
@@ -30,16 +31,22 @@ class CompiledModule(nn.Module):
         plans: of every shape seen so far, in order.
     """
 
-    def __new__(cls, original: nn.Module, _compiler: StepCompiler) -> CompiledModule:
+    def __new__(
+        cls, original: nn.Module, _compiler: StepCompiler, _unused: tuple[int, ...] = ()
+    ) -> CompiledModule:
         """An instance that can be indexed, counted and iterated if the original can."""
         own = {name: _delegate(name) for name in _CONTAINER if hasattr(type(original), name)}
         return super().__new__(type(cls.__name__, (cls,), own) if own else cls)
 
-    def __init__(self, original: nn.Module, compiler: StepCompiler) -> None:
+    def __init__(
+        self, original: nn.Module, compiler: StepCompiler, unused: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
         self.__dict__["_original"] = original
         self.__dict__["_compiler"] = compiler
-        self.__dict__["_whole"] = torch_compat.compile_whole(original, compiler)
+        self.__dict__["_unused"] = unused
+        captured = Detaching(original, unused) if unused else original
+        self.__dict__["_whole"] = torch_compat.compile_whole(captured, compiler)
         # Dynamo keeps compiled code for longer than this module lives.
         weakref.finalize(self, compiler.close).atexit = False
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -109,7 +116,7 @@ class CompiledModule(nn.Module):
             return self._original(*args, **kwargs)
         outputs = self.call_whole(args, kwargs)
         torch_compat.before_backward(outputs, _refuse_double_backward)
-        return outputs
+        return refuse_gradients(outputs, self.__dict__["_unused"])
 
     def call_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled graph; what Dynamo raises comes out as what really went wrong."""

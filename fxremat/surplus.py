@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,25 +62,37 @@ def _state_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[
     return alike / probe.nbytes, sum(t.nbytes for t in tensors if t.numel() != size)
 
 
-def loss_bytes_of(loss: Callable[[Any], torch.Tensor], outputs: object) -> int:
-    """Most bytes that ``loss``, forward and backward, has allocated beside its inputs.
+@dataclass(frozen=True, slots=True)
+class LossNeeds:
+    """What a loss outside the model takes.
+
+    Attributes:
+        nbytes: most bytes that its forward and backward have allocated beside its inputs.
+        unused: outputs of the model, as leaves in order, that get no gradient from it.
+    """
+
+    nbytes: int
+    unused: tuple[int, ...]
+
+
+def needs_of_loss(loss: Callable[[Any], torch.Tensor], outputs: object) -> LossNeeds:
+    """Run ``loss``, forward and backward, on made-up outputs.
 
     Args:
         loss: of the model's outputs.
         outputs: as empty shells; values are made up.
     """
-    made: list[torch.Tensor] = []
+    made: dict[int, torch.Tensor] = {}
 
-    def fill(value: object) -> object:
+    def fill(index: int, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
-        real = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-        real.requires_grad_(value.is_floating_point())
-        made.append(real)
-        return real
+        made[index] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        return made[index].requires_grad_(value.is_floating_point())
 
-    values = pytree.tree_map(fill, outputs)
-    device = made[0].device if made else device_of(nn.Module())
+    leaves, spec = pytree.tree_flatten(outputs)
+    values = pytree.tree_unflatten([fill(i, leaf) for i, leaf in enumerate(leaves)], spec)
+    device = next(iter(made.values())).device if made else device_of(nn.Module())
 
     def run() -> None:
         with torch.enable_grad():
@@ -87,4 +100,6 @@ def loss_bytes_of(loss: Callable[[Any], torch.Tensor], outputs: object) -> int:
 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        return peak_of(run, device=device) - before
+        nbytes = peak_of(run, device=device) - before
+    unused = (i for i, t in made.items() if t.requires_grad and t.grad is None)
+    return LossNeeds(nbytes, tuple(unused))

@@ -130,7 +130,7 @@ class Transfers:
         if limit is None or base.moves(least, limit) is not None:
             return least
         most = base.sweep.peak_bytes
-        while least < most:  # more room never takes more of the host
+        while least < most:  # more room hardly ever takes more of the host
             middle = (least + most) // 2
             if base.moves(middle, limit) is None:
                 least = middle + 1
@@ -160,8 +160,21 @@ class Transfers:
                 found = Moved.of(candidate, moves, self.link)
                 if best is None or found.total_s < best.total_s:
                     best = found
-        assert best is not None
-        return best
+        return best or self._at_least()
+
+    def _at_least(self) -> Moved:
+        """What the least feasible budget was found with.
+
+        Within a limit of host memory it may fit where what is chosen for a larger budget
+        does not: other storages travel then, and not always fewer bytes.
+        """
+        base, candidate = min(
+            zip(self.bases, self.candidates, strict=True),
+            key=lambda pair: self._least_bytes(pair[0]),
+        )
+        moves = base.moves(self._least_bytes(base), self.host.limit_bytes)
+        assert moves is not None
+        return Moved.of(candidate, moves, self.link)
 
     def _without_moves(self, budget_bytes: int) -> Moved | None:
         """The best of all candidates, of which only some are bases."""

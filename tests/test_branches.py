@@ -82,10 +82,8 @@ def test_asked_for_a_line_there_are_no_branches(name: str):
     assert not line.sums
 
 
-@every_join
+@pytest.mark.parametrize("name", ["siamese", "siamese_resnet", "triplet", "two_texts"])
 def test_equal_branches_are_cut_alike(name: str):
-    if name not in ("siamese", "siamese_resnet", "triplet", "two_texts"):
-        return
     line = captured(name).line
     sizes = [[len(stage.forward) for stage in line.stages[a:b]] for a, b in _ranges(line)]
     least = min(map(len, sizes))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,11 @@ from fxremat.errors import TransferError
 from fxremat.runtime.watch import intercept_copies
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
-from tests.models.reference import StepResult, compile_reference, reference_step, run_step
+from tests.models.reference import StepResult, compile_reference, run_step
 from tests.test_zoo import LARGE, check_order, every_model
-from tests.trials import Tried, attempt, compiled
+from tests.trials import Tried, attempt, compiled, reference
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 SHARES = (0.0, 0.35, 0.7, 1.0)
 """Budgets, from the least feasible one to the full peak."""
@@ -26,19 +27,6 @@ SHARES = (0.0, 0.35, 0.7, 1.0)
 modes = pytest.mark.parametrize("mode", ["auto", "only"])
 small_models = pytest.mark.parametrize("name", [name for name in ZOO if name not in LARGE])
 some_models = pytest.mark.parametrize("name", ["gpt", "siamese", "buffers", "unet"])
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
-@functools.cache
-def reference(name: str) -> StepResult:
-    result = reference_step(ZOO[name], input_gradients=True)
-    torch._dynamo.reset()
-    return result
 
 
 def attempt_all(name: str, mode: str, shares: tuple[float, ...]) -> list[Tried]:

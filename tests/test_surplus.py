@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat.surplus import loss_bytes_of, optimizer_bytes
+from fxremat.surplus import needs_of_loss, optimizer_bytes
 
 MODEL = nn.Linear(100, 50)
 BYTES = sum(p.nbytes for p in MODEL.parameters())
@@ -67,4 +67,13 @@ def test_a_loss_is_measured_on_made_up_outputs():
 
     # exp, its gradient and that of the logits; the sum's gradient is expanded.
     nbytes = outputs["logits"].nbytes
-    assert 2 * nbytes <= loss_bytes_of(loss, outputs) <= 3 * nbytes + 64
+    found = needs_of_loss(loss, outputs)
+    assert 2 * nbytes <= found.nbytes <= 3 * nbytes + 64
+    assert found.unused == ()
+
+
+def test_outputs_that_a_loss_does_not_use():
+    outputs = {"loss": torch.empty(()), "logits": torch.empty(10, 100), "ids": torch.ones(3).int()}
+    found = needs_of_loss(lambda values: values["loss"], outputs)
+    assert found.unused == (1,)
+    assert found.nbytes < 64

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from fxremat.ir import Copy, Lane
 from fxremat.runtime.watch import intercept_copies
 from tests.models import ZOO
 from tests.trials import compiled
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def step_of(name: str, **options: Any) -> tuple[Any, Callable[[], None]]:

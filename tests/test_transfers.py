@@ -10,6 +10,7 @@ import pytest
 from fxremat.ir import Copy, Forward
 from fxremat.passes.surroundings import Caller
 from fxremat.runtime.bandwidth import MeasuredLink
+from fxremat.runtime.slots import slot_bytes
 from fxremat.search import Search
 from fxremat.transfers import HostMemory, Moved, Transfers
 from tests.harness import captured, silent
@@ -93,6 +94,30 @@ def test_no_more_of_the_host_than_allowed(name: str):
     moved = found.fastest_within(found.least_bytes)
     assert 0 < sum(m.nbytes for m in moved.moves) <= limit
     assert moved.sweep.peak_bytes <= found.least_bytes
+
+
+@models
+def test_a_limit_holds_for_what_is_allocated(name: str):
+    """Slots are aligned: their sum, and not that of the tensors, is within the limit."""
+    free = transfers(name, 1e9, HostMemory(only=True))
+    moves = free.fastest_within(free.least_bytes).moves
+    exact = sum(slot_bytes(m.nbytes) for m in moves)
+    enough = transfers(name, 1e9, HostMemory(only=True, limit_bytes=exact))
+    assert enough.least_bytes == free.least_bytes
+    short = transfers(name, 1e9, HostMemory(only=True, limit_bytes=exact - 1))
+    assert short.least_bytes > free.least_bytes
+
+
+@models
+def test_every_budget_from_the_least_is_met_within_a_limit(name: str):
+    free = transfers(name, 1e9, HostMemory(only=True))
+    limit = sum(m.nbytes for m in free.fastest_within(free.least_bytes).moves) // 3
+    found = transfers(name, 1e9, HostMemory(only=True, limit_bytes=limit))
+    least, most = found.least_bytes, found.search.baseline.peak_bytes
+    for budget in range(least, most, max((most - least) // 50, 1)):
+        moved = found.fastest_within(budget)
+        assert moved.sweep.peak_bytes <= budget
+        assert sum(slot_bytes(m.nbytes) for m in moved.moves) <= limit
 
 
 def test_only_inputs_of_convolutions_travel_if_asked():

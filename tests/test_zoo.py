@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator
 from statistics import median
 
 import pytest
@@ -13,8 +11,10 @@ import torch
 import fxremat
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
-from tests.models.reference import StepResult, compile_reference, reference_step, train
-from tests.trials import Tried, attempt, compiled
+from tests.models.reference import compile_reference, train
+from tests.trials import Tried, attempt, compiled, reference
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Budgets, from the least feasible one to the full peak."""
@@ -26,19 +26,6 @@ LARGE = (
 """Three budgets of these are tried each time, all six in the slow suite."""
 
 every_model = pytest.mark.parametrize("name", ZOO)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
-@functools.cache
-def reference(name: str) -> StepResult:
-    result = reference_step(ZOO[name], input_gradients=True)
-    torch._dynamo.reset()
-    return result
 
 
 def attempt_all(name: str, shares: tuple[float, ...]) -> list[Tried]:

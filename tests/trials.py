@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 import fxremat
 from fxremat.compiled import CompiledModule
 from tests.harness import ask_input_gradients
-from tests.models import ZooModel
+from tests.models import ZOO, ZooModel
 from tests.models.bits import assert_bitwise_equal
-from tests.models.reference import StepResult, run_step
+from tests.models.reference import StepResult, reference_step, run_step
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class Tried:
     host_bytes: int
 
 
+@functools.cache
+def reference(name: str) -> StepResult:
+    """One step of a zoo model that nothing was planned for."""
+    result = reference_step(ZOO[name], input_gradients=True)
+    torch._dynamo.reset()
+    return result
+
+
 def compiled(
     entry: ZooModel, budget: int | str | float, *, input_gradients: bool = False, **options: Any
 ) -> tuple[nn.Module, CompiledModule]:
@@ -36,10 +45,9 @@ def compiled(
     args, kwargs = entry.sample(0)
     if input_gradients:
         ask_input_gradients((args, kwargs))
-    loss = None if entry.loss_inside else entry.loss
+    options.setdefault("loss", None if entry.loss_inside else entry.loss)
     with entry.context():
-        sample = fxremat.Sample(args, kwargs)
-        return model, fxremat.compile(model, sample, budget, loss=loss, **options)
+        return model, fxremat.compile(model, fxremat.Sample(args, kwargs), budget, **options)
 
 
 def measured_bytes(entry: ZooModel, model: nn.Module, call: CompiledModule) -> int:

@@ -78,5 +78,4 @@ class Sweeps:
             return stage.forward_s
         if block.mode is Mode.AGAIN:
             return charges.again_s(block, rebuilds=call.rebuilds)
-        again_s = sum(charges.alone_s.get(node, 0.0) for node in block.again)
-        return stage.backward_s + charges.of_rebuild * again_s
+        return stage.backward_s + sum(charges.once_s(n, rebuilds=True) for n in block.again)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxremat.passes.block import Block, Mode, dependencies
+from fxremat.errors import CostError
+from fxremat.passes.block import Block, Mode, dependencies, is_getitem
 from fxremat.passes.cost import Measured
 from fxremat.passes.linearize import Line
 
@@ -26,12 +27,15 @@ class Charges:
         of_forward: what to charge for one of those in a forward, in seconds per second.
         of_rebuild: the same in a rebuild.
         rebuilt: operations of a rebuild of the whole saved set.
+        views: of what is given, which any block makes for itself: their time is part of
+            those of others.
     """
 
     alone_s: dict[fx.Node, float]
     of_forward: float
     of_rebuild: float
     rebuilt: frozenset[fx.Node]
+    views: frozenset[fx.Node]
 
     @staticmethod
     def of(measured: Measured, index: int) -> Charges:
@@ -45,6 +49,7 @@ class Charges:
             _share(seconds.forward_s, alone.values()),
             _share(seconds.rebuild_s, (s for n, s in alone.items() if n in rebuilt)),
             rebuilt,
+            line.views,
         )
 
     def again_s(self, block: Block, *, rebuilds: bool) -> float:
@@ -52,12 +57,25 @@ class Charges:
         return sum(self.once_s(node, rebuilds=rebuilds) for node in block.nodes)
 
     def once_s(self, node: fx.Node, *, rebuilds: bool) -> float:
-        """Seconds of one operation of a recomputation."""
-        share = self.of_rebuild if rebuilds else self.of_forward
-        return share * self.alone_s.get(node, 0.0)
+        """Seconds of one operation of a recomputation.
+
+        Raises:
+            CostError: it was never timed, as nothing that is recomputed should need it.
+        """
+        if is_getitem(node) or node in self.views:
+            return 0.0
+        if node not in self.alone_s:
+            raise CostError(
+                f"{node.name} ({node.target}) is run again by a schedule but was never timed; "
+                "please report this model"
+            )
+        return (self.of_rebuild if rebuilds else self.of_forward) * self.alone_s[node]
 
     def least_s(self, node: fx.Node) -> float:
-        """The least that any recomputation is charged for an operation that it runs."""
+        """The least that any recomputation is charged for an operation that it runs.
+
+        0 for one that none ever runs.
+        """
         share = self.of_forward
         if node in self.rebuilt:
             share = min(share, self.of_rebuild)

@@ -214,8 +214,11 @@ class _Tree:
             if operations.nodes[i] in read:
                 out.add(group)
             for user in operations.users[i]:
-                if user in again and operations.group[user] != group:
-                    found.append(operations.group[user])
+                above = operations.group[user]
+                if user in again and above != group:
+                    found.append(above)
+                    if above < group:  # a late view of an early result: no tree has it
+                        out.add(group)
         tree = _Tree({}, {_OUT: 0})
         for group in sorted(users, reverse=True):
             parent = _OUT if group in out else tree.common(users[group])

@@ -15,6 +15,7 @@ from torch import fx
 
 from fxremat.passes.program import Program
 from fxremat.passes.sweep import Sweep
+from fxremat.runtime.slots import slot_bytes
 
 SMALL_SHARE = 1 / 256
 """Storages up to this share of all that could travel only do where larger ones are not enough:
@@ -123,7 +124,8 @@ class Movable:
         away = self._away(budget_bytes)
         if away is None:
             return None
-        if host_bytes is not None and sum(x.nbytes for x in away) > host_bytes:
+        # All of them are there at once, at the turn.
+        if host_bytes is not None and sum(slot_bytes(x.nbytes) for x in away) > host_bytes:
             return None
         turn = self.program.turn
         return tuple(

@@ -99,6 +99,9 @@ class Travel:
 class _Writer:
     """Builds one of the two graphs."""
 
+    HOST = object()
+    """Among results: the step's host memory."""
+
     def __init__(self, program: Program, modules: BlockModules, name: str) -> None:
         self._line = program.line
         self._modules = modules
@@ -113,9 +116,6 @@ class _Writer:
         for node in nodes:
             self._values[node] = self._graph.placeholder(self._value_name(node))
             self._describe(node)
-
-    HOST = object()
-    """Among results: the step's host memory."""
 
     def open(self, travel: Travel) -> None:
         """Get the step's host memory."""

@@ -23,7 +23,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """All such plans.
+    """All such plans, by recomputation alone: what transfers would gain is not in it.
 
     Attributes:
         points: by ascending peak and descending time; the last one recomputes nothing.

@@ -27,7 +27,7 @@ class Plan:
             schedule says, as found by local search.
         timeline: when each runs, and the memory held meanwhile.
         chain, costs: the stages and what they cost.
-        frontier: the least time at every other budget.
+        frontier: the least time at every other budget, by recomputation alone.
         forward_code, backward_code: the emitted graphs as Python.
         branch_ends: the stages after each branch's last, where branches meet in a trunk.
     """

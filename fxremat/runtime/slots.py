@@ -41,6 +41,11 @@ class Slots:
     total_bytes: int
 
 
+def slot_bytes(nbytes: int, *, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
+    """What a tensor of ``nbytes`` takes in host memory."""
+    return -(-nbytes // alignment_bytes) * alignment_bytes
+
+
 def assign_slots(lives: Sequence[Life], *, alignment_bytes: int = ALIGNMENT_BYTES) -> Slots:
     """Place ``lives`` so that no two that overlap in time overlap in bytes.
 
@@ -58,7 +63,7 @@ def assign_slots(lives: Sequence[Life], *, alignment_bytes: int = ALIGNMENT_BYTE
                 f"life {index} has {life.nbytes} bytes from {life.begin} to {life.end}: "
                 "the size must not be negative, and the end must be after the begin"
             )
-    sizes = [-(-life.nbytes // alignment_bytes) * alignment_bytes for life in lives]
+    sizes = [slot_bytes(life.nbytes, alignment_bytes=alignment_bytes) for life in lives]
     order = sorted(range(len(lives)), key=lambda i: (-sizes[i], lives[i].begin, i))
     offsets = [0] * len(lives)
     placed: list[int] = []

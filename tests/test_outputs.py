@@ -1,0 +1,93 @@
+"""Outputs that the loss does not use: no gradient, no memory, the same bits, no silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fxremat
+from fxremat.errors import BackwardError
+from tests.models import ZOO
+from tests.models.bits import assert_bitwise_equal
+from tests.models.reference import run_step
+from tests.trials import attempt, compiled
+
+PARTIAL = ("hf_gpt2", "hf_llama", "hf_llama_states", "hf_t5", "hf_clip")
+"""Models that return more than their loss."""
+
+
+class Two(nn.Module):
+    """Two outputs from one stem, one of them large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(8, 32)
+        self.body = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU())))
+        self.small = nn.Linear(32, 1)
+        self.large = nn.Linear(32, 512)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(self.stem(x))
+        return {"large": self.large(hidden), "small": self.small(hidden)}
+
+
+def _small(outputs: dict[str, Tensor]) -> Tensor:
+    return functional.mse_loss(outputs["small"], torch.ones(64, 1))
+
+
+def _step(model: nn.Module, call: Any, x: Tensor) -> list[Tensor | None]:
+    model.zero_grad(set_to_none=True)
+    _small(call(x)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_gradients_are_those_of_eager():
+    model, x = Two(), torch.randn(64, 8)
+    expected = [None if g is None else g.clone() for g in _step(model, model, x)]
+    call = fxremat.compile(model, x, "min", loss=_small)
+    for ours, theirs in zip(_step(model, call, x), expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+def test_no_gradient_of_them_is_set_aside():
+    x = torch.randn(64, 8)
+    large_bytes = 64 * 512 * 4
+    used = fxremat.plan(Two(), x, "min", loss=lambda o: _small(o) + o["large"].sum())
+    unused = fxremat.plan(Two(), x, "min", loss=_small)
+    assert unused.budget_bytes <= used.budget_bytes - large_bytes
+
+
+def test_the_measured_peak_is_within_the_budget():
+    model, x = Two(), torch.randn(64, 8)
+    call = fxremat.compile(model, x, "min", loss=_small)
+    measured = fxremat.measure_step(model, lambda: _step(model, call, x))
+    assert measured.peak_bytes <= call.plan.predicted_peak_bytes <= call.plan.budget_bytes
+
+
+def test_a_gradient_after_all_is_refused():
+    model, x = Two(), torch.randn(64, 8)
+    call = fxremat.compile(model, x, 1.0, loss=_small)
+    outputs = call(x)
+    assert outputs["large"].requires_grad
+    with pytest.raises(BackwardError, match=r"output 0 of shape \(64, 512\).*loss="):
+        (outputs["small"].sum() + outputs["large"].sum()).backward()
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_models_that_return_more_than_their_loss(name: str):
+    entry = ZOO[name]
+    model, call = compiled(entry, 1.0, input_gradients=True, loss=entry.loss)
+    expected = run_step(entry, model, call, input_gradients=True)
+    assert call.__dict__["_unused"]
+    torch._dynamo.reset()
+    eager = entry.build()
+    for budget in ("min", 0.9):
+        attempt(entry, budget, expected, loss=entry.loss)
+    found = run_step(entry, eager, eager, input_gradients=True)
+    assert_bitwise_equal(found, expected)
