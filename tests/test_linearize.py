@@ -10,7 +10,8 @@ from torch import Tensor, fx, nn
 
 from fxremat.passes import linearize as module
 from fxremat.passes.chain import build_chain
-from fxremat.passes.linearize import Crossing, Line, Role, choose_cuts, linearize
+from fxremat.passes.cuts import Crossing, choose_cuts
+from fxremat.passes.linearize import Line, Role, linearize
 from fxremat.passes.storage import is_tensor
 from tests.harness import capture, captured
 from tests.models import ZOO

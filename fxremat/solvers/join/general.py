@@ -66,7 +66,8 @@ from fxremat.ir import (
 )
 from fxremat.solvers import rotor
 from fxremat.solvers.join import kernels, walk
-from fxremat.solvers.join.kernels import JoinLeast, JoinTable
+from fxremat.solvers.join.kernels import JoinTable
+from fxremat.solvers.join.least import JoinLeast, fill_states
 from fxremat.solvers.join.numbers import JoinNumbers, base_bytes, join_numbers, line_numbers
 from fxremat.solvers.kernels import TILE, Least, Table, fill_least, fill_tiles
 from fxremat.solvers.numbers import Floats, Numbers
@@ -291,7 +292,7 @@ def _fill_least(numbers: JoinNumbers, lines: tuple[Numbers, ...]) -> JoinLeast:
         trunk_memory=chains[-1].memory,
         trunk_s=chains[-1].seconds,
     )
-    kernels.fill_least(least)
+    fill_states(least)
     return least
 
 

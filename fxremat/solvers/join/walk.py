@@ -11,8 +11,10 @@ import numpy as np
 from fxremat.ir import Backward, Compute, Forward, Join, JoinCosts, Keep
 from fxremat.solvers import kernels as chains
 from fxremat.solvers.join import kernels
-from fxremat.solvers.join.kernels import JoinLeast, JoinTable
+from fxremat.solvers.join.kernels import JoinTable
+from fxremat.solvers.join.least import JoinLeast, choose_least
 from fxremat.solvers.join.numbers import JoinNumbers
+from fxremat.solvers.join.states import CUT, KEEP, TRUNK, TURN, turn_order
 from fxremat.solvers.kernels import Least, Table
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
@@ -103,7 +105,7 @@ def least_ops(
 
     def choose(state: _State) -> _Choice:
         number = int(np.dot(state.p, numbers.strides))
-        return kernels.choose_least(least, (number, state.h, state.t), state.available)[:3]
+        return choose_least(least, (number, state.h, state.t), state.available)[:3]
 
     def pick(item: _Segment) -> int:
         return chains.choose_least(parts[item.line], item.s, item.t, item.available)
@@ -194,19 +196,19 @@ def _expand_state(
     first = walk.join.first_stages
     trunk = len(walk.join.branches)
     p, h, t, available = state
-    if choice == kernels.TRUNK:
+    if choice == TRUNK:
         return [_Segment(trunk, 0, t, available)]
-    if choice == kernels.TURN:
+    if choice == TURN:
         _append_turn(walk, state, cut, ops)
         inner = _Segment(trunk, cut, t, available - walk.turn(state, cut))
         return [inner, _State(p, h, cut - 1, available)]
-    if choice == kernels.KEEP:
+    if choice == KEEP:
         stage = first[b] + p[b]
         ops.append(Forward(stage, Keep.ALL, option=cut))
         moved = (*p[:b], p[b] + 1, *p[b + 1 :])
         rest = available - walk.saved[b][p[b]][cut]
         return [_State(moved, h | 1 << b, t, rest), Backward(stage)]
-    if choice == kernels.CUT:
+    if choice == CUT:
         _append_sweep(first[b], p[b], cut, ops)
         moved = (*p[:b], cut, *p[b + 1 :])
         rest = available - walk.step[b][p[b]][cut]
@@ -223,7 +225,7 @@ def _append_sweep(first: int, s: int, cut: int, ops: list[Compute]) -> None:
 def _append_turn(walk: _Walk, state: _State, cut: int, ops: list[Compute]) -> None:
     """From the heads to the branches' ends, in the order that needs least, and to the cut."""
     first = walk.join.first_stages
-    for b in kernels.turn_order(walk.numbers, np.array(state.p, dtype=np.int64)).tolist():
+    for b in turn_order(walk.numbers, np.array(state.p, dtype=np.int64)).tolist():
         end = len(walk.join.branches[b])
         if state.p[b] < end:
             _append_sweep(first[b], state.p[b], end, ops)
