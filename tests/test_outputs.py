@@ -16,7 +16,14 @@ from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import run_step
 from tests.trials import attempt, compiled
 
-PARTIAL = ("hf_gpt2", "hf_llama", "hf_llama_states", "hf_t5", "hf_clip")
+PARTIAL = (
+    "hf_gpt2",
+    "hf_llama",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("hf_llama_states", "hf_t5", "hf_clip")
+    ),
+)
 """Models that return more than their loss."""
 
 
