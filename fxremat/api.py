@@ -26,7 +26,9 @@ from fxremat.untouched import generators_restored
 
 Offload = Literal["auto", "only", "conv", False]
 
-BACKEND_OPTIONS = ("budget", "reserve", "accumulate", "offload", "host_limit", "host_dir")
+BACKEND_OPTIONS = (
+    "budget", "reserve", "accumulate", "offload", "host_limit", "host_dir", "exact",
+)  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 
 
@@ -42,6 +44,7 @@ def compile(
     offload: Offload = False,
     host_limit: int | str | None = None,
     host_dir: str | os.PathLike[str] | None = None,
+    exact: bool = True,
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
 
@@ -69,6 +72,9 @@ def compile(
             plan takes. It is allocated here, once, and freed with the returned module.
         host_dir: where the step runs on a CPU: folder of the file that stands for host
             memory, on a fast disk or in memory; the system's for temporary files if None.
+        exact: ``False``: the input of a BatchNorm may be rebuilt from the output of the leaky
+            ReLU behind it, which frees the norm's input at little time, but gives gradients
+            up to rounding, not the same bits.
 
     Returns a module that trains exactly as ``model`` does, and shares all it has.
 
@@ -95,7 +101,7 @@ def compile(
             loss_bytes=needs.nbytes if needs else None,
         )
         with _progress() as progress:
-            compiler = StepCompiler(read, caller, progress, host=host)
+            compiler = StepCompiler(read, caller, progress, host=host, exact=exact)
             compiled = CompiledModule(model, compiler, needs.unused if needs else ())
             _plan_only(compiled, call)
         compiler.progress = _silent
@@ -129,8 +135,8 @@ def backend(
 
     Each graph that Dynamo captures is planned for the budget at its first call; the
     promise covers the whole step where the model is captured whole (``fullgraph=True``).
-    ``options`` may also hold ``reserve``, ``accumulate``, ``offload``, ``host_limit`` and
-    ``host_dir``, as for :func:`compile`.
+    ``options`` may also hold ``reserve``, ``accumulate``, ``offload``, ``host_limit``,
+    ``host_dir`` and ``exact``, as for :func:`compile`.
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.
@@ -150,7 +156,8 @@ def backend(
         accumulate=bool(given.get("accumulate", False)),
     )
     host = _read_host(given.get("offload", False), given.get("host_limit"), given.get("host_dir"))
-    return StepCompiler(read, caller, _silent, host=host)(module, example_inputs)
+    exact = bool(given.get("exact", True))
+    return StepCompiler(read, caller, _silent, host=host, exact=exact)(module, example_inputs)
 
 
 def _plan_only(compiled: CompiledModule, sample: Sample) -> None:

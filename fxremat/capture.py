@@ -49,6 +49,7 @@ class StepCompiler:
         dry: compiled graphs raise :class:`PlannedOnly` instead of running.
         resident: tensors that the step being captured holds, used or not.
         host: memory to which storages may travel; ``None``: none may.
+        exact: gradients must be bitwise those without a plan.
     """
 
     budget: Budget
@@ -59,6 +60,7 @@ class StepCompiler:
     dry: bool = False
     resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
     host: HostMemory | None = None
+    exact: bool = True
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
@@ -77,6 +79,7 @@ class StepCompiler:
                 caller=replace(self.caller, resident=self.resident()),
                 progress=self.progress,
                 host=self.host,
+                exact=self.exact,
             )
             found.append(Compiled(result))
             self.compiled.append(found[-1])

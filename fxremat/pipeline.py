@@ -13,6 +13,7 @@ from fxremat.budget import Budget
 from fxremat.passes.candidate import Candidate
 from fxremat.passes.cost import Progress
 from fxremat.passes.emit import ScheduleModule
+from fxremat.passes.invert import is_inverse
 from fxremat.passes.joint import build_joint_graph
 from fxremat.passes.moves import Move
 from fxremat.passes.rewrite import BlockModules, Travel, rewrite
@@ -35,6 +36,32 @@ class Planned:
     arena: Arena | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Schedules of one graph of the step.
+
+    Attributes:
+        search: all of them.
+        transfers: those with storages that travel; ``None``: none may.
+        exact: the graph computes every value as it was traced.
+    """
+
+    search: Search
+    transfers: Transfers | None
+    exact: bool
+
+    @property
+    def least_bytes(self) -> int:
+        """The least feasible budget."""
+        return (self.transfers or self.search).least_bytes
+
+    def fastest_within(self, budget_bytes: int) -> Moved:
+        """The fastest that fits."""
+        if self.transfers is not None:
+            return self.transfers.fastest_within(budget_bytes)
+        return Moved.of(self.search.fastest_within(budget_bytes), (), None)
+
+
 def plan_step(
     module: fx.GraphModule,
     *,
@@ -44,6 +71,7 @@ def plan_step(
     caller: Caller,
     progress: Progress,
     host: HostMemory | None = None,
+    exact: bool = True,
 ) -> Planned:
     """Plan one captured step.
 
@@ -55,35 +83,54 @@ def plan_step(
         caller: what is needed beside the step.
         progress: told how far measuring and solving have come.
         host: memory to which storages may travel; ``None``: none may.
+        exact: gradients must be bitwise those without a plan; else inputs of norms may be
+            rebuilt from outputs where that is faster, or fits where nothing else does.
 
     Raises:
         BudgetError: no schedule that was found fits the budget.
         HostMemoryError: the host memory cannot be had.
         CaptureError, GraphError, CostError: as the passes raise them.
     """
-    joint = build_joint_graph(
-        module,
-        forward_output_count=forward_output_count,
-        mutated_primals=torch_compat.mutated_primals(module),
-    )
-    real = {joint.primals[i]: tensor for i, tensor in inputs.items()}
-    search = Search.of(joint, real=real, caller=caller, progress=progress)
-    if host is None:
-        resolved = budget.resolve(
-            full_bytes=search.baseline.peak_bytes,
-            least_bytes=search.least.peak_bytes,
-            needed_by=search.describe_peak(search.least),
+    ways: list[_Way] = []
+    for as_traced in (True,) if exact else (True, False):
+        joint = build_joint_graph(
+            module,
+            forward_output_count=forward_output_count,
+            mutated_primals=torch_compat.mutated_primals(module),
+            exact=as_traced,
         )
-        found = Moved.of(search.fastest_within(resolved), (), None)
-        return emit(search, found, resolved, least_bytes=search.least.peak_bytes)
-    transfers = Transfers.of(search, host)
+        if not as_traced and not any(map(is_inverse, joint.forward)):
+            break
+        real = {joint.primals[i]: tensor for i, tensor in inputs.items()}
+        search = Search.of(joint, real=real, caller=caller, progress=progress)
+        transfers = None if host is None else Transfers.of(search, host)
+        ways.append(_Way(search, transfers, as_traced))
+    least = min(ways, key=lambda way: way.least_bytes)
     resolved = budget.resolve(
-        full_bytes=search.baseline.peak_bytes,
-        least_bytes=transfers.least_bytes,
-        needed_by=transfers.describe_least(),
+        full_bytes=ways[0].search.baseline.peak_bytes,
+        least_bytes=least.least_bytes,
+        needed_by=(least.transfers or least.search).describe_least(),
     )
-    found = transfers.fastest_within(resolved)
-    return emit(search, found, resolved, least_bytes=transfers.least_bytes, host=host)
+    way, found = _fastest(ways, resolved)
+    return emit(
+        way.search,
+        found,
+        resolved,
+        least_bytes=least.least_bytes,
+        baseline=ways[0].search.baseline,
+        host=host,
+        exact=way.exact,
+    )
+
+
+def _fastest(ways: list[_Way], budget_bytes: int) -> tuple[_Way, Moved]:
+    """The fastest within a budget, and the way it goes; the exact one where it is as fast."""
+    fitting = [way for way in ways if way.least_bytes <= budget_bytes]
+    found = [(way, way.fastest_within(budget_bytes)) for way in fitting]
+    first, chosen = found[0]
+    if chosen.candidate is first.search.baseline and not chosen.moves:
+        return first, chosen  # everything fits
+    return min(found, key=lambda pair: pair[1].total_s)
 
 
 def emit(
@@ -92,20 +139,34 @@ def emit(
     budget_bytes: int,
     *,
     least_bytes: int,
+    baseline: Candidate,
     host: HostMemory | None = None,
+    exact: bool = True,
 ) -> Planned:
-    """Write the graphs of a schedule, and the plan that tells of them."""
+    """Write the graphs of a schedule, and the plan that tells of them.
+
+    Args:
+        search: where the schedule was found.
+        found: the schedule, and what travels.
+        budget_bytes: what it keeps to.
+        least_bytes: the least feasible budget.
+        baseline: nothing recomputed, everything computed as it was traced.
+        host: memory to which storages travel.
+        exact: ``search`` is of the graph as it was traced.
+    """
     chosen = found.candidate
     arena, travel = _lay_out(found.moves, search, host)
     forward, backward = rewrite(chosen.program, found.sweep, BlockModules(), travel)
-    bound_s = search.baseline.total_s if host else search.lower_bound_s(budget_bytes)
+    # The bound is one of recomputation alone, of the operations as they were traced.
+    bounded = exact and not host
+    bound_s = search.lower_bound_s(budget_bytes) if bounded else baseline.total_s
     plan = Plan(
         budget_bytes=budget_bytes,
         least_budget_bytes=least_bytes,
         predicted_peak_bytes=found.sweep.peak_bytes,
         predicted_s=found.total_s,
-        baseline_peak_bytes=search.baseline.peak_bytes,
-        baseline_s=search.baseline.total_s,
+        baseline_peak_bytes=baseline.peak_bytes,
+        baseline_s=baseline.total_s,
         lower_bound_s=min(bound_s, found.total_s),
         local_search_s=0.0 if host else search.gained_s(budget_bytes),
         host_bytes=travel.nbytes if travel else 0,
@@ -118,6 +179,7 @@ def emit(
         forward_code=forward.code,
         backward_code=backward.code,
         branch_ends=search.sweeps.line.branch_ends,
+        exact=exact,
     )
     return Planned(plan, forward, backward, arena)
 

@@ -141,6 +141,15 @@ class Search:
         """The schedule of the lowest peak; the fastest among those."""
         return self.frontier[0]
 
+    @property
+    def least_bytes(self) -> int:
+        """The least feasible budget."""
+        return self.least.peak_bytes
+
+    def describe_least(self) -> str:
+        """What the least feasible budget is needed for."""
+        return self.describe_peak(self.least)
+
     def fastest_within(self, budget_bytes: int) -> Candidate:
         """The fastest candidate whose exact peak fits.
 

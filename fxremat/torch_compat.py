@@ -182,7 +182,7 @@ class AllocationLog:
                 self.events.append((current, record.cpu_memory_usage()))
 
 
-_MARK = "fxremat:"
+_MARK = "fxremat mark "  # no operator's name begins so
 
 
 def is_tangent(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError
-from fxremat.passes import batchnorm, rng
+from fxremat.passes import batchnorm, invert, rng
 from fxremat.passes.duplicates import merge_duplicates
 from fxremat.passes.storage import StorageTable, build_storage_table
 
@@ -53,7 +53,11 @@ class JointGraph:
 
 
 def build_joint_graph(
-    module: fx.GraphModule, *, forward_output_count: int, mutated_primals: Sequence[int]
+    module: fx.GraphModule,
+    *,
+    forward_output_count: int,
+    mutated_primals: Sequence[int],
+    exact: bool = True,
 ) -> JointGraph:
     """Take over AOTAutograd's joint graph.
 
@@ -61,6 +65,8 @@ def build_joint_graph(
         module: the traced joint graph; it is copied, not changed.
         forward_output_count: how many of its outputs belong to the forward.
         mutated_primals: indices of the primals that the forward mutates.
+        exact: every value is computed as it was traced; else inputs of norms may be rebuilt
+            from outputs, see :mod:`fxremat.passes.invert`.
 
     Requires: ``module`` is functional with static shapes.
     Ensures: ``detach`` is gone, equal operations are one, values of an operation directly
@@ -81,6 +87,9 @@ def build_joint_graph(
     _gather_getitems(graph)
     _eliminate_dead_code(graph)
     batchnorm.drop_running_statistics(graph)
+    invert.read_results(graph)
+    if not exact:
+        invert.rebuild_norm_inputs(graph)
     _keep_old_values(graph, forward_output_count, mutated_primals)
     if merge_duplicates(_classify(owner, forward_output_count, mutated_primals)):
         _gather_getitems(graph)

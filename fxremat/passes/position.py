@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.passes.invert import is_inverse
 from fxremat.passes.joint import JointGraph
 
 
@@ -47,6 +48,8 @@ def locate(joint: JointGraph, *, views: frozenset[fx.Node] = frozenset()) -> Pos
             continue
         if node.target is operator.getitem and node.args[0] in forward:
             forward[node] = forward[node.args[0]]  # type: ignore[index]
+        elif is_inverse(node):  # no later than the backward of what it is computed from
+            forward[node] = forward[node.all_input_nodes[0]]
         else:
             forward[node] = count
             count += 1

@@ -30,6 +30,8 @@ class Plan:
         frontier: the least time at every other budget, by recomputation alone.
         forward_code, backward_code: the emitted graphs as Python.
         branch_ends: the stages after each branch's last, where branches meet in a trunk.
+        exact: gradients are bitwise those without a plan; else inputs of norms are rebuilt
+            from outputs (``compile(exact=False)``).
     """
 
     budget_bytes: int
@@ -50,6 +52,7 @@ class Plan:
     forward_code: str
     backward_code: str
     branch_ends: tuple[int, ...] = ()
+    exact: bool = True
 
     def explain(self) -> str:
         """Print the plan as a table, and return what was printed."""

@@ -52,6 +52,8 @@ def _summary(plan: Plan, stories: tuple[StageStory, ...]) -> Table:
     again = sum(len(story.again) + story.is_kept_in_part for story in stories)
     if plan.host_bytes:
         grid.add_row("host memory", _host(plan))
+    if not plan.exact:
+        grid.add_row("gradients", "up to rounding: inputs of norms are rebuilt from outputs")
     runs = [event for event in plan.timeline.events if not isinstance(event.op, Copy)]
     grid.add_row(
         "stages",
