@@ -80,3 +80,8 @@ def there_and_back(x: Tensor, host: Tensor, offset: int = 0) -> Tensor:
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(
         fresh.untyped_storage(), x.storage_offset(), x.shape, x.stride()
     )
+
+
+def bits(x: Tensor) -> bytes:
+    """What lies in a tensor, as bytes."""
+    return bytes(x.contiguous().flatten().view(torch.uint8).tolist())
