@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.passes import linearize as module
+from fxremat.passes import cuts as module
 from fxremat.passes.chain import build_chain
 from fxremat.passes.cuts import Crossing, choose_cuts
 from fxremat.passes.linearize import Line, Role, linearize
