@@ -23,7 +23,7 @@ LARGE = (
     "hf_gpt2", "hf_llama", "hf_llama_states", "hf_t5", "hf_clip", "resnet50", "densenet121",
     "inception", "gru", "siamese_resnet", "triplet_resnet", "image_recipe", "coca",
 )  # fmt: skip
-"""Three budgets of these are tried each time, all six in the slow suite."""
+"""Three budgets of these are tried each time, all six and their training in the slow suite."""
 
 every_model = pytest.mark.parametrize("name", ZOO)
 
@@ -56,7 +56,9 @@ def test_same_bits_within_six_budgets(name: str):
     check_order(attempt_all(name, SHARES))
 
 
-@every_model
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in ZOO]
+)
 def test_training_is_the_same(name: str):
     entry = ZOO[name]
     model, call = compiled(entry, "min")
