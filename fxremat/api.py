@@ -102,7 +102,7 @@ def compile(
         )
         with _progress() as progress:
             compiler = StepCompiler(read, caller, progress, host=host, exact=exact)
-            compiled = CompiledModule(model, compiler, needs.unused if needs else ())
+            compiled = CompiledModule(model, compiler, needs.unused if needs else None)
             _plan_only(compiled, call)
         compiler.progress = _silent
         # Other shapes get the same bytes, also where the budget was a share or "min".

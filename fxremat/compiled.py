@@ -14,7 +14,7 @@ from fxremat import torch_compat
 from fxremat.capture import Compiled, StepCompiler
 from fxremat.errors import BackwardError, CaptureError, FxrematError
 from fxremat.measure import device_of
-from fxremat.outputs import Detaching, refuse_gradients
+from fxremat.outputs import Detaching, Unused, refuse_gradients
 from fxremat.report.plan import Plan
 from fxremat.trace import StepTrace, trace_step
 
@@ -32,14 +32,14 @@ class CompiledModule(nn.Module):
     """
 
     def __new__(
-        cls, original: nn.Module, _compiler: StepCompiler, _unused: tuple[int, ...] = ()
+        cls, original: nn.Module, _compiler: StepCompiler, _unused: Unused | None = None
     ) -> CompiledModule:
         """An instance that can be indexed, counted and iterated if the original can."""
         own = {name: _delegate(name) for name in _CONTAINER if hasattr(type(original), name)}
         return super().__new__(type(cls.__name__, (cls,), own) if own else cls)
 
     def __init__(
-        self, original: nn.Module, compiler: StepCompiler, unused: tuple[int, ...] = ()
+        self, original: nn.Module, compiler: StepCompiler, unused: Unused | None = None
     ) -> None:
         super().__init__()
         self.__dict__["_original"] = original
@@ -115,11 +115,17 @@ class CompiledModule(nn.Module):
         if not (self._original.training and torch.is_grad_enabled()):
             return self._original(*args, **kwargs)
         outputs = self.call_whole(args, kwargs)
+        detached: tuple[int, ...] = ()
+        if self.__dict__["_unused"] is not None:
+            outputs, detached = outputs
         torch_compat.before_backward(outputs, _refuse_double_backward)
-        return refuse_gradients(outputs, self.__dict__["_unused"])
+        return refuse_gradients(outputs, detached) if detached else outputs
 
     def call_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled graph; what Dynamo raises comes out as what really went wrong."""
+        """Call the compiled graph; what Dynamo raises comes out as what really went wrong.
+
+        Returns the outputs; with those that were detached, if some have no use.
+        """
         original: nn.Module = self.__dict__["_original"]
         compiler: StepCompiler = self.__dict__["_compiler"]
         compiler.resident = lambda: _resident(original, args, kwargs)

@@ -7,7 +7,7 @@ zeros. Detached inside the captured step, they cost neither.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,37 +17,46 @@ from torch.utils import _pytree as pytree
 from fxremat.errors import BackwardError
 
 
-class Detaching(nn.Module):
-    """A model some of whose outputs have no gradient.
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """Outputs without a gradient, as leaves in order.
 
-    Args:
-        original: the model.
-        unused: which of its outputs, as leaves in order.
+    Attributes:
+        leaves: which.
+        count: how many leaves there are; outputs of another form are left as they are.
     """
 
-    def __init__(self, original: nn.Module, unused: Collection[int]) -> None:
+    leaves: tuple[int, ...]
+    count: int
+
+
+class Detaching(nn.Module):
+    """A model some of whose outputs have no gradient."""
+
+    def __init__(self, original: nn.Module, unused: Unused) -> None:
         super().__init__()
         self.original = original
-        self.unused = tuple(unused)
+        self.leaves, self.count = unused.leaves, unused.count
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[int, ...]]:
+        """What the model returns, and which of its leaves were detached."""
         leaves, spec = pytree.tree_flatten(self.original(*args, **kwargs))
-        for i in self.unused:
+        detached = ()
+        if len(leaves) == self.count:
+            detached = tuple(i for i in self.leaves if leaves[i].requires_grad)
+        for i in detached:
             leaves[i] = leaves[i].detach()
-        return pytree.tree_unflatten(leaves, spec)
+        return pytree.tree_unflatten(leaves, spec), detached
 
 
-def refuse_gradients(outputs: Any, unused: Collection[int]) -> Any:
-    """``outputs``; a backward through one of the ``unused`` ones raises.
+def refuse_gradients(outputs: Any, detached: tuple[int, ...]) -> Any:
+    """``outputs``; a backward through one that was ``detached`` raises.
 
     They require a gradient again, as the model's own do, so that nothing is lost silently.
     """
-    if not unused:
-        return outputs
     leaves, spec = pytree.tree_flatten(outputs)
     anchor = torch.empty(0, requires_grad=True)
-    for i in unused:
+    for i in detached:
         leaves[i] = _Unused.apply(leaves[i], anchor, i)  # type: ignore[no-untyped-call]
     return pytree.tree_unflatten(leaves, spec)
 
@@ -63,5 +72,5 @@ class _Unused(torch.autograd.Function):
         raise BackwardError(
             f"output {ctx.index} of shape {ctx.shape} gets a gradient, but the loss= given to "
             "compile does not use it, so the step was planned without one: give a loss= that "
-            "uses all outputs that yours does"
+            "uses all outputs that yours does, or none"
         )

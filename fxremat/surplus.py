@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat.measure import device_of, peak_of
+from fxremat.outputs import Unused
 from fxremat.passes.storage import allocated_bytes
 
 
@@ -68,11 +69,11 @@ class LossNeeds:
 
     Attributes:
         nbytes: most bytes that its forward and backward have allocated beside its inputs.
-        unused: outputs of the model, as leaves in order, that get no gradient from it.
+        unused: outputs of the model that get no gradient from it; ``None``: all get one.
     """
 
     nbytes: int
-    unused: tuple[int, ...]
+    unused: Unused | None
 
 
 def needs_of_loss(loss: Callable[[Any], torch.Tensor], outputs: object) -> LossNeeds:
@@ -101,5 +102,5 @@ def needs_of_loss(loss: Callable[[Any], torch.Tensor], outputs: object) -> LossN
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         nbytes = peak_of(run, device=device) - before
-    unused = (i for i, t in made.items() if t.requires_grad and t.grad is None)
-    return LossNeeds(nbytes, tuple(unused))
+    unused = tuple(i for i, t in made.items() if t.requires_grad and t.grad is None)
+    return LossNeeds(nbytes, Unused(unused, len(leaves)) if unused else None)

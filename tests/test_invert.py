@@ -128,8 +128,8 @@ def test_never_slower_and_never_more_than_the_exact_plan():
     _, with_bits = middling()
     assert with_bits.plan.exact
     assert with_rounding.plan.least_budget_bytes <= with_bits.plan.least_budget_bytes
-    # Of one process and one cache of times; what is timed anew differs a little.
-    assert with_rounding.plan.predicted_s <= with_bits.plan.predicted_s * 1.05
+    # Equal operations are timed once in a process, so both compare the same times.
+    assert with_rounding.plan.predicted_s <= with_bits.plan.predicted_s
 
 
 def test_what_fits_is_left_alone():

@@ -27,6 +27,42 @@ PARTIAL = (
 """Models that return more than their loss."""
 
 
+class Various(nn.Module):
+    """Outputs whose form depends on a flag; one of them never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 4))
+
+    def forward(self, x: Tensor, *, whole: bool = True) -> tuple[Tensor, ...]:
+        y = self.body(x)
+        share = (y > 0).float().mean()
+        return (y.square().mean(), y, share) if whole else (y,)
+
+
+def test_an_output_that_never_had_a_gradient_has_none():
+    model, x = Various(), torch.randn(64, 8)
+    loss, y, share = fxremat.compile(model, x, 1.0, loss=lambda out: out[0])(x)
+    assert loss.requires_grad
+    assert y.requires_grad
+    assert not share.requires_grad
+    share.numpy()
+
+
+def test_outputs_of_another_form_keep_their_gradients():
+    model, x = Various(), torch.randn(64, 8)
+    call = fxremat.compile(model, x, 1.0, loss=lambda out: out[0])
+    call(x, whole=False)[0].sum().backward()
+    found = [p.grad for p in model.parameters()]
+    eager = Various()
+    eager(x, whole=False)[0].sum().backward()
+    for ours, theirs in zip(found, eager.parameters(), strict=True):
+        assert ours is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours, theirs.grad)
+
+
 class Two(nn.Module):
     """Two outputs from one stem, one of them large."""
 
@@ -91,7 +127,7 @@ def test_models_that_return_more_than_their_loss(name: str):
     entry = ZOO[name]
     model, call = compiled(entry, 1.0, input_gradients=True, loss=entry.loss)
     expected = run_step(entry, model, call, input_gradients=True)
-    assert call.__dict__["_unused"]
+    assert call.__dict__["_unused"] is not None
     torch._dynamo.reset()
     eager = entry.build()
     for budget in ("min", 0.9):

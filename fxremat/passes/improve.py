@@ -21,7 +21,7 @@ MOST_STEPS = 150
 """Times that a search takes something on at most."""
 
 MOST_FAILURES = 10
-"""Changes that gain nothing before a search gives up."""
+"""Changes in a row that gain nothing before a search gives up."""
 
 STEP_SHARE = 1 / 128
 """Of the start's peak: what a step may take on together if the first is not larger."""
