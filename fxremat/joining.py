@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, takewhile
+from itertools import takewhile
 
 from fxremat.ir import (
     Backward,
     Chain,
-    Compute,
     Forward,
     Join,
     JoinCosts,
@@ -16,11 +15,10 @@ from fxremat.ir import (
     Schedule,
     Solved,
 )
-from fxremat.passes.branches import TRUNK, branch_at
 from fxremat.passes.candidate import Sweeps
 from fxremat.passes.cost import Progress
 from fxremat.passes.firsts import any_order
-from fxremat.passes.join import build_join, build_join_costs
+from fxremat.passes.join import Branching, branchings_of, build_join, build_join_costs
 from fxremat.passes.linearize import Line
 from fxremat.passes.program import keep_all
 from fxremat.simulate import simulate as simulate_chain
@@ -30,7 +28,7 @@ LEAST_SLOTS, MOST_SLOTS = 200, 2000
 """Slots of each table of the join."""
 
 MOST_CHOICES = 800_000_000
-"""Looked at to fill a table: a second or so."""
+"""Looked at to fill a table unless told otherwise: a second or so."""
 
 TABLE_BYTES = 1 << 28
 """Of each table, at most."""
@@ -39,22 +37,32 @@ CHAIN_SLOTS = 500
 """Slots of each table of the equivalent chain."""
 
 
-def join_schedules(sweeps: Sweeps, stages: Chain, progress: Progress) -> Iterator[Schedule]:
+def join_schedules(
+    sweeps: Sweeps, stages: Chain, progress: Progress, *, most_choices: int = MOST_CHOICES
+) -> Iterator[Schedule]:
     """Schedules of the join solver, for budgets from the least to all that can be used.
 
     Stages have the numbers that they have on the line. Nothing where the line is no join.
+
+    Args:
+        sweeps: makes candidates.
+        stages: of the line.
+        progress: told of each table.
+        most_choices: looked at to fill a table; where that is too few for the stages as they
+            are, neighbours are merged.
     """
     # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers.join.coarse import with_turn  # noqa: PLC0415
 
     line = sweeps.line
-    if line.branch_ends:
-        join, costs = _join_of(sweeps, stages)
-        found = [_solve_join(join, costs, progress)]
-        if len(join.trunk) > 1:
+    for branching in branchings_of(line):
+        join, costs = _join_of(sweeps, stages, branching)
+        found = _solve_join(join, costs, progress, most_choices)
+        yield from _in_orders(line, map(branching.on_line, found))
+        if len(join.trunk) > 1 and branching.ends[-1] == line.branch_ends[-1]:
             turn = with_turn(join, costs, extra_bytes=_turn_bytes(sweeps))
-            found.append(map(turn.refine, _solve_join(turn.join, turn.costs, progress)))
-        yield from _in_orders(line, chain.from_iterable(found))
+            found = map(turn.refine, _solve_join(turn.join, turn.costs, progress, most_choices))
+            yield from _in_orders(line, map(branching.on_line, found))
 
 
 def equivalent_schedules(sweeps: Sweeps, stages: Chain, progress: Progress) -> Iterator[Schedule]:
@@ -63,14 +71,15 @@ def equivalent_schedules(sweeps: Sweeps, stages: Chain, progress: Progress) -> I
     Nothing where the line is no join.
     """
     line = sweeps.line
-    if line.branch_ends:
-        join, costs = _join_of(sweeps, stages)
-        yield from _in_orders(line, _solve_equivalent(join, costs, progress))
+    for branching in branchings_of(line):
+        join, costs = _join_of(sweeps, stages, branching)
+        found = _solve_equivalent(join, costs, progress)
+        yield from _in_orders(line, map(branching.on_line, found))
 
 
-def _join_of(sweeps: Sweeps, stages: Chain) -> tuple[Join, JoinCosts]:
-    join_costs = build_join_costs(sweeps.costs, sweeps.line, sweeps.surroundings)
-    return build_join(stages, sweeps.line), join_costs
+def _join_of(sweeps: Sweeps, stages: Chain, branching: Branching) -> tuple[Join, JoinCosts]:
+    costs = build_join_costs(sweeps.costs, sweeps.line, branching, sweeps.surroundings)
+    return build_join(stages, branching), costs
 
 
 def _turn_bytes(sweeps: Sweeps) -> int:
@@ -88,12 +97,14 @@ def _turn_bytes(sweeps: Sweeps) -> int:
     return max(peaks) - held_bytes
 
 
-def _solve_join(join: Join, costs: JoinCosts, progress: Progress) -> Iterator[Schedule]:
+def _solve_join(
+    join: Join, costs: JoinCosts, progress: Progress, most_choices: int
+) -> Iterator[Schedule]:
     from fxremat.solvers.join import JoinPlans, least_budget  # noqa: PLC0415
     from fxremat.solvers.join.coarse import coarsen  # noqa: PLC0415
 
-    coarse = coarsen(join, costs, most_work=MOST_CHOICES // LEAST_SLOTS)
-    slots = _slots(coarse.join)
+    coarse = coarsen(join, costs, most_work=most_choices // LEAST_SLOTS)
+    slots = _slots(coarse.join, most_choices)
     least_bytes, least = least_budget(coarse.join, coarse.costs)
     yield coarse.refine(least)
     full_bytes = simulate(join, costs, keep_all(len(join))).peak_bytes
@@ -106,13 +117,13 @@ def _solve_join(join: Join, costs: JoinCosts, progress: Progress) -> Iterator[Sc
                 yield coarse.refine(solution.schedule)
 
 
-def _slots(join: Join) -> int:
+def _slots(join: Join, most_choices: int) -> int:
     """As many as the table has room and time for."""
     from fxremat.solvers.join.coarse import states_of, work_of  # noqa: PLC0415
 
     lengths = [len(line) for line in join.lines]
     room = TABLE_BYTES // (8 * states_of(lengths))
-    return max(min(room, MOST_CHOICES // work_of(lengths), MOST_SLOTS), min(LEAST_SLOTS, room), 1)
+    return max(min(room, most_choices // work_of(lengths), MOST_SLOTS), min(LEAST_SLOTS, room), 1)
 
 
 def _solve_equivalent(join: Join, costs: JoinCosts, progress: Progress) -> Iterator[Schedule]:
@@ -147,23 +158,19 @@ def _ceilings(full_bytes: int, least_bytes: int, floor_bytes: int) -> Iterator[i
 def _in_orders(line: Line, schedules: Iterator[Schedule]) -> Iterator[Schedule]:
     """Each with branches run forward in the order of the graph, and as it is where allowed.
 
-    Until the trunk runs, branches are independent of each other, so their forwards may be put
-    in any order that keeps each branch's. What is held at the trunk is the same.
+    Branches are independent of each other, so until the backward begins their forwards may be
+    put in any order that keeps each branch's. What is held at the turn is the same.
     """
     free = any_order(line)
     for schedule in schedules:
-        yield _in_graph_order(line, schedule)
+        yield in_graph_order(line, schedule)
         if free:
             yield schedule
 
 
-def _in_graph_order(line: Line, schedule: Schedule) -> Schedule:
-    ends = line.branch_ends
-
-    def is_before_trunk(op: Compute) -> bool:
-        return not isinstance(op, Backward) and branch_at(ends, op.stage) != TRUNK
-
+def in_graph_order(line: Line, schedule: Schedule) -> Schedule:
+    """``schedule`` with the segments run forward one after the other, as the line has them."""
     ops = schedule.computations
-    before = list(takewhile(is_before_trunk, ops))
-    before.sort(key=lambda op: branch_at(ends, op.stage))
+    before = list(takewhile(lambda op: not isinstance(op, Backward), ops))
+    before.sort(key=lambda op: line.segments.at(op.stage))
     return Schedule((*before, *ops[len(before) :]))

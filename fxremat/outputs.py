@@ -41,7 +41,7 @@ class Detaching(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[int, ...]]:
         """What the model returns, and which of its leaves were detached."""
         leaves, spec = pytree.tree_flatten(self.original(*args, **kwargs))
-        detached = ()
+        detached: tuple[int, ...] = ()
         if len(leaves) == self.count:
             detached = tuple(i for i in self.leaves if leaves[i].requires_grad)
         for i in detached:

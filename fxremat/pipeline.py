@@ -178,7 +178,7 @@ def emit(
         frontier=frontier_of([(c.peak_bytes, c.total_s) for c in search.frontier]),
         forward_code=forward.code,
         backward_code=backward.code,
-        branch_ends=search.sweeps.line.branch_ends,
+        branch_ends=search.sweeps.line.segments.ends,
         exact=exact,
     )
     return Planned(plan, forward, backward, arena)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.passes.branches import TRUNK, branch_at
 from fxremat.passes.linearize import Line, linearize
+from fxremat.passes.segments import Segments
 from fxremat.passes.storage import is_tensor
 from tests.harness import capture, captured
 from tests.models import ZOO
@@ -21,7 +21,12 @@ JOINS = {
     "coca": 2,
     "two_texts": 2,
     "hf_clip": 2,
+    "pair_match": 2,
 }
+"""With how many outermost branches."""
+
+NESTED = {"pair_match": (2, 2, 6, 5, 5, 6)}
+"""Those with branches in branches, and into which segment each flows."""
 
 every_join = pytest.mark.parametrize("name", JOINS)
 
@@ -31,8 +36,15 @@ def test_these_models_are_joins_and_no_others(name: str):
     assert len(captured(name).line.branch_ends) == JOINS.get(name, 0)
 
 
-def branch_of(line: Line, stage: int) -> int:
-    return branch_at(line.branch_ends, stage)
+@every_join
+def test_branches_are_found_in_branches(name: str):
+    segments = captured(name).line.segments
+    assert segments.into == NESTED.get(name, (JOINS[name],) * JOINS[name])
+
+
+def path_of(line: Line, stage: int) -> tuple[int, ...]:
+    """The segment of a stage and those after it."""
+    return line.segments.path(line.segments.at(stage))
 
 
 @every_join
@@ -41,11 +53,11 @@ def test_no_activation_of_a_branch_is_read_in_another(name: str):
     for node in line.joint.forward:
         if not is_tensor(node) or node in line.pinned or node in line.views:
             continue
-        here = branch_of(line, line.stage_of[node])
+        path = path_of(line, line.stage_of[node])
         for user in node.users:
-            if here != TRUNK and user in line.stage_of:
+            if len(path) > 1 and user in line.stage_of:
                 assert user not in line.sums
-                assert branch_of(line, line.stage_of[user]) in (here, TRUNK)
+                assert line.segments.at(line.stage_of[user]) in path
 
 
 @every_join
@@ -58,16 +70,17 @@ def test_only_sums_read_gradients_of_another_branch(name: str):
             stages = {line.stage_of[n] for n in sources if n not in line.sums}
             stages = stages.union(*(line.sums[n] for n in sources if n in line.sums))
             assert stages == line.sums[node]
-            assert len({branch_of(line, stage) for stage in stages} - {TRUNK}) > 1
+            apart = line.segments.outmost(line.segments.at(stage) for stage in stages)
+            assert len(apart) > 1
             assert line.stage_of[node] == min(stages)
             continue
-        here = branch_of(line, line.stage_of[node])
+        path = path_of(line, line.stage_of[node])
         for source in sources:
             assert source not in line.sums
-            assert branch_of(line, line.stage_of[source]) in (here, TRUNK)
+            assert line.segments.at(line.stage_of[source]) in path
 
 
-@pytest.mark.parametrize("name", ["siamese_resnet", "triplet", "two_texts"])
+@pytest.mark.parametrize("name", ["siamese_resnet", "triplet", "two_texts", "pair_match"])
 def test_every_shared_parameter_has_its_gradients_summed(name: str):
     line = captured(name).line
     shared = sum(1 for g in line.joint.backward_outputs if g in line.sums)
@@ -145,3 +158,39 @@ def test_a_branch_ends_where_it_reads_the_other():
     line = towers("cross")
     lengths = [sum(len(s.forward) for s in line.stages[a:b]) for a, b in _ranges(line)]
     assert lengths == [8, 6]
+
+
+class Fused(nn.Module):
+    """Three towers, of which the first two are fused, and go on, before they meet the third."""
+
+    def __init__(self, *, drops: bool = False):
+        super().__init__()
+        self.drops = drops
+        self.towers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(16, 16) for _ in range(4)) for _ in range(4)
+        )
+
+    def run(self, tower: int, x: Tensor) -> Tensor:
+        for layer in self.towers[tower]:
+            x = layer(x).tanh()
+        return nn.functional.dropout(x) if self.drops else x
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        fused = self.run(2, self.run(0, x) * self.run(1, y))
+        return (fused * self.run(3, z)).sum()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_fused_towers_are_branches_of_a_branch(drops: bool):
+    x = tuple(torch.randn(32, 16) for _ in range(3))
+    line = capture(Fused(drops=drops), x).line
+    assert line.segments.into == (2, 2, 4, 4)
+    assert [line.name_of(line.segments.start(s)).split("_stage")[0] for s in range(5)] == [
+        "branch0_0",
+        "branch0_1",
+        "branch0",
+        "branch1",
+        "trunk",
+    ]
+    assert line.branch_ends == line.segments.ends[2:]
+    assert line.segments != Segments()

@@ -9,9 +9,9 @@ import pytest
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Forward, JoinProblem, Keep, Schedule
-from fxremat.joining import _in_graph_order, equivalent_schedules, join_schedules
+from fxremat.joining import equivalent_schedules, in_graph_order, join_schedules
 from fxremat.passes.firsts import any_order, check_draws
-from fxremat.passes.join import build_join, build_join_costs
+from fxremat.passes.join import Branching, branchings_of, build_join, build_join_costs
 from fxremat.passes.linearize import Line
 from fxremat.passes.surroundings import Caller
 from fxremat.search import Search, line_schedules
@@ -26,7 +26,7 @@ from tests.harness import (
     silent,
 )
 from tests.models.bits import assert_bitwise_equal
-from tests.test_branches import JOINS
+from tests.test_branches import JOINS, NESTED
 from tests.unit_joins import (
     budget_bytes,
     captured_join,
@@ -46,22 +46,23 @@ def shifted(schedule: Schedule, first: int) -> list[Compute]:
     return moved
 
 
-def random_join_schedule(line: Line, seed: int) -> Schedule:
+def random_join_schedule(line: Line, seed: int, branching: Branching | None = None) -> Schedule:
     """Branches forward in the order of the graph, and back in any: stage by stage at random."""
+    branching = branching or branchings_of(line)[0]
     draw = random.Random(seed)
     before: list[Compute] = []
     after: list[list[Compute]] = []
-    for first, end in pairwise((0, *line.branch_ends)):
+    for first, end in pairwise((0, *branching.ends)):
         ops = shifted(random_schedule(end - first, draw.randrange(1000)), first)
         turn = next(i for i, op in enumerate(ops) if isinstance(op, Backward))
         before += ops[:turn]
         after.append(ops[turn:])
-    start = line.branch_ends[-1]
+    start = branching.ends[-1]
     trunk = shifted(random_schedule(len(line.stages) - start, draw.randrange(1000)), start)
     mixed: list[Compute] = []
     while any(after):
         mixed.append(draw.choice([ops for ops in after if ops]).pop(0))
-    return Schedule((*before, *trunk, *mixed))
+    return in_graph_order(line, branching.on_line(Schedule((*before, *trunk, *mixed))))
 
 
 @every_join
@@ -69,6 +70,18 @@ def random_join_schedule(line: Line, seed: int) -> Schedule:
 def test_any_order_back_gives_the_same_bits_at_the_swept_peak(name: str, seed: int):
     step = captured(name, input_gradients=True)
     program = step.program(random_join_schedule(step.measured.line, seed))
+    assert_bitwise_equal(vars(run_emitted(step, program)), vars(run_traced(step)))
+    assert measured_peak_bytes(step, program) == step.sweep(program).peak_bytes
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("seed", range(3))
+def test_branches_of_branches_go_back_in_any_order_too(name: str, seed: int):
+    step = captured(name, input_gradients=True)
+    line = step.measured.line
+    outer, inner = branchings_of(line)
+    assert len(outer.ends) == JOINS[name] < len(inner.ends)
+    program = step.program(random_join_schedule(line, seed, inner))
     assert_bitwise_equal(vars(run_emitted(step, program)), vars(run_traced(step)))
     assert measured_peak_bytes(step, program) == step.sweep(program).peak_bytes
 
@@ -85,7 +98,7 @@ def test_branches_that_draw_nothing_run_forward_in_any_order(name: str):
     swapped = [op for op in ops[:start] if op.stage >= middle]
     swapped += [op for op in ops[:start] if op.stage < middle]
     other = Schedule((*swapped, *ops[start:]))
-    assert _in_graph_order(line, other) == schedule
+    assert in_graph_order(line, other) == schedule
     program = step.program(other)
     assert_bitwise_equal(vars(run_emitted(step, program)), vars(run_traced(step)))
     assert measured_peak_bytes(step, program) == step.sweep(program).peak_bytes
@@ -114,7 +127,7 @@ def test_statistics_that_two_branches_move_keep_their_order():
         step.program(Schedule((*others[:-1], *first, others[-1])))
 
 
-@pytest.fixture(scope="module", params=["siamese_resnet", "triplet", "image_recipe"])
+@pytest.fixture(scope="module", params=["siamese_resnet", "triplet", "image_recipe", "pair_match"])
 def search(request: pytest.FixtureRequest) -> Search:
     step = captured(request.param)
     real = {step.joint.primals[i]: t for i, t in step.real.items()}
@@ -140,8 +153,9 @@ def test_no_slower_than_the_line_nor_the_equivalent_chain(search: Search):
 
 def test_the_join_of_a_model_is_valid_and_close_to_what_is_swept(search: Search):
     line, sweeps = search.sweeps.line, search.sweeps
-    join = build_join(search.chain, line)
-    costs = build_join_costs(sweeps.costs, line, sweeps.surroundings)
+    branching = branchings_of(line)[0]
+    join = build_join(search.chain, branching)
+    costs = build_join_costs(sweeps.costs, line, branching, sweeps.surroundings)
     JoinProblem(join, costs, 0)  # validates
     assert [len(b) for b in join.branches] == [b - a for a, b in pairwise((0, *line.branch_ends))]
     for seed in range(5):
@@ -149,7 +163,8 @@ def test_the_join_of_a_model_is_valid_and_close_to_what_is_swept(search: Search)
         timeline = simulate(join, costs, schedule)
         peak_bytes = sweeps.candidate(schedule).peak_bytes
         modelled_bytes = max(event.peak_bytes for event in timeline.events)
-        assert peak_bytes <= 1.1 * modelled_bytes
+        # Of the gradient of a shared parameter each branch is charged its part at all times.
+        assert peak_bytes <= 1.15 * modelled_bytes
 
 
 @pytest.mark.parametrize("lengths", [(6, 5), (5, 5, 5)])

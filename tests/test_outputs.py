@@ -52,7 +52,7 @@ def test_an_output_that_never_had_a_gradient_has_none():
 
 def test_outputs_of_another_form_keep_their_gradients():
     model, x = Various(), torch.randn(64, 8)
-    call = fxremat.compile(model, x, 1.0, loss=lambda out: out[0])
+    call = fxremat.compile(model, x, "1 MiB", loss=lambda out: out[0])
     call(x, whole=False)[0].sum().backward()
     found = [p.grad for p in model.parameters()]
     eager = Various()

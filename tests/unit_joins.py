@@ -10,15 +10,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxremat.ir import Solved
+from fxremat.joining import equivalent_schedules, join_schedules
 from fxremat.passes.candidate import Candidate
 from fxremat.passes.cost import StageSeconds
 from fxremat.passes.rewrite import BlockModules, rewrite
-from fxremat.search import PLANNERS, Search
+from fxremat.search import Search, line_schedules
 from fxremat.solvers.join.unit import UnitTable
 from tests.harness import Captured, bare, capture, silent
 
@@ -26,6 +28,9 @@ UNIT = 1 << 12
 """Entries of an activation."""
 
 FOR_EVER_S = 1e6
+
+MOST_CHOICES = 5_000_000_000
+"""Looked at to fill a table: no stages of three branches of thirty are merged."""
 
 
 class UnitJoin(nn.Module):
@@ -59,7 +64,14 @@ def unit_search(step: Captured) -> Search:
         forward_s = float(names["aten.sin.default"]) + FOR_EVER_S * names["aten.clone.default"]
         stages.append(StageSeconds(forward_s, 0.0, 0.0))
     measured = replace(step.measured, stages=tuple(stages))
-    return Search.over(measured, step.blocks, bare(step.joint), progress=silent, planners=PLANNERS)
+    whole = partial(join_schedules, most_choices=MOST_CHOICES)
+    return Search.over(
+        measured,
+        step.blocks,
+        bare(step.joint),
+        progress=silent,
+        planners=(line_schedules, equivalent_schedules, whole),
+    )
 
 
 def budget_bytes(search: Search, slots: int) -> int:

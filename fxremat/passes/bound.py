@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch import fx
 
@@ -158,17 +157,23 @@ class _Part:
 
 
 def _parts(line: Line) -> list[_Part]:
-    count = len(line.stages)
-    if not line.branch_ends:
-        return [_Part(range(count), line.joint.backward, ())]
-    start = line.branch_ends[-1]
-    trunk = [n for index in range(start, count) for n in _own_backward(line, index)]
-    later = set(line.joint.backward).difference(trunk)
-    parts = [_Part(range(start, count), trunk, tuple(later))]
-    for first, end in pairwise((0, *line.branch_ends)):
-        own = [n for index in range(first, end) for n in _own_backward(line, index)]
-        parts.append(_Part(range(first, end), [*trunk, *own], ()))
+    segments = line.segments
+    places = [*segments.ends, len(line.stages)]
+    ranges = [range(segments.start(segment), end) for segment, end in enumerate(places)]
+    parts = []
+    for segment, own in enumerate(ranges):
+        path = segments.path(segment)
+        before = {i for part in path for i in ranges[part]}
+        first = {n for i in before for n in _own_backward(line, i)}
+        flows = {i for s in range(segment) if segment in segments.path(s) for i in ranges[s]}
+        after = [n for n in line.joint.backward if not flows.isdisjoint(_stages_of(line, n))]
+        parts.append(_Part(own, tuple(first), tuple(after)))
     return parts
+
+
+def _stages_of(line: Line, node: fx.Node) -> frozenset[int]:
+    """The stages whose backwards come before a backward node, or run it."""
+    return line.sums.get(node, frozenset({line.stage_of[node]}))
 
 
 def _own_backward(line: Line, index: int) -> list[fx.Node]:

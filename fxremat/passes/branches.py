@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import fx
@@ -11,6 +10,7 @@ from torch import fx
 from fxremat.passes import batchnorm, rng
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.position import Positions
+from fxremat.passes.segments import Segments
 from fxremat.passes.storage import is_tensor
 
 LEAST_SHARE = 0.05
@@ -19,24 +19,21 @@ LEAST_SHARE = 0.05
 LEAST_OPERATIONS = 5
 """And has at least as many operations: the copy of a weight in another dtype is no branch."""
 
-TRUNK = -1
-"""In place of the number of a branch."""
-
 
 @dataclass(frozen=True, slots=True)
 class Branches:
     """The forward as branches and the trunk after them.
 
     Attributes:
-        forward: all forward operations: views of given tensors, then branch after branch,
-            then the trunk; within each in graph order.
-        count: how many branches, at least 2.
-        branch_of: of each operation of a branch.
+        forward: all forward operations: views of given tensors, then segment after segment,
+            the trunk last; within each in graph order.
+        into: for each segment but the trunk the one that it flows into.
+        segment_of: of each operation but views of given tensors.
     """
 
     forward: tuple[fx.Node, ...]
-    count: int
-    branch_of: dict[fx.Node, int]
+    into: tuple[int, ...]
+    segment_of: dict[fx.Node, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +41,16 @@ class Placed:
     """Positions of a forward in branches.
 
     Attributes:
-        positions: a backward node's is in the branch of the gradients that it reads, or in
-            the trunk.
-        ends: positions after each branch's last.
+        positions: a backward node's is in the segment of the gradients that it reads, or in
+            one that flows into it.
+        segments: of positions.
         sums: backward nodes that read gradients of several branches: those that add up the
             gradients of shared parameters, and what reads these. Their position is the
             lowest of those they read.
     """
 
     positions: Positions
-    ends: tuple[int, ...]
+    segments: Segments
     sums: frozenset[fx.Node]
 
     def stages_of_sums(
@@ -71,23 +68,17 @@ class Placed:
 
     def is_apart(self, joint: JointGraph, pinned: frozenset[int]) -> bool:
         """Whether no branch, and no sum, reads an activation of another branch."""
-        where = self.positions
+        where, segments = self.positions, self.segments
         for node, position in where.forward.items():
-            here = branch_at(self.ends, position)
-            if pinned.issuperset(joint.storages.of_node[node]) or here == TRUNK:
+            if pinned.issuperset(joint.storages.of_node[node]):
                 continue
+            here = segments.at(position)
             for user in node.users:
                 at = where.forward.get(user, where.backward.get(user))
-                there = here if at is None else branch_at(self.ends, at)
-                if user in self.sums or there not in (here, TRUNK):
+                there = here if at is None else segments.at(at)
+                if user in self.sums or there not in segments.path(here):
                     return False
         return True
-
-
-def branch_at(ends: Sequence[int], position: int) -> int:
-    """The branch that holds a position, or ``TRUNK``."""
-    branch = bisect_right(ends, position)
-    return branch if branch < len(ends) else TRUNK
 
 
 class _Groups:
@@ -143,12 +134,12 @@ class _Groups:
 
 def find_branches(
     joint: JointGraph, *, views: frozenset[fx.Node], pinned: frozenset[int]
-) -> Branches | None:
-    """Where the forward is a join.
+) -> Iterator[Branches]:
+    """Ways to see the forward as a join: with branches in branches, then without.
 
     The operations before some point of the graph fall apart into groups that share no
     activation. The point is the one at which most saved bytes are in groups beside the
-    largest, and the last of those.
+    largest, and the last of those. Each group may fall apart in the same way.
 
     Args:
         joint: the step.
@@ -158,35 +149,84 @@ def find_branches(
 
     Ensures: there are at least two branches; random draws keep their order, and every
         operation follows what it reads.
-
-    Returns:
-        None where the forward is no join.
     """
     nodes = [n for n in joint.forward if n not in views]
-    saved = _saved_bytes(joint, nodes)
-    least_bytes = max(1, int(LEAST_SHARE * sum(n for s, n in saved.items() if s not in pinned)))
-    apart = _carrying_no_gradient(joint, pinned) | joint.storages.of(joint.given)
-    groups = _Groups(joint, apart=apart, saved=saved)
-    best_bytes, point = 1, 0
-    for index, node in enumerate(nodes):
-        groups.add(node)
-        heavy = groups.heavy(least_bytes).values()
-        beside_bytes = sum(heavy) - max(heavy, default=0)
-        if beside_bytes >= best_bytes:
-            best_bytes, point = beside_bytes, index + 1
-    if not point:
-        return None
-    groups = _Groups(joint, apart=apart, saved=saved)
-    for node in nodes[:point]:
-        groups.add(node)
-    place = _places(nodes[:point], groups, groups.heavy(least_bytes).keys())
-    branch_of = {n: branch for n, branch in place.items() if branch != TRUNK}
-    count = 1 + max(branch_of.values())
-    ordered = sorted(nodes, key=lambda n: branch_of.get(n, count))
-    if _draws(ordered) != _draws(nodes) or not _is_order(ordered):
-        return None
-    looking = (n for n in joint.forward if n in views)
-    return Branches((*looking, *ordered), count, branch_of)
+    looking = [n for n in joint.forward if n in views]
+    forking = _Forking.of(joint, nodes, pinned)
+    for nested in (True, False):
+        segments, into = forking.split(nodes, nested=nested)
+        if len(segments) == 1:
+            return
+        ordered = [node for own in segments for node in own]
+        if _draws(ordered) == _draws(nodes) and _is_order(ordered):
+            segment_of = {node: i for i, own in enumerate(segments) for node in own}
+            yield Branches((*looking, *ordered), into, segment_of)
+        if len(set(into)) == 1:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Forking:
+    """Finds where operations fall apart.
+
+    Attributes:
+        joint: the step.
+        apart: storages that connect nothing.
+        saved: sizes of the storages that the backward reads.
+        least_bytes: that a branch saves.
+    """
+
+    joint: JointGraph
+    apart: frozenset[int]
+    saved: dict[int, int]
+    least_bytes: int
+
+    @staticmethod
+    def of(joint: JointGraph, nodes: Sequence[fx.Node], pinned: frozenset[int]) -> _Forking:
+        """For these operations of a forward."""
+        saved = _saved_bytes(joint, nodes)
+        total_bytes = sum(n for s, n in saved.items() if s not in pinned)
+        apart = _carrying_no_gradient(joint, pinned) | joint.storages.of(joint.given)
+        return _Forking(joint, apart, saved, max(1, int(LEAST_SHARE * total_bytes)))
+
+    def split(
+        self, nodes: Sequence[fx.Node], *, nested: bool
+    ) -> tuple[list[Sequence[fx.Node]], tuple[int, ...]]:
+        """The segments of ``nodes``, the last one after all, and into which the others flow."""
+        *branches, rest = self._fork(nodes)
+        segments: list[Sequence[fx.Node]] = []
+        into: list[int] = []
+        ends: list[int] = []
+        for own in branches:
+            inner, flow = self.split(own, nested=True) if nested else ([own], ())
+            into += [len(segments) + s for s in flow] + [-1]
+            segments += inner
+            ends.append(len(segments) - 1)
+        for end in ends:
+            into[end] = len(segments)
+        return [*segments, rest], tuple(into)
+
+    def _fork(self, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]:
+        """Branches of ``nodes``, if there are any, and what comes after them."""
+        groups = _Groups(self.joint, apart=self.apart, saved=self.saved)
+        best_bytes, point = 1, 0
+        for index, node in enumerate(nodes):
+            groups.add(node)
+            heavy = groups.heavy(self.least_bytes).values()
+            beside_bytes = sum(heavy) - max(heavy, default=0)
+            if beside_bytes >= best_bytes:
+                best_bytes, point = beside_bytes, index + 1
+        if not point:
+            return [nodes]
+        groups = _Groups(self.joint, apart=self.apart, saved=self.saved)
+        for node in nodes[:point]:
+            groups.add(node)
+        place = _places(nodes[:point], groups, groups.heavy(self.least_bytes).keys())
+        count = 1 + max(place.values())
+        found: list[list[fx.Node]] = [[] for _ in range(count + 1)]
+        for node in nodes:
+            found[place.get(node, count)].append(node)
+        return list(found)
 
 
 def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozenset[int]:
@@ -218,7 +258,7 @@ def _saved_bytes(joint: JointGraph, nodes: Iterable[fx.Node]) -> dict[int, int]:
 def _places(
     nodes: Sequence[fx.Node], groups: _Groups, heavy: Set[fx.Node | int]
 ) -> dict[fx.Node, int]:
-    """The branch of each node, or ``TRUNK``.
+    """The branch of each node that is in one.
 
     A light group goes with the first branch that reads anything pinned that it makes.
     """
@@ -235,7 +275,7 @@ def _places(
             readers = [place[group_of[u]] for u in node.users if group_of.get(u) in place]
             if group not in heavy and readers and min(readers) < place.get(group, len(heavy)):
                 place[group], changed = min(readers), True
-    return {node: place.get(group, TRUNK) for node, group in group_of.items()}
+    return {node: place[group] for node, group in group_of.items() if group in place}
 
 
 def _draws(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -273,14 +313,13 @@ class _Placing:
         self._joint = joint
         self._forward = positions.forward
         self._located = dict(positions.backward)
-        self._count = positions.count
-        self._starts = [0] * (branches.count + 1)
-        for node, branch in branches.branch_of.items():
-            after = positions.forward[node] + 1
-            for later in range(branch + 1, branches.count + 1):
-                self._starts[later] = max(self._starts[later], after)
-        if self._starts[-1] == self._count:
-            self._count += 1  # no operation comes after the branches: the turn stands for it
+        ends = [0] * len(branches.into)
+        for node, segment in branches.segment_of.items():
+            for later in range(segment, len(ends)):
+                ends[later] = max(ends[later], positions.forward[node] + 1)
+        self._segments = Segments(tuple(ends), branches.into)
+        # Where no operation comes after the branches the turn stands for it.
+        self._count = max(positions.count, self._segments.start(self._segments.trunk) + 1)
         self._sums: dict[fx.Node, frozenset[int]] = {}
 
     def run(self) -> Placed | None:
@@ -300,10 +339,10 @@ class _Placing:
             return None
         backward = {node: self._located[node] for node in joint.backward}
         positions = Positions(self._forward, backward, self._count)
-        return Placed(positions, tuple(self._starts[1:]), frozenset(self._sums))
+        return Placed(positions, self._segments, frozenset(self._sums))
 
-    def _branch_at(self, position: int) -> int:
-        return branch_at(self._starts[1:], position)
+    def _segment_of(self, node: fx.Node) -> int:
+        return self._segments.at(self._located[node])
 
     def _without_gradient(self) -> set[fx.Node]:
         """Backward nodes that depend on no gradient: a mask, a scale."""
@@ -317,29 +356,31 @@ class _Placing:
         return found
 
     def _lift(self, node: fx.Node) -> None:
-        """What several branches read is computed before any of them goes back."""
-        readers = {self._branch_at(self._located[u]) for u in node.users if u in self._located}
+        """What several segments read is computed before any of them goes back."""
+        readers = {self._segment_of(u) for u in node.users if u in self._located}
         if len(readers) > 1:
-            self._located[node] = max(self._located[node], self._starts[-1])
+            first = self._segments.start(self._segments.meeting(readers))
+            self._located[node] = max(self._located[node], first)
 
     def _confine(self, node: fx.Node) -> None:
+        """To the segment whose gradients it reads, or one that flows into it."""
         sources = [n for n in node.all_input_nodes if n in self._located]
-        owners = {self._branch_at(self._located[n]) for n in sources if n not in self._sums}
-        owners = owners.union(*(self._sums[n] for n in sources if n in self._sums)) - {TRUNK}
+        owners = {self._segment_of(n) for n in sources if n not in self._sums}
+        owners = owners.union(*(self._sums[n] for n in sources if n in self._sums))
+        owners = set(self._segments.outmost(owners))
         if len(owners) > 1:
             self._sums[node] = frozenset(owners)
-        elif owners:
-            (branch,) = owners
-            first, end = self._starts[branch], self._starts[branch + 1]
-            self._located[node] = min(max(self._located[node], first), end - 1)
+        elif owners and owners.isdisjoint(self._segments.path(self._segment_of(node))):
+            (segment,) = owners
+            first, last = self._segments.start(segment), self._segments.ends[segment] - 1
+            self._located[node] = min(max(self._located[node], first), last)
 
     def _is_apart(self, node: fx.Node) -> bool:
-        """Whether ``node`` reads what its own branch, or the trunk, has."""
-        here = self._branch_at(self._located[node])
-        for source in node.all_input_nodes:
-            if source in self._located:
-                there = self._branch_at(self._located[source])
-                fits = node in self._sums or (source not in self._sums and there in (here, TRUNK))
-                if not fits:
-                    return False
-        return not rng.draws(node)  # a backward's draws keep the order of the line
+        """Whether ``node`` reads what its own segment, or one further on, has."""
+        if rng.draws(node):
+            return False  # a backward's draws keep the order of the line
+        path = self._segments.path(self._segment_of(node))
+        sources = [n for n in node.all_input_nodes if n in self._located]
+        return node in self._sums or all(
+            n not in self._sums and self._segment_of(n) in path for n in sources
+        )

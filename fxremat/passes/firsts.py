@@ -12,7 +12,6 @@ from itertools import pairwise
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Compute, Forward
-from fxremat.passes.branches import TRUNK, branch_at
 from fxremat.passes.linearize import Line
 
 
@@ -27,7 +26,7 @@ def check_draws(line: Line, ops: Sequence[Compute]) -> None:
     Raises:
         ScheduleError: two stages that draw run for the first time in the wrong order.
     """
-    if not line.branch_ends:
+    if not line.segments.ends:
         return
     drawing = set(line.drawing)
     runs = [stage for stage in first_runs(ops) if stage in drawing]
@@ -40,14 +39,13 @@ def check_draws(line: Line, ops: Sequence[Compute]) -> None:
 
 def any_order(line: Line) -> bool:
     """Whether branches may run for the first time in any order."""
-    ends = line.branch_ends
-    drawing = {branch_at(ends, stage) for stage in line.drawing} - {TRUNK}
-    if len(drawing) > 1:
+    segments = line.segments
+    if len({segments.at(stage) for stage in line.drawing} - {segments.trunk}) > 1:
         return False
     for index, stage in enumerate(line.stages):
-        here = branch_at(ends, index)
+        path = segments.path(segments.at(index))
         for node in stage.pinned:
             users = (line.stage_of[u] for u in node.users if u in line.stage_of)
-            if {branch_at(ends, user) for user in users} - {here, TRUNK} and here != TRUNK:
+            if path[0] != segments.trunk and not {segments.at(u) for u in users} <= {*path}:
                 return False
     return True

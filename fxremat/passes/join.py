@@ -1,62 +1,119 @@
-"""From the chain of a line with branches to the join that the solver works on."""
+"""From the chain of a line with branches to the joins that the solver works on.
+
+The solver knows branches and a trunk. Where branches meet within a branch, the line is such a
+join in several ways: with the outermost branches, each a line of its own; with all of them, and
+what they flow into as one trunk; and with those of each depth between.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from torch import fx
 
-from fxremat.ir import Chain, Costs, Join, JoinCosts, StageCosts
-from fxremat.passes.branches import TRUNK, branch_at
+from fxremat.ir import Chain, Costs, Join, JoinCosts, Schedule, StageCosts
 from fxremat.passes.linearize import Line
 from fxremat.passes.sweep import Surroundings
 
+TRUNK = -1
+"""In place of the number of a branch."""
 
-def build_join(chain: Chain, line: Line) -> Join:
-    """The stages of ``chain`` as branches and a trunk; stages and storages keep their numbers.
+
+@dataclass(frozen=True, slots=True)
+class Branching:
+    """One way to see a line as branches and a trunk.
+
+    Attributes:
+        stages: of the line, in the order of the join: branch after branch, then the trunk.
+        ends: the places in ``stages`` after each branch's last.
+    """
+
+    stages: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def branch_at(self, place: int) -> int:
+        """The branch that holds a place in ``stages``, or ``TRUNK``."""
+        branch = bisect_right(self.ends, place)
+        return branch if branch < len(self.ends) else TRUNK
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Where each stage of the line is in ``stages``."""
+        return {stage: place for place, stage in enumerate(self.stages)}
+
+    def on_line(self, schedule: Schedule) -> Schedule:
+        """A schedule of the join as one of the line."""
+        return Schedule(
+            tuple(replace(op, stage=self.stages[op.stage]) for op in schedule.computations)
+        )
+
+
+def branchings_of(line: Line) -> list[Branching]:
+    """All ways to see ``line`` as a join, the outermost branches first; none if it is none."""
+    found = []
+    for depth in range(1, line.segments.depth + 1):
+        branches = line.segments.branches(depth)
+        stages = [stage for branch in branches for stage in branch]
+        trunk = sorted(set(range(len(line.stages))).difference(stages))
+        found.append(Branching((*stages, *trunk), tuple(accumulate(map(len, branches)))))
+    return found
+
+
+def build_join(chain: Chain, branching: Branching) -> Join:
+    """The stages of ``chain`` as branches and a trunk; storages keep their numbers.
 
     What crosses a branch from one before it is no part of the branch's boundaries.
 
-    Requires: ``chain`` is that of ``line``, which has branches.
+    Requires: ``chain`` is that of a line that ``branching`` is of.
     """
-    firsts = (0, *line.branch_ends)
-    born: dict[int, int] = {}
-    for index, boundary in enumerate(chain.boundaries):
+    places = branching.places
+    lives: dict[int, tuple[int, int]] = {}
+    for stage, boundary in enumerate(chain.boundaries):
         for storage in boundary:
-            born.setdefault(storage, branch_at(line.branch_ends, index - 1))
+            first, _ = lives.get(storage, (places[max(stage - 1, 0)], 0))
+            lives[storage] = first, places[stage]
+
+    def crossing(place: int, branch: int | None = None) -> tuple[int, ...]:
+        return tuple(
+            storage
+            for storage, (first, last) in lives.items()
+            if first < place <= last and branch in (None, branching.branch_at(first))
+        )
+
+    own = [chain.stages[stage] for stage in branching.stages]
     branches = []
-    for branch, (first, end) in enumerate(zip(firsts, line.branch_ends, strict=False)):
-        boundaries = [
-            tuple(s for s in boundary if born[s] == branch)
-            for boundary in chain.boundaries[first : end + 1]
-        ]
-        branches.append(Chain(chain.storages, tuple(boundaries), chain.stages[first:end]))
+    for branch, (first, end) in enumerate(pairwise((0, *branching.ends))):
+        boundaries = [crossing(place, branch) for place in range(first, end + 1)]
+        branches.append(Chain(chain.storages, tuple(boundaries), tuple(own[first:end])))
     ends = tuple(s for branch in branches for s in branch.boundaries[-1])
-    start = line.branch_ends[-1]
-    boundaries = [ends, *chain.boundaries[start + 1 :]]
-    trunk = Chain(chain.storages, tuple(boundaries), chain.stages[start:])
-    return Join(tuple(branches), trunk)
+    start, count = branching.ends[-1], len(own)
+    boundaries = [ends, *map(crossing, range(start + 1, count)), ()]
+    return Join(tuple(branches), Chain(chain.storages, tuple(boundaries), tuple(own[start:])))
 
 
-def build_join_costs(costs: Costs, line: Line, surroundings: Surroundings) -> JoinCosts:
+def build_join_costs(
+    costs: Costs, line: Line, branching: Branching, surroundings: Surroundings
+) -> JoinCosts:
     """The costs of ``line``'s chain, with the gradients that each branch holds for itself."""
-    held = _Gradients.of(line)
-    firsts = (0, *line.branch_ends)
+    held = _Gradients.of(line, branching)
+    own = [costs.stages[stage] for stage in branching.stages]
     branches: list[tuple[StageCosts, ...]] = []
     done = []
-    for branch, (first, end) in enumerate(zip(firsts, line.branch_ends, strict=False)):
+    for branch, (first, end) in enumerate(pairwise((0, *branching.ends))):
         levels = held.of_branch(branch, first, end)
         done.append(levels[0])
         branches.append(
             tuple(
                 replace(stage, gradient_bytes=nbytes)
-                for stage, nbytes in zip(costs.stages[first:end], levels[1:], strict=True)
+                for stage, nbytes in zip(own[first:end], levels[1:], strict=True)
             )
         )
     return JoinCosts(
         branches=tuple(branches),
-        trunk=costs.stages[line.branch_ends[-1] :],
+        trunk=tuple(own[branching.ends[-1] :]),
         fixed_bytes=costs.fixed_bytes,
         done_bytes=tuple(done),
         trunk_done_bytes=surroundings.tangent_bytes + held.left_by_trunk(),
@@ -68,8 +125,8 @@ class _Gradient:
     """A storage that the backward allocates.
 
     Attributes:
-        born: the stage whose backward does.
-        readers: for each branch that reads it: the lowest of its stages that does.
+        born: the place whose backward does.
+        readers: for each branch that reads it: the lowest of its places that does.
         nbytes: its size, shared out among those who have to hold it.
         stays: until the end of the step.
     """
@@ -82,20 +139,20 @@ class _Gradient:
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """All of them, and where the branches end."""
+    """All of them, and where the branches are."""
 
     found: tuple[_Gradient, ...]
-    ends: tuple[int, ...]
+    branching: Branching
 
     @staticmethod
-    def of(line: Line) -> _Gradients:
+    def of(line: Line, branching: Branching) -> _Gradients:
         """Those of a line.
 
         Of the gradient of a parameter that several branches share, each holds its part: when
         all have gone back there is one, and before that one at most where branches go back
         one at a time.
         """
-        table, ends = line.joint.storages, line.branch_ends
+        table, places = line.joint.storages, branching.places
         outside = table.of((*line.joint.given, *line.joint.tangents, *line.joint.forward))
         returned = table.of(n for n in line.joint.backward_outputs if isinstance(n, fx.Node))
         nodes: dict[int, list[fx.Node]] = {}
@@ -108,16 +165,16 @@ class _Gradients:
             users = [u for node in own for u in node.users]
             summed = [line.sums[u] for u in users if u in line.sums]
             readers: dict[int, int] = {}
-            for stage in (line.stage_of[u] for u in users if u in line.stage_of):
-                branch = branch_at(ends, stage)
-                readers[branch] = min(stage, readers.get(branch, stage))
-            parts = max((_branch_count(stages, ends) for stages in summed), default=1)
+            for place in (places[line.stage_of[u]] for u in users if u in line.stage_of):
+                branch = branching.branch_at(place)
+                readers[branch] = min(place, readers.get(branch, place))
+            parts = max((_branch_count(stages, branching) for stages in summed), default=1)
             stays = storage in returned or bool(summed)
             if not stays:
                 parts = max(len(readers.keys() - {TRUNK}), 1)
             nbytes = -(-table.nbytes[storage] // parts)
-            found.append(_Gradient(line.stage_of[own[0]], readers, nbytes, stays))
-        return _Gradients(tuple(found), ends)
+            found.append(_Gradient(places[line.stage_of[own[0]]], readers, nbytes, stays))
+        return _Gradients(tuple(found), branching)
 
     def of_branch(self, branch: int, first: int, end: int) -> Sequence[int]:
         """What it holds when its stages from ``first + i`` on are done, for each ``i``."""
@@ -126,7 +183,7 @@ class _Gradients:
     def _held(self, branch: int, level: int) -> int:
         total = 0
         for gradient in self.found:
-            owner = branch_at(self.ends, gradient.born)
+            owner = self.branching.branch_at(gradient.born)
             if owner not in (branch, TRUNK) or (owner == branch and gradient.born < level):
                 continue
             if gradient.stays:
@@ -137,10 +194,10 @@ class _Gradients:
 
     def left_by_trunk(self) -> int:
         """What the trunk's backward leaves until the step ends."""
-        return sum(
-            g.nbytes for g in self.found if g.stays and branch_at(self.ends, g.born) == TRUNK
-        )
+        own = (g for g in self.found if self.branching.branch_at(g.born) == TRUNK)
+        return sum(gradient.nbytes for gradient in own if gradient.stays)
 
 
-def _branch_count(stages: Iterable[int], ends: tuple[int, ...]) -> int:
-    return max(len({branch_at(ends, stage) for stage in stages} - {TRUNK}), 1)
+def _branch_count(stages: Iterable[int], branching: Branching) -> int:
+    places = branching.places
+    return max(len({branching.branch_at(places[stage]) for stage in stages} - {TRUNK}), 1)

@@ -12,10 +12,11 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.passes import batchnorm, rng
-from fxremat.passes.branches import TRUNK, Placed, branch_at, find_branches, place_backward
+from fxremat.passes.branches import Placed, find_branches, place_backward
 from fxremat.passes.cuts import Crossing, choose_cuts, cut_apart
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.position import Positions, locate
+from fxremat.passes.segments import Segments
 from fxremat.passes.storage import is_tensor
 
 LONG_LIFE, LONG_SHARE = 30, 16
@@ -67,8 +68,8 @@ class Line:
         stage_of: the stage of each operation.
         role_of: the role of each tensor.
         order: index of each node in the joint graph.
-        branch_ends: where the line is a join: the stages after each branch's last. The
-            branches come one after the other, then the trunk, which has a stage at least.
+        segments: of stages. Each has a stage at least; where the line is no join there is
+            the trunk alone.
         drawing: stages whose first forward advances a random generator.
         sums: backward nodes that read gradients of several branches, and the stages whose
             backwards give these. Each is among the backward of the lowest of them, and
@@ -82,16 +83,20 @@ class Line:
     stage_of: dict[fx.Node, int]
     role_of: dict[fx.Node, Role]
     order: dict[fx.Node, int]
-    branch_ends: tuple[int, ...] = ()
+    segments: Segments = field(default_factory=Segments)
     drawing: tuple[int, ...] = ()
     sums: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
 
+    @property
+    def branch_ends(self) -> tuple[int, ...]:
+        """The stages after each outermost branch's last; none where the line is no join."""
+        return tuple(branch.stop for branch in self.segments.branches(1))
+
     def name_of(self, stage: int) -> str:
         """For people and emitted code."""
-        if not self.branch_ends:
+        if not self.segments.ends:
             return f"stage{stage}"
-        branch = branch_at(self.branch_ends, stage)
-        return f"trunk_stage{stage}" if branch == TRUNK else f"branch{branch}_stage{stage}"
+        return f"{self.segments.name_of(self.segments.at(stage))}_stage{stage}"
 
     def rank(self, node: fx.Node) -> tuple[int, int]:
         """Sorts tensors by role, then as they are computed."""
@@ -125,17 +130,17 @@ def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bo
     positions = locate(joint, views=views)
     lives = _storage_lives(joint, positions)
     pinned = _choose_pinned(joint, positions, lives, pin_below_bytes)
-    branches = find_branches(joint, views=views, pinned=pinned) if join else None
-    if branches is not None:
+    for branches in find_branches(joint, views=views, pinned=pinned) if join else ():
         ordered = replace(joint, forward=branches.forward)
         placed = place_backward(ordered, branches, locate(ordered, views=views))
         if placed is not None:
             lives = _storage_lives(ordered, placed.positions)
             kept = _choose_pinned(ordered, placed.positions, lives, pin_below_bytes)
             if placed.is_apart(ordered, kept):
-                cuts = cut_apart(_crossing(ordered, placed, lives, kept), placed.ends)
+                cuts = cut_apart(_crossing(ordered, placed, lives, kept), placed.segments.ends)
                 return _assemble(ordered, placed, kept, views, cuts)
-    placed = Placed(positions, (), frozenset())
+    placed = Placed(positions, Segments(), frozenset())
+    lives = _storage_lives(joint, positions)
     cuts = choose_cuts(_crossing(joint, placed, lives, pinned))
     return _assemble(joint, placed, pinned, views, cuts)
 
@@ -219,7 +224,7 @@ def _crossing(
     for storage, life in lives.items():
         if storage not in pinned:
             weight = joint.storages.nbytes[storage] * (1 if storage in saved else 2)
-            for span in _spans(life, placed.ends):
+            for span in _spans(life, placed.segments):
                 change[span.start] += weight
                 change[span.stop] -= weight
                 for position in span:
@@ -229,12 +234,17 @@ def _crossing(
     return Crossing(tuple(weights), tuple(reach), tuple(saved_bytes))
 
 
-def _spans(life: _Life, ends: tuple[int, ...]) -> list[range]:
-    """Cuts that a storage crosses in its own branch and in the trunk, not in other branches."""
-    branch = branch_at(ends, life.birth)
-    if branch == TRUNK or life.last <= ends[branch]:
-        return [range(life.birth, life.last)]
-    return [range(life.birth, ends[branch]), range(ends[-1], max(life.last, ends[-1]))]
+def _spans(life: _Life, segments: Segments) -> list[range]:
+    """Cuts that a storage crosses in its own segment and those after it, in no other branch."""
+    found = [range(life.birth, life.last)]
+    for segment in segments.path(segments.at(life.birth))[:-1]:
+        cut = segments.ends[segment]
+        if life.last <= cut:
+            break
+        after = segments.start(segments.into[segment])
+        found[-1] = range(found[-1].start, cut)
+        found.append(range(after, max(life.last, after)))
+    return found
 
 
 def _assemble(
@@ -294,7 +304,9 @@ def _assemble(
         stage_of,
         roles,
         order,
-        branch_ends=tuple(stage_at[end] for end in placed.ends),
+        segments=replace(
+            placed.segments, ends=tuple(stage_at[end] for end in placed.segments.ends)
+        ),
         drawing=tuple(i for i in range(count) if any(map(rng.draws, forward[i]))),
         sums=placed.stages_of_sums(joint, stage_of),
     )

@@ -73,6 +73,28 @@ class ImageRecipe(nn.Module):
         return contrast(self.image(pictures), self.recipe(ids))
 
 
+class PairMatch(nn.Module):
+    """Two pairs of picture and text: in each the two are fused, then the pairs are compared."""
+
+    def __init__(self, image: nn.Module, text: nn.Module, width: int, layers: int):
+        super().__init__()
+        self.image, self.text = image, text
+        self.fuse = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU())
+            for _ in range(layers)
+        )
+        self.back = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+
+    def embed(self, pictures: Tensor, ids: Tensor) -> Tensor:
+        x = self.image(pictures) * self.text(ids)
+        for fuse, back in zip(self.fuse, self.back, strict=True):
+            x = x + back(fuse(x))
+        return x
+
+    def forward(self, pictures: Tensor, ids: Tensor, others: Tensor, texts: Tensor) -> Tensor:
+        return contrast(self.embed(pictures, ids), self.embed(others, texts))
+
+
 class CrossBlock(nn.Module):
     """A transformer block that also attends to an image where there is one."""
 
@@ -179,6 +201,9 @@ def _entries(size: _Size) -> list[ZooModel]:
     def recipes(seed: int) -> tuple[Args, Kwargs]:
         return (pictures(seed), ids(seed)), {}
 
+    def matches(seed: int) -> tuple[Args, Kwargs]:
+        return (pictures(seed), ids(seed), pictures(seed + 1), ids(seed + 1)), {}
+
     def captions(seed: int) -> tuple[Args, Kwargs]:
         return (ids(seed), ids(seed + 1), pictures(seed)), {}
 
@@ -200,6 +225,11 @@ def _entries(size: _Size) -> list[ZooModel]:
             f"{size.prefix}image_recipe",
             lambda: ImageRecipe(resnet(), TokenEncoder(recipe, config.width)),
             recipes,
+        ),
+        _entry(
+            f"{size.prefix}pair_match",
+            lambda: PairMatch(resnet(), TokenEncoder(recipe, config.width), config.width, 2),
+            matches,
         ),
         _entry(f"{size.prefix}coca", lambda: TwoTraversals(plain, cross=True), captions),
         _entry(f"{size.prefix}two_texts", lambda: TwoTraversals(plain, cross=False), texts),

@@ -13,10 +13,13 @@ from fxremat.solvers.join.states import (
     KEEP,
     TRUNK,
     TURN,
+    after_cut,
+    after_keep,
     can_turn,
     given_back,
     heads_of,
     is_state,
+    state_row,
     turn_costs,
     up,
 )
@@ -69,15 +72,14 @@ def _fill_branch(table: JoinTable, state: tuple[int, int, int], p: Ints, b: int)
     """Lower the row of a state to the choices that move branch ``b``."""
     n = table.numbers
     number, h, t = state
-    masks, turns = 1 << n.lengths.size, n.turn_gradient.size
     values, quantum = table.values, table.quantum
-    out = values[(number * masks + h) * turns + t]
+    out = values[state_row(n, number, h, t)]
     s = p[b]
     more = given_back(n, p, h, b)
     more_slots = more // quantum
     count = n.lengths[b]
 
-    inner = values[((number + n.strides[b]) * masks + (h | 1 << b)) * turns + t]
+    inner = values[after_keep(n, state, b)]
     for option in range(n.saved.shape[2]):
         if n.backward_s[b, s, option] == np.inf:
             continue
@@ -90,8 +92,7 @@ def _fill_branch(table: JoinTable, state: tuple[int, int, int], p: Ints, b: int)
 
     bare = np.empty(table.branch.shape[1])
     for cut in range(s + 1, count + 1):
-        inner_number = number + (cut - s) * n.strides[b]
-        inner = values[(inner_number * masks + (h & ~(1 << b))) * turns + t]
+        inner = values[after_cut(n, state, b, cut - s)]
         takes = n.prefix_s[b, cut] - n.prefix_s[b, s]
         row = table.branch[table.branch_row[b] + row_of(s, cut - 1, count)]
         for m in range(bare.size):
@@ -108,7 +109,7 @@ def _fill_turns(
     n = table.numbers
     number, h, t = state
     turns, quantum = n.turn_gradient.size, table.quantum
-    first = (number * (1 << n.lengths.size) + h) * turns
+    first = state_row(n, number, h, 0)
     out = table.values[first + t]
     bare = np.empty(table.trunk.shape[1])
     for q in range(1, t + 1):
@@ -141,7 +142,7 @@ def fill(table: JoinTable) -> None:
             for t in range(turns):
                 if at_ends:
                     row = table.trunk[row_of(0, t, turns)]
-                    out = table.values[(number * masks + h) * turns + t]
+                    out = table.values[state_row(n, number, h, t)]
                     out[:] = row[: out.size]
                     continue
                 for b in range(n.lengths.size):
@@ -160,9 +161,9 @@ def choose(table: JoinTable, state: tuple[int, int, int], m: int) -> tuple[int, 
     """
     n = table.numbers
     number, h, t = state
-    masks, turns = 1 << n.lengths.size, n.turn_gradient.size
+    turns = n.turn_gradient.size
     values, quantum = table.values, table.quantum
-    want = values[(number * masks + h) * turns + t, m]
+    want = values[state_row(n, number, h, t), m]
     p = np.empty(n.lengths.size, dtype=np.int64)
     if want == np.inf:
         return -1, 0, 0
@@ -179,7 +180,7 @@ def choose(table: JoinTable, state: tuple[int, int, int], m: int) -> tuple[int, 
             begin = max(n.turn_gradient[t] + n.keep[b, s, option], n.back[b, s, option] - more)
             if m < max(shift, up(begin, quantum)):
                 continue
-            inner = ((number + n.strides[b]) * masks + (h | 1 << b)) * turns + t
+            inner = after_keep(n, state, b)
             takes = n.prefix_s[b, s + 1] - n.prefix_s[b, s] + n.backward_s[b, s, option]
             if values[inner, m - shift] + takes == want:
                 return KEEP, b, option
@@ -189,8 +190,7 @@ def choose(table: JoinTable, state: tuple[int, int, int], m: int) -> tuple[int, 
             begin = up(n.turn_gradient[t] + n.sweep[b, s, cut], quantum)
             if m < max(shift, begin) or at < 0:
                 continue
-            inner_number = number + (cut - s) * n.strides[b]
-            inner = (inner_number * masks + (h & ~(1 << b))) * turns + t
+            inner = after_cut(n, state, b, cut - s)
             takes = n.prefix_s[b, cut] - n.prefix_s[b, s]
             row = table.branch_row[b] + row_of(s, cut - 1, n.lengths[b])
             bare = table.branch[row, at] - n.prefix_s[b, s] + takes
@@ -199,7 +199,7 @@ def choose(table: JoinTable, state: tuple[int, int, int], m: int) -> tuple[int, 
     step = np.empty(turns + 1, dtype=np.int64)
     sweep = np.empty(turns + 1, dtype=np.int64)
     ends_s = turn_costs(n, p, step, sweep)
-    first = (number * masks + h) * turns
+    first = state_row(n, number, h, 0)
     for q in range(1, t + 1):
         shift = up(step[q], quantum)
         if m < max(up(n.turn_gradient[t] + sweep[q], quantum), shift) or not can_turn(n, p, h):

@@ -13,10 +13,13 @@ from fxremat.solvers.join.states import (
     KEEP,
     TRUNK,
     TURN,
+    after_cut,
+    after_keep,
     can_turn,
     given_back,
     heads_of,
     is_state,
+    state_row,
     turn_costs,
 )
 from fxremat.solvers.numbers import Floats, Ints
@@ -44,36 +47,29 @@ class JoinLeast(NamedTuple):
 @njit(inline="always")
 def _keep_needs(least: JoinLeast, state: tuple[int, int, int], p: Ints, b: int, k: int) -> int:
     n = least.numbers
-    number, h, t = state
-    masks, turns = 1 << n.lengths.size, n.turn_gradient.size
-    s = p[b]
-    inner = ((number + n.strides[b]) * masks + (h | 1 << b)) * turns + t
-    needs = max(n.turn_gradient[t] + n.keep[b, s, k], n.saved[b, s, k] + least.memory[inner])
-    nbytes: int = max(needs, n.back[b, s, k] - given_back(n, p, h, b))
+    inside = n.saved[b, p[b], k] + least.memory[after_keep(n, state, b)]
+    needs = max(n.turn_gradient[state[2]] + n.keep[b, p[b], k], inside)
+    nbytes: int = max(needs, n.back[b, p[b], k] - given_back(n, p, state[1], b))
     return nbytes
 
 
 @njit(inline="always")
 def _keep_s(least: JoinLeast, state: tuple[int, int, int], p: Ints, b: int, k: int) -> float:
     n = least.numbers
-    number, h, t = state
-    masks, turns = 1 << n.lengths.size, n.turn_gradient.size
     s = p[b]
-    inner = ((number + n.strides[b]) * masks + (h | 1 << b)) * turns + t
     forward_s = n.prefix_s[b, s + 1] - n.prefix_s[b, s]
-    seconds: float = forward_s + least.seconds[inner] + n.backward_s[b, s, k]
+    inside_s = least.seconds[after_keep(n, state, b)]
+    seconds: float = forward_s + inside_s + n.backward_s[b, s, k]
     return seconds
 
 
 @njit(inline="always")
 def _cut_needs(least: JoinLeast, state: tuple[int, int, int], p: Ints, b: int, cut: int) -> int:
     n = least.numbers
-    number, h, t = state
-    masks, turns = 1 << n.lengths.size, n.turn_gradient.size
     s = p[b]
-    inner = ((number + (cut - s) * n.strides[b]) * masks + (h & ~(1 << b))) * turns + t
-    needs = max(n.turn_gradient[t] + n.sweep[b, s, cut], n.step[b, s, cut] + least.memory[inner])
-    segment = least.branch_memory[b, s, cut - 1] - given_back(n, p, h, b)
+    inside = n.step[b, s, cut] + least.memory[after_cut(n, state, b, cut - s)]
+    needs = max(n.turn_gradient[state[2]] + n.sweep[b, s, cut], inside)
+    segment = least.branch_memory[b, s, cut - 1] - given_back(n, p, state[1], b)
     nbytes: int = max(needs, segment)
     return nbytes
 
@@ -81,12 +77,10 @@ def _cut_needs(least: JoinLeast, state: tuple[int, int, int], p: Ints, b: int, c
 @njit(inline="always")
 def _cut_s(least: JoinLeast, state: tuple[int, int, int], p: Ints, b: int, cut: int) -> float:
     n = least.numbers
-    number, h, t = state
-    masks, turns = 1 << n.lengths.size, n.turn_gradient.size
     s = p[b]
-    inner = ((number + (cut - s) * n.strides[b]) * masks + (h & ~(1 << b))) * turns + t
     forward_s = n.prefix_s[b, cut] - n.prefix_s[b, s]
-    seconds: float = forward_s + least.seconds[inner] + least.branch_s[b, s, cut - 1]
+    inside_s = least.seconds[after_cut(n, state, b, cut - s)]
+    seconds: float = forward_s + inside_s + least.branch_s[b, s, cut - 1]
     return seconds
 
 
@@ -103,7 +97,7 @@ def choose_least(
     """
     n = least.numbers
     number, h, t = state
-    masks, turns = 1 << n.lengths.size, n.turn_gradient.size
+    turns = n.turn_gradient.size
     p = np.empty(n.lengths.size, dtype=np.int64)
     best = (-1, 0, 0, available, np.inf)
     limit = available if available >= 0 else 1 << 62
@@ -134,7 +128,7 @@ def choose_least(
         sweep = np.empty(turns + 1, dtype=np.int64)
         ends_s = turn_costs(n, p, step, sweep)
         for q in range(1, t + 1):
-            early = (number * masks + h) * turns + q - 1
+            early = state_row(n, number, h, q - 1)
             needs = max(step[q] + least.trunk_memory[q, t], least.memory[early])
             needs = max(needs, n.turn_gradient[t] + sweep[q])
             seconds = ends_s + n.turn_s[q] + least.trunk_s[q, t] + least.seconds[early]
@@ -157,5 +151,6 @@ def fill_states(least: JoinLeast) -> None:
                 continue
             for t in range(turns):
                 best = choose_least(least, (number, h, t), -1)
-                least.memory[(number * masks + h) * turns + t] = best[3]
-                least.seconds[(number * masks + h) * turns + t] = best[4]
+                row = state_row(n, number, h, t)
+                least.memory[row] = best[3]
+                least.seconds[row] = best[4]

@@ -1,7 +1,7 @@
 """States of the join solver and the choices in them, compiled by numba.
 
-A state is a vector of heads ``p``, a mask ``h`` of the branches whose head a saved set holds,
-and the trunk's end ``t``: row ``(number of p * 2**k + h) * T + t`` of the tables.
+A state is a vector of heads ``p`` by its number, a mask ``h`` of the branches whose head a
+saved set holds, and the trunk's end ``t``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,29 @@ def heads_of(n: JoinNumbers, number: int, p: Ints) -> bool:
         p[b] = number // n.strides[b] % (n.lengths[b] + 1)
         at_ends = at_ends and p[b] == n.lengths[b]
     return at_ends
+
+
+@njit(inline="always")
+def state_row(n: JoinNumbers, number: int, h: int, t: int) -> int:
+    """Which row of the tables is a state's."""
+    row: int = (number * (1 << n.lengths.size) + h) * n.turn_gradient.size + t
+    return row
+
+
+@njit(inline="always")
+def after_keep(n: JoinNumbers, state: tuple[int, int, int], b: int) -> int:
+    """The state in which branch ``b`` has kept all of its next stage."""
+    number, h, t = state
+    row: int = state_row(n, number + n.strides[b], h | 1 << b, t)
+    return row
+
+
+@njit(inline="always")
+def after_cut(n: JoinNumbers, state: tuple[int, int, int], b: int, stages: int) -> int:
+    """The state in which branch ``b`` has gone over ``stages`` more and kept none whole."""
+    number, h, t = state
+    row: int = state_row(n, number + stages * n.strides[b], h & ~(1 << b), t)
+    return row
 
 
 @njit(inline="always")
