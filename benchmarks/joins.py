@@ -35,6 +35,7 @@ MODELS = (
     "bench_triplet",
     "bench_triplet_resnet",
     "bench_image_recipe",
+    "bench_composed",
     "bench_coca",
     "bench_two_texts",
     "bench_clip",

@@ -55,6 +55,7 @@ class Search:
         solved: the best of the solver's schedules: none beats another in both exact peak
             and time, by ascending peak; the last one is the baseline.
         frontier: the same with what local search found.
+        alone: the same for each planner alone, had the others found nothing.
     """
 
     chain: Chain
@@ -64,6 +65,7 @@ class Search:
     baseline: Candidate
     solved: tuple[Candidate, ...]
     frontier: tuple[Candidate, ...]
+    alone: tuple[tuple[Candidate, ...], ...]
 
     @staticmethod
     def of(
@@ -101,21 +103,25 @@ class Search:
         sweeps = Sweeps(line, blocks, options, costs, sweeper, surroundings)
         baseline = sweeps.candidate(keep_all(len(chain)))
         found: dict[Schedule, Candidate] = {}
-        starts: dict[Schedule, Candidate] = {}
+        climbs = _Climbs(sweeps, Operations.of(line), {})
+        alone = []
         for planner in planners:
             own = dict.fromkeys(planner(sweeps, chain, progress))
             found.update({s: sweeps.candidate(s) for s in own if s not in found})
-            # Local search sets out from where it would for this planner alone, so that no
-            # other one ever makes the step slower.
-            best = _frontier(baseline, [found[s] for s in own])
-            starts.update({c.schedule: c for c in _spread(best[:-1])})
-        solved = _frontier(baseline, list(found.values()))
-        starts.update({c.schedule: c for c in _spread(solved[:-1])})
-        operations = Operations.of(line)
-        improved = [c for s in starts.values() for c in improve(s, sweeps, operations)]
+            alone.append(climbs.frontier(baseline, [found[s] for s in own]))
+        solved = list(found.values())
+        best = [climbs.frontier(baseline, solved), *alone]
         relaxation = Relaxation.of(measured, blocks, surroundings)
-        frontier = _frontier(baseline, [*solved[:-1], *improved])
-        return Search(chain, measured, sweeps, relaxation, baseline, solved, frontier)
+        return Search(
+            chain,
+            measured,
+            sweeps,
+            relaxation,
+            baseline,
+            solved=_frontier(baseline, solved),
+            frontier=_frontier(baseline, [candidate for own in best for candidate in own]),
+            alone=tuple(alone),
+        )
 
     @property
     def costs(self) -> Costs:
@@ -181,6 +187,29 @@ class Search:
         if peak == sweep.end_bytes:
             return "the end of the backward, when all gradients are there"
         return f"operation {candidate.program.calls[sweep.peaks_bytes.index(peak)].op}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Climbs:
+    """Local search, once from each schedule.
+
+    It sets out from where it would for each planner alone, so that no other one ever makes the
+    step slower.
+    """
+
+    sweeps: Sweeps
+    operations: Operations
+    done: dict[Schedule, list[Candidate]]
+
+    def frontier(self, baseline: Candidate, solved: list[Candidate]) -> tuple[Candidate, ...]:
+        """The best of ``solved``, and of what is found from some of them."""
+        best = _frontier(baseline, solved)[:-1]
+        found = list(best)
+        for start in _spread(best):
+            if start.schedule not in self.done:
+                self.done[start.schedule] = list(improve(start, self.sweeps, self.operations))
+            found += self.done[start.schedule]
+        return _frontier(baseline, found)
 
 
 def _frontier(baseline: Candidate, candidates: list[Candidate]) -> tuple[Candidate, ...]:

@@ -24,7 +24,7 @@ from fxremat.runtime.bandwidth import MeasuredLink, measure_link
 from fxremat.search import Search
 
 BASES = 64
-"""Candidates that are looked at."""
+"""Candidates of a planner that are looked at."""
 
 POFO_SLOTS, POFO_LABELS = 50, 100
 """Its search is rough: what it finds is swept exactly and its moves are chosen anew."""
@@ -111,7 +111,7 @@ class Transfers:
         device = search.sweeps.surroundings.device
         with torch_compat.real_execution(), torch.no_grad():
             link = measure_link(device, host_dir=host.folder)
-        candidates = (search.baseline,) if host.only else _thinned(search.frontier)
+        candidates = (search.baseline,) if host.only else _bases(search)
         settled = search.settled
         if host.conv:
             joint = search.measured.line.joint
@@ -191,11 +191,20 @@ class Transfers:
         return sorted(pairs, key=lambda pair: pair[1].total_s)
 
 
-def _thinned(frontier: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+def _bases(search: Search) -> tuple[Candidate, ...]:
+    """Some candidates of the search, and of each planner's alone.
+
+    What another planner is faster than without transfers may still be the better base for them.
+    """
+    found = [c for own in (search.frontier, *search.alone) for c in _thinned(own)]
+    return tuple({id(c): c for c in found}.values())
+
+
+def _thinned(frontier: tuple[Candidate, ...]) -> list[Candidate]:
     """Some of them, evenly, the first and the last among them: neighbours are much alike."""
     last = len(frontier) - 1
     wanted = {last * i // (BASES - 1) for i in range(BASES)}
-    return tuple(frontier[i] for i in sorted(wanted))
+    return [frontier[i] for i in sorted(wanted)]
 
 
 def _movable(candidate: Candidate, settled: frozenset[int]) -> Movable:

@@ -127,7 +127,7 @@ def test_statistics_that_two_branches_move_keep_their_order():
         step.program(Schedule((*others[:-1], *first, others[-1])))
 
 
-@pytest.fixture(scope="module", params=["siamese_resnet", "triplet", "image_recipe", "pair_match"])
+@pytest.fixture(scope="module", params=["siamese_resnet", "triplet", "image_recipe", "composed"])
 def search(request: pytest.FixtureRequest) -> Search:
     step = captured(request.param)
     real = {step.joint.primals[i]: t for i, t in step.real.items()}

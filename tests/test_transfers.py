@@ -11,7 +11,7 @@ from fxremat.ir import Copy, Forward
 from fxremat.passes.surroundings import Caller
 from fxremat.runtime.bandwidth import MeasuredLink
 from fxremat.runtime.slots import slot_bytes
-from fxremat.search import Search
+from fxremat.search import Search, line_schedules
 from fxremat.transfers import HostMemory, Moved, Transfers
 from tests.harness import captured, silent
 
@@ -56,6 +56,29 @@ def test_both_are_never_slower_than_one(name: str, speed: float):
             assert found.total_s <= search.fastest_within(budget).total_s * (1 + 1e-9)
         if budget >= only.least_bytes:
             assert found.total_s <= only.fastest_within(budget).total_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["siamese", "image_recipe"])
+@pytest.mark.parametrize("speed", [1e8, 1e9])
+def test_on_a_join_never_slower_than_on_its_line_or_without(name: str, speed: float):
+    step = captured(name)
+    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
+    line = Search.of(
+        step.joint,
+        real=real,
+        caller=Caller(loss_bytes=0),
+        progress=silent,
+        planners=(line_schedules,),
+    )
+    whole = transfers(name, speed, HostMemory())
+    link = whole.link
+    alone = replace(Transfers.of(line, HostMemory()), link=link)
+    assert whole.least_bytes <= min(alone.least_bytes, whole.search.least.peak_bytes)
+    for budget in budgets(alone):
+        found = whole.fastest_within(budget)
+        assert found.total_s <= alone.fastest_within(budget).total_s * (1 + 1e-9)
+        if budget >= whole.search.least.peak_bytes:
+            assert found.total_s <= whole.search.fastest_within(budget).total_s * (1 + 1e-9)
 
 
 @models

@@ -21,7 +21,7 @@ SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 LARGE = (
     "hf_gpt2", "hf_llama", "hf_llama_states", "hf_t5", "hf_clip", "resnet50", "densenet121",
-    "inception", "gru", "siamese_resnet", "triplet_resnet", "image_recipe", "coca",
+    "inception", "gru", "siamese_resnet", "triplet_resnet", "image_recipe", "composed", "coca",
 )  # fmt: skip
 """Three budgets of these are tried each time, all six and their training in the slow suite."""
 

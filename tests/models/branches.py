@@ -73,26 +73,30 @@ class ImageRecipe(nn.Module):
         return contrast(self.image(pictures), self.recipe(ids))
 
 
-class PairMatch(nn.Module):
-    """Two pairs of picture and text: in each the two are fused, then the pairs are compared."""
+class Composed(nn.Module):
+    """A picture and a text that changes it are fused, and compared with the picture meant.
+
+    Both pictures go through one encoder: two branches, one of which is two that meet.
+    """
 
     def __init__(self, image: nn.Module, text: nn.Module, width: int, layers: int):
         super().__init__()
         self.image, self.text = image, text
         self.fuse = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU())
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Linear(4 * width, width),
+            )
             for _ in range(layers)
         )
-        self.back = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
 
-    def embed(self, pictures: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, pictures: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.image(pictures) * self.text(ids)
-        for fuse, back in zip(self.fuse, self.back, strict=True):
-            x = x + back(fuse(x))
-        return x
-
-    def forward(self, pictures: Tensor, ids: Tensor, others: Tensor, texts: Tensor) -> Tensor:
-        return contrast(self.embed(pictures, ids), self.embed(others, texts))
+        for layer in self.fuse:
+            x = x + layer(x)
+        return contrast(x, self.image(targets))
 
 
 class CrossBlock(nn.Module):
@@ -201,8 +205,8 @@ def _entries(size: _Size) -> list[ZooModel]:
     def recipes(seed: int) -> tuple[Args, Kwargs]:
         return (pictures(seed), ids(seed)), {}
 
-    def matches(seed: int) -> tuple[Args, Kwargs]:
-        return (pictures(seed), ids(seed), pictures(seed + 1), ids(seed + 1)), {}
+    def changes(seed: int) -> tuple[Args, Kwargs]:
+        return (pictures(seed), ids(seed), pictures(seed + 1)), {}
 
     def captions(seed: int) -> tuple[Args, Kwargs]:
         return (ids(seed), ids(seed + 1), pictures(seed)), {}
@@ -227,9 +231,9 @@ def _entries(size: _Size) -> list[ZooModel]:
             recipes,
         ),
         _entry(
-            f"{size.prefix}pair_match",
-            lambda: PairMatch(resnet(), TokenEncoder(recipe, config.width), config.width, 2),
-            matches,
+            f"{size.prefix}composed",
+            lambda: Composed(resnet(), TokenEncoder(recipe, config.width), config.width, 2),
+            changes,
         ),
         _entry(f"{size.prefix}coca", lambda: TwoTraversals(plain, cross=True), captions),
         _entry(f"{size.prefix}two_texts", lambda: TwoTraversals(plain, cross=False), texts),
