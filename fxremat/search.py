@@ -10,6 +10,7 @@ from torch import fx
 
 from fxremat.ir import Chain, Costs, Schedule, Solved
 from fxremat.joining import equivalent_schedules, join_schedules
+from fxremat.passes.blocks import BlockCache
 from fxremat.passes.bound import Relaxation
 from fxremat.passes.candidate import Candidate, Sweeps
 from fxremat.passes.chain import build_chain, build_costs
@@ -19,7 +20,7 @@ from fxremat.passes.improve import improve
 from fxremat.passes.joint import JointGraph
 from fxremat.passes.linearize import linearize
 from fxremat.passes.options import find_options
-from fxremat.passes.program import BlockCache, keep_all
+from fxremat.passes.program import keep_all
 from fxremat.passes.storage import tensors_of
 from fxremat.passes.surroundings import Caller, surroundings_of
 from fxremat.passes.sweep import Surroundings, Sweeper

@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 from fxremat.ir import Backward, Forward, Keep, Schedule
+from fxremat.passes.blocks import BlockCache
 from fxremat.passes.cost import CostCache, Measured, measure_line
 from fxremat.passes.joint import JointGraph, build_joint_graph
 from fxremat.passes.linearize import Line, linearize
-from fxremat.passes.program import BlockCache, Program, build_program, keep_all
+from fxremat.passes.program import Program, build_program, keep_all
 from fxremat.passes.rewrite import BlockModules, rewrite
 from fxremat.passes.surroundings import Caller, surroundings_of
 from fxremat.passes.sweep import Surroundings, Sweep, Sweeper

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 from fxremat.errors import CostError
 from fxremat.passes import cost
 from fxremat.passes.block import Block, Mode, is_getitem
+from fxremat.passes.blocks import BlockCache
 from fxremat.passes.cost import CostCache, Measured, measure_line, stage_blocks
 from fxremat.passes.execute import run_logged
-from fxremat.passes.program import BlockCache
 from tests.harness import Captured, capture, captured, silent
 from tests.models.bits import assert_bitwise_equal
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat.passes.block import Mode, dependencies, is_getitem
+from fxremat.passes.blocks import BlockCache
 from fxremat.passes.charges import Charges
 from fxremat.passes.cost import Measured, backward_results
 from fxremat.passes.linearize import Line
-from fxremat.passes.program import BlockCache
 from fxremat.passes.sweep import Surroundings
 
 MOST_MOMENTS = 12

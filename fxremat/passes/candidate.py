@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from fxremat.ir import Costs, Schedule
 from fxremat.passes.block import Mode
+from fxremat.passes.blocks import BlockCache
 from fxremat.passes.invert import is_inverse
 from fxremat.passes.linearize import Line
 from fxremat.passes.options import Kept, Options
-from fxremat.passes.program import BlockCache, Call, Program, build_program
+from fxremat.passes.program import Call, Program, build_program
 from fxremat.passes.sweep import Surroundings, Sweep, Sweeper
 
 Held = Mapping[int, frozenset[fx.Node]]
@@ -49,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Sweeps:
-    """Makes candidates of one measured line."""
+    """Makes candidates of one measured line; remembers the seconds of each block."""
 
     line: Line
     blocks: BlockCache
@@ -57,6 +58,7 @@ class Sweeps:
     costs: Costs
     sweeper: Sweeper
     surroundings: Surroundings
+    known_s: dict[tuple[int, bool], float] = field(default_factory=dict)
 
     def candidate(
         self, schedule: Schedule, kept: Kept | None = None, held: Held | None = None
@@ -72,6 +74,13 @@ class Sweeps:
         return Candidate(schedule, kept, held, program, sweep, seconds, sum(seconds))
 
     def _seconds(self, call: Call) -> float:
+        key = (id(call.block), call.rebuilds)  # ``blocks`` keeps it alive
+        seconds = self.known_s.get(key)
+        if seconds is None:
+            seconds = self.known_s[key] = self._seconds_of(call)
+        return seconds
+
+    def _seconds_of(self, call: Call) -> float:
         index, block = call.op.stage, call.block
         stage = self.costs.stages[index]
         charges = self.options.parts[index].charges

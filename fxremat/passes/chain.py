@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat.ir import Chain, Costs, SaveOption, Stage, StageCosts, Storage
-from fxremat.passes.block import Block, Mode
+from fxremat.passes.block import Block, Mode, candidates
+from fxremat.passes.blocks import BlockCache
 from fxremat.passes.cost import Measured, boundary_after, stage_blocks
 from fxremat.passes.linearize import Line
 from fxremat.passes.options import Options
-from fxremat.passes.program import BlockCache
 from fxremat.passes.signature import block_key
 from fxremat.passes.sweep import Surroundings, Sweeper
 
@@ -132,11 +132,9 @@ class _Stage:
         """What keeping ``kept`` takes, so that the backward rebuilds the tensors ``missing``."""
         _, _, backward = stage_blocks(self.measured.line, self.blocks, self.index)
         rebuilding = self.blocks(self.index, Mode.BACKWARD, frozenset(backward.outputs), missing)
-        own = self.blocks.candidates(self.index, Mode.FIRST)
-        asked = _passed_on(self.measured.line, self.blocks, self.index) | (
-            own & frozenset(rebuilding.inputs)
-        )
-        keeping = self.blocks(self.index, Mode.FIRST, asked)
+        line, index = self.measured.line, self.index
+        own = frozenset(rebuilding.inputs).intersection(candidates(line, index, Mode.FIRST))
+        keeping = self.blocks(index, Mode.FIRST, own | _passed_on(line, self.blocks, index))
         held_bytes = self.chain.nbytes(self.chain.added(self.index, kept))
         return SaveOption(
             kept,

@@ -12,9 +12,9 @@ from fxremat import torch_compat
 from fxremat.errors import CostError
 from fxremat.measure import seconds_of
 from fxremat.passes.block import Block, Mode, is_getitem
+from fxremat.passes.blocks import BlockCache
 from fxremat.passes.execute import compile_block, run_logged, time_operations
 from fxremat.passes.linearize import Line
-from fxremat.passes.program import BlockCache
 from fxremat.passes.signature import Key, block_key, node_key
 from fxremat.passes.storage import StorageTable
 from fxremat.passes.synthetic import Synthesizer

@@ -15,9 +15,9 @@ from torch import fx
 
 from fxremat.ir import Forward, Keep, Op, Schedule
 from fxremat.passes.block import Mode, dependencies, is_getitem
+from fxremat.passes.blocks import BlockCache
 from fxremat.passes.charges import Charges
 from fxremat.passes.cost import Measured, boundary_after, stage_blocks
-from fxremat.passes.program import BlockCache
 from fxremat.passes.storage import is_tensor
 
 MOST_OPTIONS = 8

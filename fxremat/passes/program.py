@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Forward, Keep, Schedule
-from fxremat.passes.block import Block, Mode, candidates, extract
+from fxremat.passes.block import Block, Mode
+from fxremat.passes.blocks import NOTHING, BlockCache
 from fxremat.passes.firsts import check_draws
-from fxremat.passes.joint import JointGraph
-from fxremat.passes.linearize import Line, Role
-from fxremat.passes.sums import Sums, home_sums, sums_at
+from fxremat.passes.linearize import Line
+from fxremat.passes.sums import sums_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,64 +51,6 @@ class Program:
     saved: tuple[fx.Node, ...]
 
 
-class BlockCache:
-    """Blocks of one line, each extracted once."""
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-        self._blocks: dict[tuple[object, ...], Block] = {}
-        self._candidates: dict[tuple[object, ...], frozenset[fx.Node]] = {}
-        self._home: dict[int, Sums] = {}
-
-    def __call__(
-        self,
-        stage: int,
-        mode: Mode,
-        outputs: frozenset[fx.Node],
-        missing: frozenset[fx.Node] = frozenset(),
-        held: frozenset[fx.Node] = frozenset(),
-        sums: Sums | None = None,
-    ) -> Block:
-        """The block of ``stage`` that gives ``outputs``; see :func:`extract`."""
-        if mode is not Mode.AGAIN and not missing:
-            held = frozenset()  # makes no difference
-        sums = self._unusual(stage, sums)
-        key = (stage, mode, outputs, missing, held, sums)
-        if key not in self._blocks:
-            self._blocks[key] = extract(
-                self._line,
-                stage=stage,
-                mode=mode,
-                outputs=outputs,
-                missing=missing,
-                held=held,
-                sums=sums,
-            )
-        return self._blocks[key]
-
-    def candidates(
-        self,
-        stage: int,
-        mode: Mode,
-        held: frozenset[fx.Node] = frozenset(),
-        sums: Sums | None = None,
-    ) -> frozenset[fx.Node]:
-        """What a block of ``stage`` can give."""
-        sums = self._unusual(stage, sums)
-        key = (stage, mode, held, sums)
-        if key not in self._candidates:
-            self._candidates[key] = frozenset(candidates(self._line, stage, mode, held, sums))
-        return self._candidates[key]
-
-    def _unusual(self, stage: int, sums: Sums | None) -> Sums | None:
-        """``sums``, or ``None`` where they are those of the line's own order."""
-        if sums is None:
-            return None
-        if stage not in self._home:
-            self._home[stage] = home_sums(self._line, stage)
-        return None if sums == self._home[stage] else sums
-
-
 def build_program(
     line: Line,
     schedule: Schedule,
@@ -136,95 +78,53 @@ def build_program(
     Raises:
         ScheduleError: the schedule never computes something that is read.
     """
-    joint = line.joint
+    joint, bits = line.joint, blocks.bits
     ops = list(schedule.computations)
     if len(ops) < len(schedule):
         raise ScheduleError(f"graphs with transfers can't be emitted: {schedule}")
     check_draws(line, ops)
     summed = sums_at(line, ops)
-    needed = _Needed(line)
+    returned = bits.of(_tensors(joint.forward_outputs))  # be they read again or not
+    later = bits.of(_tensors(joint.backward_outputs))
     calls: list[Call] = []
-    turn = 0
+    turn, saved = 0, later
     for op, mode in reversed(list(zip(ops, _modes(ops), strict=True))):
-        there = (held or {}).get(op.stage, frozenset())
-        sums = summed.get(op.stage) if mode is Mode.BACKWARD else None
-        outputs = blocks.candidates(op.stage, mode, there, sums) & needed.tensors
-        if not outputs and mode is Mode.AGAIN:
+        stage = op.stage
+        taken = blocks.take(
+            stage,
+            mode,
+            later | returned,
+            missing=(missing or {}).get(stage, NOTHING) if mode is Mode.BACKWARD else NOTHING,
+            held=(held or {}).get(stage, NOTHING),
+            sums=summed.get(stage) if mode is Mode.BACKWARD else None,
+        )
+        if not taken.outputs and mode is Mode.AGAIN:
             continue
-        lacks = (missing or {}).get(op.stage) if mode is Mode.BACKWARD else None
-        block = blocks(op.stage, mode, outputs, lacks or frozenset(), there, sums)
-        needed.remove(outputs)
-        kept = needed.kept(block.reads)
-        needed.add(block.inputs)
-        rebuilds = mode is Mode.AGAIN and bool(calls) and calls[-1].op == Backward(op.stage)
-        if block.nodes:
-            calls.append(Call(op, block, rebuilds, kept))
+        later &= ~taken.outputs
+        returned &= ~taken.outputs
+        kept = blocks.kept(taken, later | returned)
+        later |= taken.inputs
+        rebuilds = mode is Mode.AGAIN and bool(calls) and calls[-1].op == Backward(stage)
+        if taken.block.nodes:
+            calls.append(Call(op, taken.block, rebuilds, kept))
         if op == Backward(len(line.stages) - 1):
-            turn = len(calls)
+            turn, saved = len(calls), later
     calls.reverse()
-    unknown = needed.tensors - joint.given - set(joint.tangents)
+    unknown = bits.nodes((later | returned) & ~bits.of((*joint.given, *joint.tangents)))
     if unknown:
         raise ScheduleError(
             f"{min(unknown, key=str).name} is read but no operation computes it: {schedule}"
         )
-    turn = len(calls) - turn
-    saved = _read_after(joint, calls[turn:])
     return Program(
         line=line,
         calls=tuple(calls),
-        turn=turn,
-        saved=tuple(sorted(saved, key=lambda n: _saved_rank(line, n))),
+        turn=len(calls) - turn,
+        saved=bits.nodes(saved & ~bits.of((*joint.tangents, *joint.constants))),
     )
 
 
-def _read_after(joint: JointGraph, calls: Iterable[Call]) -> set[fx.Node]:
-    """What the backward graph reads but does not compute: no output that is only returned."""
-    saved: set[fx.Node] = set()
-    known = {*joint.tangents, *joint.constants}
-    for call in calls:
-        saved.update(n for n in call.block.inputs if n not in known)
-        known.update(call.block.outputs)
-    returned = (n for n in joint.backward_outputs if isinstance(n, fx.Node))
-    saved.update(n for n in returned if n not in known)
-    return saved
-
-
-def _saved_rank(line: Line, node: fx.Node) -> tuple[int, int, int]:
-    """Parameters and pinned tensors first, then what each stage leaves."""
-    role, order = line.rank(node)
-    return (line.stage_of[node] if role < Role.PINNED else -role, role, order)
-
-
-class _Needed:
-    """Tensors read from some point on, and how many of them lie in each storage."""
-
-    def __init__(self, line: Line) -> None:
-        joint = line.joint
-        self._of_node = joint.storages.of_node
-        self._count = [0] * len(joint.storages.nbytes)
-        for storage in joint.storages.of((*joint.given, *joint.tangents)):
-            self._count[storage] += 1  # never freed
-        self.tensors: set[fx.Node] = set()
-        results = (*joint.forward_outputs, *joint.backward_outputs)
-        self.add(n for n in results if isinstance(n, fx.Node))
-
-    def add(self, nodes: Iterable[fx.Node]) -> None:
-        for node in nodes:
-            if node not in self.tensors:
-                self.tensors.add(node)
-                for storage in self._of_node[node]:
-                    self._count[storage] += 1
-
-    def remove(self, nodes: Iterable[fx.Node]) -> None:
-        self.tensors.difference_update(nodes)
-        for node in nodes:
-            for storage in self._of_node[node]:
-                self._count[storage] -= 1
-
-    def kept(self, storages: Iterable[int]) -> frozenset[int]:
-        """Those of ``storages`` that hold something needed, or are never freed."""
-        count = self._count
-        return frozenset([s for s in storages if count[s]])
+def _tensors(results: Iterable[object]) -> Iterator[fx.Node]:
+    return (n for n in results if isinstance(n, fx.Node))
 
 
 def _modes(ops: list[Compute]) -> list[Mode]:

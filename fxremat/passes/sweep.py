@@ -90,7 +90,8 @@ class Sweeper:
             if index == program.turn:
                 turn = now + surroundings.turn_bytes
                 now += surroundings.tangent_bytes
-            footprint = self.footprint(call.block, kept=call.kept)
+            key = (id(call.block), call.kept)
+            footprint = self._footprints.get(key) or self.footprint(call.block, kept=call.kept)
             peaks.append(now + footprint.peak_bytes)
             now += footprint.change_bytes
             held.append(now)

@@ -29,7 +29,8 @@ class Plan:
         chain, costs: the stages and what they cost.
         frontier: the least time at every other budget, by recomputation alone.
         forward_code, backward_code: the emitted graphs as Python.
-        branch_ends: the stages after each branch's last, where branches meet in a trunk.
+        branch_ends: the stages after each branch's last, of branches in branches too, where they
+            meet in a trunk.
         exact: gradients are bitwise those without a plan; else inputs of norms are rebuilt
             from outputs (``compile(exact=False)``).
     """
