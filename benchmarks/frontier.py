@@ -174,7 +174,8 @@ def draw(name: str, results: list[dict[str, Any]], path: Path) -> None:
     args, kwargs = entry.sample(0)
     torch._dynamo.reset()
     with entry.context("cpu"):
-        curve = fxremat.frontier(entry.build(), fxremat.Sample(args, kwargs), loss=entry.loss)
+        sample = fxremat.Sample(args, kwargs)
+        curve = fxremat.frontier(entry.build(), sample, loss=entry.loss, drop_unused=True)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     base_s = curve.baseline.predicted_s

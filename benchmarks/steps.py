@@ -57,11 +57,16 @@ def reference(entry: ZooModel) -> Step:
 
 
 def planned(entry: ZooModel, budget: Any) -> tuple[Step, fxremat.CompiledModule]:
-    """Through fxremat, within ``budget``."""
+    """Through fxremat, within ``budget``.
+
+    The step drops outputs beside its loss at once, and fxremat is told so.
+    """
     model = entry.build()
     args, kwargs = entry.sample(0)
     with entry.context("cpu"):
-        compiled = fxremat.compile(model, fxremat.Sample(args, kwargs), budget, loss=entry.loss)
+        compiled = fxremat.compile(
+            model, fxremat.Sample(args, kwargs), budget, loss=entry.loss, drop_unused=True
+        )
     return make_step(entry, model, compiled), compiled
 
 

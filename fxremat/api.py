@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -40,6 +41,7 @@ def compile(
     reserve: int | str = 0,
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    drop_unused: bool = False,
     accumulate: bool = False,
     offload: Offload = False,
     host_limit: int | str | None = None,
@@ -62,6 +64,9 @@ def compile(
             measured, and outputs that it does not use get no gradient (a backward through
             one raises). ``lambda out: out.loss`` for a model that computes its own. Without
             it, three times the bytes of the outputs are set aside.
+        drop_unused: return ``None`` in place of the outputs that ``loss`` does not use, such
+            as logits beside a loss: nobody can hold them, so they are counted no longer than
+            the step itself needs them.
         accumulate: count a second set of gradients, into which each step's are added.
             Gradients that exist already are counted anyway.
         offload: ``"auto"``: activations may also travel to host memory and back, beside
@@ -87,6 +92,8 @@ def compile(
         HostMemoryError: the host memory that the plan takes cannot be had.
     """
     host = _read_host(offload, host_limit, host_dir)
+    if drop_unused and loss is None:
+        raise ValueError("drop_unused=True needs loss=, which says what outputs are used")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
     read, call = Budget.read(budget), Sample.of(sample)
@@ -102,7 +109,10 @@ def compile(
         )
         with _progress() as progress:
             compiler = StepCompiler(read, caller, progress, host=host, exact=exact)
-            compiled = CompiledModule(model, compiler, needs.unused if needs else None)
+            unused = needs.unused if needs else None
+            if unused is not None:
+                unused = replace(unused, dropped=drop_unused)
+            compiled = CompiledModule(model, compiler, unused)
             _plan_only(compiled, call)
         compiler.progress = _silent
         # Other shapes get the same bytes, also where the budget was a share or "min".

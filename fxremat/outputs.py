@@ -2,7 +2,8 @@
 
 Autograd hands a compiled backward zeros for every output that got no gradient. The logits
 that many models return beside their loss cost as much again that way, and a summation with
-zeros. Detached inside the captured step, they cost neither.
+zeros. Detached inside the captured step, they cost neither. They are still there while their
+caller holds them, maybe through the whole backward; not returned at all, they cost nothing.
 """
 
 from __future__ import annotations
@@ -24,28 +25,32 @@ class Unused:
     Attributes:
         leaves: which.
         count: how many leaves there are; outputs of another form are left as they are.
+        dropped: ``None`` is returned in their place.
     """
 
     leaves: tuple[int, ...]
     count: int
+    dropped: bool = False
 
 
 class Detaching(nn.Module):
-    """A model some of whose outputs have no gradient."""
+    """A model some of whose outputs have no gradient, or are not returned."""
 
     def __init__(self, original: nn.Module, unused: Unused) -> None:
         super().__init__()
         self.original = original
-        self.leaves, self.count = unused.leaves, unused.count
+        self.leaves, self.count, self.dropped = unused.leaves, unused.count, unused.dropped
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[int, ...]]:
-        """What the model returns, and which of its leaves were detached."""
+        """What the model returns, and which of its leaves were detached for it."""
         leaves, spec = pytree.tree_flatten(self.original(*args, **kwargs))
         detached: tuple[int, ...] = ()
         if len(leaves) == self.count:
             detached = tuple(i for i in self.leaves if leaves[i].requires_grad)
         for i in detached:
-            leaves[i] = leaves[i].detach()
+            leaves[i] = None if self.dropped else leaves[i].detach()
+        if self.dropped:
+            detached = ()
         return pytree.tree_unflatten(leaves, spec), detached
 
 

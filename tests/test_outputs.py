@@ -122,6 +122,43 @@ def test_a_gradient_after_all_is_refused():
         (outputs["small"].sum() + outputs["large"].sum()).backward()
 
 
+def test_what_is_dropped_takes_no_memory_in_the_backward():
+    model, x = Two(), torch.randn(64, 8)
+    large_bytes = 64 * 512 * 4
+    expected = [None if g is None else g.clone() for g in _step(model, model, x)]
+    call = fxremat.compile(model, x, "min", loss=_small, drop_unused=True)
+    held = fxremat.plan(model, x, "min", loss=_small)
+    assert call.plan.budget_bytes <= held.budget_bytes - large_bytes
+    assert call(x)["large"] is None
+    for ours, theirs in zip(_step(model, call, x), expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+    measured = fxremat.measure_step(model, lambda: _step(model, call, x))
+    assert measured.peak_bytes <= call.plan.predicted_peak_bytes <= call.plan.budget_bytes
+
+
+def test_a_class_of_outputs_lacks_what_is_dropped():
+    entry = ZOO["hf_llama"]
+    args, kwargs = entry.sample(0)
+    model, call = compiled(entry, "min", loss=entry.loss, drop_unused=True)
+    outputs = call(*args, **kwargs)
+    assert outputs.logits is None
+    entry.loss(outputs).backward()
+    found = [p.grad for p in model.parameters()]
+    torch._dynamo.reset()
+    eager = entry.build()
+    entry.loss(eager(*args, **kwargs)).backward()
+    for ours, theirs in zip(found, eager.parameters(), strict=True):
+        assert ours is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours, theirs.grad)
+
+
+def test_what_is_unused_is_only_known_with_a_loss():
+    with pytest.raises(ValueError, match="drop_unused=True needs loss="):
+        fxremat.compile(Two(), torch.randn(64, 8), 1.0, drop_unused=True)
+
+
 @pytest.mark.parametrize("name", PARTIAL)
 def test_models_that_return_more_than_their_loss(name: str):
     entry = ZOO[name]
