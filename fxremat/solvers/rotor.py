@@ -55,6 +55,7 @@ from fxremat.ir import (
     Solved,
 )
 from fxremat.solvers import kernels, store_all
+from fxremat.solvers.budgets import BudgetTable
 from fxremat.solvers.kernels import Least, Table
 from fxremat.solvers.numbers import (
     MOST_BYTES,
@@ -131,7 +132,7 @@ def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RotorTable:
+class RotorTable(BudgetTable):
     """Every ``C(s, t, m)`` of a chain: schedules for all budgets up to the greatest.
 
     Attributes:
@@ -197,7 +198,7 @@ class RotorTable:
             ValueError: the budget is above ``max_budget_bytes``.
         """
         if self.fits(budget_bytes):
-            ops = self._ops(self._slots_of(budget_bytes))
+            ops = self._ops(self.slots_of(budget_bytes))
         elif budget_bytes >= self.least_budget_bytes:
             available_bytes = min(budget_bytes - self.base_bytes, MOST_BYTES)
             ops = _least_ops(self._least, available_bytes)
@@ -205,37 +206,11 @@ class RotorTable:
             return Infeasible(self.least_budget_bytes)
         return Solved(Schedule(ops), seconds_of(self.costs, ops))
 
-    def fits(self, budget_bytes: int) -> bool:
-        """Whether the table itself, sizes rounded up, has a schedule for a budget.
-
-        Raises:
-            ValueError: the budget is above ``max_budget_bytes``.
-        """
-        slots = self._slots_of(budget_bytes)
-        return slots >= 0 and bool(np.isfinite(self._root[slots]))
-
-    def distinct_budgets(self) -> tuple[int, ...]:
-        """The budgets in bytes, ascending, at which the table's optimum improves.
-
-        The first is the least that ``fits``; from each to the next the optimum stays.
-        """
-        row = self._root
-        better = np.flatnonzero(row[1:] < row[:-1]) + 1
-        starts = [0, *better.tolist()] if np.isfinite(row[0]) else better.tolist()
-        return tuple(self.base_bytes + m * self.quantum_bytes for m in starts)
-
     @property
-    def _root(self) -> Floats:
+    def root(self) -> Floats:
+        """``(slots + 1,)``, the least time for every number of slots free beside boundary 0."""
         row: Floats = self._table.values[len(self.chain) - 1]
         return row
-
-    def _slots_of(self, budget_bytes: int) -> int:
-        if budget_bytes > self.max_budget_bytes:
-            raise ValueError(
-                f"budget_bytes is {budget_bytes}, the table ends at {self.max_budget_bytes}"
-            )
-        slots = slots_down(budget_bytes - self.base_bytes, quantum=self.quantum_bytes)
-        return min(slots, self.slots)
 
     def _ops(self, slots: int) -> tuple[Compute, ...]:
         table = self._table

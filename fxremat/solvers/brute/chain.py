@@ -40,6 +40,7 @@ from fxremat.ir import (
     Solution,
     Solved,
 )
+from fxremat.solvers.brute.instances import Instances, union
 
 
 def solve(problem: Problem, *, persistent: bool = True, tapes_late: bool = False) -> Solution:
@@ -94,17 +95,14 @@ class _Search:
         self.persistent = persistent
         self.tapes_late = tapes_late
         self.count = len(chain)
-        # Bit ``storage * copies + n`` is instance n of a storage. At most one value in
-        # flight, one new, L kept and L saved hold instances of it at once.
-        self.copies = 2 * self.count + 2
-        every = (1 << self.copies) - 1
-        self.slot = [every << (i * self.copies) for i in range(len(chain.storages))]
+        # At most one value in flight, one new, L kept and L saved hold instances of a
+        # storage at once.
+        self.instances = Instances(chain.storages, 2 * self.count + 2)
         self.boundary = [frozenset(ids) for ids in chain.boundaries]
         self.touched = [
             self.boundary[i + 1] | frozenset(stage.saved) for i, stage in enumerate(chain.stages)
         ]
-        self.within = [sum(self.slot[s] for s in ids) for ids in self.boundary]
-        self.sizes: dict[int, int] = {}
+        self.within = [self.instances.within(ids) for ids in self.boundary]
 
     def cheapest(self, budget_bytes: int) -> Solved | None:
         """The fastest sequence whose peak is at most ``budget_bytes``."""
@@ -150,7 +148,7 @@ class _Search:
 
     def _start(self) -> _State:
         nothing = (-1,) * self.count
-        source = self._new(self.boundary[0], held=0, source=0)
+        source = self.instances.new(self.boundary[0], held=0, source=0)
         return _State(self.count, False, False, 0, source, nothing, nothing, (0,) * self.count)
 
     def _steps(self, state: _State) -> Iterator[_Step]:
@@ -190,7 +188,7 @@ class _Search:
             return
         cost = self.problem.costs.stages[stage]
         again = state.last_ran and state.level == stage + 1
-        new = self._new(self.touched[stage], held=self._held(state), source=source)
+        new = self.instances.new(self.touched[stage], held=_held(state), source=source)
         written = (source | new) & self.within[stage + 1]
 
         peak = self._total(state, written) + cost.forward_extra_bytes
@@ -224,7 +222,7 @@ class _Search:
         touched = self.boundary[stage + 1] | frozenset(
             self.problem.chain.stages[stage].saved if chosen is None else chosen.kept
         )
-        new = self._new(touched, held=self._held(state), source=source)
+        new = self.instances.new(touched, held=_held(state), source=source)
         written = (source | new) & self.within[stage + 1]
         peak = self._total(state, written | new)
         peak += (chosen or cost).keep_extra_bytes
@@ -265,34 +263,15 @@ class _Search:
         kept = boundary < self.count and state.kept[boundary] >= 0
         return kept or state.saved[boundary - 1] >= 0
 
-    def _held(self, state: _State) -> int:
-        held = state.flight
-        for value in (*state.kept, *state.saved):
-            if value > 0:
-                held |= value
-        return held
-
-    def _new(self, storages: frozenset[int], *, held: int, source: int) -> int:
-        """New instances of ``storages`` but those in ``source``: the lowest unused numbers."""
-        new = 0
-        for storage in storages:
-            if not source & self.slot[storage]:
-                base = 1 << (storage * self.copies)
-                taken = (held & self.slot[storage]) // base
-                new |= (~taken & (taken + 1)) * base
-        return new
-
     def _total(self, state: _State, more: int) -> int:
         """Bytes of what is held and of ``more``, with gradients and fixed bytes."""
-        mask = self._held(state) | more
-        nbytes = self.sizes.get(mask)
-        if nbytes is None:
-            nbytes = self.sizes[mask] = sum(
-                (mask & self.slot[i]).bit_count() * storage.nbytes
-                for i, storage in enumerate(self.problem.chain.storages)
-            )
         costs = self.problem.costs
+        nbytes = self.instances.nbytes(_held(state) | more)
         return nbytes + costs.fixed_bytes + costs.stages[state.level - 1].gradient_bytes
+
+
+def _held(state: _State) -> int:
+    return union((state.flight, *state.kept, *state.saved))
 
 
 def _landed(state: _State, reads: int) -> _State:

@@ -150,7 +150,7 @@ class _Search(Held):
 
     def _start(self) -> State:
         nothing = (-1,) * self.first[-1]
-        flight = [self.new(sets[0], held=0, source=0) for sets in self.sets[:-1]]
+        flight = [self.instances.new(sets[0], held=0, source=0) for sets in self.sets[:-1]]
         return State(
             levels=tuple(map(len, self.lines)),
             last_ran=False,
@@ -274,7 +274,9 @@ class _Search(Held):
         if keep is Keep.ALL and again and self.kind is not Kind.ANY:
             return  # its backward comes next, and that is a rebuild
         keeping = cost.options[option - 1] if option else cost
-        new = self.new(self.touched[line][i][option], held=self.held(state), source=source)
+        new = self.instances.new(
+            self.touched[line][i][option], held=self.held(state), source=source
+        )
         written = (source | new) & self.within[line][i + 1]
         adds = written | new if keep is Keep.ALL else written
         extra = keeping.keep_extra_bytes if keep is Keep.ALL else cost.forward_extra_bytes

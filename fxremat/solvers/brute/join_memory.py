@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fxremat.ir import JoinProblem, StageCosts
+from fxremat.solvers.brute.instances import Instances, union
 
 
 class State(NamedTuple):
@@ -46,13 +47,12 @@ class Held:
         self.costs: list[StageCosts] = [c for stages in problem.costs.lines for c in stages]
         self.sets = [[frozenset(ids) for ids in line.boundaries] for line in self.lines]
         self.lengths = [len(line) for line in self.lines]
-        # Bit ``storage * copies + n`` is instance n of a storage. Boundaries that have it, as
-        # many saved sets and one more, one in flight on either line and one new may differ.
+        # Of a storage the instances in boundaries that have it, in as many saved sets and one
+        # more, in one in flight on either line, and a new one may differ.
         runs = [i for line in self.lines for ids in line.boundaries for i in set(ids)]
-        self.copies = 2 * max(map(runs.count, set(runs)), default=0) + 4
-        every = (1 << self.copies) - 1
-        self.slot = [every << (i * self.copies) for i in range(len(join.storages))]
-        self.within = [[sum(self.slot[i] for i in ids) for ids in sets] for sets in self.sets]
+        copies = 2 * max(map(runs.count, set(runs)), default=0) + 4
+        self.instances = Instances(join.storages, copies)
+        self.within = [[self.instances.within(ids) for ids in sets] for sets in self.sets]
         self.touched = [
             [
                 [at | frozenset(kept) for kept in (stage.saved, *(o.kept for o in cost.options))]
@@ -60,7 +60,6 @@ class Held:
             ]
             for sets, line, stages in zip(self.sets, self.lines, problem.costs.lines, strict=True)
         ]
-        self.sizes: dict[int, int] = {}
 
     def read(self, state: State, line: int, i: int) -> tuple[int, bool] | None:
         """The value that a reader of boundary ``i`` gets, and whether it was a kept one."""
@@ -118,31 +117,11 @@ class Held:
 
     def held(self, state: State) -> int:
         """All instances in memory."""
-        held = 0
-        for value in (*state.flight, *state.kept, *state.saved):
-            if value > 0:
-                held |= value
-        return held
-
-    def new(self, storages: frozenset[int], *, held: int, source: int) -> int:
-        """New instances of ``storages`` but those in ``source``: the lowest unused numbers."""
-        new = 0
-        for storage in storages:
-            if not source & self.slot[storage]:
-                base = 1 << (storage * self.copies)
-                taken = (held & self.slot[storage]) // base
-                new |= (~taken & (taken + 1)) * base
-        return new
+        return union((*state.flight, *state.kept, *state.saved))
 
     def total(self, state: State, more: int) -> int:
         """Bytes of what is held and of ``more``, with gradients and fixed bytes."""
-        mask = self.held(state) | more
-        nbytes = self.sizes.get(mask)
-        if nbytes is None:
-            nbytes = self.sizes[mask] = sum(
-                (mask & self.slot[i]).bit_count() * storage.nbytes
-                for i, storage in enumerate(self.problem.join.storages)
-            )
+        nbytes = self.instances.nbytes(self.held(state) | more)
         return nbytes + self.problem.costs.fixed_bytes + self.gradient_bytes(state)
 
     def gradient_bytes(self, state: State) -> int:

@@ -65,6 +65,7 @@ from fxremat.ir import (
     Solved,
 )
 from fxremat.solvers import rotor
+from fxremat.solvers.budgets import BudgetTable
 from fxremat.solvers.join import kernels, walk
 from fxremat.solvers.join.kernels import JoinTable
 from fxremat.solvers.join.least import JoinLeast, fill_states
@@ -138,7 +139,7 @@ def least_budget(join: Join, costs: JoinCosts) -> tuple[int, Schedule]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JoinPlans:
+class JoinPlans(BudgetTable):
     """Every ``J(p, h, t, m)`` of a join: schedules for all budgets up to the greatest.
 
     Attributes:
@@ -211,7 +212,7 @@ class JoinPlans:
             return Infeasible(self.least_budget_bytes)
         if self.fits(budget_bytes):
             ops = walk.table_ops(
-                self.join, self._lines, self._tables, self._table, self._slots_of(budget_bytes)
+                self.join, self._lines, self._tables, self._table, self.slots_of(budget_bytes)
             )
         else:
             ops = walk.least_ops(
@@ -219,36 +220,11 @@ class JoinPlans:
             )
         return Solved(Schedule(ops), walk.seconds(self.join, self.costs, ops))
 
-    def fits(self, budget_bytes: int) -> bool:
-        """Whether the table itself, sizes rounded up, has a schedule for a budget.
-
-        Raises:
-            ValueError: the budget is above ``max_budget_bytes``.
-        """
-        slots = self._slots_of(budget_bytes)
-        return 0 <= slots < self._root.size and bool(np.isfinite(self._root[slots]))
-
-    def distinct_budgets(self) -> tuple[int, ...]:
-        """The budgets in bytes, ascending, at which the table's optimum improves.
-
-        The first is the least that ``fits``; from each to the next the optimum stays.
-        """
-        row = self._root
-        better = np.flatnonzero(row[1:] < row[:-1]) + 1
-        starts = [0, *better.tolist()] if np.isfinite(row[0]) else better.tolist()
-        return tuple(self.base_bytes + m * self.quantum_bytes for m in starts)
-
     @property
-    def _root(self) -> Floats:
+    def root(self) -> Floats:
+        """``(slots + 1,)``, the least time for every number of slots free beside the inputs."""
         row: Floats = self._table.values[len(self.join.trunk) - 1]
         return row
-
-    def _slots_of(self, budget_bytes: int) -> int:
-        if budget_bytes > self.max_budget_bytes:
-            raise ValueError(
-                f"budget_bytes is {budget_bytes}, the table ends at {self.max_budget_bytes}"
-            )
-        return slots_down(budget_bytes - self.base_bytes, quantum=self.quantum_bytes)
 
 
 def _state_count(join: Join) -> int:
