@@ -308,3 +308,18 @@ def test_sizes_that_do_not_add_up_are_refused() -> None:
     costs = Costs((StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 1),))
     with pytest.raises(ValueError, match="the sizes add up to"):
         pofo.solve(Problem(chain, costs, 1 << 40, Link.symmetric(1.0)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_plans_for_a_tighter_budget_hold_within_a_larger_one(seed: int) -> None:
+    tight = regular(10, seed=seed)
+    tight = with_budget(tight, least_bytes(tight) + 3)
+    outcome = pofo.explore(tight, slots=max(1, tight.budget_bytes))
+    assert isinstance(outcome, pofo.Outcome)
+    for more in (0, 2, 5):
+        large = with_budget(tight, tight.budget_bytes + more)
+        found = outcome.whole(large.budget_bytes)
+        replayed(large, found, fluid=False)
+        assert found.makespan_s <= outcome.whole().makespan_s
+    with pytest.raises(ValueError, match="the plans are for"):
+        outcome.whole(tight.budget_bytes - 1)

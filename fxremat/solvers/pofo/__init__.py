@@ -64,7 +64,7 @@ of up to ``w`` entries and ``O(L² K²)`` for up to ``K`` labels at a node, both
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxremat.ir import Infeasible, Problem, Solution, Solved
 from fxremat.solvers import rotor
@@ -116,9 +116,24 @@ class Outcome:
             return self.alone
         return Solved(fluid_schedule(plan, budget, link), seconds)
 
-    def whole(self) -> Solved:
-        """The best of all these plans with whole transfers."""
-        budget, link = available(self.problem), self.problem.link
+    def whole(self, budget_bytes: int | None = None) -> Solved:
+        """The best of all these plans with whole transfers.
+
+        Args:
+            budget_bytes: no less than the problem's, which is taken if None. Whole transfers
+                take more memory than fluid ones, so plans for a tighter budget may be faster.
+
+        Raises:
+            ValueError: the budget is less than the problem's.
+        """
+        if budget_bytes is None:
+            budget_bytes = self.problem.budget_bytes
+        if budget_bytes < self.problem.budget_bytes:
+            raise ValueError(
+                f"budget_bytes is {budget_bytes}, the plans are for {self.problem.budget_bytes}"
+            )
+        budget = available(replace(self.problem, budget_bytes=budget_bytes))
+        link = self.problem.link
         found = [Solved(*whole_schedule(plan, budget, link)) for plan in self.plans]
         if self.alone is not None:
             found.insert(0, self.alone)
