@@ -30,12 +30,23 @@ COMPARED = {Kind.CANONICAL: True, Kind.PERSISTENT: True, Kind.ANY: False}
 """``persistent`` of the search on chains that finds the same with a single branch."""
 
 
+def without_end(chain: Chain) -> Chain:
+    """Nothing comes out of the last stage.
+
+    A chain lets go of it as soon as another stage runs, a join when the trunk goes on. That
+    matters to sequences that run the trunk once more only to make its next run a rebuild.
+    """
+    return Chain(chain.storages, (*chain.boundaries[:-1], ()), chain.stages)
+
+
 @pytest.mark.parametrize("kind", list(Kind))
 @settings(RELAXED, max_examples=80)
 @given(costed_chains(most=4), st.integers(0, 12))
 def test_one_branch_is_a_chain(kind: Kind, costed: tuple[Chain, Costs], spare: int) -> None:
     if len(costed[0]) < 2:
         return
+    if kind is Kind.ANY:
+        costed = without_end(costed[0]), costed[1]
     persistent = COMPARED[kind]
     least = brute.solve(Problem(*costed, 0), persistent=persistent)
     least_bytes = least.least_budget_bytes if isinstance(least, Infeasible) else 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -67,8 +68,24 @@ def test_the_search_finds_the_pareto_set(given_numbers: Numbers):
         assert any(b <= nbytes and s <= seconds for b, s in points)
 
 
+@pytest.fixture(scope="module")
+def all_the_time_it_takes() -> Iterator[None]:
+    """Proofs to the end, on a busy machine too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SOLVE_S", 60.0)
+        yield
+
+
 @settings(deadline=None, max_examples=25)
 @given(numbers(most=8))
+@example(
+    Numbers(
+        nbytes=(0, 8, 1),
+        operations=(Operation(1, 0, 0.25), Operation(2, 0, 0.0), Operation(4, 0, 0.25)),
+        required=7,
+    )
+)
+@pytest.mark.usefixtures("all_the_time_it_takes")
 def test_cpsat_finds_points_of_the_same_set(given_numbers: Numbers):
     found = search(given_numbers)
     exact = [(given_numbers.kept_bytes(m), given_numbers.seconds(m)) for m in found]

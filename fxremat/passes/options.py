@@ -235,7 +235,8 @@ def _by_cpsat(numbers: Numbers) -> list[int]:
 
     whole = numbers.kept_bytes(numbers.required)
     unit_s = max(numbers.seconds(0) / 1e6, 1e-12)
-    masks = [0]
+    free = sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)
+    masks = [free]
     for share in range(1, MOST_OPTIONS + 1):
         model = cp_model.CpModel()
         kept = [model.new_bool_var(f"kept{i}") for i in range(len(numbers.nbytes))]
