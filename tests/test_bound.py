@@ -10,7 +10,9 @@ from fxremat.search import Search
 from tests.harness import captured, silent
 
 
-@pytest.mark.parametrize("name", ["gpt", "unet", "resnet50", "siamese_resnet", "triplet"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "unet", "resnet50", "siamese_resnet", "triplet", "composed"]
+)
 def test_no_candidate_is_below_the_bound_of_its_own_peak(name: str):
     step = captured(name)
     real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}

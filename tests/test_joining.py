@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
+import torch
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Forward, JoinProblem, Keep, Schedule
@@ -18,6 +19,8 @@ from fxremat.search import Search, line_schedules
 from fxremat.simulate.join import simulate
 from fxremat.solvers.join.unit import least_slots
 from tests.harness import (
+    bare,
+    capture,
     captured,
     measured_peak_bytes,
     random_schedule,
@@ -26,7 +29,7 @@ from tests.harness import (
     silent,
 )
 from tests.models.bits import assert_bitwise_equal
-from tests.test_branches import JOINS, NESTED
+from tests.test_branches import JOINS, NESTED, Fused
 from tests.unit_joins import (
     budget_bytes,
     captured_join,
@@ -84,6 +87,22 @@ def test_branches_of_branches_go_back_in_any_order_too(name: str, seed: int):
     program = step.program(random_join_schedule(line, seed, inner))
     assert_bitwise_equal(vars(run_emitted(step, program)), vars(run_traced(step)))
     assert measured_peak_bytes(step, program) == step.sweep(program).peak_bytes
+
+
+def test_branches_of_branches_that_draw_nothing_run_forward_in_any_order():
+    step = capture(Fused(), tuple(torch.randn(32, 16, requires_grad=True) for _ in range(3)))
+    line = step.measured.line
+    assert line.segments.depth == 2
+    assert any_order(line)
+    search = Search.over(
+        step.measured, step.blocks, bare(step.joint), progress=silent, planners=(join_schedules,)
+    )
+    schedules = list(join_schedules(search.sweeps, search.chain, silent))
+    assert any(in_graph_order(line, schedule) != schedule for schedule in schedules)
+    for schedule in schedules:
+        program = search.sweeps.candidate(schedule).program
+        assert_bitwise_equal(vars(run_emitted(step, program)), vars(run_traced(step)))
+        assert measured_peak_bytes(step, program) == step.sweep(program).peak_bytes
 
 
 @pytest.mark.parametrize("name", ["siamese", "hf_clip", "two_texts"])
@@ -163,8 +182,7 @@ def test_the_join_of_a_model_is_valid_and_close_to_what_is_swept(search: Search)
         timeline = simulate(join, costs, schedule)
         peak_bytes = sweeps.candidate(schedule).peak_bytes
         modelled_bytes = max(event.peak_bytes for event in timeline.events)
-        # Of the gradient of a shared parameter each branch is charged its part at all times.
-        assert peak_bytes <= 1.15 * modelled_bytes
+        assert peak_bytes <= 1.1 * modelled_bytes
 
 
 @pytest.mark.parametrize("lengths", [(6, 5), (5, 5, 5)])

@@ -76,6 +76,7 @@ def all_the_time_it_takes() -> Iterator[None]:
         yield
 
 
+@pytest.mark.usefixtures("all_the_time_it_takes")
 @settings(deadline=None, max_examples=25)
 @given(numbers(most=8))
 @example(
@@ -85,7 +86,6 @@ def all_the_time_it_takes() -> Iterator[None]:
         required=7,
     )
 )
-@pytest.mark.usefixtures("all_the_time_it_takes")
 def test_cpsat_finds_points_of_the_same_set(given_numbers: Numbers):
     found = search(given_numbers)
     exact = [(given_numbers.kept_bytes(m), given_numbers.seconds(m)) for m in found]

@@ -1,7 +1,7 @@
 """The blocks of a line, each extracted once, and what a call of them reads and gives.
 
-Tens of thousands of programs are built for a plan, so sets of tensors are integers here, with
-a bit for each tensor.
+Thousands of programs are built for a plan, each of hundreds of calls, so sets of tensors are
+integers here, with a bit for each tensor.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class TensorBits:
             return (line.stage_of[node] if role < Role.PINNED else -role, role, order)
 
         inside = (n for n in line.role_of if line.role_of[n] >= Role.PINNED or n in line.stage_of)
-        tangents = line.joint.tangents
-        self._nodes = (*sorted(set(inside).difference(tangents), key=rank), *tangents)
+        self._nodes = (*sorted(inside, key=rank), *line.joint.tangents)
         self._bit = {node: 1 << i for i, node in enumerate(self._nodes)}
         self._in_storage = [0] * len(line.joint.storages.nbytes)
         for node, bit in self._bit.items():

@@ -301,7 +301,8 @@ def place_backward(joint: JointGraph, branches: Branches, positions: Positions) 
         positions: as on a line of that order.
 
     Returns:
-        None where a branch's backward takes more from another than sums of gradients do.
+        None where a branch's backward takes more from another than sums of gradients do, or
+        a segment has no position of its own.
     """
     return _Placing(joint, branches, positions).run()
 
@@ -335,6 +336,8 @@ class _Placing:
             sources = [self._located[n] for n in node.all_input_nodes if n in self._located]
             own = [] if node in self._sums else [self._located[node]]
             self._located[node] = min([*own, *sources])
+        if any(self._segments.start(s) >= end for s, end in enumerate(self._segments.ends)):
+            return None  # all of a segment's operations stand where others do: no stage is its own
         if not all(map(self._is_apart, joint.backward)):
             return None
         backward = {node: self._located[node] for node in joint.backward}

@@ -134,13 +134,12 @@ def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bo
         ordered = replace(joint, forward=branches.forward)
         placed = place_backward(ordered, branches, locate(ordered, views=views))
         if placed is not None:
-            lives = _storage_lives(ordered, placed.positions)
-            kept = _choose_pinned(ordered, placed.positions, lives, pin_below_bytes)
+            apart = _storage_lives(ordered, placed.positions)
+            kept = _choose_pinned(ordered, placed.positions, apart, pin_below_bytes)
             if placed.is_apart(ordered, kept):
-                cuts = cut_apart(_crossing(ordered, placed, lives, kept), placed.segments.ends)
+                cuts = cut_apart(_crossing(ordered, placed, apart, kept), placed.segments.ends)
                 return _assemble(ordered, placed, kept, views, cuts)
     placed = Placed(positions, Segments(), frozenset())
-    lives = _storage_lives(joint, positions)
     cuts = choose_cuts(_crossing(joint, placed, lives, pinned))
     return _assemble(joint, placed, pinned, views, cuts)
 

@@ -11,30 +11,26 @@ from fxremat.ir import Storage
 
 
 class Instances:
-    """Bit ``storage * copies + n`` is instance ``n`` of a storage.
-
-    Attributes:
-        slot: for each storage the bits of all its instances.
-    """
+    """Bit ``storage * copies + n`` is instance ``n`` of a storage."""
 
     def __init__(self, storages: Sequence[Storage], copies: int) -> None:
         self._nbytes = [storage.nbytes for storage in storages]
         self._copies = copies
         self._sizes: dict[int, int] = {}
         every = (1 << copies) - 1
-        self.slot = [every << (i * copies) for i in range(len(storages))]
+        self._slot = [every << (i * copies) for i in range(len(storages))]
 
     def within(self, storages: Iterable[int]) -> int:
         """All instances of ``storages``."""
-        return sum(self.slot[storage] for storage in storages)
+        return sum(self._slot[storage] for storage in storages)
 
     def new(self, storages: frozenset[int], *, held: int, source: int) -> int:
         """New instances of ``storages`` but those in ``source``: the lowest unused numbers."""
         new = 0
         for storage in storages:
-            if not source & self.slot[storage]:
+            if not source & self._slot[storage]:
                 base = 1 << (storage * self._copies)
-                taken = (held & self.slot[storage]) // base
+                taken = (held & self._slot[storage]) // base
                 new |= (~taken & (taken + 1)) * base
         return new
 
@@ -44,7 +40,7 @@ class Instances:
         if nbytes is None:
             nbytes = self._sizes[mask] = sum(
                 (mask & slot).bit_count() * size
-                for slot, size in zip(self.slot, self._nbytes, strict=True)
+                for slot, size in zip(self._slot, self._nbytes, strict=True)
             )
         return nbytes
 
