@@ -10,8 +10,13 @@ import numpy as np
 from fxremat.ir import Chain, Costs
 
 
-def plain_rotor(chain: Chain, costs: Costs, *, quantum: int, slots: int) -> np.ndarray:
-    """``C(0, L - 1, m)`` for ``m = 0 … slots``, sizes rounded up to ``quantum`` bytes."""
+def plain_rotor(
+    chain: Chain, costs: Costs, *, quantum: int, slots: int, away: float = 0.0
+) -> np.ndarray:
+    """``C(0, L - 1, m)`` for ``m = 0 … slots``, sizes rounded up to ``quantum`` bytes.
+
+    Of what the first sweep keeps, a share is ``away`` while other stages run.
+    """
     count, stages = len(chain), costs.stages
     sets = [set(boundary) for boundary in chain.boundaries]
     saved = [chain.nbytes(chain.saved_set(i)) for i in range(count)]
@@ -42,7 +47,7 @@ def plain_rotor(chain: Chain, costs: Costs, *, quantum: int, slots: int) -> np.n
 
     table: dict[tuple[int, int], np.ndarray] = {}
     for s in reversed(range(count)):
-        step = [up(chain.nbytes(boundary - sets[s])) for boundary in sets]
+        steps = [chain.nbytes(boundary - sets[s]) for boundary in sets]
         forwards = [
             chain.nbytes((sets[j] | sets[j + 1]) - sets[s]) + stages[j].forward_extra_bytes
             for j in range(count)
@@ -50,7 +55,10 @@ def plain_rotor(chain: Chain, costs: Costs, *, quantum: int, slots: int) -> np.n
         table[s, s] = alone(s)
         for t in range(s + 1, count):
             gradient = stages[t].gradient_bytes
-            row = stages[s].forward_s + shifted(table[s + 1, t], up(saved[s]))
+            gone = away if t == count - 1 else 0.0
+            step = [up(nbytes - int(nbytes * gone)) for nbytes in steps]
+            kept = up(saved[s] - int(saved[s] * gone))
+            row = stages[s].forward_s + shifted(table[s + 1, t], kept)
             row += stages[s].backward_s
             keep = gradient + stages[s].keep_extra_bytes
             back = stages[s].gradient_bytes + stages[s].backward_extra_bytes

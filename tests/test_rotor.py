@@ -191,6 +191,56 @@ def test_rows_of_several_blocks_equal_the_plain_recurrence(
             assert found.makespan_s == seconds
 
 
+@pytest.mark.parametrize("away", [0.0, 0.3, 0.75, 1.0])
+@pytest.mark.parametrize("count", [1, 2, TILE + 1, 2 * TILE])
+def test_relieved_tables_equal_the_plain_recurrence(count: int, away: float) -> None:
+    chain, costs = heterogeneous(count, seed=count)
+    budget_bytes = int(1.5 * least_budget(chain, costs)[0])
+    table = RotorTable.build(chain, costs, max_budget_bytes=budget_bytes, slots=90)
+    relieved = table.relieved(away)
+    expected = plain_rotor(
+        chain, costs, quantum=table.quantum_bytes, slots=table.slots, away=away
+    )
+    assert np.isfinite(expected).any()
+    for slots, seconds in enumerate(expected):
+        bytes_here = table.base_bytes + slots * table.quantum_bytes
+        assert relieved.fits(bytes_here) == math.isfinite(seconds)
+        if math.isfinite(seconds):
+            found = relieved.schedule(bytes_here)
+            assert isinstance(found, Solved)
+            assert found.makespan_s == seconds
+            assert simulate(chain, costs, found.schedule).makespan_s == seconds
+            if table.fits(bytes_here):
+                plain = table.schedule(bytes_here)
+                assert isinstance(plain, Solved)
+                assert found.makespan_s <= plain.makespan_s
+                assert found == plain or away
+
+
+@settings(RELAXED, max_examples=200)
+@given(chains_with_options(), st.integers(0, 20))
+def test_all_that_is_kept_may_be_away(costed: tuple[Chain, Costs], spare: int) -> None:
+    """Then only what a stage needs while it runs counts, and what rebuilds keep."""
+    chain, costs = costed
+    least_bytes, _ = least_budget(chain, costs)
+    table = RotorTable.build(chain, costs, max_budget_bytes=least_bytes + spare, slots=1 << 20)
+    before = table.schedule(least_bytes + spare)
+    assert isinstance(before, Solved)
+    for away in (0.5, 1.0):
+        found = table.relieved(away).schedule(least_bytes + spare)
+        assert isinstance(found, Solved)
+        assert found.makespan_s <= before.makespan_s
+        assert simulate(chain, costs, found.schedule).makespan_s == found.makespan_s
+        before = found
+
+
+def test_no_more_than_all_is_away() -> None:
+    problem = keep_all().problem
+    table = RotorTable.build(problem.chain, problem.costs, max_budget_bytes=20)
+    with pytest.raises(ValueError, match=r"away is 1\.5"):
+        table.relieved(1.5)
+
+
 def test_a_table_ends_at_its_greatest_budget() -> None:
     problem = keep_all().problem
     table = RotorTable.build(problem.chain, problem.costs, max_budget_bytes=20)

@@ -260,6 +260,21 @@ def fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
 
 
 @njit(cache=True, nogil=True)
+def fill_last(table: Table) -> None:
+    """Eq. (2) anew for the intervals that end with the last stage, of which sizes differ.
+
+    Requires: all rows of other intervals, and that of the last stage alone, are filled.
+    """
+    count = table.numbers.backward_s.size
+    t = count - 1
+    for s in range(t - 1, -1, -1):
+        table.values[row_of(s, t, count)] = np.inf
+        begin = _try_all(table, s, t, table.values.shape[1])
+        begin = _try_cuts(table, s, t, (s + 1, count), begin)
+        _close(table, s, t, begin)
+
+
+@njit(cache=True, nogil=True)
 def choose(table: Table, s: int, t: int, m: int) -> int:
     """The choice behind entry ``m`` of row ``(s, t)``, by comparing the same sums again.
 

@@ -25,6 +25,8 @@ the forwards that it runs and no others. Where this departs from the paper:
   input, and rebuild it before its backward. An exhaustive search showed it to be
   needed: where ``rebuild_bytes`` is small it fits into less memory. With the papers'
   costs it never does.
+* What is kept over the turn may take less memory than it has bytes (``relieved``): the
+  intervals that end with the last stage are those of the first sweep, and no others are.
 
 ``O(L³ slots)`` time and ``O(L² slots)`` memory; only values are kept, and a schedule is
 read off by comparing the sums again (``O(L²)``).
@@ -35,9 +37,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -149,6 +152,7 @@ class RotorTable(BudgetTable):
     quantum_bytes: int
     slots: int
     _table: Table
+    _first: Table  # its rows of the intervals that end with the last stage count
     _least: Least
 
     @staticmethod
@@ -177,7 +181,38 @@ class RotorTable(BudgetTable):
         used = slots_down(available_bytes, quantum=quantum)
         table = _fill(numbers, quantum, used)
         least = _fill_least(numbers)
-        return RotorTable(chain, costs, max_budget_bytes, quantum, used, table, least)
+        return RotorTable(chain, costs, max_budget_bytes, quantum, used, table, table, least)
+
+    def relieved(self, away: float) -> RotorTable:
+        """The table of schedules that need not hold all that they keep over the turn.
+
+        A share of it is taken to be elsewhere whenever another stage runs: in host memory,
+        say. Such a schedule is within its budget only if that comes true. It is a base for
+        plans with transfers: it keeps more than others, and what it runs again fits beside
+        what stays. ``O(L² slots)``.
+
+        Args:
+            away: the share, from 0 (this very table) to 1.
+
+        Raises:
+            ValueError: it is not between 0 and 1.
+        """
+        if not 0.0 <= away <= 1.0:
+            raise ValueError(f"away is {away}, must be a share from 0 to 1")
+        numbers = self._table.numbers
+        stays = numbers._replace(
+            saved=_staying(numbers.saved, away),
+            step=_staying(numbers.step, away),
+            option_saved=_staying(numbers.option_saved, away),
+        )
+        first = self._table._replace(
+            numbers=stays,
+            step_slots=-(-stays.step // self.quantum_bytes),
+            values=self._table.values.copy(),
+            first=self._table.first.copy(),
+        )
+        kernels.fill_last(first)
+        return replace(self, _first=first)
 
     @property
     def base_bytes(self) -> int:
@@ -209,17 +244,22 @@ class RotorTable(BudgetTable):
     @property
     def root(self) -> Floats:
         """``(slots + 1,)``, the least time for every number of slots free beside boundary 0."""
-        row: Floats = self._table.values[len(self.chain) - 1]
+        row: Floats = self._first.values[len(self.chain) - 1]
         return row
 
     def _ops(self, slots: int) -> tuple[Compute, ...]:
-        table = self._table
-        saved = -(-_saved(table.numbers) // self.quantum_bytes)
+        last = len(self.chain) - 1
+        added = _Added.in_slots(self._table, self.quantum_bytes)
+        first_added = _Added.in_slots(self._first, self.quantum_bytes)
 
-        def pick(s: int, t: int, m: int) -> int:
-            return kernels.choose(table, s, t, m)
+        def pick(s: int, t: int, m: int) -> tuple[int, int]:
+            if t == last:
+                choice = kernels.choose(self._first, s, t, m)
+                return choice, first_added.by(s, choice)
+            choice = kernels.choose(self._table, s, t, m)
+            return choice, added.by(s, choice)
 
-        return _walk(pick, saved, table.step_slots, slots)
+        return _walk(pick, last, slots)
 
 
 def _numbers(chain: Chain, costs: Costs, tapes_late: bool) -> Numbers:
@@ -241,10 +281,13 @@ def _least_bytes(least: Least) -> int:
 def _least_ops(least: Least, available_bytes: int) -> tuple[Compute, ...]:
     """A schedule within ``available_bytes``, which are at least what is needed."""
 
-    def pick(s: int, t: int, m: int) -> int:
-        return kernels.choose_least(least, s, t, m)
+    added = _Added(_saved(least.numbers), least.numbers.step)
 
-    return _walk(pick, _saved(least.numbers), least.numbers.step, available_bytes)
+    def pick(s: int, t: int, m: int) -> tuple[int, int]:
+        choice = kernels.choose_least(least, s, t, m)
+        return choice, added.by(s, choice)
+
+    return _walk(pick, len(least.memory) - 1, available_bytes)
 
 
 def _saved(numbers: Numbers) -> Ints:
@@ -252,34 +295,63 @@ def _saved(numbers: Numbers) -> Ints:
     return np.column_stack([numbers.saved, numbers.option_saved])
 
 
+def _staying(nbytes: Ints, away: float) -> Ints:
+    """``nbytes`` without a share of them."""
+    return nbytes - (nbytes * away).astype(np.int64)
+
+
+class _Added(NamedTuple):
+    """What choices add to what is held while the later part of an interval runs.
+
+    Attributes:
+        saved: see ``_saved``; both are in bytes, or both in slots.
+        step: see ``Numbers``.
+    """
+
+    saved: Ints
+    step: Ints
+
+    @staticmethod
+    def in_slots(table: Table, quantum: int) -> _Added:
+        return _Added(-(-_saved(table.numbers) // quantum), table.step_slots)
+
+    def by(self, s: int, choice: int) -> int:
+        """Of a choice for an interval from ``s`` on."""
+        return int(self.step[s, choice] if choice > s else self.saved[s, _option(s, choice)])
+
+
+def _option(s: int, choice: int) -> int:
+    """The save option of ``F_all s``."""
+    return 0 if choice == s else -1 - choice
+
+
 def _walk(
-    pick: Callable[[int, int, int], int], saved: Ints, step: Ints, available: int
+    pick: Callable[[int, int, int], tuple[int, int]], last: int, available: int
 ) -> tuple[Compute, ...]:
     """Algorithm 2, with a stack of its own since chains are deeper than Python's.
 
     Args:
-        pick: the choice for an interval and what is available to it, as ``kernels.choose``.
-        saved: see ``_saved``; all three are in bytes, or all in slots.
-        step: see ``Numbers``.
+        pick: the choice for an interval and what is available to it, as ``kernels.choose``,
+            and what it adds.
+        last: the last stage.
         available: what the whole chain may use beside boundary 0.
     """
     ops: list[Compute] = []
-    todo: list[tuple[int, int, int] | Compute] = [(0, len(saved) - 1, available)]
+    todo: list[tuple[int, int, int] | Compute] = [(0, last, available)]
     while todo:
         item = todo.pop()
         if not isinstance(item, tuple):
             ops.append(item)
             continue
         s, t, m = item
-        cut = pick(s, t, m)
+        cut, added = pick(s, t, m)
         if cut == -1:
             raise AssertionError(f"no choice explains the value of interval ({s}, {t}) at {m}")
         if cut <= s:
-            option = 0 if cut == s else -1 - cut
-            ops.append(Forward(s, Keep.ALL, option))
+            ops.append(Forward(s, Keep.ALL, _option(s, cut)))
             todo.append(Backward(s))
             if s < t:
-                todo.append((s + 1, t, m - int(saved[s, option])))
+                todo.append((s + 1, t, m - added))
         else:
             ops.append(Forward(s, Keep.INPUT))
             if s == t:
@@ -287,7 +359,7 @@ def _walk(
                 continue
             ops += [Forward(j, Keep.NONE) for j in range(s + 1, cut)]
             todo.append((s, cut - 1, m))
-            todo.append((cut, t, m - int(step[s, cut])))
+            todo.append((cut, t, m - added))
     return tuple(ops)
 
 
