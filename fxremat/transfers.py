@@ -2,19 +2,20 @@
 
 Any schedule of recomputations can be the base: what it holds too much of travels, as
 ``passes.moves`` decides from bytes alone, and ``passes.timing`` predicts what that takes.
-Bases are all candidates of the search, from nothing recomputed (transfers alone) to the
-least peak (recomputation alone), and the schedules of ``pofo``, which plans both at once.
+Bases are the candidates of the search, from nothing recomputed (transfers alone) to the
+least peak (recomputation alone), and schedules made for the budget (``bases``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from fxremat import torch_compat
-from fxremat.ir import Infeasible, Problem, Schedule, Timeline
+from fxremat import bases, torch_compat
+from fxremat.ir import Timeline
 from fxremat.passes.candidate import Candidate
 from fxremat.passes.moves import Movable, Move, swept
 from fxremat.passes.policy import conv_inputs
@@ -23,14 +24,8 @@ from fxremat.passes.timing import replay
 from fxremat.runtime.bandwidth import MeasuredLink, measure_link
 from fxremat.search import Search
 
-BASES = 64
-"""Candidates of a planner that are looked at."""
-
-POFO_SLOTS, POFO_LABELS = 50, 100
-"""Its search is rough: what it finds is swept exactly and its moves are chosen anew."""
-
-POFO_STAGES = 60
-"""Longer chains take it too long."""
+PATIENCE = 8
+"""Faster schedules in a row that transfers make slower before a climb ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class Moved:
     def of(candidate: Candidate, moves: tuple[Move, ...], link: MeasuredLink | None) -> Moved:
         """Predict what ``moves`` do to a candidate."""
         program = candidate.program
-        sweep = swept(candidate.sweep, moves, program.turn) if moves else candidate.sweep
+        sweep = swept(candidate.sweep, moves) if moves else candidate.sweep
         timeline = replay(program, candidate.seconds, sweep, moves, link)
         return Moved(candidate, moves, sweep, timeline)
 
@@ -90,15 +85,15 @@ class Transfers:
         host: where to.
         link: how fast, measured with the kind of memory that will be used.
         settled: storages that stay.
-        bases: one for each candidate that ``host`` allows.
-        candidates: those.
+        movable: what of each candidate.
+        candidates: those of the search that ``host`` allows.
     """
 
     search: Search
     host: HostMemory
     link: MeasuredLink
     settled: frozenset[int]
-    bases: tuple[Movable, ...]
+    movable: tuple[Movable, ...]
     candidates: tuple[Candidate, ...]
 
     @staticmethod
@@ -111,18 +106,18 @@ class Transfers:
         device = search.sweeps.surroundings.device
         with torch_compat.real_execution(), torch.no_grad():
             link = measure_link(device, host_dir=host.folder)
-        candidates = (search.baseline,) if host.only else _bases(search)
+        candidates = (search.baseline,) if host.only else bases.of_search(search)
         settled = search.settled
         if host.conv:
             joint = search.measured.line.joint
             settled |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint)
-        bases = tuple(_movable(candidate, settled) for candidate in candidates)
-        return Transfers(search, host, link, settled, bases, candidates)
+        movable = tuple(_movable(candidate, settled) for candidate in candidates)
+        return Transfers(search, host, link, settled, movable, candidates)
 
     @property
     def least_bytes(self) -> int:
         """The least feasible budget."""
-        return min(map(self._least_bytes, self.bases))
+        return min(map(self._least_bytes, self.movable))
 
     def _least_bytes(self, base: Movable) -> int:
         least = base.least_bytes
@@ -155,12 +150,48 @@ class Transfers:
         for base, candidate in self._by_time(budget_bytes):
             if best is not None and candidate.total_s >= best.total_s:
                 break
-            moves = base.moves(budget_bytes, self.host.limit_bytes)
-            if moves is not None:
-                found = Moved.of(candidate, moves, self.link)
-                if best is None or found.total_s < best.total_s:
-                    best = found
+            best = _faster(best, self._moved(base, candidate, budget_bytes))
+        if not self.host.only:
+            for found in self._climbed(budget_bytes):
+                best = _faster(best, found)
         return best or self._at_least()
+
+    def _moved(self, base: Movable, candidate: Candidate, budget_bytes: int) -> Moved | None:
+        moves = base.moves(budget_bytes, self.host.limit_bytes)
+        return None if moves is None else Moved.of(candidate, moves, self.link)
+
+    def _climbed(self, budget_bytes: int) -> Iterator[Moved]:
+        """The fastest of each climb, until what is away takes longer than it saves.
+
+        Each climb goes by itself, whatever is known already, so that more candidates never
+        make a step slower.
+        """
+        before_s = math.inf
+        for start, higher in bases.climbs(self.search, budget_bytes):
+            found = self._moved(_movable(start, self.settled), start, budget_bytes)
+            if found is not None:
+                if found.total_s > before_s:
+                    return
+                before_s = found.total_s
+            found = self._top(found, higher, budget_bytes)
+            if found is not None:
+                yield found
+
+    def _top(
+        self, best: Moved | None, higher: Iterator[Candidate], budget_bytes: int
+    ) -> Moved | None:
+        """The fastest of a climb."""
+        fruitless = 0
+        for candidate in higher:
+            if best is not None and candidate.total_s >= best.total_s:
+                continue
+            if fruitless == PATIENCE:
+                break
+            found = self._moved(_movable(candidate, self.settled), candidate, budget_bytes)
+            faster = _faster(best, found)
+            fruitless = 0 if faster is not best else fruitless + 1
+            best = faster
+        return best
 
     def _at_least(self) -> Moved:
         """What the least feasible budget was found with.
@@ -169,7 +200,7 @@ class Transfers:
         does not: other storages travel then, and not always fewer bytes.
         """
         base, candidate = min(
-            zip(self.bases, self.candidates, strict=True),
+            zip(self.movable, self.candidates, strict=True),
             key=lambda pair: self._least_bytes(pair[0]),
         )
         moves = base.moves(self._least_bytes(base), self.host.limit_bytes)
@@ -184,41 +215,19 @@ class Transfers:
         return Moved.of(search.fastest_within(budget_bytes), (), None)
 
     def _by_time(self, budget_bytes: int) -> list[tuple[Movable, Candidate]]:
-        pairs = list(zip(self.bases, self.candidates, strict=True))
+        pairs = list(zip(self.movable, self.candidates, strict=True))
         if not self.host.only:
-            for candidate in _by_pofo(self.search, budget_bytes, self.link):
+            for candidate in bases.by_pofo(self.search, budget_bytes, self.link):
                 pairs.append((_movable(candidate, self.settled), candidate))
         return sorted(pairs, key=lambda pair: pair[1].total_s)
 
 
-def _bases(search: Search) -> tuple[Candidate, ...]:
-    """Some candidates of the search, and of each planner's alone.
-
-    What another planner is faster than without transfers may still be the better base for them.
-    """
-    found = [c for own in (search.frontier, *search.alone) for c in _thinned(own)]
-    return tuple({id(c): c for c in found}.values())
-
-
-def _thinned(frontier: tuple[Candidate, ...]) -> list[Candidate]:
-    """Some of them, evenly, the first and the last among them: neighbours are much alike."""
-    last = len(frontier) - 1
-    wanted = {last * i // (BASES - 1) for i in range(BASES)}
-    return [frontier[i] for i in sorted(wanted)]
+def _faster(best: Moved | None, found: Moved | None) -> Moved | None:
+    """The first one if they are equal."""
+    if best is None or (found is not None and found.total_s < best.total_s):
+        return found
+    return best
 
 
 def _movable(candidate: Candidate, settled: frozenset[int]) -> Movable:
     return Movable.of(candidate.program, candidate.sweep, settled)
-
-
-def _by_pofo(search: Search, budget_bytes: int, link: MeasuredLink) -> Iterator[Candidate]:
-    """The schedules of recomputations in what ``pofo`` finds."""
-    # Loading numba takes longer than all else in the package: not at import.
-    from fxremat.solvers import pofo  # noqa: PLC0415
-
-    if len(search.chain) > POFO_STAGES:
-        return
-    problem = Problem(search.chain, search.costs, budget_bytes, link.link())
-    found = pofo.explore(problem, slots=POFO_SLOTS, labels=POFO_LABELS)
-    if not isinstance(found, Infeasible):
-        yield search.sweeps.candidate(Schedule(found.whole().schedule.computations))

@@ -63,7 +63,7 @@ def test_every_budget_down_to_the_least_is_kept(name: str, kind: str):
         moves = found.moves(budget)
         assert moves is not None
         check_places(found, moves)
-        assert swept(found.sweep, moves, found.program.turn).peak_bytes <= budget
+        assert swept(found.sweep, moves).peak_bytes <= budget
     assert found.moves(least - 1) is None
     assert found.moves(full) == ()
     assert kind != "all" or found.moves(least)
@@ -119,5 +119,5 @@ def test_random_memory_is_kept_within_any_budget(data: st.DataObject):
     moves = found.moves(budget)
     assert moves is not None
     check_places(found, moves)
-    assert swept(sweep, moves, found.program.turn).peak_bytes <= budget
+    assert swept(sweep, moves).peak_bytes <= budget
     assert least <= 0 or found.moves(least - 1) is None

@@ -198,9 +198,7 @@ def test_relieved_tables_equal_the_plain_recurrence(count: int, away: float) -> 
     budget_bytes = int(1.5 * least_budget(chain, costs)[0])
     table = RotorTable.build(chain, costs, max_budget_bytes=budget_bytes, slots=90)
     relieved = table.relieved(away)
-    expected = plain_rotor(
-        chain, costs, quantum=table.quantum_bytes, slots=table.slots, away=away
-    )
+    expected = plain_rotor(chain, costs, quantum=table.quantum_bytes, slots=table.slots, away=away)
     assert np.isfinite(expected).any()
     for slots, seconds in enumerate(expected):
         bytes_here = table.base_bytes + slots * table.quantum_bytes

@@ -33,7 +33,7 @@ def link(
 def timeline(moves: tuple[Move, ...], speed: MeasuredLink | None) -> Timeline:
     """Every call takes a second."""
     found = whole()
-    sweep = swept(found.sweep, moves, found.program.turn)
+    sweep = swept(found.sweep, moves)
     return replay(found.program, [1.0] * len(found.program.calls), sweep, moves, speed)
 
 

@@ -8,8 +8,10 @@ reader lacks any. What is read again last goes first: it has most time to travel
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torch import fx
 
@@ -49,7 +51,7 @@ class Move:
     wait: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # each is itself alone: hashed millions of times
 class _Life:
     """A storage that could be away: between calls ``last`` and ``next``, read by neither."""
 
@@ -167,7 +169,8 @@ class Movable:
         if missing_bytes <= 0:
             return True
         # Those on the move anyway first: being away for longer takes no more copies.
-        for life in sorted(self.lives, key=lambda x: x not in away):
+        staying = [life for life in self.lives if life not in away]
+        for life in [*(life for life in self.lives if life in away), *staying]:
             begin, end = away.get(life, (turn, turn))
             there = begin <= call < end if call is not None else life in away
             free = call is None or life.last < call < life.next
@@ -180,22 +183,21 @@ class Movable:
         return False
 
 
-def swept(sweep: Sweep, moves: Sequence[Move], turn: int) -> Sweep:
+def swept(sweep: Sweep, moves: Sequence[Move]) -> Sweep:
     """The memory of a program whose storages travel, from what it is when they stay.
 
     Args:
         sweep: with everything on the device.
         moves: of the program.
-        turn: index of the program's first call of the backward.
     """
-
-    def away_bytes(call: int) -> int:
-        return sum(m.nbytes for m in moves if m.release <= call < m.prefetch)
-
-    calls = range(len(sweep.peaks_bytes))
+    changes = [0] * (len(sweep.peaks_bytes) + 1)
+    for move in moves:
+        changes[move.release] += move.nbytes
+        changes[move.prefetch] -= move.nbytes
+    away = list(accumulate(changes[:-1]))
     return replace(
         sweep,
-        peaks_bytes=tuple(sweep.peaks_bytes[i] - away_bytes(i) for i in calls),
-        held_bytes=tuple(sweep.held_bytes[i] - away_bytes(i) for i in calls),
+        peaks_bytes=tuple(map(operator.sub, sweep.peaks_bytes, away)),
+        held_bytes=tuple(map(operator.sub, sweep.held_bytes, away)),
         turn_bytes=sweep.turn_bytes - sum(m.nbytes for m in moves),
     )
