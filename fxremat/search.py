@@ -30,7 +30,10 @@ SLOTS = 500
 """Slots of each table; a few tables with ever lower ceilings keep rounding small."""
 
 STARTS = 10
-"""Candidates that local search sets out from."""
+"""Candidates that local search sets out from, evenly over their peaks."""
+
+CLOSER = 4
+"""More of them near the least peak, where time falls steeply: each half as far from it."""
 
 COSTS = CostCache()
 
@@ -229,11 +232,12 @@ def _within(frontier: tuple[Candidate, ...], budget_bytes: int) -> Candidate:
 
 
 def _spread(frontier: tuple[Candidate, ...]) -> list[Candidate]:
-    """A few of them, evenly over their peaks."""
-    if len(frontier) <= STARTS:
+    """A few of them."""
+    if len(frontier) <= STARTS + CLOSER:
         return list(frontier)
     low, high = frontier[0].peak_bytes, frontier[-1].peak_bytes
     wanted = [low + (high - low) * i // (STARTS - 1) for i in range(STARTS)]
+    wanted += [low + ((wanted[1] - low) >> halved) for halved in range(1, CLOSER + 1)]
     return list({id(c): c for c in (_within(frontier, nbytes) for nbytes in wanted)}.values())
 
 

@@ -151,7 +151,7 @@ class Transfers:
             if best is not None and candidate.total_s >= best.total_s:
                 break
             best = _faster(best, self._moved(base, candidate, budget_bytes))
-        if not self.host.only:
+        if best is None or best.total_s > self.search.baseline.total_s:
             for found in self._climbed(budget_bytes):
                 best = _faster(best, found)
         return best or self._at_least()
@@ -166,6 +166,8 @@ class Transfers:
         Each climb goes by itself, whatever is known already, so that more candidates never
         make a step slower.
         """
+        if self.host.only:
+            return
         before_s = math.inf
         for start, higher in bases.climbs(self.search, budget_bytes):
             found = self._moved(_movable(start, self.settled), start, budget_bytes)

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("passes", "sample"),
     ("surplus", "report", "joining", "trace"),
     ("search",),
+    ("bases",),
     ("transfers",),
     ("pipeline",),
     ("capture",),
