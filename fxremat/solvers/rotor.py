@@ -152,7 +152,7 @@ class RotorTable(BudgetTable):
     quantum_bytes: int
     slots: int
     _table: Table
-    _first: Table  # its rows of the intervals that end with the last stage count
+    _outer: Table  # of it only intervals that end with the last stage count
     _least: Least
 
     @staticmethod
@@ -205,14 +205,14 @@ class RotorTable(BudgetTable):
             step=_staying(numbers.step, away),
             option_saved=_staying(numbers.option_saved, away),
         )
-        first = self._table._replace(
+        outer = self._table._replace(
             numbers=stays,
             step_slots=-(-stays.step // self.quantum_bytes),
             values=self._table.values.copy(),
             first=self._table.first.copy(),
         )
-        kernels.fill_last(first)
-        return replace(self, _first=first)
+        kernels.fill_last(outer)
+        return replace(self, _outer=outer)
 
     @property
     def base_bytes(self) -> int:
@@ -244,18 +244,18 @@ class RotorTable(BudgetTable):
     @property
     def root(self) -> Floats:
         """``(slots + 1,)``, the least time for every number of slots free beside boundary 0."""
-        row: Floats = self._first.values[len(self.chain) - 1]
+        row: Floats = self._outer.values[len(self.chain) - 1]
         return row
 
     def _ops(self, slots: int) -> tuple[Compute, ...]:
         last = len(self.chain) - 1
         added = _Added.in_slots(self._table, self.quantum_bytes)
-        first_added = _Added.in_slots(self._first, self.quantum_bytes)
+        outer_added = _Added.in_slots(self._outer, self.quantum_bytes)
 
         def pick(s: int, t: int, m: int) -> tuple[int, int]:
             if t == last:
-                choice = kernels.choose(self._first, s, t, m)
-                return choice, first_added.by(s, choice)
+                choice = kernels.choose(self._outer, s, t, m)
+                return choice, outer_added.by(s, choice)
             choice = kernels.choose(self._table, s, t, m)
             return choice, added.by(s, choice)
 
@@ -280,7 +280,6 @@ def _least_bytes(least: Least) -> int:
 
 def _least_ops(least: Least, available_bytes: int) -> tuple[Compute, ...]:
     """A schedule within ``available_bytes``, which are at least what is needed."""
-
     added = _Added(_saved(least.numbers), least.numbers.step)
 
     def pick(s: int, t: int, m: int) -> tuple[int, int]:
