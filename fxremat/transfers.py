@@ -24,6 +24,9 @@ from fxremat.passes.timing import replay
 from fxremat.runtime.bandwidth import MeasuredLink, measure_link
 from fxremat.search import Search
 
+ENOUGH = 1 + 1e-3
+"""Times what keeping everything takes: a climb ends where it comes as near."""
+
 PATIENCE = 8
 """Faster schedules in a row that transfers make slower before a climb ends."""
 
@@ -178,6 +181,11 @@ class Transfers:
             found = self._top(found, higher, budget_bytes)
             if found is not None:
                 yield found
+                if self._is_enough(found):
+                    return
+
+    def _is_enough(self, found: Moved | None) -> bool:
+        return found is not None and found.total_s <= ENOUGH * self.search.baseline.total_s
 
     def _top(
         self, best: Moved | None, higher: Iterator[Candidate], budget_bytes: int
@@ -185,10 +193,10 @@ class Transfers:
         """The fastest of a climb."""
         fruitless = 0
         for candidate in higher:
+            if fruitless == PATIENCE or self._is_enough(best):
+                break
             if best is not None and candidate.total_s >= best.total_s:
                 continue
-            if fruitless == PATIENCE:
-                break
             found = self._moved(_movable(candidate, self.settled), candidate, budget_bytes)
             faster = _faster(best, found)
             fruitless = 0 if faster is not best else fruitless + 1

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -148,6 +149,20 @@ def heterogeneous(count: int, *, seed: int) -> tuple[Chain, Costs]:
     return Chain.from_sizes(sizes, saved), costs
 
 
+def found_as_expected(
+    table: RotorTable, expected: np.ndarray, *, quantum: int
+) -> Iterator[tuple[int, Solved]]:
+    """Budgets of the numbers of slots that fit, with schedules that take what is expected."""
+    for slots, seconds in enumerate(expected):
+        budget_bytes = table.base_bytes + slots * quantum
+        assert table.fits(budget_bytes) == math.isfinite(seconds)
+        if math.isfinite(seconds):
+            found = table.schedule(budget_bytes)
+            assert isinstance(found, Solved)
+            assert found.makespan_s == seconds
+            yield budget_bytes, found
+
+
 @pytest.mark.parametrize("count", [TILE - 1, TILE, TILE + 1, 2 * TILE, 3 * TILE + 5])
 @pytest.mark.parametrize("times_the_least", [1.1, 3.0, 12.0])
 def test_tiles_equal_the_plain_recurrence(count: int, times_the_least: float) -> None:
@@ -156,14 +171,8 @@ def test_tiles_equal_the_plain_recurrence(count: int, times_the_least: float) ->
     table = RotorTable.build(chain, costs, max_budget_bytes=budget_bytes, slots=90)
     expected = plain_rotor(chain, costs, quantum=table.quantum_bytes, slots=table.slots)
     assert np.isfinite(expected).any()
-    for slots, seconds in enumerate(expected):
-        bytes_here = table.base_bytes + slots * table.quantum_bytes
-        assert table.fits(bytes_here) == math.isfinite(seconds)
-        if math.isfinite(seconds):
-            found = table.schedule(bytes_here)
-            assert isinstance(found, Solved)
-            assert found.makespan_s == seconds
-            check(Problem(chain, costs, bytes_here), found.schedule)
+    for bytes_here, found in found_as_expected(table, expected, quantum=table.quantum_bytes):
+        check(Problem(chain, costs, bytes_here), found.schedule)
 
 
 @settings(RELAXED, max_examples=100)
@@ -183,12 +192,8 @@ def test_rows_of_several_blocks_equal_the_plain_recurrence(
     base_bytes = costs.fixed_bytes + chain.nbytes(chain.boundaries[0])
     table = RotorTable.build(chain, costs, max_budget_bytes=base_bytes + slots, slots=slots)
     expected = plain_rotor(chain, costs, quantum=1, slots=slots)
-    for free_bytes, seconds in enumerate(expected):
-        assert table.fits(base_bytes + free_bytes) == math.isfinite(seconds)
-        if math.isfinite(seconds):
-            found = table.schedule(base_bytes + free_bytes)
-            assert isinstance(found, Solved)
-            assert found.makespan_s == seconds
+    for _ in found_as_expected(table, expected, quantum=1):
+        pass
 
 
 @pytest.mark.parametrize("away", [0.0, 0.3, 0.75, 1.0])
@@ -200,19 +205,13 @@ def test_relieved_tables_equal_the_plain_recurrence(count: int, away: float) -> 
     relieved = table.relieved(away)
     expected = plain_rotor(chain, costs, quantum=table.quantum_bytes, slots=table.slots, away=away)
     assert np.isfinite(expected).any()
-    for slots, seconds in enumerate(expected):
-        bytes_here = table.base_bytes + slots * table.quantum_bytes
-        assert relieved.fits(bytes_here) == math.isfinite(seconds)
-        if math.isfinite(seconds):
-            found = relieved.schedule(bytes_here)
-            assert isinstance(found, Solved)
-            assert found.makespan_s == seconds
-            assert simulate(chain, costs, found.schedule).makespan_s == seconds
-            if table.fits(bytes_here):
-                plain = table.schedule(bytes_here)
-                assert isinstance(plain, Solved)
-                assert found.makespan_s <= plain.makespan_s
-                assert found == plain or away
+    for bytes_here, found in found_as_expected(relieved, expected, quantum=table.quantum_bytes):
+        assert simulate(chain, costs, found.schedule).makespan_s == found.makespan_s
+        if table.fits(bytes_here):
+            plain = table.schedule(bytes_here)
+            assert isinstance(plain, Solved)
+            assert found.makespan_s <= plain.makespan_s
+            assert found == plain or away
 
 
 @settings(RELAXED, max_examples=200)

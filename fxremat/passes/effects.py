@@ -30,7 +30,7 @@ class Effect:
     Attributes:
         stage: whose operation it is.
         storages: of the results.
-        nbytes: their size.
+        nbytes: the size of those that are not held over the turn in any case.
         gained_s: seconds of what then need not run again.
         freed_bytes: held over the turn for that alone.
     """
@@ -59,6 +59,7 @@ class Operations:
             own stage; itself, if it is none.
         users: of each, those that read it when they are run again.
         storages: of each that is a tensor, but for those that are always there.
+        makes: those of them in which nothing lies that it reads: it is no view.
         settled: storages that stay in any case.
     """
 
@@ -68,6 +69,7 @@ class Operations:
     group: tuple[int, ...]
     users: tuple[tuple[int, ...], ...]
     storages: tuple[tuple[int, ...], ...]
+    makes: tuple[frozenset[int], ...]
     settled: frozenset[int]
 
     @staticmethod
@@ -79,19 +81,27 @@ class Operations:
         outputs = table.of(n for n in joint.forward_outputs if isinstance(n, fx.Node))
         nodes = tuple(node for stage in line.stages for node in stage.forward)
         index = {node: i for i, node in enumerate(nodes)}
-        users: list[list[int]] = [[] for _ in nodes]
-        for i, node in enumerate(nodes):
-            for source in dependencies(node, Mode.AGAIN):
-                if source in index:
-                    users[index[source]].append(i)
         stage = tuple(i for i, stage in enumerate(line.stages) for _ in stage.forward)
         storages = tuple(
             tuple(s for s in table.of_node[n] if s not in fixed) if is_tensor(n) else ()
             for n in nodes
         )
-        group = tuple(_groups(nodes, index, stage, storages))
+        users: list[list[int]] = [[] for _ in nodes]
+        makes = [set(own) for own in storages]
+        for i, node in enumerate(nodes):
+            for source in dependencies(node, Mode.AGAIN):
+                if source in index:
+                    users[index[source]].append(i)
+                    makes[i].difference_update(storages[index[source]])
         return Operations(
-            nodes, index, stage, group, tuple(map(tuple, users)), storages, given | outputs
+            nodes=nodes,
+            index=index,
+            stage=stage,
+            group=tuple(_groups(nodes, index, stage, storages)),
+            users=tuple(map(tuple, users)),
+            storages=storages,
+            makes=tuple(map(frozenset, makes)),
+            settled=given | outputs,
         )
 
 
@@ -119,8 +129,10 @@ def effects_of(candidate: Candidate, sweeps: Sweeps, operations: Operations) -> 
         sweeps: made it.
         operations: of the same line.
 
-    Ensures: each gains some time, and at least what is said: an operation that runs again
-        several times may vanish from some of its calls only, which is not counted.
+    Ensures: each gains some time, and at least what is said, as long as operations are charged
+        alike in forwards and rebuilds: one that runs again several times may vanish from some
+        of its calls only, which is not counted, nor is a forward that becomes a rebuild as what
+        stands between it and its backward vanishes.
     """
     again, read = _runs(candidate, sweeps, operations)
     tree = _Tree.of(operations, again, read)
@@ -128,7 +140,7 @@ def effects_of(candidate: Candidate, sweeps: Sweeps, operations: Operations) -> 
     results: dict[int, set[int]] = {group: set() for group in tree.parent}
     for i, seconds in again.items():
         gained_s[operations.group[i]] += seconds
-        results[operations.group[i]].update(operations.storages[i])
+        results[operations.group[i]].update(operations.makes[i])
     freed_bytes = dict.fromkeys(tree.parent, 0)
     for nbytes, users in _saved(candidate, operations, again, read):
         above = tree.common(users)
@@ -140,9 +152,10 @@ def effects_of(candidate: Candidate, sweeps: Sweeps, operations: Operations) -> 
     there = table.of(candidate.program.saved)
     found = []
     for group, seconds in gained_s.items():
-        storages = frozenset(results[group] - there)
+        storages = frozenset(results[group])
         if storages and seconds > 0:
-            stage, nbytes = operations.stage[group], table.total(storages)
+            # What is there at the turn and made again has to be held for longer.
+            stage, nbytes = operations.stage[group], table.total(storages - there)
             found.append(Effect(stage, storages, nbytes, seconds, freed_bytes[group]))
     return found
 

@@ -43,20 +43,6 @@ class Table(NamedTuple):
     first: Ints
 
 
-class Least(NamedTuple):
-    """Least memory of every interval.
-
-    Attributes:
-        numbers: the chain.
-        memory: ``(L, L)``, bytes beside boundary ``s``.
-        seconds: ``(L, L)``, time of a schedule that needs no more.
-    """
-
-    numbers: Numbers
-    memory: Ints
-    seconds: Floats
-
-
 @njit(inline="always")
 def row_of(s: int, t: int, count: int) -> int:
     """Row of interval ``(s, t)`` among those of ``count`` stages."""
@@ -64,33 +50,34 @@ def row_of(s: int, t: int, count: int) -> int:
 
 
 @njit(inline="always")
-def _slots_up(nbytes: int, quantum: int) -> int:
+def in_slots(nbytes: int, quantum: int) -> int:
+    """``nbytes`` in slots of ``quantum`` bytes, rounded up."""
     return -(-nbytes // quantum)
 
 
 @njit(inline="always")
-def _all_bytes(n: Numbers, s: int, t: int) -> int:
+def all_bytes(n: Numbers, s: int, t: int) -> int:
     """Least memory of ``F_all s`` and ``B s`` around ``(s + 1, t)``: ``m_all``."""
     nbytes: int = max(n.gradient[t] + n.keep[s], n.back[s])
     return nbytes
 
 
 @njit(inline="always")
-def _option_bytes(n: Numbers, s: int, t: int, k: int) -> int:
+def option_bytes(n: Numbers, s: int, t: int, k: int) -> int:
     """The same with save option ``k + 1``."""
     nbytes: int = max(n.gradient[t] + n.option_keep[s, k], n.option_back[s, k])
     return nbytes
 
 
 @njit(inline="always")
-def _at_once_s(n: Numbers, s: int, k: int) -> float:
+def at_once_s(n: Numbers, s: int, k: int) -> float:
     """Seconds of ``F_all s`` with save option ``k + 1`` and ``B s``, ``s`` being the last."""
     seconds: float = n.prefix_s[s + 1] - n.prefix_s[s] + n.option_s[s, k]
     return seconds
 
 
 @njit(inline="always")
-def _ck_bytes(n: Numbers, s: int, cut: int, t: int) -> int:
+def ck_bytes(n: Numbers, s: int, cut: int, t: int) -> int:
     """Least memory of ``F_ck s, F_none s + 1 … cut - 1``: ``m_none``, of these forwards only."""
     nbytes: int = n.gradient[t] + n.sweep[s, cut]
     return nbytes
@@ -105,14 +92,14 @@ def _fill_leaf(table: Table, s: int) -> None:
     table.values[row] = np.inf
     table.first[row] = end
     for way in (1, 0):
-        start = min(_slots_up(n.leaf_bytes[s, way], table.quantum), end)
+        start = min(in_slots(n.leaf_bytes[s, way], table.quantum), end)
         table.values[row, start:] = n.leaf_s[s, way] + n.prefix_s[s]
         table.first[row] = min(table.first[row], start)
     if s < n.backward_s.size - 1:
         return
     for k in range(n.option_s.shape[1]):
-        start = min(_slots_up(_option_bytes(n, s, s, k), table.quantum), end)
-        value = _at_once_s(n, s, k) + n.prefix_s[s]
+        start = min(in_slots(option_bytes(n, s, s, k), table.quantum), end)
+        value = at_once_s(n, s, k) + n.prefix_s[s]
         for m in range(start, end):
             table.values[row, m] = min(table.values[row, m], value)
         if value < np.inf:
@@ -126,8 +113,8 @@ def _try_all(table: Table, s: int, t: int, begin: int) -> int:
     count = n.backward_s.size
     out = table.values[row_of(s, t, count)]
     inner = row_of(s + 1, t, count)
-    shift = _slots_up(n.saved[s], table.quantum)
-    start = max(_slots_up(_all_bytes(n, s, t), table.quantum), shift + table.first[inner])
+    shift = in_slots(n.saved[s], table.quantum)
+    start = max(in_slots(all_bytes(n, s, t), table.quantum), shift + table.first[inner])
     for m in range(start, out.size):
         value = table.values[inner, m - shift] + n.backward_s[s] + n.prefix_s[s]
         out[m] = value if value < out[m] else out[m]
@@ -135,8 +122,8 @@ def _try_all(table: Table, s: int, t: int, begin: int) -> int:
     for k in range(n.option_s.shape[1]):
         if n.option_s[s, k] == np.inf:
             continue
-        shift = _slots_up(n.option_saved[s, k], table.quantum)
-        needs = _slots_up(_option_bytes(n, s, t, k), table.quantum)
+        shift = in_slots(n.option_saved[s, k], table.quantum)
+        needs = in_slots(option_bytes(n, s, t, k), table.quantum)
         start = max(needs, shift + table.first[inner])
         for m in range(start, out.size):
             value = table.values[inner, m - shift] + n.option_s[s, k] + n.prefix_s[s]
@@ -196,7 +183,7 @@ def _try_cuts(table: Table, s: int, t: int, cuts: tuple[int, int], begin: int) -
         bound = values[late, end - 1 - shift] + values[early, end - 1]
         if out[start] <= bound:
             continue
-        start = max(start, _slots_up(_ck_bytes(n, s, cut, t), table.quantum))
+        start = max(start, in_slots(ck_bytes(n, s, cut, t), table.quantum))
         if start >= end:
             continue
         begin = min(begin, start)
@@ -291,21 +278,21 @@ def choose(table: Table, s: int, t: int, m: int) -> int:
         return -1
     if s == t:
         return _choose_leaf(table, s, m)
-    shift = _slots_up(n.saved[s], table.quantum)
-    if m >= max(shift, _slots_up(_all_bytes(n, s, t), table.quantum)):
+    shift = in_slots(n.saved[s], table.quantum)
+    if m >= max(shift, in_slots(all_bytes(n, s, t), table.quantum)):
         inner = values[row_of(s + 1, t, count), m - shift]
         if inner + n.backward_s[s] + n.prefix_s[s] - n.prefix_s[s] == want:
             return s
     for k in range(n.option_s.shape[1]):
-        shift = _slots_up(n.option_saved[s, k], table.quantum)
-        if m < max(shift, _slots_up(_option_bytes(n, s, t, k), table.quantum)):
+        shift = in_slots(n.option_saved[s, k], table.quantum)
+        if m < max(shift, in_slots(option_bytes(n, s, t, k), table.quantum)):
             continue
         inner = values[row_of(s + 1, t, count), m - shift]
         if inner + n.option_s[s, k] + n.prefix_s[s] - n.prefix_s[s] == want:
             return -2 - k
     for cut in range(s + 1, t + 1):
         shift = table.step_slots[s, cut]
-        if m < max(shift, _slots_up(_ck_bytes(n, s, cut, t), table.quantum)):
+        if m < max(shift, in_slots(ck_bytes(n, s, cut, t), table.quantum)):
             continue
         late = values[row_of(cut, t, count), m - shift]
         if late + values[row_of(s, cut - 1, count), m] - n.prefix_s[s] == want:
@@ -318,97 +305,11 @@ def _choose_leaf(table: Table, s: int, m: int) -> int:
     n = table.numbers
     want = table.values[row_of(s, s, n.backward_s.size), m]
     for way in range(2):
-        fits = m >= _slots_up(n.leaf_bytes[s, way], table.quantum)
+        fits = m >= in_slots(n.leaf_bytes[s, way], table.quantum)
         if fits and n.leaf_s[s, way] + n.prefix_s[s] == want:
             return s + way
     for k in range(n.option_s.shape[1]):
-        fits = m >= _slots_up(_option_bytes(n, s, s, k), table.quantum)
-        if fits and _at_once_s(n, s, k) + n.prefix_s[s] == want:
+        fits = m >= in_slots(option_bytes(n, s, s, k), table.quantum)
+        if fits and at_once_s(n, s, k) + n.prefix_s[s] == want:
             return -2 - k
     return -1
-
-
-@njit(cache=True, nogil=True)
-def fill_least(least: Least) -> None:
-    """Eq. (1) and (2) with the greatest of the parts' memory in place of the sum of times."""
-    n = least.numbers
-    memory = least.memory
-    seconds = least.seconds
-    count = n.backward_s.size
-    for s in range(count - 1, -1, -1):
-        way = 0 if n.leaf_bytes[s, 0] <= n.leaf_bytes[s, 1] else 1
-        memory[s, s] = n.leaf_bytes[s, way]
-        seconds[s, s] = n.leaf_s[s, way]
-        if s == count - 1:
-            for k in range(n.option_s.shape[1]):
-                needs = _option_bytes(n, s, s, k)
-                takes = _at_once_s(n, s, k)
-                if needs < memory[s, s] and takes < np.inf:
-                    memory[s, s] = needs
-                    seconds[s, s] = takes
-        for t in range(s + 1, count):
-            forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
-            best = max(_all_bytes(n, s, t), n.saved[s] + memory[s + 1, t])
-            best_s = forward_s + seconds[s + 1, t] + n.backward_s[s]
-            for k in range(n.option_s.shape[1]):
-                needs = max(_option_bytes(n, s, t, k), n.option_saved[s, k] + memory[s + 1, t])
-                takes = forward_s + seconds[s + 1, t] + n.option_s[s, k]
-                if takes < np.inf and (needs < best or (needs == best and takes < best_s)):
-                    best = needs
-                    best_s = takes
-            for cut in range(s + 1, t + 1):
-                needs = max(_ck_bytes(n, s, cut, t), memory[s, cut - 1])
-                needs = max(needs, n.step[s, cut] + memory[cut, t])
-                if needs > best:
-                    continue
-                forward_s = n.prefix_s[cut] - n.prefix_s[s]
-                takes = forward_s + seconds[cut, t] + seconds[s, cut - 1]
-                if needs < best or takes < best_s:
-                    best = needs
-                    best_s = takes
-            memory[s, t] = best
-            seconds[s, t] = best_s
-
-
-@njit(cache=True, nogil=True)
-def choose_least(least: Least, s: int, t: int, available: int) -> int:
-    """Of the choices that fit ``available`` bytes, the one with the least ``seconds``.
-
-    Returns:
-        As ``choose``.
-    """
-    n = least.numbers
-    memory = least.memory
-    seconds = least.seconds
-    best = -1
-    best_s = np.inf
-    if s == t:
-        for way in range(2):
-            if available >= n.leaf_bytes[s, way] and n.leaf_s[s, way] < best_s:
-                best = s + way
-                best_s = n.leaf_s[s, way]
-        if s == n.backward_s.size - 1:
-            for k in range(n.option_s.shape[1]):
-                fits = available >= _option_bytes(n, s, s, k)
-                if fits and _at_once_s(n, s, k) < best_s:
-                    best = -2 - k
-                    best_s = _at_once_s(n, s, k)
-        return best
-    if available >= max(_all_bytes(n, s, t), n.saved[s] + memory[s + 1, t]):
-        best = s
-        best_s = n.prefix_s[s + 1] - n.prefix_s[s] + seconds[s + 1, t] + n.backward_s[s]
-    for k in range(n.option_s.shape[1]):
-        needs = max(_option_bytes(n, s, t, k), n.option_saved[s, k] + memory[s + 1, t])
-        takes = n.prefix_s[s + 1] - n.prefix_s[s] + seconds[s + 1, t] + n.option_s[s, k]
-        if available >= needs and takes < best_s:
-            best = -2 - k
-            best_s = takes
-    for cut in range(s + 1, t + 1):
-        needs = max(_ck_bytes(n, s, cut, t), memory[s, cut - 1])
-        if available < max(needs, n.step[s, cut] + memory[cut, t]):
-            continue
-        takes = n.prefix_s[cut] - n.prefix_s[s] + seconds[cut, t] + seconds[s, cut - 1]
-        if takes < best_s:
-            best = cut
-            best_s = takes
-    return best

@@ -59,7 +59,8 @@ from fxremat.ir import (
 )
 from fxremat.solvers import kernels, store_all
 from fxremat.solvers.budgets import BudgetTable
-from fxremat.solvers.kernels import Least, Table
+from fxremat.solvers.kernels import Table
+from fxremat.solvers.least import Least, choose_least
 from fxremat.solvers.numbers import (
     MOST_BYTES,
     Floats,
@@ -97,8 +98,8 @@ def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> So
         ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
     """
     chain, costs = problem.chain, problem.costs
-    least = _fill_least(_numbers(chain, costs, tapes_late))
-    least_bytes = base_bytes(chain, costs) + _least_bytes(least)
+    least = Least.of(_numbers(chain, costs, tapes_late))
+    least_bytes = base_bytes(chain, costs) + least.root_bytes
     if problem.budget_bytes < least_bytes:
         return Infeasible(least_bytes)
     for factor in (1, 2, 4, 8):
@@ -129,9 +130,9 @@ def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
         ValueError: the chain or the costs are malformed, or too large to add up.
     """
     Problem(chain, costs, 0)  # validates
-    least = _fill_least(numbers_of(chain, costs))
-    ops = _least_ops(least, _least_bytes(least))
-    return base_bytes(chain, costs) + _least_bytes(least), Schedule(ops)
+    least = Least.of(numbers_of(chain, costs))
+    ops = _least_ops(least, least.root_bytes)
+    return base_bytes(chain, costs) + least.root_bytes, Schedule(ops)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,7 +181,7 @@ class RotorTable(BudgetTable):
             numbers = without_saved_sets(numbers)
         used = slots_down(available_bytes, quantum=quantum)
         table = _fill(numbers, quantum, used)
-        least = _fill_least(numbers)
+        least = Least.of(numbers)
         return RotorTable(chain, costs, max_budget_bytes, quantum, used, table, table, least)
 
     def relieved(self, away: float) -> RotorTable:
@@ -222,7 +223,7 @@ class RotorTable(BudgetTable):
     @property
     def least_budget_bytes(self) -> int:
         """The exact least budget of any memory-persistent schedule."""
-        return self.base_bytes + _least_bytes(self._least)
+        return self.base_bytes + self._least.root_bytes
 
     def schedule(self, budget_bytes: int) -> Solved | Infeasible:
         """The fastest schedule for a budget; ``O(L²)``.
@@ -267,23 +268,12 @@ def _numbers(chain: Chain, costs: Costs, tapes_late: bool) -> Numbers:
     return without_saved_sets(numbers) if tapes_late else numbers
 
 
-def _fill_least(numbers: Numbers) -> Least:
-    count = len(numbers.backward_s)
-    least = Least(numbers, np.zeros((count, count), dtype=np.int64), np.zeros((count, count)))
-    kernels.fill_least(least)
-    return least
-
-
-def _least_bytes(least: Least) -> int:
-    return int(least.memory[0, -1])
-
-
 def _least_ops(least: Least, available_bytes: int) -> tuple[Compute, ...]:
     """A schedule within ``available_bytes``, which are at least what is needed."""
     added = _Added(_saved(least.numbers), least.numbers.step)
 
     def pick(s: int, t: int, m: int) -> tuple[int, int]:
-        choice = kernels.choose_least(least, s, t, m)
+        choice = choose_least(least, s, t, m)
         return choice, added.by(s, choice)
 
     return _walk(pick, len(least.memory) - 1, available_bytes)

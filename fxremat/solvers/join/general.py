@@ -70,7 +70,8 @@ from fxremat.solvers.join import kernels, walk
 from fxremat.solvers.join.kernels import JoinTable
 from fxremat.solvers.join.least import JoinLeast, fill_states
 from fxremat.solvers.join.numbers import JoinNumbers, base_bytes, join_numbers, line_numbers
-from fxremat.solvers.kernels import TILE, Least, Table, fill_least, fill_tiles
+from fxremat.solvers.kernels import TILE, Table, fill_tiles
+from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Floats, Numbers
 from fxremat.solvers.quantize import quantum_bytes, slots_down
 
@@ -245,12 +246,7 @@ def _root_bytes(least: JoinLeast) -> int:
 
 
 def _fill_least(numbers: JoinNumbers, lines: tuple[Numbers, ...]) -> JoinLeast:
-    chains = []
-    for line in lines:
-        count = len(line.backward_s)
-        chain = Least(line, np.zeros((count, count), dtype=np.int64), np.zeros((count, count)))
-        fill_least(chain)
-        chains.append(chain)
+    chains = [Least.of(line) for line in lines]
     k, most = len(lines) - 1, int(numbers.lengths.max())
     memory = np.zeros((k, most, most), dtype=np.int64)
     seconds = np.zeros((k, most, most))

@@ -10,12 +10,14 @@ import numpy as np
 
 from fxremat.ir import Backward, Compute, Forward, Join, JoinCosts, Keep
 from fxremat.solvers import kernels as chains
+from fxremat.solvers import least as chain_least
 from fxremat.solvers.join import kernels
 from fxremat.solvers.join.kernels import JoinTable
 from fxremat.solvers.join.least import JoinLeast, choose_least
 from fxremat.solvers.join.numbers import JoinNumbers
 from fxremat.solvers.join.states import CUT, KEEP, TRUNK, TURN, turn_order
-from fxremat.solvers.kernels import Least, Table
+from fxremat.solvers.kernels import Table
+from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
 
@@ -108,7 +110,7 @@ def least_ops(
         return choose_least(least, (number, state.h, state.t), state.available)[:3]
 
     def pick(item: _Segment) -> int:
-        return chains.choose_least(parts[item.line], item.s, item.t, item.available)
+        return chain_least.choose_least(parts[item.line], item.s, item.t, item.available)
 
     walk = _Walk(
         join,

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from fxremat.solvers.kernels import _all_bytes, _ck_bytes, _slots_up, row_of
+from fxremat.solvers.kernels import all_bytes, ck_bytes, in_slots, row_of
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
 
@@ -122,7 +122,7 @@ def _fill(fronts: Fronts, s: int, t: int, work: Floats, lag: Floats) -> None:
         # With less lag than this, the work is what counts for whatever can be missing.
         floor = m * fronts.quantum * byte_s - fronts.most_s[s]
         if s == t:
-            if m >= _slots_up(n.leaf_bytes[s, 0], fronts.quantum):
+            if m >= in_slots(n.leaf_bytes[s, 0], fronts.quantum):
                 takes = n.leaf_s[s, 0]
                 size = _insert(work, lag, size, takes, takes + n.leaf_bytes[s, 0] * byte_s)
         else:
@@ -140,9 +140,9 @@ def _all_front(fronts: Fronts, s: int, t: int, m: int, work: Floats, lag: Floats
     """``C_Δ^{F_all}``: the front it leaves in ``work`` and ``lag``, which were empty."""
     n = fronts.numbers
     inner = row_of(s + 1, t, n.backward_s.size)
-    shift = _slots_up(n.saved[s], fronts.quantum)
+    shift = in_slots(n.saved[s], fronts.quantum)
     size = 0
-    if m < max(shift, _slots_up(_all_bytes(n, s, t), fronts.quantum)):
+    if m < max(shift, in_slots(all_bytes(n, s, t), fronts.quantum)):
         return size
     for k in range(fronts.size[inner, m - shift]):
         takes, lags = _all_around(
@@ -181,7 +181,7 @@ def _ck_front(
     n = fronts.numbers
     count = n.backward_s.size
     shift = fronts.step_slots[s, cut]
-    if m < max(shift, _slots_up(_ck_bytes(n, s, cut, t), fronts.quantum)):
+    if m < max(shift, in_slots(ck_bytes(n, s, cut, t), fronts.quantum)):
         return size
     late = row_of(cut, t, count)
     early = row_of(s, cut - 1, count)
@@ -245,8 +245,8 @@ def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, i
     want = fronts.work[row, m, k]
     want_lag = fronts.lag[row, m, k]
     inner = row_of(s + 1, t, count)
-    shift = _slots_up(n.saved[s], fronts.quantum)
-    if m >= max(shift, _slots_up(_all_bytes(n, s, t), fronts.quantum)):
+    shift = in_slots(n.saved[s], fronts.quantum)
+    if m >= max(shift, in_slots(all_bytes(n, s, t), fronts.quantum)):
         for i in range(fronts.size[inner, m - shift]):
             takes, lags = _all_around(
                 fronts, s, t, fronts.work[inner, m - shift, i], fronts.lag[inner, m - shift, i]
@@ -256,7 +256,7 @@ def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, i
     floor = m * fronts.quantum * fronts.byte_s - fronts.most_s[s]
     for cut in range(s + 1, t + 1):
         shift = fronts.step_slots[s, cut]
-        if m < max(shift, _slots_up(_ck_bytes(n, s, cut, t), fronts.quantum)):
+        if m < max(shift, in_slots(ck_bytes(n, s, cut, t), fronts.quantum)):
             continue
         late = row_of(cut, t, count)
         early = row_of(s, cut - 1, count)

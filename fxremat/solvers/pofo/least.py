@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from fxremat.solvers.kernels import _all_bytes, _ck_bytes
+from fxremat.solvers.kernels import all_bytes, ck_bytes
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
 
@@ -38,14 +38,14 @@ def _fill(numbers: Numbers, sweep_lag: Floats, byte_s: float, runs: LeastRuns) -
         runs.choice[s, s] = s
         for t in range(s + 1, count):
             forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
-            best = max(_all_bytes(n, s, t), n.saved[s] + runs.memory[s + 1, t])
+            best = max(all_bytes(n, s, t), n.saved[s] + runs.memory[s + 1, t])
             work = forward_s + runs.work[s + 1, t] + n.backward_s[s]
             lag = forward_s + (n.gradient[t] + n.keep[s]) * byte_s
             lag = max(lag, forward_s + runs.lag[s + 1, t] + n.saved[s] * byte_s)
             lag = max(lag, work + n.back[s] * byte_s)
             choice = s
             for cut in range(s + 1, t + 1):
-                needs = max(_ck_bytes(n, s, cut, t), runs.memory[s, cut - 1])
+                needs = max(ck_bytes(n, s, cut, t), runs.memory[s, cut - 1])
                 needs = max(needs, n.step[s, cut] + runs.memory[cut, t])
                 sweep_s = n.prefix_s[cut] - n.prefix_s[s]
                 before = sweep_s + runs.work[cut, t]
