@@ -103,11 +103,16 @@ def measure_line(
         progress("measuring", len(line.stages), len(line.stages))
     sized = replace(line, joint=replace(line.joint, storages=walk.real_storages()))
 
+    known: dict[tuple[fx.Node, Mode], int] = {}  # keys are dear: each is made once
+
     def workspace_bytes(node: fx.Node, block: Block) -> int:
-        key = node_key(node, block)
-        if key not in cache.workspace_bytes:
-            raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
-        return cache.workspace_bytes[key]
+        asked = node, block.mode_of(node)
+        if asked not in known:
+            key = node_key(node, block)
+            if key not in cache.workspace_bytes:
+                raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
+            known[asked] = cache.workspace_bytes[key]
+        return known[asked]
 
     displaced = frozenset(walk.displaced)
     return Measured(sized, tuple(stages), walk.again_s, workspace_bytes, displaced)
