@@ -16,7 +16,7 @@ from fxremat.runtime.watch import intercept_copies
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import StepResult, compile_reference, run_step
-from tests.test_zoo import LARGE, check_order, every_model
+from tests.test_zoo import LARGE, check_order, every_model, quick
 from tests.trials import Tried, attempt, compiled, reference
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -46,6 +46,7 @@ def check(tried: list[Tried]) -> None:
     assert tried[-1].host_bytes == 0
 
 
+@quick
 @modes
 @small_models
 def test_same_bits_within_the_budget(name: str, mode: str):
@@ -59,6 +60,7 @@ def test_same_bits_within_four_budgets(name: str, mode: str):
     check(attempt_all(name, mode, SHARES))
 
 
+@quick
 @small_models
 def test_transfers_alone_recompute_nothing(name: str):
     _, call = compiled(ZOO[name], "min", offload="only")
@@ -87,6 +89,7 @@ def steps_of(name: str, call: Any, model: Any, count: int) -> list[StepResult]:
     return [run_step(entry, model, call, data_seed=i, step_seed=i) for i in range(count)]
 
 
+@quick
 @modes
 @some_models
 def test_slots_are_used_again_with_other_data_however_late_copies_are(name: str, mode: str):
@@ -118,6 +121,7 @@ def interleaved(name: str, call: Any, model: Any) -> list[Any]:
     return [p.grad for p in model.parameters()]
 
 
+@quick
 @modes
 @some_models
 def test_steps_may_overlap(name: str, mode: str):

@@ -21,11 +21,13 @@ SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 LARGE = (
     "hf_gpt2", "hf_llama", "hf_llama_states", "hf_t5", "hf_clip", "resnet50", "densenet121",
-    "inception", "gru", "siamese_resnet", "triplet_resnet", "image_recipe", "composed", "coca",
+    "inception", "gru", "siamese_resnet", "triplet", "triplet_resnet", "image_recipe", "composed",
+    "coca", "two_texts", "unet", "hf_vit", "autocast_around",
 )  # fmt: skip
 """Three budgets of these are tried each time, all six and their training in the slow suite."""
 
 every_model = pytest.mark.parametrize("name", ZOO)
+quick = pytest.mark.usefixtures("quick_search")
 
 
 def attempt_all(name: str, shares: tuple[float, ...]) -> list[Tried]:
@@ -45,6 +47,7 @@ def check_order(tried: list[Tried]) -> None:
     assert tried[0].predicted_bytes < tried[-1].full_bytes
 
 
+@quick
 @every_model
 def test_same_bits_within_the_budget(name: str):
     check_order(attempt_all(name, (0.0, 0.4, 1.0) if name in LARGE else SHARES))
@@ -56,6 +59,7 @@ def test_same_bits_within_six_budgets(name: str):
     check_order(attempt_all(name, SHARES))
 
 
+@quick
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in ZOO]
 )
@@ -69,6 +73,7 @@ def test_training_is_the_same(name: str):
     assert_bitwise_equal(ours, train(entry, model, compile_reference(entry, model), steps=3))
 
 
+@quick
 @pytest.mark.parametrize("name", ["gpt", "resnet50", "tied"])
 def test_accumulated_training_is_the_same_and_fits(name: str):
     entry = ZOO[name]
