@@ -19,9 +19,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer starts of local search: plans a little slower, which are held to the same promise."""
-    from fxremat import bases, search
+    """Plans are a little slower, and held to the same promise."""
+    from tests.harness import search_quickly
 
-    monkeypatch.setattr(search, "STARTS", 3)
-    monkeypatch.setattr(search, "CLOSER", 1)
-    monkeypatch.setattr(bases, "AWAY", bases.AWAY[::4])
+    search_quickly(monkeypatch)

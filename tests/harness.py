@@ -10,13 +10,13 @@ import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from fxremat import torch_compat
+from fxremat import bases, search, torch_compat
 from fxremat.ir import Backward, Forward, Keep, Schedule
 from fxremat.passes.blocks import BlockCache
 from fxremat.passes.cost import CostCache, Measured, measure_line
@@ -28,6 +28,9 @@ from fxremat.passes.surroundings import Caller, surroundings_of
 from fxremat.passes.sweep import Surroundings, Sweep, Sweeper
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
+
+if TYPE_CHECKING:
+    import pytest
 
 COSTS = CostCache()
 SEED = 7
@@ -284,3 +287,10 @@ def random_schedule(stage_count: int, seed: int) -> Schedule:
 def zoo(*names: str) -> list[ZooModel]:
     """Entries by name."""
     return [ZOO[name] for name in names]
+
+
+def search_quickly(patch: pytest.MonkeyPatch) -> None:
+    """Local search sets out from few candidates."""
+    patch.setattr(search, "STARTS", 3)
+    patch.setattr(search, "CLOSER", 1)
+    patch.setattr(bases, "AWAY", bases.AWAY[::4])

@@ -12,7 +12,7 @@ from tests.models.corners import CORNERS, Applied
 from tests.models.reference import reference_step
 from tests.trials import attempt
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")
 
 
 @pytest.mark.parametrize("name", CORNERS)

@@ -26,6 +26,7 @@ from tests.harness import (
     random_schedule,
     run_emitted,
     run_traced,
+    search_quickly,
     silent,
 )
 from tests.models.bits import assert_bitwise_equal
@@ -150,7 +151,9 @@ def test_statistics_that_two_branches_move_keep_their_order():
 def search(request: pytest.FixtureRequest) -> Search:
     step = captured(request.param)
     real = {step.joint.primals[i]: t for i, t in step.real.items()}
-    return Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
+    with pytest.MonkeyPatch.context() as patch:
+        search_quickly(patch)
+        return Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
 
 
 def test_candidates_of_all_kinds_can_be_carried_out(search: Search):

@@ -16,7 +16,7 @@ from fxremat.runtime.watch import intercept_copies
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import StepResult, compile_reference, run_step
-from tests.test_zoo import LARGE, check_order, every_model, quick
+from tests.test_zoo import LARGE, check_all, every_model, quick
 from tests.trials import Tried, attempt, compiled, reference
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -42,7 +42,7 @@ def attempt_all(name: str, mode: str, shares: tuple[float, ...]) -> list[Tried]:
 
 def check(tried: list[Tried]) -> None:
     """Something travels where something must, and nothing where everything fits."""
-    check_order(tried)
+    check_all(tried)
     assert tried[-1].host_bytes == 0
 
 

@@ -16,6 +16,8 @@ from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import run_step
 from tests.trials import attempt, compiled, measured_bytes
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 PARTIAL = (
     "hf_gpt2",
     "hf_llama",
