@@ -66,19 +66,23 @@ def test_effects_are_exact_where_each_operation_runs_again_once(search: Search):
     assert len(found) > 5
     exact = 0
     for effect, gained_s, more_bytes in found:
-        assert more_bytes == effect.nbytes - effect.freed_bytes
+        said_bytes = effect.nbytes - effect.freed_bytes
+        assert more_bytes <= said_bytes
         assert gained_s >= effect.gained_s * (1 - 1e-6)
-        # The view of an early result that is made late may vanish as well: no tree has it.
-        exact += gained_s == pytest.approx(effect.gained_s, rel=1e-6)
+        # More vanishes where the view of an early result is made late, which no tree has, and is
+        # freed where what is made again later was held for an earlier reader as well.
+        is_exact = gained_s == pytest.approx(effect.gained_s, rel=1e-6)
+        exact += is_exact and more_bytes == said_bytes
     assert exact > len(found) / 2
 
 
 def test_effects_are_at_least_as_said_where_they_run_more_often(search: Search):
-    found = _effects(search, search.solved[0].schedule)
-    assert len(found) > 5
-    for effect, gained_s, more_bytes in found:
-        assert gained_s >= effect.gained_s * (1 - 1e-6)
-        assert more_bytes <= effect.nbytes - effect.freed_bytes
+    for start in search.solved[:: max(len(search.solved) // 4, 1)]:
+        found = _effects(search, start.schedule)
+        assert len(found) > 5 or start is not search.solved[0]
+        for effect, gained_s, more_bytes in found:
+            assert gained_s >= effect.gained_s * (1 - 1e-6)
+            assert more_bytes <= effect.nbytes - effect.freed_bytes
 
 
 def test_what_is_held_for_one_operation_alone_is_freed():

@@ -129,7 +129,7 @@ def effects_of(candidate: Candidate, sweeps: Sweeps, operations: Operations) -> 
         sweeps: made it.
         operations: of the same line.
 
-    Ensures: each gains some time, and at least what is said, as long as operations are charged
+    Ensures: each frees at least what is said, and gains as much, as long as operations are charged
         alike in forwards and rebuilds: one that runs again several times may vanish from some
         of its calls only, which is not counted, nor is a forward that becomes a rebuild as what
         stands between it and its backward vanishes.
