@@ -59,7 +59,7 @@ class Operations:
             own stage; itself, if it is none.
         users: of each, those that read it when they are run again.
         storages: of each that is a tensor, but for those that are always there.
-        makes: those of them in which nothing lies that it reads: it is no view.
+        makes: those of them that are new, not of something that it reads and is a view of.
         settled: storages that stay in any case.
     """
 
