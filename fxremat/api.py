@@ -6,31 +6,24 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 from tqdm import tqdm
 
-from fxremat.budget import Budget, Readable
+from fxremat.arguments import Arguments, Loss, Offload, Optimizer, read_model
+from fxremat.budget import Readable
 from fxremat.capture import PlannedOnly, StepCompiler
 from fxremat.compiled import CompiledModule
-from fxremat.errors import BudgetError, CaptureError
+from fxremat.errors import CaptureError
+from fxremat.passes.cost import Progress
 from fxremat.passes.surroundings import Caller
 from fxremat.report.frontier import Frontier
 from fxremat.report.plan import Plan
 from fxremat.sample import Sample, call_without_data, check_sample
 from fxremat.surplus import needs_of_loss, optimizer_bytes
-from fxremat.transfers import HostMemory
-from fxremat.units import parse_bytes
 from fxremat.untouched import generators_restored
-
-Offload = Literal["auto", "only", "conv", False]
-
-BACKEND_OPTIONS = (
-    "budget", "reserve", "accumulate", "offload", "host_limit", "host_dir", "exact",
-)  # fmt: skip
-"""What ``torch.compile(options=...)`` may say to the backend."""
 
 
 def compile(
@@ -39,8 +32,8 @@ def compile(
     budget: Readable,
     *,
     reserve: int | str = 0,
-    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
     drop_unused: bool = False,
     accumulate: bool = False,
     offload: Offload = False,
@@ -73,10 +66,12 @@ def compile(
             the computations, where that is faster than recomputing them; ``"only"``:
             nothing is recomputed; ``"conv"``: nor does anything travel but inputs of
             convolutions and poolings (Hascoet et al.); ``False``: nothing travels.
-        host_limit: the most host memory to use, ``"8 GiB"`` or bytes; else as much as the
-            plan takes. It is allocated here, once, and freed with the returned module.
-        host_dir: where the step runs on a CPU: folder of the file that stands for host
-            memory, on a fast disk or in memory; the system's for temporary files if None.
+        host_limit: with ``offload``: the most host memory to use, ``"8 GiB"`` or bytes; else
+            as much as the plan takes. It is allocated here, once, and freed with the returned
+            module.
+        host_dir: with ``offload``, where the step runs on a CPU: folder of the file that
+            stands for host memory, on a fast disk or in memory; the system's for temporary
+            files if None.
         exact: ``False``: the input of a BatchNorm may be rebuilt from the output of the leaky
             ReLU behind it, which frees the norm's input at little time, but gives gradients
             up to rounding, not the same bits.
@@ -85,39 +80,58 @@ def compile(
 
     Raises:
         BudgetError: the budget cannot be read, or is below the least feasible one.
+        ArgumentError: another argument cannot be read, or ``loss`` returns no scalar.
         SampleError: the model rejects the sample, or it is on another device.
         NoGradientError: nothing requires a gradient.
-        CaptureError: the model breaks the graph.
+        CaptureError: the model breaks the graph, or a CUDA graph is being captured.
         CostError: an operation cannot be measured.
         HostMemoryError: the host memory that the plan takes cannot be had.
     """
-    host = _read_host(offload, host_limit, host_dir)
-    if drop_unused and loss is None:
-        raise ValueError("drop_unused=True needs loss=, which says what outputs are used")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
-    read, call = Budget.read(budget), Sample.of(sample)
+    model = read_model(model)
+    asked = Arguments.read(
+        budget,
+        reserve=reserve,
+        optimizer=optimizer,
+        loss=loss,
+        drop_unused=drop_unused,
+        accumulate=accumulate,
+        offload=offload,
+        host_limit=host_limit,
+        host_dir=host_dir,
+        exact=exact,
+    )
+    call = Sample.of(sample)
     check_sample(model, call)
+    return _compile(model, call, asked)
+
+
+def _compile(model: nn.Module, call: Sample, asked: Arguments) -> CompiledModule:
+    """Plan the step of one call, as asked."""
     with generators_restored(), _training(model), torch.enable_grad():
         outputs = call_without_data(model, call)
         # No outputs: they depend on data, which the capture reports.
-        needs = None if loss is None or outputs is None else needs_of_loss(loss, outputs)
+        known = outputs is not None
+        needs = needs_of_loss(asked.loss, outputs) if asked.loss is not None and known else None
         caller = Caller(
-            reserve_bytes=_read_reserve(reserve) + optimizer_bytes(optimizer, model),
-            accumulate=accumulate,
+            reserve_bytes=asked.reserve_bytes + optimizer_bytes(asked.optimizer, model),
+            accumulate=asked.accumulate,
             loss_bytes=needs.nbytes if needs else None,
         )
         with _progress() as progress:
-            compiler = StepCompiler(read, caller, progress, host=host, exact=exact)
+            compiler = _compiler(asked, caller, progress)
             unused = needs.unused if needs else None
             if unused is not None:
-                unused = replace(unused, dropped=drop_unused)
+                unused = replace(unused, dropped=asked.drop_unused)
             compiled = CompiledModule(model, compiler, unused)
             _plan_only(compiled, call)
         compiler.progress = _silent
         # Other shapes get the same bytes, also where the budget was a share or "min".
-        compiler.budget = Budget(budget, nbytes=compiled.plan.budget_bytes)
+        compiler.budget = replace(asked.budget, nbytes=compiled.plan.budget_bytes, share=None)
     return compiled
+
+
+def _compiler(asked: Arguments, caller: Caller, progress: Progress) -> StepCompiler:
+    return StepCompiler(asked.budget, caller, progress, host=asked.host, exact=asked.exact)
 
 
 def plan(model: nn.Module, sample: object, budget: Readable, **options: Any) -> Plan:
@@ -150,24 +164,11 @@ def backend(
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.
-        TypeError: an option that does not exist.
+        ArgumentError: an option that does not exist, or cannot be read.
     """
-    given = dict(options or {})
-    unknown = set(given) - set(BACKEND_OPTIONS)
-    if unknown:
-        raise TypeError(
-            f"unknown options {sorted(unknown)}: fxremat knows {', '.join(BACKEND_OPTIONS)}"
-        )
-    if "budget" not in given:
-        raise BudgetError('no budget: pass options={"budget": "6 GiB"} to torch.compile')
-    read = Budget.read(given["budget"])
-    caller = Caller(
-        reserve_bytes=_read_reserve(given.get("reserve", 0)),
-        accumulate=bool(given.get("accumulate", False)),
-    )
-    host = _read_host(given.get("offload", False), given.get("host_limit"), given.get("host_dir"))
-    exact = bool(given.get("exact", True))
-    return StepCompiler(read, caller, _silent, host=host, exact=exact)(module, example_inputs)
+    asked = Arguments.read_options(options)
+    caller = Caller(reserve_bytes=asked.reserve_bytes, accumulate=asked.accumulate)
+    return _compiler(asked, caller, _silent)(module, example_inputs)
 
 
 def _plan_only(compiled: CompiledModule, sample: Sample) -> None:
@@ -200,32 +201,6 @@ def _training(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def _read_reserve(reserve: int | str) -> int:
-    return _read_bytes(reserve, name="reserve")
-
-
-def _read_bytes(written: int | str, *, name: str) -> int:
-    nbytes = parse_bytes(written) if isinstance(written, str) else int(written)
-    if nbytes < 0:
-        raise ValueError(f"{name} is {written!r}, must be at least 0 bytes")
-    return nbytes
-
-
-def _read_host(
-    offload: Offload, limit: int | str | None, folder: str | os.PathLike[str] | None
-) -> HostMemory | None:
-    if offload not in (False, "auto", "only", "conv"):
-        raise ValueError(f"offload is {offload!r}: must be 'auto', 'only', 'conv' or False")
-    if offload is False:
-        return None
-    return HostMemory(
-        only=offload != "auto",
-        conv=offload == "conv",
-        limit_bytes=None if limit is None else _read_bytes(limit, name="host_limit"),
-        folder=None if folder is None else os.fspath(folder),
-    )
 
 
 def _silent(_what: str, _done: int, _total: int) -> None:

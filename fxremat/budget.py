@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from fxremat.errors import BudgetError
 from fxremat.units import format_bytes, parse_bytes
 
-Readable = str | int | float
+Readable = str | int | float | np.integer[Any] | np.floating[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +33,31 @@ class Budget:
     def read(written: Readable) -> Budget:
         """Read ``"6 GiB"``, bytes as an int, a share in (0, 1] as a float, or ``"min"``.
 
+        Integers and floats of numpy are as good as Python's.
+
         Raises:
             BudgetError: none of these, zero or negative.
         """
-        if isinstance(written, bool) or not isinstance(written, (str, int, float)):
-            raise BudgetError(
-                f"budget is {written!r}, a {type(written).__name__}: "
-                "give bytes as '6 GiB' or an int, a share in (0, 1] as a float, or 'min'"
-            )
-        if isinstance(written, float):
-            if not (math.isfinite(written) and 0 < written <= 1):
+        if isinstance(written, (float, np.floating)):
+            share = float(written)
+            if not (math.isfinite(share) and 0 < share <= 1):
                 raise BudgetError(
                     f"budget is the float {written}: a share of the peak with everything kept "
                     "must be in (0, 1]; give bytes as an int or as '6 GiB'"
                 )
-            return Budget(written, share=written)
+            return Budget(written, share=share)
         if isinstance(written, str) and written.strip().lower() == "min":
             return Budget(written)
-        nbytes = parse_bytes(written) if isinstance(written, str) else written
+        nbytes: int | None = None
+        if isinstance(written, str):
+            nbytes = parse_bytes(written)
+        elif isinstance(written, (int, np.integer)) and not isinstance(written, bool):
+            nbytes = int(written)
+        if nbytes is None:
+            raise BudgetError(
+                f"budget is {written!r}, a {type(written).__name__}: "
+                "give bytes as '6 GiB' or an int, a share in (0, 1] as a float, or 'min'"
+            )
         if nbytes <= 0:
             raise BudgetError(f"budget is {written!r}: it must be at least one byte")
         return Budget(written, nbytes=nbytes)

@@ -1,4 +1,9 @@
-"""Every error fxremat raises: each names the object, the numbers and the remedy."""
+"""Every error fxremat raises: each names the object, the numbers and the remedy.
+
+What the user wrote is refused by two of them: a budget by :class:`BudgetError`, every other
+argument by :class:`ArgumentError`, whether its type or its value is wrong. All other errors
+are about what was found when the model was captured, planned or run.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,29 @@ class BudgetError(FxrematError):
         self.least_budget_bytes = least_budget_bytes
 
 
+class ArgumentError(FxrematError, ValueError, TypeError):
+    """An argument is not what it may be.
+
+    It is both a ``ValueError`` and a ``TypeError``, so whoever catches either need not know
+    what was wrong.
+
+    Attributes:
+        argument: its name.
+        value: what was given, or what it did: a loss, what it returned.
+    """
+
+    def __init__(self, message: str, *, argument: str, value: object) -> None:
+        super().__init__(message)
+        self.argument = argument
+        self.value = value
+
+
 class CaptureError(FxrematError):
-    """The model could not be captured as one joint forward and backward graph."""
+    """The step could not be captured as one joint forward and backward graph.
+
+    The model breaks the graph, or a CUDA graph is being captured, in which nothing can be
+    measured.
+    """
 
 
 class SampleError(FxrematError):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from fxremat.errors import BudgetError
-
 _FACTORS = {
     "": 1,
     "B": 1,
@@ -19,20 +17,17 @@ _FACTORS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+_BYTES = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([a-zA-Z]*)\s*")
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str) -> int | None:
     """``"6 GiB"``, ``"512MB"`` or ``"1048576"`` in bytes, rounded down.
 
-    Raises:
-        BudgetError: the text is not a number of bytes.
+    Returns ``None`` for text that is no number of bytes.
     """
     match = _BYTES.fullmatch(text)
     if match is None or match[2].upper() not in _FACTORS:
-        raise BudgetError(
-            f"{text!r} is not a number of bytes: write for example '6 GiB', '512 MB' or 1048576"
-        )
+        return None
     return int(Fraction(match[1].rstrip(".")) * _FACTORS[match[2].upper()])
 
 

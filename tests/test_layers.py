@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transfers",),
     ("pipeline",),
     ("capture",),
-    ("compiled",),
+    ("compiled", "arguments"),
     ("api",),
 )
 """Lowest first. A module may import what is below its layer; neighbours never each other."""
