@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -143,6 +144,9 @@ class CompiledModule(nn.Module):
                 f"{type(original).__name__} cannot be captured as one graph: {cause}\n"
                 "fxremat plans whole steps: take what breaks the graph out of the forward"
             ) from error
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # see capture.holding_nothing
+            raise
         finally:
             compiler.resident = tuple  # a batch must not outlive its step
 

@@ -83,6 +83,17 @@ def without_donated_buffers() -> contextlib.AbstractContextManager[Any]:
     return patched
 
 
+def allow_retained_graphs() -> None:
+    """Tell the step being compiled that it donates no buffers.
+
+    Left untold, it compares nothing with none of them in each backward, under whatever
+    setting there is by then, and refuses ``retain_graph=True``.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
 def is_backward_node(node: fx.Node) -> bool:
     """Whether AOTAutograd traced ``node`` while differentiating."""
     return node.meta.get("partitioner_tag") == "is_backward"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import fxremat
 from fxremat.errors import HostMemoryError
 from fxremat.ir import Link
 from fxremat.runtime.bandwidth import PIECE_BYTES, PIECES, MeasuredLink, measure_link
@@ -51,6 +54,34 @@ def test_it_is_measured_once_for_each_folder_and_takes_little(tmp_path: Path):
     assert link.slowdown >= 1
     assert link.offload_bytes_per_s > 1e7
     assert link.prefetch_bytes_per_s > 1e7
+
+
+@pytest.mark.parametrize("limit_bytes", [1 << 10, 9 << 10, 1 << 20, 48 << 20])
+def test_no_more_host_memory_is_taken_than_may_be(
+    limit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    taken: list[int] = []
+    real = os.posix_fallocate
+
+    def allocate(descriptor: int, offset: int, length: int) -> None:
+        taken.append(length)
+        real(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    link = measure_link("cpu", host_dir=tmp_path, host_limit_bytes=limit_bytes)
+    assert limit_bytes // 4 < sum(taken) <= limit_bytes
+    assert link.offload_bytes_per_s > 0
+    # A little more room is no other link.
+    assert measure_link("cpu", host_dir=tmp_path, host_limit_bytes=limit_bytes + 1) is link
+
+
+def test_a_plan_fits_where_measuring_as_usual_would_not(tmp_path: Path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.Tanh())])
+    sample = torch.randn(512, 64)
+    options = {"loss": torch.sum, "offload": "only", "host_limit": 1 << 20, "host_dir": tmp_path}
+    call = fxremat.compile(model, sample, "min", **options)
+    assert 0 < call.plan.host_bytes <= 1 << 20
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
-from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -13,25 +13,41 @@ from torch import Tensor
 
 from fxremat.errors import HostMemoryError, TransferError
 from fxremat.runtime.lease import Lease
-from fxremat.runtime.memory import Block, file_memory, folder_of, pinned_memory
+from fxremat.runtime.memory import Block, Lent, file_memory, folder_of, pinned_memory
 from fxremat.runtime.streams import PinnedBlock, StreamLease
 from fxremat.runtime.worker import WorkerLease
 from fxremat.units import format_bytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Pool:
-    """The blocks of an arena. It outlives the arena for as long as a step uses a block."""
+    """The blocks of an arena.
+
+    A block is free exactly when the view that was lent of it is dead. So nothing has to be
+    done for it to come back, and no interrupt can prevent that. A closed pool has no blocks:
+    each dies with the lease that still holds it.
+    """
 
     nbytes: int
     device: torch.device
     folder: str
     limit_bytes: int | None
-    # Appending and popping need no lock: a block may come back in any thread, even while
-    # this one is in the middle of taking another.
-    free: deque[Block] = field(default_factory=deque)
-    blocks: int = 0
+    blocks: list[Block] = field(default_factory=list)
     closed: bool = False
+    forked: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def lend(self) -> tuple[Block, Lent]:
+        """A block that no step uses, and a view that lends it for as long as it lives.
+
+        Raises:
+            HostMemoryError: one more is needed, and cannot be had or would exceed the limit.
+        """
+        with self.lock:
+            block = next((block for block in self.blocks if block.free), None)
+            if block is None:
+                block = self.grow()
+            return block, block.lend()
 
     def grow(self) -> Block:
         """One more block.
@@ -39,7 +55,7 @@ class _Pool:
         Raises:
             HostMemoryError: it cannot be had, or would exceed the limit.
         """
-        asked = self.nbytes * (self.blocks + 1)
+        asked = self.nbytes * (len(self.blocks) + 1)
         if self.limit_bytes is not None and asked > self.limit_bytes:
             raise HostMemoryError(self._over_limit(asked, self.limit_bytes), asked_bytes=asked)
         block: Block
@@ -47,34 +63,29 @@ class _Pool:
             block = PinnedBlock(pinned_memory(self.nbytes, device=self.device))
         else:
             block = Block(file_memory(self.nbytes, folder=self.folder))
-        self.blocks += 1
+        self.blocks.append(block)
         return block
 
-    def give_back(self, block: Block) -> None:
-        """No tensor uses ``block`` any more."""
-        self.free.append(block)
-        if self.closed:
-            self.close()
-
     def close(self) -> None:
-        """Release what is free now, and what is lent as soon as it comes back."""
+        """No step begins any more; what is free is given up, what is lent with its lease."""
         self.closed = True
-        while self.free:
-            try:
-                block = self.free.pop()
-            except IndexError:
-                return
-            block.release()
-            self.blocks -= 1
+        self.blocks = []
+
+    def forget(self) -> None:
+        """This is a forked child: the blocks are those of its parent."""
+        for block in self.blocks:
+            block.disown()
+        self.blocks, self.lock, self.forked = [], threading.RLock(), True
 
     def _over_limit(self, asked: int, limit: int) -> str:
-        if not self.blocks:
+        others = len(self.blocks)
+        if not others:
             return (
                 f"the plan needs {format_bytes(asked)} ({asked} bytes) of host memory, "
                 f"host_limit= allows {format_bytes(limit)} ({limit}). Raise it, or plan within it"
             )
         return (
-            f"a step begins while {self.blocks} others are not finished, so that "
+            f"a step begins while {others} others are not finished, so that "
             f"{format_bytes(asked)} ({asked} bytes) of host memory are needed; host_limit= "
             f"allows {format_bytes(limit)} ({limit}). Raise it, or finish or drop earlier "
             "steps first: what was computed and is still held keeps its step's host memory"
@@ -90,6 +101,7 @@ class Arena:
 
     def __init__(self, pool: _Pool) -> None:
         self._pool = pool
+        _pools.add(pool)
         self.id = next(_ids)
         _arenas[self.id] = self
         self._finalizer = weakref.finalize(self, pool.close)
@@ -120,7 +132,7 @@ class Arena:
             raise ValueError(f"an arena of {nbytes} bytes: must be at least 1")
         device = _supported(torch.device(device))
         pool = _Pool(nbytes, device, folder_of(host_dir), host_limit_bytes)
-        pool.free.append(pool.grow())
+        pool.grow()
         return Arena(pool)
 
     @staticmethod
@@ -147,12 +159,12 @@ class Arena:
     @property
     def allocated_bytes(self) -> int:
         """What is allocated for all steps that overlapped so far."""
-        return self._pool.nbytes * self._pool.blocks
+        return self._pool.nbytes * len(self._pool.blocks)
 
     @property
     def leases(self) -> int:
         """How many steps use host memory now."""
-        return self._pool.blocks - len(self._pool.free)
+        return sum(not block.free for block in self._pool.blocks)
 
     @property
     def closed(self) -> bool:
@@ -176,11 +188,13 @@ class Arena:
                 f"a step asks for {nbytes} bytes of host memory {self.id}, which "
                 + ("is closed" if self.closed else f"has {pool.nbytes}")
             )
-        try:
-            block = pool.free.pop()
-        except IndexError:
-            block = pool.grow()
-        return _lend(block, pool, nbytes=nbytes)
+        if pool.forked and pool.device.type == "cuda":
+            raise TransferError(
+                f"a step begins in a forked child of the process that compiled the model for "
+                f"{pool.device}: CUDA does not work there. Start workers by 'spawn', or compile "
+                "the model in the child"
+            )
+        return _lease(*pool.lend(), pool.device, nbytes=nbytes)
 
     def close(self) -> None:
         """Give the memory up, what is lent as soon as it comes back. Idempotent."""
@@ -189,8 +203,11 @@ class Arena:
 
 _ids = itertools.count(1)
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
-_leases: dict[int, Lease] = {}
-"""By the address of their memory."""
+_pools: weakref.WeakSet[_Pool] = weakref.WeakSet()
+
+
+_leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+"""By the address of their memory; each is held by the view that was lent."""
 
 
 def lease_of(host: Tensor) -> Lease | None:
@@ -198,25 +215,29 @@ def lease_of(host: Tensor) -> Lease | None:
     return _leases.get(host.untyped_storage().data_ptr())
 
 
-def _lend(block: Block, pool: _Pool, *, nbytes: int) -> Tensor:
-    assert block.bytes is not None
-    # A fresh view each time: it dies with the last tensor on the storage, since the
-    # storage is what holds it.
-    view = block.bytes[:]
+def _lease(block: Block, view: Lent, device: torch.device, *, nbytes: int) -> Tensor:
+    """The tensor on ``view``, whose storage is what holds it.
+
+    What is under way when the lease ends goes on: the next one's copies are ordered after it.
+    """
     lease: Lease
     if isinstance(block, PinnedBlock):
-        lease = StreamLease(block, nbytes=nbytes, device=pool.device)
+        lease = StreamLease(block, nbytes=nbytes, device=device)
     else:
-        lease = WorkerLease(block, nbytes=nbytes, device=pool.device)
+        lease = WorkerLease(block, nbytes=nbytes, device=device)
     _leases[view.ctypes.data] = lease
-    end = weakref.finalize(view, _end, view.ctypes.data, pool)
-    end.atexit = False
+    view.holds = lease
     return torch.from_numpy(view)[:nbytes]
 
 
-def _end(address: int, pool: _Pool) -> None:
-    # What is under way goes on: the next lease's copies are ordered after it.
-    pool.give_back(_leases.pop(address).block)
+def _forget_all() -> None:
+    """In a forked child: host memory is the parent's, leases and all."""
+    for pool in list(_pools):
+        pool.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _supported(device: torch.device) -> torch.device:

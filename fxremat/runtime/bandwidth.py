@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import statistics
 import time
@@ -17,21 +16,26 @@ from fxremat.ir import Link
 from fxremat.runtime import transfer
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.memory import folder_of
+from fxremat.runtime.slots import ALIGNMENT_BYTES
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
-"""Size of a tensor that is moved: as that of an activation."""
+"""Size of a tensor that is moved: as that of an activation. Smaller where room is short."""
 
 PIECES = 8
 """How many are moved, one after the other: together they are far beyond the caches."""
 
-_SQUARE = {"cpu": 256, "cuda": 4096}
+DEVICE_SHARE = 1 / 8
+"""Of the free device memory: what is taken for measuring, at most."""
+
+_SQUARE = {"cpu": 256, "cuda": 1024}
 """Rows of the matrices that are multiplied while transfers are under way."""
 
 _ROUNDS = 5
 _ENOUGH_S = 0.5
 
-_MOST_AT_ONCE = 4
-"""Rounds of transfers in flight beside computations: each takes memory of its own."""
+_BESIDE = 0.8
+"""Computations that transfers run beside take this part of the transfers' time: a device that
+is done copying would compute the rest undisturbed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,10 @@ class MeasuredLink:
 
 
 def measure_link(
-    device: torch.device | str, *, host_dir: str | os.PathLike[str] | None = None
+    device: torch.device | str,
+    *,
+    host_dir: str | os.PathLike[str] | None = None,
+    host_limit_bytes: int | None = None,
 ) -> MeasuredLink:
     """Measure the link of ``device``; once in a process for each device and folder.
 
@@ -73,6 +80,7 @@ def measure_link(
     Args:
         device: from where, and to where.
         host_dir: folder of the host memory's file, on a CPU.
+        host_limit_bytes: most host memory to measure with, at least 1 KiB.
 
     Raises:
         HostMemoryError: the host memory cannot be had.
@@ -81,12 +89,30 @@ def measure_link(
     if device.type == "cuda":
         index: int | None = device.index
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    return _measure(device, folder_of(host_dir))
+    piece_bytes, pieces = _pieces(device, host_limit_bytes)
+    return _measure(device, folder_of(host_dir), piece_bytes, pieces)
+
+
+def _pieces(device: torch.device, host_limit_bytes: int | None) -> tuple[int, int]:
+    """Size and number of the pieces that there is room for; as many go as come.
+
+    Sizes are powers of two, so that little more or less room means no new measurement.
+    """
+    piece_bytes = PIECE_BYTES[device.type]
+    room = PIECES * piece_bytes
+    if host_limit_bytes is not None:
+        room = min(room, host_limit_bytes // 2)
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        room = min(room, int(DEVICE_SHARE * free) // 3)
+    while piece_bytes > ALIGNMENT_BYTES and PIECES * piece_bytes > room:
+        piece_bytes //= 2
+    return piece_bytes, max(1, min(PIECES, room // piece_bytes))
 
 
 @functools.cache
-def _measure(device: torch.device, folder: str) -> MeasuredLink:
-    bench = _Bench(device, folder)
+def _measure(device: torch.device, folder: str, piece_bytes: int, pieces: int) -> MeasuredLink:
+    bench = _Bench(device, folder, piece_bytes, pieces)
     times: dict[str, list[float]] = {}
     begin_s = time.perf_counter()
     for done in range(_ROUNDS + 1):
@@ -108,22 +134,25 @@ def _measure(device: torch.device, folder: str) -> MeasuredLink:
 class _Bench:
     """Seconds of moving a piece of device memory, and of computing with and without that."""
 
-    def __init__(self, device: torch.device, folder: str) -> None:
-        self._piece_bytes = PIECE_BYTES[device.type]
-        self.nbytes = PIECES * self._piece_bytes
+    def __init__(self, device: torch.device, folder: str, piece_bytes: int, pieces: int) -> None:
+        self._piece_bytes = piece_bytes
+        self.nbytes = pieces * piece_bytes
         self._device = device
         self._arena = Arena.create(2 * self.nbytes, device=device, host_dir=folder)
         self._host = self._arena.open()
         self._out = [
-            torch.ones(self._piece_bytes, dtype=torch.uint8, device=device) for _ in range(PIECES)
+            torch.ones(piece_bytes, dtype=torch.uint8, device=device) for _ in range(pieces)
         ]
         side = _SQUARE[device.type]
         self._square = torch.ones(side, side, device=device)  # no draw: the user's are counted
         self._product = torch.empty_like(self._square)
         self._long = torch.ones(self._piece_bytes // 4, device=device)
-        self._compute_s = self._prefetch_s = 0.0
+        self._repeats = 1
         self._start_offload(self.nbytes)
         self._end_offload(self.nbytes)
+        self._seconds(self._work)
+        self.both()
+        self._repeats = max(1, int(_BESIDE * self.both() / self._seconds(self._work)))
 
     def offload(self) -> float:
         def run() -> None:
@@ -133,8 +162,7 @@ class _Bench:
         return self._seconds(run)
 
     def prefetch(self) -> float:
-        self._prefetch_s = self._seconds(lambda: self._end_prefetch(self._start_prefetch()))
-        return self._prefetch_s
+        return self._seconds(lambda: self._end_prefetch(self._start_prefetch()))
 
     def both(self) -> float:
         def run() -> None:
@@ -146,15 +174,12 @@ class _Bench:
         return self._seconds(run)
 
     def compute(self) -> float:
-        self._compute_s = self._seconds(self._work)
-        return self._compute_s
+        return self._seconds(self._work)
 
     def beside(self) -> float:
-        """Computing, with more transfers under way than can end before it."""
-        coming = []
-        for _ in range(min(math.ceil(self._compute_s / self._prefetch_s), _MOST_AT_ONCE)):
-            self._start_offload(0)
-            coming += self._start_prefetch()
+        """Computing, with transfers both ways under way that take longer."""
+        self._start_offload(0)
+        coming = self._start_prefetch()
         taken_s = self._seconds(self._work)
         self._end_offload(0)
         self._end_prefetch(coming)
@@ -162,7 +187,7 @@ class _Bench:
         return taken_s
 
     def _work(self) -> None:
-        for _ in range(16):
+        for _ in range(self._repeats):
             # One that computes, and one that reads and writes memory as transfers do.
             torch.mm(self._square, self._square, out=self._product)
             torch.add(self._long, 1.0, out=self._long)
@@ -179,7 +204,7 @@ class _Bench:
         size = self._piece_bytes
         return [
             transfer.prefetch(self._host, self.nbytes + i * size, size, self._device)
-            for i in range(PIECES)
+            for i in range(len(self._out))
         ]
 
     def _end_prefetch(self, coming: list[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 import weakref
 from typing import ClassVar
 
@@ -31,6 +32,7 @@ class Lease(abc.ABC):
         self.nbytes = nbytes
         self.device = device
         self._filled: dict[int, int] = {}
+        self._process = os.getpid()
 
     def offload(self, x: Tensor, *, offset: int) -> None:
         """Start to copy the whole storage of ``x`` to ``offset``.
@@ -40,6 +42,7 @@ class Lease(abc.ABC):
                 earlier transfer of the step failed.
         """
         nbytes = x.untyped_storage().nbytes()
+        self.check_process()
         self._check(nbytes, offset=offset, device=x.device, verb="offload")
         self._filled[offset] = nbytes
         if nbytes:
@@ -51,6 +54,7 @@ class Lease(abc.ABC):
         Raises:
             TransferError: nothing was offloaded there, or a transfer of the step failed.
         """
+        self.check_process()
         self._check_filled(offset, verb="release")
         if self._filled[offset]:
             self._release(offset)
@@ -68,6 +72,7 @@ class Lease(abc.ABC):
             TransferError: more was offloaded there, it is the wrong device, or a transfer
                 of the step failed.
         """
+        self.check_process()
         self._check(nbytes, offset=offset, device=device, verb="prefetch")
         self._check_filled(offset, verb="prefetch")
         filled = self._filled[offset]
@@ -80,6 +85,24 @@ class Lease(abc.ABC):
         if filled:
             Arrival(fresh, lease=self, token=self._prefetch(fresh[:filled], offset))
         return fresh
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this process is a forked child of the one whose step it is."""
+        return self._process != os.getpid()
+
+    def check_process(self) -> None:
+        """Refuse to go on in a forked child, which has neither the threads nor the streams.
+
+        Raises:
+            TransferError: this is one.
+        """
+        if self.elsewhere:
+            raise TransferError(
+                f"a step that began in process {self._process} cannot go on in its forked child "
+                f"{os.getpid()}: its activations are in the parent's host memory. Run forward and "
+                "backward in the same process"
+            )
 
     def _check(self, nbytes: int, *, offset: int, device: torch.device, verb: str) -> None:
         if offset < 0 or offset + nbytes > self.nbytes:
@@ -133,16 +156,17 @@ class Arrival:
         self._token = token
         storage = fresh.untyped_storage()
         self._address = storage.data_ptr()
-        self._pending[self._address] = self
         # The storage's object in Python lives exactly as long as its memory.
         self._dropped = weakref.finalize(storage, self._abandon)
         self._dropped.atexit = False
+        self._pending[self._address] = self
 
     @staticmethod
     def wait(x: Tensor) -> None:
         """Make computations wait until ``x`` has arrived; nothing if nothing is under way."""
         arrival = Arrival._pending.get(x.untyped_storage().data_ptr())
         if arrival is not None:
+            arrival._lease.check_process()
             arrival._lease.wait_for(arrival._token)
             # Not if that failed: to wait again must fail again.
             arrival._dropped.detach()
@@ -150,7 +174,8 @@ class Arrival:
 
     def _abandon(self) -> None:
         self._forget()
-        self._lease.abandon(self._token)
+        if not self._lease.elsewhere:
+            self._lease.abandon(self._token)
 
     def _forget(self) -> None:
         if self._pending.get(self._address) is self:

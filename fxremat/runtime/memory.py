@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,8 +24,20 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device."""
 
 
+class Lent(npt.NDArray[np.uint8]):
+    """Memory that is lent for as long as this array lives.
+
+    Attributes:
+        holds: what ends with it, by no one's doing: no interrupt can come between.
+    """
+
+    holds: object
+
+
 class Block:
     """Host memory that is allocated once and used by one step at a time.
+
+    It is given up when it is collected.
 
     Attributes:
         bytes: the memory as an array, ``None`` once it is given up.
@@ -33,6 +47,19 @@ class Block:
         # Views keep this array alive, and it the mapping: what a tensor still reads stays
         # mapped, whoever closes what.
         self.bytes: Bytes | None = np.frombuffer(memory, dtype=np.uint8)
+        self._user: weakref.ref[Lent] | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody uses the view that was lent last."""
+        return self._user is None or self._user() is None
+
+    def lend(self) -> Lent:
+        """A view of its own of the memory: its user's, until it dies."""
+        assert self.bytes is not None
+        view = self.bytes.view(Lent)
+        self._user = weakref.ref(view)
+        return view
 
     def release(self) -> None:
         """Give the memory up. It is unmapped when the last array on it dies."""
@@ -40,8 +67,16 @@ class Block:
             self._before_unmapping(self.bytes)
             self.bytes = None
 
+    def disown(self) -> None:
+        """The memory is another process's: this one only forgets it."""
+        self.bytes = None
+
     def _before_unmapping(self, memory: Bytes) -> None:
         """What has to be undone before the system gets the memory back."""
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.release()
 
 
 def file_memory(nbytes: int, *, folder: str) -> mmap.mmap:

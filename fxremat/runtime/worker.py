@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from queue import SimpleQueue
@@ -186,6 +187,17 @@ def current_worker() -> Worker:
         if not _current or not _current[0].alive():
             _current[:] = [Worker()]
         return _current[0]
+
+
+def _forget() -> None:
+    """In a forked child: the thread is the parent's alone, and another may hold the lock."""
+    global _starting  # noqa: PLW0603
+    _starting = threading.Lock()
+    _current.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register

@@ -1,0 +1,155 @@
+"""Ctrl-C at any instant of a step: nothing is lost, and the next step is as good as any."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from fxremat.compiled import CompiledModule
+from fxremat.runtime.arena import Arena
+from tests.moving import CPU, bits, ops, there_and_back
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+
+WIDTH = 32
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[float], None]]:
+    """A function after whose argument, in seconds, this thread is interrupted."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupted(run: Callable[[], object], after_s: float, start: Callable[[float], None]) -> bool:
+    """Whether ``run`` was interrupted; if it was faster, the interrupt is called off."""
+    try:
+        try:
+            start(max(after_s, 1e-6))
+            run()
+        finally:
+            start(0)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def travelling() -> tuple[nn.Module, CompiledModule]:
+    """A model whose steps may use just the host memory that one needs."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    sample = torch.randn(64, WIDTH)
+    options = {"loss": torch.sum, "offload": "only"}
+    host_bytes = fxremat.plan(model, sample, "min", **options).host_bytes
+    assert host_bytes > 0
+    torch._dynamo.reset()
+    return model, fxremat.compile(model, sample, "min", host_limit=host_bytes, **options)
+
+
+def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    call(x).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def steps_interrupted(count: int) -> None:
+    model, call = travelling()
+    x = torch.randn(64, WIDTH)
+    expected = gradients(model, model, x)
+    draw = random.Random(0)
+    begin_s = time.perf_counter()
+    for _ in range(20):
+        gradients(model, call, x)
+    step_s = (time.perf_counter() - begin_s) / 20
+    hits = 0
+    with interrupts() as start:
+        for number in range(count):
+            hits += interrupted(
+                lambda: gradients(model, call, x), draw.uniform(0, 1.2 * step_s), start
+            )
+            if number % 10 == 0:
+                assert all(map(torch.equal, expected, gradients(model, call, x)))
+    assert hits > count / 5
+    gc.collect()
+    arena = call.__dict__["_compiler"].latest.planned.arena
+    assert (arena.leases, arena.allocated_bytes) == (0, call.plan.host_bytes)
+    assert all(map(torch.equal, expected, gradients(model, call, x)))
+
+
+def test_a_step_that_is_interrupted_holds_nothing():
+    steps_interrupted(500)
+
+
+@pytest.mark.slow
+def test_many_steps_are_interrupted():
+    steps_interrupted(10_000)
+
+
+def test_an_interrupt_never_loses_host_memory():
+    """At instants of lending alone, with one block and no more."""
+    arena = Arena.create(4096, device=CPU, host_limit_bytes=4096)
+    x = torch.randn(256)
+    draw = random.Random(1)
+
+    def lend() -> None:
+        for _ in range(4):
+            host = arena.open()
+            there_and_back(x, host)
+            del host
+
+    hits = 0
+    with interrupts() as start:
+        for _ in range(500):
+            hits += interrupted(lend, draw.uniform(0, 1e-3), start)
+    assert hits > 100
+    gc.collect()
+    assert (arena.leases, arena.allocated_bytes) == (0, 4096)
+    assert bits(there_and_back(x, arena.open())) == bits(x)
+
+
+def test_an_exception_that_is_kept_holds_no_memory_of_its_step():
+    """A notebook keeps the last traceback, frames of emitted code among it."""
+    model, call = travelling()
+    x = torch.randn(64, WIDTH)
+    kept: list[BaseException] = []
+    with interrupts() as start:
+        while not kept:
+            try:
+                start(1e-3)
+                for _ in range(1000):
+                    host = ops.open_arena(arena_of(call).id, 64)
+                    del host
+                    gradients(model, call, x)
+            except KeyboardInterrupt as error:
+                start(0)
+                frames = []
+                traceback = error.__traceback__
+                while traceback:
+                    frames.append(traceback.tb_frame.f_code.co_filename)
+                    traceback = traceback.tb_next
+                if any(name.startswith("<fxremat") for name in frames):
+                    kept.append(error)
+    assert arena_of(call).leases == 0
+    gradients(model, call, x)
+
+
+def arena_of(call: CompiledModule) -> Arena:
+    return call.__dict__["_compiler"].latest.planned.arena
