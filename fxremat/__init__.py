@@ -10,18 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from fxremat.api import backend, compile, frontier, plan
     from fxremat.compiled import CompiledModule
     from fxremat.errors import (
+        ArgumentError,
         BackwardError,
         BudgetError,
         CaptureError,
         CostError,
         FxrematError,
         GraphError,
+        HostMemoryError,
         NoGradientError,
         SampleError,
         ScheduleError,
+        TransferError,
     )
     from fxremat.measure import StepMeasurement, measure_step
     from fxremat.report.frontier import Frontier
@@ -34,15 +38,18 @@ _HOMES = {
     "frontier": "api",
     "plan": "api",
     "CompiledModule": "compiled",
+    "ArgumentError": "errors",
     "BackwardError": "errors",
     "BudgetError": "errors",
     "CaptureError": "errors",
     "CostError": "errors",
     "FxrematError": "errors",
     "GraphError": "errors",
+    "HostMemoryError": "errors",
     "NoGradientError": "errors",
     "SampleError": "errors",
     "ScheduleError": "errors",
+    "TransferError": "errors",
     "StepMeasurement": "measure",
     "measure_step": "measure",
     "Frontier": "report.frontier",
@@ -51,6 +58,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "ArgumentError",
     "BackwardError",
     "BudgetError",
     "CaptureError",
@@ -59,12 +67,15 @@ __all__ = [
     "Frontier",
     "FxrematError",
     "GraphError",
+    "HostMemoryError",
     "NoGradientError",
     "Plan",
     "Sample",
     "SampleError",
     "ScheduleError",
     "StepMeasurement",
+    "TransferError",
+    "__version__",
     "backend",
     "compile",
     "frontier",
@@ -74,10 +85,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'fxremat' has no attribute {name!r}")
     return getattr(importlib.import_module(f"fxremat.{_HOMES[name]}"), name)
 
 
+def _version() -> str:
+    """That of the installed package; a checkout that was never installed has none."""
+    metadata = importlib.import_module("importlib.metadata")
+    try:
+        return str(metadata.version("fxremat"))
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, "__version__"})

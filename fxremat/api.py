@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from tqdm import tqdm
 
+from fxremat import optional
 from fxremat.arguments import Arguments, Loss, Offload, Optimizer, read_model
 from fxremat.budget import Readable
 from fxremat.capture import PlannedOnly, StepCompiler
@@ -21,6 +21,7 @@ from fxremat.passes.cost import Progress
 from fxremat.passes.surroundings import Caller
 from fxremat.report.frontier import Frontier
 from fxremat.report.plan import Plan
+from fxremat.runtime import cuda_graph
 from fxremat.sample import Sample, call_without_data, check_sample
 from fxremat.surplus import needs_of_loss, optimizer_bytes
 from fxremat.untouched import generators_restored
@@ -87,6 +88,7 @@ def compile(
         CostError: an operation cannot be measured.
         HostMemoryError: the host memory that the plan takes cannot be had.
     """
+    cuda_graph.refuse_planning()
     model = read_model(model)
     asked = Arguments.read(
         budget,
@@ -209,8 +211,12 @@ def _silent(_what: str, _done: int, _total: int) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
-    with tqdm(disable=None, leave=False, unit="stage") as bar:
+    """A bar on a terminal, nothing elsewhere or without tqdm."""
+    found = optional.find("tqdm")
+    if found is None:
+        yield _silent
+        return
+    with found.tqdm(disable=None, leave=False, unit="stage") as bar:
 
         def show(what: str, done: int, total: int) -> None:
             bar.set_description_str(f"fxremat: {what}", refresh=False)

@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 60
 """Of a reserve: sums of bytes are 64-bit integers."""
 
 _shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = 80
+_shown.maxstring = _shown.maxother = 200
 
 
 @dataclass(frozen=True, slots=True)

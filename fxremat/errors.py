@@ -33,7 +33,7 @@ class ArgumentError(FxrematError, ValueError, TypeError):
 
     Attributes:
         argument: its name.
-        value: what was given, or what it did: a loss, what it returned.
+        value: what was given.
     """
 
     def __init__(self, message: str, *, argument: str, value: object) -> None:

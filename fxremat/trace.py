@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from fxremat.ir import Copy, Event, Lane, Timeline
@@ -47,7 +45,14 @@ class StepTrace:
         return min(beside / total, 1.0) if total else 1.0
 
     def show(self) -> str:
-        """Print both side by side, a row an event; returns what was printed."""
+        """Print both side by side, a row an event; returns what was printed.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        # A step is planned and run without rich: not at import.
+        from fxremat.console import Table, show  # noqa: PLC0415
+
         table = Table(title="a step, predicted and measured")
         for name in ("operation", "lane"):
             table.add_column(name, no_wrap=True)
@@ -63,11 +68,7 @@ class StepTrace:
             "step", "", "", format_seconds(self.predicted.makespan_s), "",
             format_seconds(self.measured.makespan_s),
         )  # fmt: skip
-        console = Console(record=True)
-        if not console.is_terminal:
-            console.width = WIDTH
-        console.print(table)
-        return console.export_text()
+        return show(table, width=WIDTH)
 
 
 def trace_step(

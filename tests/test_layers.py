@@ -14,7 +14,7 @@ import fxremat
 PACKAGE = Path(fxremat.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "optional", "console"),
     ("units",),
     ("ir", "budget"),
     ("solvers", "simulate"),
@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Lowest first. A module may import what is below its layer; neighbours never each other."""
 
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-TORCH_FREE = ("errors", "units", "ir", "budget", "solvers", "simulate")
+TORCH_FREE = ("errors", "optional", "console", "units", "ir", "budget", "solvers", "simulate")
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 

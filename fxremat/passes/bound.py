@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 from torch import fx
 
+from fxremat import optional
 from fxremat.passes.block import Mode, dependencies, is_getitem
 from fxremat.passes.blocks import BlockCache
 from fxremat.passes.charges import Charges
@@ -73,13 +75,17 @@ class Relaxation:
         return Relaxation(tuple(operations), tuple(moments), nbytes)
 
     def least_s(self, budget_bytes: int) -> float:
-        """Seconds of recomputation that no schedule within a budget can do without."""
-        return max(self._solve(moment, budget_bytes) for moment in self.moments)
+        """Seconds of recomputation that no schedule within a budget can do without.
 
-    def _solve(self, moment: Moment, budget_bytes: int) -> float:
+        0, which always holds, without ortools.
+        """
+        solvers = optional.find("ortools.linear_solver.pywraplp")
+        if solvers is None:
+            return 0.0
+        return max(self._solve(moment, budget_bytes, solvers) for moment in self.moments)
+
+    def _solve(self, moment: Moment, budget_bytes: int, pywraplp: ModuleType) -> float:
         """Hold or compute again what is read after ``moment``."""
-        from ortools.linear_solver import pywraplp  # noqa: PLC0415
-
         solver = pywraplp.Solver.CreateSolver("GLOP")
         maker = {s: i for i, operation in enumerate(self.operations) for s in operation.makes}
         held = {s: solver.NumVar(0.0, 1.0, f"held{s}") for s in maker}

@@ -2,17 +2,22 @@
 
 A backward can rebuild a cheap tensor (a GELU, a norm) from a dear one that was kept. For
 each stage the choices worth having are the Pareto set over bytes kept and seconds to
-rebuild: exhaustive for few storages, else by CP-SAT within a time limit.
+rebuild: exhaustive for few storages, else by CP-SAT within a time limit, or greedily where
+ortools is not installed.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TypeGuard
 
 from torch import fx
 
+from fxremat import optional
 from fxremat.ir import Forward, Keep, Op, Schedule
 from fxremat.passes.block import Mode, dependencies, is_getitem
 from fxremat.passes.blocks import BlockCache
@@ -209,7 +214,10 @@ def search(numbers: Numbers) -> list[int]:
     count = len(numbers.nbytes)
     if count <= MOST_EXHAUSTIVE:
         return _pareto(numbers, range(1 << count))
-    return _pareto(numbers, _by_cpsat(numbers))
+    cp_model = optional.find("ortools.sat.python.cp_model")
+    if cp_model is None:
+        return _pareto(numbers, greedy_masks(numbers))
+    return _pareto(numbers, _by_cpsat(numbers, cp_model))
 
 
 def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
@@ -225,14 +233,47 @@ def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
     return [mask for mask in found if numbers.kept_bytes(mask) < whole]
 
 
-def _by_cpsat(numbers: Numbers) -> list[int]:
+def greedy_masks(numbers: Numbers) -> list[int]:
+    """Masks on the way from keeping all that is required to nothing, and back.
+
+    Down, what goes is what takes least time to rebuild for its bytes; up, what stays is what
+    spares most. Losses and gains are looked at again only where they come first, which is
+    exact where the loss of a storage never shrinks, and its gain never grows, as more goes
+    and comes. ``O(n² operations)`` for ``n`` storages, mostly far less.
+    """
+    free = sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)
+    mask = numbers.required | free
+    masks = [mask, free]
+    down = [(0.0, i) for i in _bits(mask & ~free)]
+    while down:
+        now_s = numbers.seconds(mask)
+        _, i = heapq.heappop(down)
+        loss = (numbers.seconds(mask & ~(1 << i)) - now_s) / numbers.nbytes[i]
+        if down and loss > down[0][0]:
+            heapq.heappush(down, (loss, i))
+            continue
+        mask &= ~(1 << i)
+        masks.append(mask)
+    mask = free
+    up = [(-math.inf, i) for i, nbytes in enumerate(numbers.nbytes) if nbytes]
+    while up:
+        now_s = numbers.seconds(mask)
+        _, i = heapq.heappop(up)
+        gain = (now_s - numbers.seconds(mask | 1 << i)) / numbers.nbytes[i]
+        if up and -gain > up[0][0]:
+            heapq.heappush(up, (-gain, i))
+            continue
+        mask |= 1 << i
+        masks.append(mask)
+    return masks
+
+
+def _by_cpsat(numbers: Numbers, cp_model: ModuleType) -> list[int]:
     """The fastest masks within each of a few shares of all the bytes.
 
     A storage is there in the backward if it is kept or made again; an operation that
     runs again needs all that it reads.
     """
-    from ortools.sat.python import cp_model  # noqa: PLC0415
-
     whole = numbers.kept_bytes(numbers.required)
     unit_s = max(numbers.seconds(0) / 1e6, 1e-12)
     free = sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
-
+from fxremat.console import SIMPLE_HEAD, Group, Table, Text, show
 from fxremat.ir import Copy, Keep, Lane
 from fxremat.report.plan import Plan
 from fxremat.report.stages import StageStory, tell_stages
@@ -22,16 +18,16 @@ LEGEND = (
 
 
 def print_plan(plan: Plan) -> str:
-    """Print ``plan`` to the console.
+    """Print ``plan`` to the console, in ASCII where that is all it can show.
 
     Returns what was printed, without colours.
+
+    Raises:
+        ImportError: rich is not installed.
     """
-    console = Console(record=True)
-    if not console.is_terminal:
-        console.width = WIDTH
     stories = tell_stages(plan)
-    console.print(Group(_summary(plan, stories), Text(), _table(stories)))
-    return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+    text = show(Group(_summary(plan, stories), Text(), _table(stories)), width=WIDTH)
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def _summary(plan: Plan, stories: tuple[StageStory, ...]) -> Table:
@@ -85,6 +81,8 @@ def _bound(plan: Plan) -> str:
         return format_seconds(0.0)
     above = plan.predicted_s / plan.lower_bound_s - 1
     text = f"{format_seconds(plan.lower_bound_s)}: this plan is at most {above:.1%} above any other"
+    if plan.lower_bound_s == plan.baseline_s < plan.predicted_s:
+        text += "; no better bound is known than nothing recomputed"
     if plan.local_search_s > 0:
         text += f"; local search gained {plan.local_search_s / plan.predicted_s:.1%}"
     return text

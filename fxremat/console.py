@@ -1,0 +1,94 @@
+"""Tables on the console, whatever characters it can show. Needs rich."""
+
+from __future__ import annotations
+
+import locale
+import random
+import sys
+from typing import TextIO, cast
+
+_state = random.getstate()  # rich draws a number when it is imported
+try:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console, Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+except ImportError as error:
+    raise ImportError("tables are printed by rich: pip install rich") from error
+finally:
+    random.setstate(_state)
+
+__all__ = ["SIMPLE_HEAD", "Group", "RenderableType", "Table", "Text", "show"]
+
+_ASCII = dict.fromkeys(range(0x2500, 0x2580), "+")  # box drawing
+_ASCII |= dict.fromkeys(map(ord, "─━═"), "-") | dict.fromkeys(map(ord, "│┃║"), "|")
+_ASCII |= {ord("×"): "x", ord("µ"): "u", ord("…"): "~"}
+
+
+def show(what: RenderableType, *, width: int) -> str:
+    """Print ``what`` to the standard output, in ASCII where that is all it can show.
+
+    Args:
+        what: for rich.
+        width: columns where the output is no terminal, which has a width of its own.
+
+    Returns what was printed, without colours.
+    """
+    ascii_only = _is_ascii(sys.stdout)
+    # Typed as what it stands for: rich asks it for no more than that.
+    file = cast(TextIO, _AsciiOut(sys.stdout)) if ascii_only else None
+    console = Console(record=True, file=file)
+    if not console.is_terminal:
+        console.width = width
+    console.print(what)
+    text = console.export_text()
+    return _in_ascii(text) if ascii_only else text
+
+
+def _is_ascii(out: TextIO) -> bool:
+    """Whether ``out`` takes less than Unicode.
+
+    In a locale of ASCII Python writes UTF-8 all the same, but who reads it may not.
+    """
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    if not encoding.lower().startswith("utf"):
+        return True
+    return out is sys.__stdout__ and _codeset() in ("ANSI_X3.4-1968", "US-ASCII", "646")
+
+
+def _codeset() -> str:
+    if sys.platform == "win32":
+        return ""
+    return locale.nl_langinfo(locale.CODESET)
+
+
+def _in_ascii(text: str) -> str:
+    return text.translate(_ASCII).encode("ascii", "backslashreplace").decode("ascii")
+
+
+class _AsciiOut:
+    """A stream that is written to in ASCII.
+
+    It says that it takes UTF-8, so that rich lays out the same table for it.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        """Write ``text``."""
+        return self._out.write(_in_ascii(text))
+
+    def flush(self) -> None:
+        """As the stream does."""
+        self._out.flush()
+
+    def isatty(self) -> bool:
+        """As the stream says."""
+        return self._out.isatty()
+
+    def fileno(self) -> int:
+        """As the stream says."""
+        return self._out.fileno()

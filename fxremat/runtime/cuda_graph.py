@@ -1,0 +1,46 @@
+"""CUDA graphs that the user captures: nothing can be measured, and no host memory lent, in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxremat.errors import CaptureError, TransferError
+
+
+def refuse_planning() -> None:
+    """A step is to be planned now.
+
+    Raises:
+        CaptureError: a CUDA graph is being captured on the current stream.
+    """
+    if is_captured():
+        raise CaptureError(
+            "a step cannot be planned while a CUDA graph is being captured: planning runs and "
+            "times operations. Compile the model, and run one step of each shape, before "
+            "torch.cuda.graph"
+        )
+
+
+def refuse_host_memory(nbytes: int) -> None:
+    """A step with host memory is to run now.
+
+    Args:
+        nbytes: of host memory, for the error.
+
+    Raises:
+        TransferError: a CUDA graph is being captured on the current stream.
+    """
+    if is_captured():
+        raise TransferError(
+            f"a step that keeps {nbytes} bytes in host memory cannot run while a CUDA graph is "
+            "being captured: a replay would use host memory that is another step's by then. Run "
+            "it outside torch.cuda.graph, or compile with offload=False"
+        )
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    is_built: Any = torch.backends.cuda.is_built
+    return bool(is_built()) and torch.cuda.is_current_stream_capturing()
