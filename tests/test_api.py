@@ -1,6 +1,10 @@
 """Bad input: a typed error with object, numbers and remedy, and nothing changed."""
 
+import importlib.metadata
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.arguments import MOST_BYTES
 from tests.models.bits import assert_bitwise_equal
 
 
@@ -128,8 +133,89 @@ def test_what_breaks_the_graph_is_named():
 
 
 def test_no_module():
-    with pytest.raises(TypeError, match="function"):
+    with pytest.raises(fxremat.ArgumentError, match="function"):
         fxremat.compile(lambda x: x, X, "min")  # type: ignore[arg-type]
+
+
+def test_budgets_of_numpy_are_as_good_as_pythons():
+    plain = fxremat.plan(layers(), X, 1.0)
+    for budget in (np.int64(plain.budget_bytes), np.float32(1.0), sys.maxsize, 10**30):
+        plan = fxremat.plan(layers(), X, budget)
+        assert plan.predicted_peak_bytes == plain.predicted_peak_bytes <= plan.budget_bytes
+        assert type(plan.budget_bytes) is int
+
+
+def test_the_greatest_reserve_is_a_budget_too_small():
+    model = layers()
+    error = refuse(
+        fxremat.BudgetError,
+        lambda: fxremat.compile(model, X, 1 << 30, reserve=MOST_BYTES, offload="auto"),
+        model,
+    )
+    assert isinstance(error, fxremat.BudgetError)
+    assert error.least_budget_bytes is not None and error.least_budget_bytes > MOST_BYTES
+
+
+@pytest.mark.parametrize("offload", ["auto", "only", "conv"])
+def test_budgets_and_limits_beyond_all_memory_are_as_good_as_none(offload: Any):
+    for limit in (None, 10**30):
+        plan = fxremat.plan(layers(), X, 10**30, offload=offload, host_limit=limit)
+        assert plan.host_bytes == 0
+
+
+LOSSES: list[tuple[Any, str]] = [
+    (lambda out: None, "None"),
+    (lambda out: out, "(16, 32)"),
+    (lambda out: out[:0].sum(0), "(32,)"),
+    (lambda out: 3.0, "float"),
+    (lambda out: (out.sum(), out.mean()), "tuple"),
+    (lambda out: {"loss": out.sum()}, "dict"),
+    (lambda out: out.sum().detach(), "gradient"),
+    (lambda out: out.argmax(), "gradient"),
+    (lambda out: torch.zeros(()), "gradient"),
+    (lambda out: out.sum() * 1j, "complex"),
+]
+
+
+@pytest.mark.parametrize(("loss", "word"), LOSSES)
+def test_losses_that_are_none(loss: Any, word: str):
+    model = layers()
+    error = refuse(
+        fxremat.ArgumentError,
+        lambda: fxremat.compile(model, X, "min", loss=loss),
+        model,
+        "loss",
+        word,
+        "scalar",
+    )
+    assert isinstance(error, fxremat.ArgumentError)
+    assert error.argument == "loss" and error.value is loss
+
+
+def test_what_a_loss_raises_comes_out_as_it_was_raised():
+    class OwnError(Exception):
+        pass
+
+    raised = OwnError("of the loss")
+
+    def loss(_out: object) -> Tensor:
+        raise raised
+
+    model = layers()
+    assert refuse(OwnError, lambda: fxremat.compile(model, X, "min", loss=loss), model) is raised
+
+
+def test_a_loss_of_one_number_in_any_shape():
+    for loss in (lambda out: out.sum().reshape(1, 1), lambda out: out.double().sum()):
+        assert fxremat.plan(layers(), X, 1.0, loss=loss).predicted_peak_bytes
+
+
+def test_an_optimizer_whose_state_cannot_be_found_is_refused():
+    model = layers()
+    for optimizer in (torch.optim.LBFGS(model.parameters()), torch.optim.Optimizer):
+        with pytest.raises(fxremat.ArgumentError, match="reserve=") as caught:
+            fxremat.compile(model, X, "min", optimizer=optimizer)
+        assert caught.value.argument == "optimizer"
 
 
 @pytest.mark.parametrize("budget", [1.0, "min"])
@@ -178,8 +264,6 @@ def test_existing_gradients_and_reserves_are_counted():
     assert state.predicted_peak_bytes == plain + gradients
     model(X).sum().backward()
     assert fxremat.plan(model, X, 1.0).predicted_peak_bytes == plain + gradients
-    with pytest.raises(ValueError, match="reserve"):
-        fxremat.plan(model, X, 1.0, reserve=-1)
 
 
 def test_a_measured_loss_is_counted_instead_of_a_guess():
@@ -215,12 +299,67 @@ def test_wrong_options_of_torch_compile(options: Any, word: str):
         torch.compile(layers(), backend="fxremat", options=options)(X)
 
 
-@pytest.mark.parametrize("offload", [True, "yes", None])
-def test_how_to_offload_is_checked(offload: Any):
-    with pytest.raises(ValueError, match="must be 'auto', 'only', 'conv' or False"):
-        fxremat.compile(nn.Linear(4, 4), torch.ones(2, 4), "1 MiB", offload=offload)
+def test_what_a_limit_of_host_memory_makes_infeasible_says_so():
+    model = layers()
+    free = fxremat.plan(model, X, "min", offload="only")
+    assert free.host_bytes
+    limit = free.host_bytes // 2
+    error = refuse(
+        fxremat.BudgetError,
+        lambda: fxremat.compile(
+            model, X, free.budget_bytes, offload="only", host_limit=limit, loss=None
+        ),
+        model,
+        "host_limit=",
+        str(limit),
+        str(free.budget_bytes),
+    )
+    named = re.search(r"with (\d+) ", str(error))
+    assert named is not None
+    enough = int(named[1])
+    assert limit < enough
+    plan = fxremat.plan(model, X, free.budget_bytes, offload="only", host_limit=enough)
+    assert plan.predicted_peak_bytes <= free.budget_bytes
 
 
-def test_the_limit_of_host_memory_is_checked():
-    with pytest.raises(ValueError, match="host_limit is -1"):
-        fxremat.compile(nn.Linear(4, 4), torch.ones(2, 4), 1.0, offload="auto", host_limit=-1)
+def test_what_cannot_travel_is_blamed_where_no_limit_binds():
+    model = layers()
+    for limit in (None, "1 GiB"):
+        with pytest.raises(fxremat.BudgetError) as caught:
+            fxremat.compile(model, X, 1000, offload="only", host_limit=limit)
+        assert "host_limit" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["ArgumentError", "BudgetError", "HostMemoryError", "TransferError", "CaptureError"]
+)
+def test_every_error_is_one_of_the_package(name: str):
+    assert issubclass(getattr(fxremat, name), fxremat.FxrematError)
+
+
+def test_all_errors_are_exported():
+    from fxremat import errors
+
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert kinds <= set(fxremat.__all__)
+    assert all(hasattr(fxremat, name) and name in dir(fxremat) for name in fxremat.__all__)
+
+
+def test_the_version_is_that_of_the_package():
+    assert fxremat.__version__ == importlib.metadata.version("fxremat")
+
+
+def test_a_checkout_that_is_not_installed_has_a_version_as_well(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert "unknown" in fxremat.__version__
+
+
+def test_the_first_use_leaves_no_trace_in_the_generators():
+    code = (
+        "import random, fxremat; state = random.getstate(); fxremat.compile; "
+        "raise SystemExit(random.getstate() != state)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

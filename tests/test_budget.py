@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from fxremat.budget import Budget
@@ -32,6 +35,10 @@ def _resolve(written):
         (0.3, 300),
         ("min", LEAST),
         (" MIN ", LEAST),
+        (np.int64(999), 999),
+        (np.uint16(300), 300),
+        (np.float64(0.5), 500),
+        (np.float32(0.5), 500),
     ],
 )
 def test_feasible_budgets(written, nbytes):
@@ -47,19 +54,33 @@ def test_an_int_is_bytes_and_a_float_a_share():
     assert Budget.read(1).share is None
     assert Budget.read(1.0).share == 1.0
     assert Budget.read(1.0).nbytes is None
+    assert Budget.read(np.int64(1)).nbytes == 1
+    assert Budget.read(np.float32(1)).share == 1.0
+
+
+def test_what_is_read_is_of_python():
+    """Sums of bytes must not overflow."""
+    nbytes = Budget.read(np.uint8(200)).nbytes
+    assert type(nbytes) is int
+    assert type(Budget.read(np.float32(0.5)).share) is float
 
 
 @pytest.mark.parametrize(
     "written",
     [
         0, -1, "0", "0 GiB", "0.1 B", 0.0, -0.5, 1.5, math.nan, math.inf,
-        "lots", "-3 MiB", "", True, None, [1], 1 + 0j,
+        "lots", "-3 MiB", "", True, None, [1], 1 + 0j, np.True_, np.False_, np.int64(0),
+        np.int32(-4), np.float64(1.5), np.float32("nan"), b"1 GiB", Decimal(1), Fraction(1, 2),
+        np.array(4), np.array(0.5),
     ],
 )  # fmt: skip
 def test_unreadable_budgets_are_named(written):
     with pytest.raises(BudgetError) as caught:
         Budget.read(written)
-    assert (f"{written}" if isinstance(written, float) else repr(written)) in str(caught.value)
+    assert (f"{written}" if isinstance(written, (float, np.floating)) else repr(written)) in str(
+        caught.value
+    )
+    assert "budget is" in str(caught.value)
     assert caught.value.least_budget_bytes is None
 
 

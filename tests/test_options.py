@@ -10,13 +10,21 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ortools.sat.python import cp_model
 from torch import nn
 
 from fxremat.ir import Backward, Forward, Keep, Schedule
 from fxremat.passes import options as module
 from fxremat.passes.block import Mode
 from fxremat.passes.cost import backward_results
-from fxremat.passes.options import MOST_OPTIONS, Numbers, Operation, find_options, search
+from fxremat.passes.options import (
+    MOST_OPTIONS,
+    Numbers,
+    Operation,
+    find_options,
+    greedy_masks,
+    search,
+)
 from tests.harness import capture, captured, run_emitted
 from tests.models.bits import assert_bitwise_equal
 
@@ -89,10 +97,68 @@ def all_the_time_it_takes() -> Iterator[None]:
 def test_cpsat_finds_points_of_the_same_set(given_numbers: Numbers):
     found = search(given_numbers)
     exact = [(given_numbers.kept_bytes(m), given_numbers.seconds(m)) for m in found]
-    for mask in module._pareto(given_numbers, module._by_cpsat(given_numbers)):
+    for mask in module._pareto(given_numbers, module._by_cpsat(given_numbers, cp_model)):
         nbytes, seconds = given_numbers.kept_bytes(mask), given_numbers.seconds(mask)
         best_s = min(s for b, s in exact if b <= nbytes)
         assert seconds == pytest.approx(best_s, abs=1e-5)
+
+
+@settings(deadline=None, max_examples=300)
+@given(numbers(most=8))
+@example(Numbers(nbytes=(0, 0), operations=(Operation(3, 0, 0.0),), required=3))
+def test_the_greedy_search_spans_the_curve_and_beats_nothing(given_numbers: Numbers):
+    found = greedy_masks(given_numbers)
+    whole = (1 << len(given_numbers.nbytes)) - 1
+    assert all(mask & ~whole == 0 for mask in found)
+    points = [(given_numbers.kept_bytes(m), recomputed_s(given_numbers, m)) for m in found]
+    assert min(nbytes for nbytes, _ in points) == 0
+    assert any(
+        mask & given_numbers.required == given_numbers.required
+        and given_numbers.kept_bytes(mask) == given_numbers.kept_bytes(given_numbers.required)
+        for mask in found
+    )
+    exact = [(0, given_numbers.seconds(0))] + [
+        (given_numbers.kept_bytes(m), given_numbers.seconds(m)) for m in search(given_numbers)
+    ]
+    exact.append((given_numbers.kept_bytes(given_numbers.required), 0.0))
+    for nbytes, seconds in points:
+        assert seconds >= min(s for b, s in exact if b <= nbytes)
+
+
+def test_the_greedy_search_finds_what_is_dear_for_its_bytes():
+    """Operations without inputs: the fastest within some bytes is a knapsack."""
+    draw = random.Random(0)
+    alone = tuple(Operation(1 << i, 0, draw.random()) for i in range(40))
+    many = Numbers(tuple(draw.randint(1, 100) for _ in alone), alone, (1 << 40) - 1)
+    found = greedy_masks(many)
+    density = sorted((o.seconds / n for o, n in zip(alone, many.nbytes, strict=True)), reverse=True)
+    for mask in found:
+        kept = [
+            o.seconds / n
+            for i, (o, n) in enumerate(zip(alone, many.nbytes, strict=True))
+            if mask >> i & 1
+        ]
+        assert sorted(kept, reverse=True) == density[: len(kept)]
+
+
+def test_the_greedy_search_is_quick_on_large_stages():
+    """Each storage is looked at a few times, not once for every other."""
+    count, looks = 400, 0
+
+    class Counting(Numbers):
+        __slots__ = ()
+
+        def seconds(self, kept: int) -> float:
+            nonlocal looks
+            looks += 1
+            return super().seconds(kept)
+
+    draw = random.Random(0)
+    chain = tuple(Operation(1 << i, 1 << i >> 1, draw.random()) for i in range(count))
+    nbytes = tuple(draw.randint(1, 100) for _ in range(count))
+    found = greedy_masks(Counting(nbytes, chain, (1 << count) - 1))
+    assert len(found) == 2 * count + 2
+    assert looks < 40 * count
 
 
 def test_few_options_stay_and_they_span_the_curve():

@@ -1,0 +1,76 @@
+"""While a CUDA graph is captured, nothing is planned and no host memory is lent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxremat
+from fxremat.runtime import cuda_graph
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As if this were a build with CUDA, and a graph being captured."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    return monkeypatch
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+X = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+
+
+def test_nothing_is_captured_on_a_machine_without_cuda():
+    assert not cuda_graph.is_captured()
+
+
+@pytest.mark.usefixtures("capturing")
+def test_a_model_is_not_compiled_then():
+    for call in (fxremat.compile, fxremat.plan):
+        with pytest.raises(fxremat.CaptureError, match="CUDA graph") as caught:
+            call(model(), X, "min")
+        assert "before torch.cuda.graph" in str(caught.value)
+
+
+def test_nor_is_another_shape_planned(capturing: pytest.MonkeyPatch):
+    capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    compiled = fxremat.compile(model(), X, "1 GiB")
+    compiled(X).sum().backward()
+    capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    compiled(X).sum().backward()  # planned already, and nothing travels
+    with pytest.raises(fxremat.CaptureError, match="CUDA graph"):
+        compiled(X[:16])
+    capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    compiled(X[:16]).sum().backward()
+    assert len(compiled.plans) == 2
+
+
+@pytest.mark.usefixtures("capturing")
+def test_nor_through_torch_compile():
+    torch._dynamo.reset()
+    compiled = torch.compile(model(), backend="fxremat", options={"budget": "1 GiB"})
+    with pytest.raises(Exception, match="CUDA graph"):
+        compiled(X)
+
+
+def test_a_step_with_host_memory_does_not_run_then(capturing: pytest.MonkeyPatch):
+    capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    reference = fxremat.compile(model(), X, "1 GiB")
+    compiled = fxremat.compile(model(), X, "min", offload="only")
+    assert compiled.plan.host_bytes
+    capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(fxremat.TransferError, match="offload=False") as caught:
+        compiled(X)
+    assert "CUDA graph" in str(caught.value)
+    capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for each in (compiled, reference):  # nothing is left behind
+        each(X).sum().backward()
+    pairs = zip(compiled.parameters(), reference.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
