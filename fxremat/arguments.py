@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast, get_args
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from fxremat.budget import Budget, Readable
 from fxremat.errors import ArgumentError, BudgetError
+from fxremat.simulate.allocator import Counted
 from fxremat.transfers import HostMemory
 from fxremat.units import parse_bytes
 
@@ -23,7 +24,7 @@ Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
 Loss = Callable[[Any], torch.Tensor]
 
 BACKEND_OPTIONS = (
-    "budget", "reserve", "accumulate", "offload", "host_limit", "host_dir", "exact",
+    "budget", "reserve", "accumulate", "offload", "host_limit", "host_dir", "exact", "budget_on",
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 
@@ -47,6 +48,7 @@ class Arguments:
         accumulate: a second set of gradients is counted.
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan.
+        budget_on: what the budget is for.
     """
 
     budget: Budget
@@ -57,6 +59,7 @@ class Arguments:
     accumulate: bool
     host: HostMemory | None
     exact: bool
+    budget_on: Counted
 
     @staticmethod
     def read(
@@ -71,6 +74,7 @@ class Arguments:
         host_limit: int | str | None = None,
         host_dir: str | os.PathLike[str] | None = None,
         exact: bool = True,
+        budget_on: Counted = "allocated",
     ) -> Arguments:
         """Check all arguments but the model and the sample; nothing is changed.
 
@@ -87,6 +91,7 @@ class Arguments:
             accumulate=_read_bool("accumulate", accumulate),
             host=_read_host(offload, host_limit, host_dir),
             exact=_read_bool("exact", exact),
+            budget_on=_read_counted(budget_on),
         )
         if arguments.drop_unused and loss is None:
             _refuse("drop_unused", drop_unused, "False without loss=, which says what is used")
@@ -133,6 +138,13 @@ def _read_bool(argument: str, value: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         _refuse(argument, value, "True or False")
     return bool(value)
+
+
+def _read_counted(value: object) -> Counted:
+    for counted in get_args(Counted):
+        if isinstance(value, str) and value == counted:
+            return cast(Counted, counted)
+    _refuse("budget_on", value, "'allocated' or 'reserved'")
 
 
 def _read_bytes(argument: str, value: object, *, most: int | None = None) -> int:

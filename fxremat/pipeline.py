@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,13 +18,16 @@ from fxremat.passes.invert import is_inverse
 from fxremat.passes.joint import build_joint_graph
 from fxremat.passes.moves import Move
 from fxremat.passes.rewrite import BlockModules, Travel, rewrite
-from fxremat.passes.surroundings import Caller
+from fxremat.passes.surroundings import Caller, device_of_step
 from fxremat.report.frontier import frontier_of
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.slots import Life, assign_slots
 from fxremat.search import Search
+from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.transfers import HostMemory, Moved, Transfers
+
+LOG = logging.getLogger("fxremat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ def plan_step(
     progress: Progress,
     host: HostMemory | None = None,
     exact: bool = True,
+    allocator: AllocatorSettings | None = None,
 ) -> Planned:
     """Plan one captured step.
 
@@ -85,6 +90,7 @@ def plan_step(
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan; else inputs of norms may be
             rebuilt from outputs where that is faster, or fits where nothing else does.
+        allocator: rules that hold in place of those of the device's allocator.
 
     Raises:
         BudgetError: no schedule that was found fits the budget.
@@ -102,12 +108,14 @@ def plan_step(
         if not as_traced and not any(map(is_inverse, joint.forward)):
             break
         real = {joint.primals[i]: tensor for i, tensor in inputs.items()}
-        search = Search.of(joint, real=real, caller=caller, progress=progress)
+        rules = allocator or _rules_of(device_of_step(joint))
+        search = Search.of(joint, real=real, caller=caller, progress=progress, allocator=rules)
         transfers = None if host is None else Transfers.of(search, host)
         ways.append(_Way(search, transfers, as_traced))
+    full_bytes = ways[0].search.counted_bytes(ways[0].search.baseline)
     least = min(ways, key=lambda way: way.least_bytes)
     resolved = budget.resolve(
-        full_bytes=ways[0].search.baseline.peak_bytes,
+        full_bytes=full_bytes,
         least_bytes=least.least_bytes,
         needed_by=(least.transfers or least.search).describe_least(),
     )
@@ -118,9 +126,24 @@ def plan_step(
         resolved,
         least_bytes=least.least_bytes,
         baseline=ways[0].search.baseline,
+        baseline_bytes=full_bytes,
         host=host,
         exact=way.exact,
     )
+
+
+def _rules_of(device: torch.device) -> AllocatorSettings | None:
+    """Of the device's allocator; ``None``: it hands out what is asked for."""
+    if device.type != "cuda":
+        return None
+    snapshot = torch_compat.allocator_settings()
+    if snapshot is None:
+        LOG.warning(
+            "the CUDA allocator in use is not torch's own: blocks are assumed to be as large as "
+            "asked for, rounded up to 512 bytes, and what it reserves as large as what it hands out"
+        )
+        return None
+    return AllocatorSettings.read(snapshot)
 
 
 def _fastest(ways: list[_Way], budget_bytes: int) -> tuple[_Way, Moved]:
@@ -140,6 +163,7 @@ def emit(
     *,
     least_bytes: int,
     baseline: Candidate,
+    baseline_bytes: int,
     host: HostMemory | None = None,
     exact: bool = True,
 ) -> Planned:
@@ -151,10 +175,12 @@ def emit(
         budget_bytes: what it keeps to.
         least_bytes: the least feasible budget.
         baseline: nothing recomputed, everything computed as it was traced.
+        baseline_bytes: its peak, of what the budget is for.
         host: memory to which storages travel.
         exact: ``search`` is of the graph as it was traced.
     """
     chosen = found.candidate
+    taken = search.allocations.of(chosen.program, found.sweep, found.moves)
     arena, travel = _lay_out(found.moves, search, host)
     forward, backward = rewrite(chosen.program, found.sweep, BlockModules(), travel)
     # The bound is one of recomputation alone, of the operations as they were traced.
@@ -163,9 +189,11 @@ def emit(
     plan = Plan(
         budget_bytes=budget_bytes,
         least_budget_bytes=least_bytes,
-        predicted_peak_bytes=found.sweep.peak_bytes,
+        predicted_peak_bytes=taken.allocated_bytes,
+        predicted_reserved_bytes=taken.reserved_bytes,
+        predicted_held_bytes=found.sweep.peak_bytes,
         predicted_s=found.total_s,
-        baseline_peak_bytes=baseline.peak_bytes,
+        baseline_peak_bytes=baseline_bytes,
         baseline_s=baseline.total_s,
         lower_bound_s=min(bound_s, found.total_s),
         local_search_s=0.0 if host else search.gained_s(budget_bytes),
@@ -175,11 +203,12 @@ def emit(
         timeline=found.timeline,
         chain=search.chain,
         costs=search.costs,
-        frontier=frontier_of([(c.peak_bytes, c.total_s) for c in search.frontier]),
+        frontier=frontier_of(search.points()),
         forward_code=forward.code,
         backward_code=backward.code,
         branch_ends=search.sweeps.line.segments.ends,
         exact=exact,
+        budget_on=search.allocations.budget_on,
     )
     return Planned(plan, forward, backward, arena)
 

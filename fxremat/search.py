@@ -10,6 +10,7 @@ from torch import fx
 
 from fxremat.ir import Chain, Costs, Schedule, Solved
 from fxremat.joining import equivalent_schedules, join_schedules
+from fxremat.passes.allocations import Allocations
 from fxremat.passes.blocks import BlockCache
 from fxremat.passes.bound import Relaxation
 from fxremat.passes.candidate import Candidate, Sweeps
@@ -25,6 +26,7 @@ from fxremat.passes.storage import tensors_of
 from fxremat.passes.surroundings import Caller, surroundings_of
 from fxremat.passes.sweep import Surroundings, Sweeper
 from fxremat.simulate import simulate
+from fxremat.simulate.allocator import AllocatorSettings, Counted
 
 SLOTS = 500
 """Slots of each table; a few tables with ever lower ceilings keep rounding small."""
@@ -34,6 +36,9 @@ STARTS = 10
 
 CLOSER = 4
 """More of them near the least peak, where time falls steeply: each half as far from it."""
+
+POINTS = 32
+"""Candidates of a frontier whose peaks are replayed to tell of it."""
 
 COSTS = CostCache()
 
@@ -50,6 +55,10 @@ class Search:
     any budget, the fastest schedule that truly fits, and makes time and peak monotonic
     in the budget.
 
+    Where the device's allocator hands out more than is asked for, the budget is for that. To
+    replay a schedule's requests takes as long as making it, so it is done when one is chosen:
+    from the fastest down until one fits.
+
     Attributes:
         chain: the stages.
         measured: what they cost.
@@ -60,6 +69,7 @@ class Search:
             and time, by ascending peak; the last one is the baseline.
         frontier: the same with what local search found.
         alone: the same for each planner alone, had the others found nothing.
+        allocations: what the device's allocator hands out for each.
     """
 
     chain: Chain
@@ -70,6 +80,7 @@ class Search:
     solved: tuple[Candidate, ...]
     frontier: tuple[Candidate, ...]
     alone: tuple[tuple[Candidate, ...], ...]
+    allocations: Allocations
 
     @staticmethod
     def of(
@@ -79,14 +90,24 @@ class Search:
         caller: Caller,
         progress: Progress,
         planners: Sequence[Planner] | None = None,
+        allocator: AllocatorSettings | None = None,
     ) -> Search:
-        """Linearize, measure and solve, with all planners if none are given."""
+        """Linearize, measure and solve, with all planners if none are given.
+
+        ``allocator`` has the rules of the device's; ``None``: it hands out what is asked for.
+        """
         line = linearize(joint)
         blocks = BlockCache(line)
         measured = measure_line(line, blocks, real=real, cache=COSTS, progress=progress)
         surroundings = surroundings_of(measured.line.joint, real, caller)
         return Search.over(
-            measured, blocks, surroundings, progress=progress, planners=planners or PLANNERS
+            measured,
+            blocks,
+            surroundings,
+            progress=progress,
+            planners=planners or PLANNERS,
+            allocator=allocator,
+            budget_on=caller.budget_on,
         )
 
     @staticmethod
@@ -97,6 +118,8 @@ class Search:
         *,
         progress: Progress,
         planners: Sequence[Planner],
+        allocator: AllocatorSettings | None = None,
+        budget_on: Counted = "allocated",
     ) -> Search:
         """Solve what is measured already."""
         line = measured.line
@@ -125,6 +148,7 @@ class Search:
             solved=_frontier(baseline, solved),
             frontier=_frontier(baseline, [candidate for own in best for candidate in own]),
             alone=tuple(alone),
+            allocations=Allocations(sweeper, surroundings, allocator, budget_on),
         )
 
     @property
@@ -146,15 +170,25 @@ class Search:
         elsewhere = (n for n in joint.forward if any(t.device != device for t in tensors_of(n)))
         return fixed | table.of(elsewhere) | self.measured.displaced
 
+    def counted_bytes(self, candidate: Candidate) -> int:
+        """Of a candidate's peak: what the budget is for."""
+        return self.allocations.counted_bytes(candidate.program, candidate.sweep)
+
     @property
     def least(self) -> Candidate:
         """The schedule of the lowest peak; the fastest among those."""
-        return self.frontier[0]
+        best, least_bytes = self.frontier[0], self.counted_bytes(self.frontier[0])
+        for candidate in self.frontier[1:]:
+            if candidate.peak_bytes > least_bytes:  # what is handed out is never less
+                break
+            if self.counted_bytes(candidate) <= least_bytes:
+                best, least_bytes = candidate, self.counted_bytes(candidate)
+        return best
 
     @property
     def least_bytes(self) -> int:
         """The least feasible budget."""
-        return self.least.peak_bytes
+        return self.counted_bytes(self.least)
 
     def describe_least(self) -> str:
         """What the least feasible budget is needed for."""
@@ -167,16 +201,35 @@ class Search:
 
         Requires: the budget is at least the least one's peak.
         """
-        return _within(self.frontier, budget_bytes)
+        return next(self._fitting(self.frontier, budget_bytes))
+
+    def _fitting(self, frontier: tuple[Candidate, ...], budget_bytes: int) -> Iterator[Candidate]:
+        """Those that fit, the fastest first, but for the baseline, which is before all."""
+        for candidate in reversed(frontier):
+            too_much = candidate.peak_bytes > budget_bytes  # as is what is handed out then
+            if not too_much and self.counted_bytes(candidate) <= budget_bytes:
+                yield candidate
+
+    def points(self) -> list[tuple[int, float]]:
+        """Peak and seconds of candidates, one of which is the fastest within any budget.
+
+        Where peaks must be replayed these are some candidates, evenly among all.
+        """
+        chosen = self.frontier
+        if self.allocations.settings is not None:
+            last = len(chosen) - 1
+            wanted = {last * i // (POINTS - 1) for i in range(POINTS)}
+            chosen = tuple(chosen[i] for i in sorted(wanted))
+        return [(self.counted_bytes(c), c.total_s) for c in (self.least, *chosen)]
 
     def gained_s(self, budget_bytes: int) -> float:
         """Seconds by which local search beats the solver within a budget.
 
         0 where the solver finds nothing within it.
         """
-        solved = [c for c in self.solved if c.peak_bytes <= budget_bytes]
+        solved = next(self._fitting(self.solved, budget_bytes), None)
         chosen = self.fastest_within(budget_bytes)
-        return solved[-1].total_s - chosen.total_s if solved else 0.0
+        return solved.total_s - chosen.total_s if solved else 0.0
 
     def lower_bound_s(self, budget_bytes: int) -> float:
         """No schedule of these stages within the budget takes less."""

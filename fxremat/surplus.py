@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxremat.errors import ArgumentError
 from fxremat.measure import device_of, peak_of
 from fxremat.outputs import Unused
 from fxremat.passes.storage import allocated_bytes
@@ -19,48 +20,76 @@ from fxremat.passes.storage import allocated_bytes
 
 def optimizer_bytes(
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None, model: nn.Module
-) -> int:
-    """Bytes of the state that an optimizer keeps on the model's device.
+) -> tuple[int, ...]:
+    """Bytes of each tensor that an optimizer keeps beside a parameter, on its device.
 
     State that does not exist yet is found by one step of a copy of the optimizer on a few
-    numbers: state of a parameter's shape scales with it, the rest does not.
+    numbers of each dtype and device: state of a parameter's shape grows with it, the rest does
+    not. What lies on another device, as Adam's count of steps does unless it is ``capturable``
+    or ``fused``, is not of this device's memory.
 
     Raises:
-        TypeError: the optimizer cannot take such a step.
+        ArgumentError: the optimizer cannot take such a step, or its class needs more than the
+            parameters.
     """
     if optimizer is None:
-        return 0
+        return ()
     if isinstance(optimizer, type):
         make: Any = optimizer
-        made: torch.optim.Optimizer = make([p for p in model.parameters() if p.requires_grad])
+        try:
+            made = make([p for p in model.parameters() if p.requires_grad])
+        except (TypeError, ValueError) as error:
+            raise _refused(
+                optimizer, f"{optimizer.__name__} cannot be made of the parameters alone ({error})"
+            ) from error
         return optimizer_bytes(made, model)
-    total = 0
+    found: list[int] = []
     for group in optimizer.param_groups:
-        alike, fixed = _state_of(optimizer, group)
+        states: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for parameter in group["params"]:
-            nbytes = int(alike * parameter.numel() * parameter.element_size())
-            total += allocated_bytes(nbytes, parameter.device) + fixed
-    return total
+            key = (parameter.dtype, parameter.device)
+            if key not in states:
+                states[key] = _state_of(optimizer, group, *key)
+            for state in states[key]:
+                count = parameter.numel() if state.numel() == PROBE else state.numel()
+                # One by one: each is asked of the allocator by itself.
+                found.append(allocated_bytes(count * state.element_size(), parameter.device))
+    return tuple(found)
 
 
-def _state_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[float, int]:
-    """State in multiples of a parameter's bytes, and bytes that do not depend on its size."""
-    size = 64
-    probe = torch.zeros(size, requires_grad=True)
+PROBE = 61
+"""Numbers in a trial step: no state that does not grow with the parameter has as many."""
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """What is kept on ``device`` for a parameter of a few numbers there."""
+    probe = torch.zeros(PROBE, dtype=dtype, device=device, requires_grad=True)
     probe.grad = torch.ones_like(probe)
     trial = copy.copy(optimizer)
     trial.state = defaultdict(dict)
     trial.param_groups = [{**group, "params": [probe]}]
     try:
         trial.step()
-    except (RuntimeError, TypeError) as error:
-        raise TypeError(
-            f"the state of {type(optimizer).__name__} cannot be found by a trial step "
-            f"({error}): give its bytes as reserve= instead of optimizer="
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        name = type(optimizer).__name__
+        raise _refused(
+            optimizer, f"the state of {name} cannot be found by a trial step ({error})"
         ) from error
-    tensors = [v for v in trial.state[probe].values() if isinstance(v, torch.Tensor)]
-    alike = sum(t.nbytes for t in tensors if t.numel() == size)
-    return alike / probe.nbytes, sum(t.nbytes for t in tensors if t.numel() != size)
+    kept = trial.state[probe].values()
+    return [v for v in kept if isinstance(v, torch.Tensor) and v.device == probe.device]
+
+
+def _refused(optimizer: object, why: str) -> ArgumentError:
+    return ArgumentError(
+        f"{why}: give the bytes of its state as reserve= instead of optimizer=",
+        argument="optimizer",
+        value=optimizer,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +111,10 @@ def needs_of_loss(loss: Callable[[Any], torch.Tensor], outputs: object) -> LossN
     Args:
         loss: of the model's outputs.
         outputs: as empty shells; values are made up.
+
+    Raises:
+        ArgumentError: ``loss`` returns no scalar with a gradient. What ``loss`` itself raises
+            is not caught.
     """
     made: dict[int, torch.Tensor] = {}
 
@@ -97,10 +130,30 @@ def needs_of_loss(loss: Callable[[Any], torch.Tensor], outputs: object) -> LossN
 
     def run() -> None:
         with torch.enable_grad():
-            torch.autograd.backward(loss(values))
+            torch.autograd.backward(_checked(loss, loss(values)))
 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         nbytes = peak_of(run, device=device) - before
     unused = tuple(i for i, t in made.items() if t.requires_grad and t.grad is None)
     return LossNeeds(nbytes, Unused(unused, len(leaves)) if unused else None)
+
+
+def _checked(loss: object, result: object) -> torch.Tensor:
+    """What a loss returned, if a backward can begin there."""
+    if not isinstance(result, torch.Tensor):
+        got = "None" if result is None else f"a {type(result).__name__}"
+    elif result.numel() != 1:
+        got = f"a tensor of shape {tuple(result.shape)}"
+    elif not result.requires_grad:
+        got = f"a scalar of {result.dtype} without a gradient"
+    elif result.is_complex():
+        got = f"a scalar of {result.dtype}"
+    else:
+        return result
+    raise ArgumentError(
+        f"loss= returned {got}: it must return a real scalar tensor that is computed from the "
+        "model's outputs with a gradient, such as outputs.mean()",
+        argument="loss",
+        value=loss,
+    )

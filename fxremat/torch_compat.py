@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -148,15 +150,21 @@ def boxed_code(graph: fx.Graph) -> None:
 
 
 class AllocationLog:
-    """What the CPU allocator did between entering and leaving the context.
+    """What a device's allocator did between entering and leaving the context.
+
+    Of CUDA's it tells the blocks that are handed out, and no statistics are reset for it.
+
+    Args:
+        device: whose allocator.
 
     Attributes:
         events: after leaving, ``(mark, signed bytes)`` of each allocation and release
             in order, where ``mark`` is the last name passed to :meth:`mark`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.events: list[tuple[str, int]] = []
+        self._on_cuda = device is not None and device.type == "cuda"
 
     def __enter__(self) -> AllocationLog:
         profiler: Any = torch.autograd
@@ -190,10 +198,29 @@ class AllocationLog:
             if kind == "push" and record.name().startswith(_MARK):
                 current = record.name()[len(_MARK) :]
             elif kind == "memory_alloc":
-                self.events.append((current, record.cpu_memory_usage()))
+                change = record.cuda_memory_usage() if self._on_cuda else record.cpu_memory_usage()
+                if change:  # none: of the other device
+                    self.events.append((current, change))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes at any instant, less those at the start; never negative."""
+        return max(0, *accumulate(change for _mark, change in self.events), 0)
 
 
 _MARK = "fxremat mark "  # no operator's name begins so
+
+
+def allocator_settings() -> dict[str, Any] | None:
+    """How torch's caching allocator of CUDA is set, by the names of its snapshot.
+
+    ``None`` where another one is in use: the driver's (``cudaMallocAsync``) or a plugged-in one.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
+    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    found: dict[str, Any] = snapshot.get("allocator_settings", {})
+    return found
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -238,6 +265,56 @@ def real_execution() -> Iterator[None]:
 
     with _disable_current_modes(), no_python_dispatcher(), torch._C._DisableAutocast():
         yield
+
+
+def kernel_settings() -> dict[str, object]:
+    """All global settings that choose kernels or change their results, by torch's names.
+
+    Some 10 µs.
+    """
+    backends = torch.backends
+    precision: Any = torch._C._get_fp32_precision_getter
+    found: dict[str, object] = {
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cudnn.enabled": backends.cudnn.enabled,
+        "torch.backends.cudnn.benchmark": backends.cudnn.benchmark,
+        "torch.backends.cudnn.deterministic": backends.cudnn.deterministic,
+        "torch.backends.mkldnn.enabled": torch._C._get_mkldnn_enabled(),
+        "torch.backends.cuda.enable_flash_sdp": torch._C._get_flash_sdp_enabled(),
+        "torch.backends.cuda.enable_mem_efficient_sdp": torch._C._get_mem_efficient_sdp_enabled(),
+        "torch.backends.cuda.enable_math_sdp": torch._C._get_math_sdp_enabled(),
+        "torch.backends.cuda.enable_cudnn_sdp": torch._C._get_cudnn_sdp_enabled(),
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    }
+    for backend, operation in _PRECISIONS:
+        found[f"torch.backends.{backend}.{operation}.fp32_precision"] = precision(
+            backend, operation
+        )
+    matmul = backends.cuda.matmul
+    found["torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"] = (
+        matmul.allow_fp16_reduced_precision_reduction
+    )
+    found["torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"] = (
+        matmul.allow_bf16_reduced_precision_reduction
+    )
+    return found
+
+
+_PRECISIONS = (
+    ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"),
+    ("mkldnn", "conv"), ("mkldnn", "rnn"),
+)  # fmt: skip
+
+
+def delay_device(device: torch.device, seconds: float) -> None:
+    """Have the current stream of a CUDA device do nothing for about ``seconds``."""
+    sleep: Any = torch.cuda._sleep
+    with torch.cuda.device(device):
+        sleep(int(seconds * _CYCLES_PER_S))
+
+
+_CYCLES_PER_S = 2e9
+"""Clock of a GPU, rather too fast: a delay must not be shorter than asked for."""
 
 
 def boxed(function: BoxedCallable) -> BoxedCallable:

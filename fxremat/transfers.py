@@ -22,10 +22,15 @@ from fxremat.passes.policy import conv_inputs
 from fxremat.passes.sweep import Sweep
 from fxremat.passes.timing import replay
 from fxremat.runtime.bandwidth import MeasuredLink, measure_link
+from fxremat.runtime.slots import slot_bytes
 from fxremat.search import Search
+from fxremat.units import format_bytes
 
 ENOUGH = 1 + 1e-3
 """Times what keeping everything takes: a climb ends where it comes as near."""
+
+ROUNDS = 6
+"""Times that more is sent away because the allocator has handed out too much."""
 
 PATIENCE = 8
 """Faster schedules in a row that transfers make slower before a climb ends."""
@@ -108,7 +113,9 @@ class Transfers:
         """
         device = search.sweeps.surroundings.device
         with torch_compat.real_execution(), torch.no_grad():
-            link = measure_link(device, host_dir=host.folder)
+            link = measure_link(
+                device, host_dir=host.folder, host_limit_bytes=host.limit_bytes
+            )
         candidates = (search.baseline,) if host.only else bases.of_search(search)
         settled = search.settled
         if host.conv:
@@ -120,7 +127,29 @@ class Transfers:
     @property
     def least_bytes(self) -> int:
         """The least feasible budget."""
-        return min(map(self._least_bytes, self.movable))
+        return self._least()[0]
+
+    def _least(self) -> tuple[int, Movable, Candidate, tuple[Move, ...]]:
+        """It, and what it was found with."""
+        pairs = zip(self.movable, self.candidates, strict=True)
+        each = [(self._least_bytes(base), base, candidate) for base, candidate in pairs]
+        best: tuple[int, Movable, Candidate, tuple[Move, ...]] | None = None
+        for least, base, candidate in sorted(each, key=lambda found: found[0]):
+            if best is not None and least >= best[0]:  # what is handed out is never less
+                break
+            moves = base.moves(least, self.host.limit_bytes)
+            assert moves is not None
+            counted = max(least, self._counted_bytes(base, moves))
+            if best is None or counted < best[0]:
+                best = counted, base, candidate, moves
+        assert best is not None
+        return best
+
+    def _counted_bytes(self, base: Movable, moves: tuple[Move, ...]) -> int:
+        """Of the peak with ``moves``: what the budget is for."""
+        return self.search.allocations.counted_bytes(
+            base.program, swept(base.sweep, moves) if moves else base.sweep, moves
+        )
 
     def _least_bytes(self, base: Movable) -> int:
         least = base.least_bytes
@@ -138,9 +167,26 @@ class Transfers:
 
     def describe_least(self) -> str:
         """What the least feasible budget is needed for."""
+        limited = self._describe_limit()
+        if limited is not None:
+            return limited
         if not self.host.only:
             return "what neither travels nor is recomputed"
         return "what cannot travel: it is read by neighbouring operations, or held by others"
+
+    def _describe_limit(self) -> str | None:
+        """How much host memory would do with less, if that is what limits."""
+        limit = self.host.limit_bytes
+        least = min(base.least_bytes for base in self.movable)
+        best = [base for base in self.movable if base.least_bytes == least]
+        if limit is None or any(base.moves(least, limit) is not None for base in best):
+            return None
+        taken = min(sum(slot_bytes(m.nbytes) for m in base.moves(least) or ()) for base in best)
+        return (
+            f"what host_limit= keeps on the device: it allows {limit} bytes "
+            f"({format_bytes(limit)}) of host memory, and with {taken} ({format_bytes(taken)}) "
+            f"{least} bytes ({format_bytes(least)}) of the device would do"
+        )
 
     def fastest_within(self, budget_bytes: int) -> Moved:
         """The fastest that fits.
@@ -153,15 +199,33 @@ class Transfers:
         for base, candidate in self._by_time(budget_bytes):
             if best is not None and candidate.total_s >= best.total_s:
                 break
-            best = _faster(best, self._moved(base, candidate, budget_bytes))
+            best = _faster(best, self._moved(base, candidate, budget_bytes, best))
         if best is None or best.total_s > self.search.baseline.total_s:
             for found in self._climbed(budget_bytes):
                 best = _faster(best, found)
         return best or self._at_least()
 
-    def _moved(self, base: Movable, candidate: Candidate, budget_bytes: int) -> Moved | None:
-        moves = base.moves(budget_bytes, self.host.limit_bytes)
-        return None if moves is None else Moved.of(candidate, moves, self.link)
+    def _moved(
+        self, base: Movable, candidate: Candidate, budget_bytes: int, best: Moved | None = None
+    ) -> Moved | None:
+        """A candidate with what must travel; ``None`` if none fits, or is faster than ``best``.
+
+        Moves are found from sums of bytes. Where more is handed out, they are found again for
+        as much less.
+        """
+        aim_bytes = budget_bytes
+        for _ in range(ROUNDS):
+            moves = base.moves(aim_bytes, self.host.limit_bytes)
+            if moves is None:
+                return None
+            found = Moved.of(candidate, moves, self.link)
+            if best is not None and found.total_s >= best.total_s:
+                return None
+            over_bytes = self._counted_bytes(base, moves) - budget_bytes
+            if over_bytes <= 0:
+                return found
+            aim_bytes -= over_bytes
+        return None
 
     def _climbed(self, budget_bytes: int) -> Iterator[Moved]:
         """The fastest of each climb, until what is away takes longer than it saves.
@@ -197,7 +261,7 @@ class Transfers:
                 break
             if best is not None and candidate.total_s >= best.total_s:
                 continue
-            found = self._moved(_movable(candidate, self.settled), candidate, budget_bytes)
+            found = self._moved(_movable(candidate, self.settled), candidate, budget_bytes, best)
             faster = _faster(best, found)
             fruitless = 0 if faster is not best else fruitless + 1
             best = faster
@@ -209,18 +273,13 @@ class Transfers:
         Within a limit of host memory it may fit where what is chosen for a larger budget
         does not: other storages travel then, and not always fewer bytes.
         """
-        base, candidate = min(
-            zip(self.movable, self.candidates, strict=True),
-            key=lambda pair: self._least_bytes(pair[0]),
-        )
-        moves = base.moves(self._least_bytes(base), self.host.limit_bytes)
-        assert moves is not None
+        _, _, candidate, moves = self._least()
         return Moved.of(candidate, moves, self.link)
 
     def _without_moves(self, budget_bytes: int) -> Moved | None:
         """The best of all candidates, of which only some are bases."""
         search = self.search
-        if self.host.only or budget_bytes < search.least.peak_bytes:
+        if self.host.only or budget_bytes < search.least_bytes:
             return None
         return Moved.of(search.fastest_within(budget_bytes), (), None)
 

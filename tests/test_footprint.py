@@ -9,7 +9,7 @@ from fxremat.passes.batchnorm import updates_statistics
 from fxremat.passes.block import Block, Mode, dependencies, is_getitem
 from fxremat.passes.cost import stage_blocks
 from fxremat.passes.execute import compile_block
-from fxremat.passes.footprint import Footprint, Step, run, steps_of
+from fxremat.passes.footprint import Footprint, Step, requests_of, run, steps_of
 from fxremat.passes.storage import StorageTable
 from fxremat.passes.synthetic import Synthesizer
 from fxremat.torch_compat import AllocationLog
@@ -35,7 +35,7 @@ NOTHING: frozenset[int] = frozenset()
     ],
 )
 def test_replay(steps: tuple[Step, ...], kept: frozenset[int], peak: int, change: int):
-    assert run(steps, TABLE, kept=kept) == Footprint(peak, change)
+    assert run(requests_of(steps, TABLE, kept=kept)) == Footprint(peak, change)
 
 
 def allocated(step, block, kept_inputs: bool) -> Footprint:

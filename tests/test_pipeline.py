@@ -12,6 +12,7 @@ from fxremat.ir import Backward, Forward, Keep
 from fxremat.passes.surroundings import Caller
 from fxremat.pipeline import Planned, plan_step
 from fxremat.search import Search
+from fxremat.simulate.allocator import AllocatorSettings, Counted
 from tests.harness import captured, silent
 
 NAMES = ("gpt", "unet", "siamese")
@@ -119,3 +120,97 @@ def test_what_the_caller_reserves_is_in_every_peak():
     kept = Search.of(step.joint, real=real, caller=Caller(reserve_bytes=4096), progress=silent)
     assert kept.baseline.sweep.peak_bytes == plain.baseline.sweep.peak_bytes + 4096
     assert kept.least.sweep.peak_bytes == plain.least.sweep.peak_bytes + 4096
+
+
+ALLOCATORS = {
+    "usual": AllocatorSettings(),
+    "growing": AllocatorSettings(expandable_segments=True),
+    "halves": AllocatorSettings(divisions=(2,) * 16),
+}
+
+
+def planned_with(name: str, budget: int | str | float, caller: Caller, rules: str) -> Planned:
+    step = captured(name)
+    return plan_step(
+        step.traced,
+        forward_output_count=step.output_count,
+        inputs=step.real,
+        budget=Budget.read(budget),
+        caller=caller,
+        progress=silent,
+        allocator=ALLOCATORS[rules],
+    )
+
+
+REPLAYED: list[tuple[str, str, Counted]] = [
+    ("gpt", "usual", "allocated"),
+    ("gpt", "usual", "reserved"),
+    ("unet", "growing", "allocated"),
+    ("siamese", "growing", "reserved"),
+    ("siamese", "halves", "allocated"),
+]
+
+
+@pytest.mark.parametrize(("name", "rules", "counted"), REPLAYED)
+def test_what_an_allocator_hands_out_keeps_to_the_budget(name: str, rules: str, counted: Counted):
+    caller = Caller(budget_on=counted)
+    least = planned_with(name, "min", caller, rules).plan
+    full = planned_with(name, 1.0, caller, rules).plan
+    assert least.counted_bytes == least.least_budget_bytes == least.budget_bytes
+    assert full.counted_bytes == full.baseline_peak_bytes
+    middle = (least.budget_bytes + full.budget_bytes) // 2
+    plans = [least, planned_with(name, middle, caller, rules).plan, full]
+    for plan in plans:
+        assert plan.predicted_held_bytes <= plan.predicted_peak_bytes
+        assert plan.predicted_peak_bytes <= plan.predicted_reserved_bytes
+        assert plan.counted_bytes <= plan.budget_bytes
+        assert plan.least_budget_bytes == least.budget_bytes
+        assert plan.frontier.least_budget_bytes == least.budget_bytes
+        point = plan.frontier.at(plan.budget_bytes)
+        assert point is not None
+        assert plan.predicted_s <= point.predicted_s
+    for less, more in itertools.pairwise(plans[:-1]):
+        assert more.predicted_s <= less.predicted_s
+    with pytest.raises(BudgetError, match=str(least.budget_bytes)):
+        planned_with(name, least.budget_bytes - 1, caller, rules)
+
+
+def test_without_an_allocator_of_its_own_a_device_hands_out_what_is_asked_for():
+    for counted in ("allocated", "reserved"):
+        step = captured("gpt")
+        plan = plan_step(
+            step.traced,
+            forward_output_count=step.output_count,
+            inputs=step.real,
+            budget=Budget.read("min"),
+            caller=Caller(budget_on=counted),
+            progress=silent,
+        ).plan
+        assert plan.predicted_peak_bytes == plan.predicted_held_bytes
+        assert plan.predicted_reserved_bytes == plan.predicted_peak_bytes
+        assert plan.budget_on == counted
+
+
+@by_model
+def test_a_larger_budget_never_gets_a_slower_schedule_where_peaks_are_replayed(name: str):
+    step = captured(name)
+    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
+    search = Search.of(
+        step.joint,
+        real=real,
+        caller=Caller(),
+        progress=silent,
+        allocator=AllocatorSettings(),
+    )
+    least, full = search.least_bytes, search.counted_bytes(search.baseline)
+    before = None
+    for part in range(41):
+        budget_bytes = least + (full - least) * part // 40
+        found = search.fastest_within(budget_bytes)
+        assert search.counted_bytes(found) <= budget_bytes
+        if before is not None and found is not search.baseline:
+            assert found.total_s <= before.total_s
+        before = found
+    assert before is search.baseline
+    # No more was replayed than what could be chosen.
+    assert len(search.allocations.known) <= len(search.frontier)

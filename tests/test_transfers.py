@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from fxremat.ir import Copy, Forward
+from fxremat.passes.allocations import Allocations
 from fxremat.passes.surroundings import Caller
 from fxremat.runtime.bandwidth import MeasuredLink
 from fxremat.runtime.slots import slot_bytes
 from fxremat.search import Search, line_schedules
+from fxremat.simulate.allocator import AllocatorSettings, Counted
 from fxremat.transfers import HostMemory, Moved, Transfers
 from tests.harness import captured, silent
 
@@ -28,9 +30,11 @@ def search_of(name: str) -> Search:
     return Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
 
 
-def transfers(name: str, bytes_per_s: float, host: HostMemory) -> Transfers:
+def transfers(
+    name: str, bytes_per_s: float, host: HostMemory, search: Search | None = None
+) -> Transfers:
     link = MeasuredLink(bytes_per_s, bytes_per_s, bytes_per_s, slowdown=1.0, shared=False)
-    return replace(Transfers.of(search_of(name), host), link=link)
+    return replace(Transfers.of(search or search_of(name), host), link=link)
 
 
 def budgets(found: Transfers) -> list[int]:
@@ -154,3 +158,33 @@ def test_only_inputs_of_convolutions_travel_if_asked():
         for user in node.users
     }
     assert any("convolution" in name for name in readers)
+
+
+@functools.cache
+def replayed(name: str, counted: Counted) -> Search:
+    """Candidates on a device whose allocator hands out more than is asked for."""
+    plain = search_of(name)
+    found = Allocations(
+        plain.allocations.sweeper, plain.allocations.surroundings, AllocatorSettings(), counted
+    )
+    return replace(plain, allocations=found)
+
+
+@models
+@pytest.mark.parametrize("only", [False, True])
+def test_more_travels_where_more_is_handed_out_than_asked_for(name: str, only: bool):
+    for counted in ("allocated", "reserved"):
+        search = replayed(name, counted)
+        found = transfers(name, 1e9, HostMemory(only=only), search)
+        plain = transfers(name, 1e9, HostMemory(only=only))
+        assert found.least_bytes > plain.least_bytes
+        least, full = found.least_bytes, search.counted_bytes(search.baseline)
+        for part in range(5):
+            budget = least + (full - least) * part // 4
+            moved = found.fastest_within(budget)
+            program = moved.candidate.program
+            taken = search.allocations.counted_bytes(program, moved.sweep, moved.moves)
+            assert moved.sweep.peak_bytes <= taken <= budget
+            if budget >= search.least_bytes and not only:
+                without = search.fastest_within(budget)
+                assert moved.total_s <= without.total_s * (1 + 1e-9)

@@ -14,6 +14,13 @@ from fxremat.passes.storage import StorageTable
 WorkspaceBytes = Callable[[fx.Node, Block], int]
 """Peak bytes of an operation beyond its arguments and results."""
 
+Request = tuple[int, int]
+"""What is asked of the device's allocator: a key, and bytes that it is to hand out under that
+key, or, negative, to take back. Keys are storages, or below 0."""
+
+WORKSPACE = -1
+"""The key of what is asked for and given back at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -87,17 +94,29 @@ def _follows(node: fx.Node, groups: list[fx.Node]) -> bool:
     return is_getitem(node) and bool(groups) and node.args[0] is groups[-1]
 
 
-def run(steps: tuple[Step, ...], storages: StorageTable, *, kept: frozenset[int]) -> Footprint:
-    """Replay ``steps``.
+def requests_of(
+    steps: tuple[Step, ...], storages: StorageTable, *, kept: frozenset[int]
+) -> tuple[Request, ...]:
+    """What running ``steps`` asks of the allocator, in order.
 
     Args:
         steps: of a block.
         storages: sizes.
         kept: storages that somebody outside still holds, so the block frees none of them.
     """
-    now = peak = 0
+    asked: list[Request] = []
     for step in steps:
-        now += sum(storages.nbytes[s] for s in step.allocates)
-        peak = max(peak, now + step.workspace_bytes)
-        now -= sum(storages.nbytes[s] for s in step.releases if s not in kept)
+        asked.extend((s, storages.nbytes[s]) for s in step.allocates)
+        if step.workspace_bytes > 0:
+            asked += [(WORKSPACE, step.workspace_bytes), (WORKSPACE, -step.workspace_bytes)]
+        asked.extend((s, -storages.nbytes[s]) for s in step.releases if s not in kept)
+    return tuple(request for request in asked if request[1])
+
+
+def run(requests: tuple[Request, ...]) -> Footprint:
+    """What ``requests`` come to, each counted as it is."""
+    now = peak = 0
+    for _, nbytes in requests:
+        now += nbytes
+        peak = max(peak, now)
     return Footprint(peak, now)

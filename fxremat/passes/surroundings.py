@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,9 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.passes.joint import JointGraph
-from fxremat.passes.storage import allocated_bytes, tensors_of
+from fxremat.passes.storage import StorageTable, allocated_bytes, tensors_of
 from fxremat.passes.sweep import Surroundings
+from fxremat.simulate.allocator import Counted
 
 LOSS_FACTOR = 3
 """Bytes set aside for a loss outside the model, in multiples of the outputs' bytes: a
@@ -27,17 +28,21 @@ class Caller:
     """What the caller of the step needs beside it.
 
     Attributes:
-        reserve_bytes: to be left alone, optimizer state among it.
+        reserve_bytes: to be left alone.
+        held_bytes: of each other tensor that is held throughout, such as optimizer state.
         accumulate: gradients are added to existing ones, even if there are none yet.
         loss_bytes: measured peak of the loss outside the model, None if unknown.
         resident: tensors that the step holds whether its graph reads them or not: the
             model's parameters and buffers, the arguments of the call.
+        budget_on: what the budget is for.
     """
 
     reserve_bytes: int = 0
+    held_bytes: tuple[int, ...] = ()
     accumulate: bool = False
     loss_bytes: int | None = None
     resident: tuple[torch.Tensor, ...] = ()
+    budget_on: Counted = "allocated"
 
 
 def surroundings_of(
@@ -45,48 +50,58 @@ def surroundings_of(
 ) -> Surroundings:
     """Add up what is held around the graphs."""
     table = joint.storages
-    tangent_bytes = table.total(table.of(joint.tangents))
+    tangents = _each(table, table.of(joint.tangents))
     loss_bytes = caller.loss_bytes
     if loss_bytes is None:
-        loss_bytes = LOSS_FACTOR * tangent_bytes
+        loss_bytes = LOSS_FACTOR * sum(tangents)
+    given = (
+        *_each(table, table.of(joint.given)),
+        *_unread_bytes(joint, real, caller),
+        *_existing_gradient_bytes(joint, real, caller),
+        *caller.held_bytes,
+        *[allocated_bytes(8, device_of_step(joint))] * SCALARS,
+    )
     return Surroundings(
-        given_bytes=table.total(table.of(joint.given))
-        + _unread_bytes(joint, real, caller)
-        + _existing_gradient_bytes(joint, real, caller)
-        + SCALARS * allocated_bytes(8, _device_of(joint))
-        + caller.reserve_bytes,
-        turn_bytes=max(loss_bytes, tangent_bytes),
-        tangent_bytes=tangent_bytes,
+        given_bytes=sum(given) + caller.reserve_bytes,
+        turn_bytes=max(loss_bytes, sum(tangents)),
+        tangent_bytes=sum(tangents),
         end_bytes=_largest_copied_gradient(joint),
-        device=_device_of(joint),
+        device=device_of_step(joint),
+        given_each_bytes=given,
+        tangent_each_bytes=tangents,
     )
 
 
-def _device_of(joint: JointGraph) -> torch.device:
+def _each(table: StorageTable, ids: Iterable[int]) -> tuple[int, ...]:
+    """Bytes of each of the storages ``ids``, in order of the graph."""
+    return tuple(table.nbytes[i] for i in sorted(ids))
+
+
+def device_of_step(joint: JointGraph) -> torch.device:
+    """The device of the first tensor: that of the gradients of the outputs, if there are any."""
     for node in (*joint.tangents, *joint.primals):
         for tensor in tensors_of(node):
             return tensor.device
     return torch.device("cpu")
 
 
-def _unread_bytes(joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], caller: Caller) -> int:
-    """Resident tensors on the step's device that are none of its primals."""
+def _unread_bytes(
+    joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], caller: Caller
+) -> Iterator[int]:
+    """Of each resident tensor on the step's device that is none of its primals."""
     counted = {torch_compat.storage_key(t) for t in real.values()}
-    total = 0
     for tensor in caller.resident:
         key = torch_compat.storage_key(tensor)
-        if key not in counted and tensor.device == _device_of(joint):
+        if key not in counted and tensor.device == device_of_step(joint):
             counted.add(key)
-            total += allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
-    return total
+            yield allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
 
 
 def _existing_gradient_bytes(
     joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], caller: Caller
-) -> int:
-    """Gradients that are there before the step: a second set beside the new ones."""
+) -> Iterator[int]:
+    """Of each gradient that is there before the step: a second set beside the new ones."""
     counted: set[int] = set()
-    total = 0
     for primal, gradient in zip(joint.primals, joint.backward_outputs, strict=True):
         tensor = real.get(primal)
         exists = tensor is not None and tensor.is_leaf and tensor.grad is not None
@@ -94,11 +109,10 @@ def _existing_gradient_bytes(
             counted.add(id(tensor))
         if exists or (caller.accumulate and isinstance(gradient, fx.Node)):
             value = primal.meta["val"]
-            total += allocated_bytes(value.numel() * value.element_size(), value.device)
+            yield allocated_bytes(value.numel() * value.element_size(), value.device)
     for tensor in caller.resident:
         if id(tensor) not in counted and tensor.is_leaf and tensor.grad is not None:
-            total += allocated_bytes(tensor.grad.untyped_storage().nbytes(), tensor.device)
-    return total
+            yield allocated_bytes(tensor.grad.untyped_storage().nbytes(), tensor.device)
 
 
 def _largest_copied_gradient(joint: JointGraph) -> int:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 import torch
 
 from fxremat.passes.block import Block
-from fxremat.passes.footprint import Footprint, Step, WorkspaceBytes, run, steps_of
+from fxremat.passes.footprint import (
+    Footprint,
+    Request,
+    Step,
+    WorkspaceBytes,
+    requests_of,
+    run,
+    steps_of,
+)
 from fxremat.passes.linearize import Line
 from fxremat.passes.program import Program
 
@@ -23,6 +31,9 @@ class Surroundings:
         tangent_bytes: gradients of the outputs, held through the backward.
         end_bytes: needed once the backward has returned, beside all gradients.
         device: of the step.
+        given_each_bytes: of ``given_bytes``, what is known one by one: each was asked of the
+            device's allocator by itself.
+        tangent_each_bytes: the same of ``tangent_bytes``.
     """
 
     given_bytes: int
@@ -30,6 +41,8 @@ class Surroundings:
     tangent_bytes: int
     end_bytes: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    given_each_bytes: tuple[int, ...] = ()
+    tangent_each_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +81,15 @@ class Sweeper:
         key = (id(block), kept & block.reads)
         footprint = self._footprints.get(key)
         if footprint is None:
-            if id(block) not in self._steps:  # the entry keeps the block, so its id, alive
-                self._steps[id(block)] = (
-                    block,
-                    steps_of(block, self._storages, self._workspace_bytes),
-                )
-            footprint = run(self._steps[id(block)][1], self._storages, kept=key[1])
-            self._footprints[key] = footprint
+            footprint = self._footprints[key] = run(self.requests(block, kept=kept))
         return footprint
+
+    def requests(self, block: Block, *, kept: frozenset[int]) -> tuple[Request, ...]:
+        """What ``block`` asks of the allocator while others hold the storages ``kept``."""
+        if id(block) not in self._steps:  # the entry keeps the block, so its id, alive
+            steps = steps_of(block, self._storages, self._workspace_bytes)
+            self._steps[id(block)] = (block, steps)
+        return requests_of(self._steps[id(block)][1], self._storages, kept=kept & block.reads)
 
     def sweep(self, program: Program, surroundings: Surroundings) -> Sweep:
         """Replay ``program``.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fxremat.ir import Chain, Costs, Schedule, Timeline
 from fxremat.report.frontier import Frontier
+from fxremat.simulate.allocator import Counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +17,14 @@ class Plan:
         budget_bytes: the budget, resolved to bytes.
         least_budget_bytes: the least peak of any schedule that was found.
         predicted_peak_bytes: the exact peak of the emitted graphs, with all that the
-            promise counts (parameters, gradients, inputs, reserve, …).
+            promise counts (parameters, gradients, inputs, reserve, …), in blocks as the
+            device's allocator hands them out.
+        predicted_reserved_bytes: what that allocator then has taken from the device.
+        predicted_held_bytes: the same peak as a sum of tensors and workspaces, whatever their
+            blocks are.
         predicted_s: seconds of a step, from the measured stages.
-        baseline_peak_bytes, baseline_s: the same with nothing recomputed.
+        baseline_peak_bytes, baseline_s: the same with nothing recomputed; the peak is of what
+            the budget is for, allocated or reserved.
         lower_bound_s: no schedule of these stages within the budget takes less.
         local_search_s: seconds by which local search on the exact sweep beat the solver.
         host_bytes: of host memory, to which storages travel; the timeline says when.
@@ -33,11 +39,15 @@ class Plan:
             meet in a trunk.
         exact: gradients are bitwise those without a plan; else inputs of norms are rebuilt
             from outputs (``compile(exact=False)``).
+        budget_on: what all budgets and the frontier are for: ``"allocated"`` bytes or
+            ``"reserved"`` ones.
     """
 
     budget_bytes: int
     least_budget_bytes: int
     predicted_peak_bytes: int
+    predicted_reserved_bytes: int
+    predicted_held_bytes: int
     predicted_s: float
     baseline_peak_bytes: int
     baseline_s: float
@@ -54,6 +64,13 @@ class Plan:
     backward_code: str
     branch_ends: tuple[int, ...] = ()
     exact: bool = True
+    budget_on: Counted = "allocated"
+
+    @property
+    def counted_bytes(self) -> int:
+        """Of the predicted peak: what the budget is for."""
+        reserved = self.budget_on == "reserved"
+        return self.predicted_reserved_bytes if reserved else self.predicted_peak_bytes
 
     def explain(self) -> str:
         """Print the plan as a table, and return what was printed."""
