@@ -234,38 +234,57 @@ def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
 
 
 def greedy_masks(numbers: Numbers) -> list[int]:
-    """Masks on the way from keeping all that is required to nothing, and back.
+    """Good masks within each of a few shares of all the bytes, for want of the best.
 
-    Down, what goes is what takes least time to rebuild for its bytes; up, what stays is what
-    spares most. Losses and gains are looked at again only where they come first, which is
-    exact where the loss of a storage never shrinks, and its gain never grows, as more goes
-    and comes. ``O(n² operations)`` for ``n`` storages, mostly far less.
+    Where a share is given, either everything that is required is kept and what takes least
+    time to rebuild for its bytes goes first, until the rest fits, or nothing is kept. Then
+    comes what spares most time for its bytes, for as long as it fits. Losses and gains are
+    looked at again only where they come first, which changes nothing where the loss of a
+    storage never shrinks as more goes, and its gain never grows as more comes.
     """
+    whole = numbers.kept_bytes(numbers.required)
     free = sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)
-    mask = numbers.required | free
-    masks = [mask, free]
-    down = [(0.0, i) for i in _bits(mask & ~free)]
-    while down:
+    thinned = _thinned(numbers, numbers.required | free)
+    masks = [free, *thinned]
+    for share in range(1, MOST_OPTIONS + 1):
+        limit_bytes = whole * share // (MOST_OPTIONS + 1)
+        fitting = next(m for m in thinned if numbers.kept_bytes(m) <= limit_bytes)
+        masks += [_filled(numbers, mask, limit_bytes) for mask in (free, fitting)]
+    return masks
+
+
+def _thinned(numbers: Numbers, mask: int) -> list[int]:
+    """``mask``, and what is left of it after each storage that goes."""
+    masks = [mask]
+    heap = [(0.0, i) for i in _bits(mask) if numbers.nbytes[i]]
+    while heap:
         now_s = numbers.seconds(mask)
-        _, i = heapq.heappop(down)
+        _, i = heapq.heappop(heap)
         loss = (numbers.seconds(mask & ~(1 << i)) - now_s) / numbers.nbytes[i]
-        if down and loss > down[0][0]:
-            heapq.heappush(down, (loss, i))
+        if heap and loss > heap[0][0]:
+            heapq.heappush(heap, (loss, i))
             continue
         mask &= ~(1 << i)
         masks.append(mask)
-    mask = free
-    up = [(-math.inf, i) for i, nbytes in enumerate(numbers.nbytes) if nbytes]
-    while up:
-        now_s = numbers.seconds(mask)
-        _, i = heapq.heappop(up)
-        gain = (now_s - numbers.seconds(mask | 1 << i)) / numbers.nbytes[i]
-        if up and -gain > up[0][0]:
-            heapq.heappush(up, (-gain, i))
-            continue
-        mask |= 1 << i
-        masks.append(mask)
     return masks
+
+
+def _filled(numbers: Numbers, mask: int, limit_bytes: int) -> int:
+    """``mask`` with all that comes and fits."""
+    room_bytes = limit_bytes - numbers.kept_bytes(mask)
+    heap = [(-math.inf, i) for i in range(len(numbers.nbytes)) if not mask >> i & 1]
+    while heap:
+        now_s = numbers.seconds(mask)
+        _, i = heapq.heappop(heap)
+        if numbers.nbytes[i] > room_bytes:
+            continue
+        gain = (now_s - numbers.seconds(mask | 1 << i)) / numbers.nbytes[i]
+        if heap and -gain > heap[0][0]:
+            heapq.heappush(heap, (-gain, i))
+        elif gain > 0:
+            mask |= 1 << i
+            room_bytes -= numbers.nbytes[i]
+    return mask
 
 
 def _by_cpsat(numbers: Numbers, cp_model: ModuleType) -> list[int]:
