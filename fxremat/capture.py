@@ -15,6 +15,7 @@ from fxremat.passes.cost import Progress
 from fxremat.passes.surroundings import Caller
 from fxremat.pipeline import Planned, plan_step
 from fxremat.transfers import HostMemory
+from fxremat.runtime import cuda_graph
 
 
 class PlannedOnly(BaseException):
@@ -65,7 +66,12 @@ class StepCompiler:
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
     ) -> Callable[..., Any]:
-        """Compile one graph of Dynamo's."""
+        """Compile one graph of Dynamo's.
+
+        Raises:
+            CaptureError: a CUDA graph is being captured.
+        """
+        cuda_graph.refuse_planning()
         found: list[Compiled] = []
 
         def partition(
@@ -118,6 +124,8 @@ class StepCompiler:
                 raise PlannedOnly
             self.latest = compiled
             return run(args)
+            if compiled.planned.arena is not None:
+                cuda_graph.refuse_host_memory(compiled.planned.arena.nbytes)
 
         return torch_compat.boxed(forward)
 
