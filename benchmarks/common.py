@@ -90,10 +90,16 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console(width=160).print(table)
 
 
-def save(name: str, results: Any, *, folder: Path = RESULTS) -> Path:
-    """Write ``results`` and the machine to ``name.json``, in ``benchmarks/results``."""
+def save(name: str, results: Any, *, folder: Path = RESULTS, quiet: bool = False) -> Path:
+    """Write ``results`` and the machine to ``name.json``, in ``benchmarks/results``.
+
+    The file is replaced at once: whoever is interrupted leaves the old one, or the new one.
+    """
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
-    print(f"wrote {path}")
+    written = path.with_suffix(".json.new")
+    written.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+    written.replace(path)
+    if not quiet:
+        print(f"wrote {path}")
     return path

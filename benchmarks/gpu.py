@@ -1,8 +1,13 @@
 """Peak and step time on a GPU: recomputing, offloading and both, beside what others do.
 
 Each network trains by each peer and within budgets from its full peak to the least feasible
-one. A network has ``--seconds``: what does not fit in is left out, and the table says so.
-The whole script takes less than 8 minutes.
+one, one contender after the other: each is planned, measured and freed, with its host memory,
+before the next, so that pinned memory is that of one plan. Its steps are timed in turns with
+those of the network as it is (or checkpointed, where that does not fit), which needs no host
+memory. A contender that fails is a row with the reason; rows are saved as they come.
+
+A network has ``--seconds``: what does not fit in is left out, and a row says so. The whole
+script takes less than 8 minutes.
 Run: python -m benchmarks.gpu [network …] [--seconds S] [--rounds N]
      python -m benchmarks.gpu --device cpu --tiny    (the same code, where there is no GPU)
 """
@@ -10,29 +15,29 @@ Run: python -m benchmarks.gpu [network …] [--seconds S] [--rounds N]
 from __future__ import annotations
 
 import argparse
-import gc
-import os
-import re
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 import fxremat
-from benchmarks.common import RESULTS, Spread, interleave, save, show
+from benchmarks.common import RESULTS, interleave, show
+from benchmarks.devices import describe, device_named, forget, host_waits
 from benchmarks.gpu_networks import NETWORKS, Network
 from benchmarks.gpu_peers import PEERS, Call, NotHereError
-from fxremat.errors import BudgetError
+from benchmarks.gpu_report import COLUMNS, draw, line
+from benchmarks.rows import Row, Rows, failure
+from fxremat.errors import BudgetError, HostMemoryError
 from fxremat.ir import Copy
 from fxremat.measure import seconds_of
 from fxremat.units import format_bytes
 
 Mode = Literal["auto", "only", False]
+Made = tuple[Call, fxremat.CompiledModule | None]
 
 MODES: dict[Mode, str] = {False: "rotor", "only": "offload only", "auto": "offload auto"}
 
@@ -46,110 +51,115 @@ PLANS: tuple[tuple[Mode, float | Literal["min"]], ...] = (
 )  # fmt: skip
 """What is planned, the most telling first: time may not suffice for all."""
 
-MEASURING_SHARE = 0.2
-"""Of a network's time, kept for measuring what was planned."""
+BASES = ("eager", "checkpoint per block")
+"""With whose steps all others are timed in turns: the first of these that runs."""
 
-WAITS = re.compile(r"cu(da)?(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy$")
-"""Calls by which the host waits for the device."""
-
-
-@dataclass(slots=True)
-class Contender:
-    """A way to train a network, and what was found about it.
-
-    Attributes:
-        what: for the table.
-        step: gradients dropped, forward, backward.
-        compiled: the planned module, if it is one.
-        row: what goes into the JSON file.
-    """
-
-    what: str
-    step: Callable[[], None] | None
-    compiled: fxremat.CompiledModule | None = None
-    row: dict[str, Any] = field(default_factory=dict)
+LEAST_ROUNDS, TIMING_SHARE = 3, 0.05
+"""Of a network's time, what timing one contender may take beyond three rounds."""
 
 
 class Bench:
-    """One network on one device."""
+    """One network on one device.
 
-    def __init__(self, network: Network, device: torch.device, *, limit_s: float) -> None:
+    Args:
+        network: what trains.
+        device: where.
+        limit_s: nothing is begun that would not end within this, if it took as long as the
+            contender before it.
+        rounds: most steps of each contender that are timed.
+        add: called with each row.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        device: torch.device,
+        *,
+        limit_s: float,
+        rounds: int,
+        add: Callable[[Row], None],
+    ) -> None:
         self.network = network
         self.device = device
         self._limit_s = limit_s
+        self._rounds = rounds
+        self._add = add
         self._begin_s = time.perf_counter()
-        self._longest_s = 0.0
+        self._latest_s = 0.0
+        self._base: tuple[str, Callable[[], None]] | None = None
+        self._known: tuple[int, int] | None = None
         self.model = network.build().to(device, network.dtype).train()
         self.inputs = network.inputs_on(device)
-        self.contenders: list[Contender] = []
-        self.left_out: list[str] = []
 
-    def run(self, rounds: int) -> list[dict[str, Any]]:
-        """Train in every way, measure, and return a row for each."""
+    def run(self) -> None:
+        """Train in every way, one after the other."""
         for name, peer in PEERS.items():
-            self._try(name, lambda peer=peer: (peer(self.network, self.model, self.inputs), None))
-        self._plan_all()
-        running = {c.what: c for c in self.contenders if c.step is not None}
-        for contender in running.values():
-            self._measure_memory(contender)
-        seconds = {what: self._timed(c) for what, c in running.items()}
-        for what, values in interleave(seconds, rounds=rounds).items():
-            running[what].row["seconds"] = values
-        for contender in running.values():
-            if contender.compiled is not None:
-                self._compare_with_plan(contender)
-        return [{"network": self.network.name, "what": c.what, **c.row} for c in self.contenders]
-
-    def _plan_all(self) -> None:
-        least = full = 0
+            self._row(name, lambda peer=peer: (peer(self.network, self.model, self.inputs), None))
         for mode, share in PLANS:
             name = f"{MODES[mode]}, {_share_name(share)}"
-            if not self._has_time():
-                self.left_out.append(name)
-                continue
-            budget: int | str = "min" if share == "min" else least + int(share * (full - least))
-            planned = self._try(name, lambda m=mode, b=budget: self._plan(m, b))
-            if planned is None and not full:
-                return  # nothing is known about this network
-            if planned is not None:
-                least = least or planned.plan.least_budget_bytes
-                full = full or planned.plan.baseline_peak_bytes
+            self._row(name, lambda m=mode, s=share: self._plan(m, s))
 
-    def _has_time(self) -> bool:
-        """Whether one more plan, if it takes as long as the longest so far, leaves enough."""
-        used_s = time.perf_counter() - self._begin_s + self._longest_s
-        return used_s < (1 - MEASURING_SHARE) * self._limit_s
-
-    def _plan(self, mode: Mode, budget: int | str) -> tuple[Call, fxremat.CompiledModule]:
+    def _row(self, what: str, make: Callable[[], Made]) -> None:
+        """Measure a contender, or note why there are no figures of it; then free it."""
+        row: Row = {"network": self.network.name, "what": what}
         begin_s = time.perf_counter()
-        try:
-            compiled = fxremat.compile(self.model, self.inputs, budget, offload=mode)
-        finally:
-            self._longest_s = max(self._longest_s, time.perf_counter() - begin_s)
-        return compiled, compiled
+        if begin_s - self._begin_s + self._latest_s > self._limit_s:
+            row["skipped"] = f"left out after {self._limit_s:.0f} s"
+        else:
+            row |= self._tried(what, make)
+            self._latest_s = time.perf_counter() - begin_s
+        self._add(row)
+        self.model.zero_grad(set_to_none=True)
+        # Nothing holds the contender any more but a base, which has no host memory.
+        forget(self.device)
 
-    def _try(
-        self, what: str, make: Callable[[], tuple[Call, fxremat.CompiledModule | None]]
-    ) -> fxremat.CompiledModule | None:
-        """Add a contender, after two steps, or why there is none."""
-        contender = Contender(what, None)
-        self.contenders.append(contender)
+    def _tried(self, what: str, make: Callable[[], Made]) -> Row:
         try:
-            call, compiled = make()
-            step = self._step(call)
-            step()
-            step()
+            return self._measured(what, make)
         except NotHereError as reason:
-            contender.row["skipped"] = str(reason)
+            return {"skipped": str(reason)}
         except BudgetError as error:
             least = format_bytes(error.least_budget_bytes or 0)
-            contender.row["skipped"] = f"least feasible budget is {least}"
-        except torch.OutOfMemoryError:
-            contender.row["skipped"] = "does not fit into the device"
-        else:
-            contender.step, contender.compiled = step, compiled
-        self.model.zero_grad(set_to_none=True)
-        return contender.compiled
+            return {"skipped": f"least feasible budget is {least}", **_causes(error)}
+        except (HostMemoryError, torch.OutOfMemoryError) as error:
+            return {"skipped": f"does not fit: {failure(error)['failed']}", **_causes(error)}
+        except Exception as error:  # one contender's failure is a row, whatever it is
+            if any("OutOfMemoryError" in cause for cause in failure(error)["causes"]):
+                return {"skipped": f"does not fit: {failure(error)['failed']}", **_causes(error)}
+            return failure(error)
+
+    def _plan(self, mode: Mode, share: float | Literal["min"]) -> Made:
+        """Through fxremat.
+
+        Raises:
+            NotHereError: the budget is a share of a way whose ends are not known.
+        """
+        budget: int | float | str = share
+        if isinstance(share, float) and share < 1.0:
+            if self._known is None:
+                raise NotHereError("the least feasible budget is not known")
+            least, full = self._known
+            budget = least + int(share * (full - least))
+        compiled = fxremat.compile(self.model, self.inputs, budget, offload=mode)
+        if self._known is None:
+            plan = compiled.plan
+            self._known = plan.least_budget_bytes, plan.baseline_peak_bytes
+        return compiled, compiled
+
+    def _measured(self, what: str, make: Callable[[], Made]) -> Row:
+        begin_s = time.perf_counter()
+        call, compiled = make()
+        row: Row = {"made_s": time.perf_counter() - begin_s}
+        step = self._step(call)
+        step()
+        step_s = seconds_of(step, device=self.device)
+        row |= self._memory(step)
+        row |= self._timed(what, step, step_s)
+        if compiled is not None:
+            row |= _plan_figures(compiled, step, peak_bytes=row["peak_bytes"])
+        if self._base is None and what in BASES:
+            self._base = what, step
+        return row
 
     def _step(self, call: Call) -> Callable[[], None]:
         model, inputs = self.model, self.inputs
@@ -160,14 +170,22 @@ class Bench:
 
         return step
 
-    def _timed(self, contender: Contender) -> Callable[[], float]:
-        step = contender.step
-        assert step is not None
-        return lambda: seconds_of(step, device=self.device)
+    def _timed(self, what: str, step: Callable[[], None], step_s: float) -> Row:
+        """Seconds of some steps, in turns with those of the base."""
+        fitting = int(TIMING_SHARE * self._limit_s / max(step_s, 1e-9))
+        rounds = min(self._rounds, max(LEAST_ROUNDS, fitting))
+        steps = {what: step}
+        if self._base is not None:
+            steps[self._base[0]] = self._base[1]
+        runs = {name: (lambda s=s: seconds_of(s, device=self.device)) for name, s in steps.items()}
+        found = interleave(runs, rounds=rounds)
+        row: Row = {"seconds": found[what]}
+        if self._base is not None:
+            row |= {"base": self._base[0], "base_seconds": found[self._base[0]]}
+        return row
 
-    def _measure_memory(self, contender: Contender) -> None:
-        step, row = contender.step, contender.row
-        assert step is not None
+    def _memory(self, step: Callable[[], None]) -> Row:
+        row: Row = {}
         self.model.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             row["unaccounted_bytes"] = self._unaccounted_bytes()
@@ -176,7 +194,9 @@ class Bench:
             # What was asked for: less than the allocator counts where it did not split a block.
             stats = torch.cuda.memory_stats(self.device)
             row["requested_peak_bytes"] = stats["requested_bytes.all.peak"]
+            row["reserved_peak_bytes"] = stats["reserved_bytes.all.peak"]
             row["host_waits"] = host_waits(step)
+        return row
 
     def _unaccounted_bytes(self) -> int:
         """Allocated between steps, less parameters, buffers and inputs: libraries' workspaces."""
@@ -187,44 +207,31 @@ class Bench:
         known = sum(-(-nbytes // 512) * 512 for nbytes in storages.values())
         return torch.cuda.memory_allocated(self.device) - known
 
-    def _compare_with_plan(self, contender: Contender) -> None:
-        compiled, row = contender.compiled, contender.row
-        assert compiled is not None
-        assert contender.step is not None
-        contender.step()  # its plan is the latest now
-        plan = compiled.plan
-        row["budget_bytes"] = plan.budget_bytes
-        row["predicted_peak_bytes"] = plan.predicted_peak_bytes
-        row["host_bytes"] = plan.host_bytes
-        row["kept"] = row["peak_bytes"] <= plan.budget_bytes
-        row["predicted_s"] = plan.predicted_s
-        trace = compiled.trace_step(contender.step)
-        row["traced_s"] = trace.measured.makespan_s
-        row["transfers"] = sum(isinstance(e.op, Copy) for e in plan.timeline.events)
-        if row["transfers"]:
-            row["overlap"] = trace.overlap
-            row["predicted_overlap"] = replace(trace, measured=trace.predicted).overlap
+
+def _plan_figures(
+    compiled: fxremat.CompiledModule, step: Callable[[], None], *, peak_bytes: int
+) -> Row:
+    step()  # its plan is the latest now
+    plan = compiled.plan
+    row: Row = {
+        "budget_bytes": plan.budget_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "predicted_reserved_bytes": getattr(plan, "predicted_reserved_bytes", None),
+        "host_bytes": plan.host_bytes,
+        "kept": peak_bytes <= plan.budget_bytes,
+        "predicted_s": plan.predicted_s,
+        "transfers": sum(isinstance(e.op, Copy) for e in plan.timeline.events),
+    }
+    trace = compiled.trace_step(step)
+    row["traced_s"] = trace.measured.makespan_s
+    if row["transfers"]:
+        row["overlap"] = trace.overlap
+        row["predicted_overlap"] = replace(trace, measured=trace.predicted).overlap
+    return row
 
 
-def host_waits(step: Callable[[], object]) -> dict[str, int]:
-    """How often the host waits for the device in a step, by the name of the CUDA call."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    step_range = torch.profiler.record_function("fxremat_step")
-    # The profiler itself waits when it starts and stops: only this range counts.
-    with torch.profiler.profile(activities=activities) as profile, step_range:
-        step()
-    events: list[Any] = list(profile.events())
-    (span,) = [
-        e.time_range
-        for e in events
-        if e.name == "fxremat_step" and e.device_type == torch.autograd.DeviceType.CPU
-    ]
-    found: dict[str, int] = {}
-    for event in events:
-        if WAITS.match(event.name) and span.start <= event.time_range.start <= span.end:
-            found[event.name] = found.get(event.name, 0) + 1
-    return found
+def _causes(error: Exception) -> Row:
+    return {"reason": failure(error)["failed"], "causes": failure(error)["causes"]}
 
 
 def _share_name(share: float | Literal["min"]) -> str:
@@ -233,102 +240,22 @@ def _share_name(share: float | Literal["min"]) -> str:
     return "full budget" if share == 1.0 else f"budget at {share:.0%} of the way"
 
 
-def line(row: dict[str, Any], eager_s: float | None) -> list[str]:
-    """A line of the table."""
-    if "skipped" in row:
-        return [row["what"], *[""] * 7, row["skipped"]]
-    spread = Spread.of(row["seconds"])
-    against = f"{spread.median / eager_s:.2f}" if eager_s else ""
-    budget = format_bytes(row["budget_bytes"]) if "budget_bytes" in row else ""
-    peak = format_bytes(row["peak_bytes"]) + ("" if row.get("kept", True) else " OVER")
-    predicted = f"{row['predicted_s'] / spread.median:.2f}" if "predicted_s" in row else ""
-    overlap = f"{row['overlap']:.0%}" if "overlap" in row else ""
-    waits = str(sum(row["host_waits"].values())) if "host_waits" in row else ""
-    return [row["what"], budget, peak, spread.text(1e3), against, predicted, overlap, waits, ""]
-
-
-COLUMNS = ["", "budget", "peak", "step ms", "÷ eager", "predicted ÷", "overlap", "waits", "note"]
-
-
-def eager_seconds(rows: list[dict[str, Any]]) -> float | None:
-    """Median of the network's steps as it is; None if it does not fit."""
-    for row in rows:
-        if row["what"] == "eager" and "seconds" in row:
-            return Spread.of(row["seconds"]).median
-    return None
-
-
-def draw(results: list[list[dict[str, Any]]], path: Path) -> None:
-    """Step time over peak, a panel for each network."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no figure: matplotlib is not installed")
-        return
-    figure = Figure(figsize=(5 * len(results), 4.5), layout="constrained")
-    panels = figure.subplots(1, len(results), squeeze=False)[0]
-    for axes, rows in zip(panels, results, strict=True):
-        for kind, points in _series(rows):
-            points.sort()
-            style = "o-" if kind in MODES.values() else "s"
-            axes.plot([x for x, _ in points], [y for _, y in points], style, label=kind)
-        axes.set_xlabel("peak (GiB)")
-        axes.set_ylabel("step (ms)")
-        axes.set_title(rows[0]["network"], fontsize="small")
-        axes.legend(fontsize="small")
-        axes.grid(alpha=0.3)
-    figure.savefig(path)
-    print(f"wrote {path}")
-
-
-def _series(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    found: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if "seconds" in row:
-            kind = row["what"].split(",")[0]
-            point = (row["peak_bytes"] / 2**30, Spread.of(row["seconds"]).median * 1e3)
-            found.setdefault(kind, []).append(point)
-    yield from found.items()
-
-
-def bench(name: str, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def bench(name: str, options: argparse.Namespace, device: torch.device, results: Rows) -> None:
     """All rows of one network, shown as well."""
-    begin_s = time.perf_counter()
-    torch._dynamo.reset()
+    begin_s, before = time.perf_counter(), len(results.rows)
+    forget(device)
     try:
         network = NETWORKS[name](tiny=options.tiny)
-    except ImportError as error:
-        print(f"{name}: left out, {error}")
-        return []
-    try:
-        found = Bench(network, device, limit_s=options.seconds)
-        rows = found.run(options.rounds)
-    except torch.OutOfMemoryError:
-        print(f"{network.name}: left out, it does not fit into the device")
-        return []
-    eager_s = eager_seconds(rows)
-    show(network.name, COLUMNS, [line(row, eager_s) for row in rows])
-    if found.left_out:
-        print(f"left out after {options.seconds:.0f} s: {'; '.join(found.left_out)}")
+        found = Bench(
+            network, device, limit_s=options.seconds, rounds=options.rounds, add=results.add
+        )
+        found.run()
+    except Exception as error:  # no network is the end of the others
+        missing = isinstance(error, ImportError | torch.OutOfMemoryError)
+        reason = failure(error)["failed"]
+        results.add({"network": name, "what": "", "skipped" if missing else "failed": reason})
+    show(name, COLUMNS, [line(row) for row in results.rows[before:]])
     print(f"{name}: {time.perf_counter() - begin_s:.0f} s", flush=True)
-    del found
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return rows
-
-
-def describe(device: torch.device) -> dict[str, Any]:
-    """What figures depend on beside the machine."""
-    if device.type != "cuda":
-        return {"device": "cpu", "threads": torch.get_num_threads()}
-    allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "memory_bytes": torch.cuda.get_device_properties(device).total_memory,
-        "cuda": torch.version.cuda,
-        "settings": {name: os.environ[name] for name in allocator if name in os.environ},
-    }
 
 
 def main() -> None:
@@ -344,26 +271,18 @@ def main() -> None:
     names = options.networks or list(NETWORKS)
     if unknown := set(names) - set(NETWORKS):
         parser.error(f"unknown networks {sorted(unknown)}: there are {', '.join(NETWORKS)}")
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            print("no CUDA device here: --device cpu --tiny tries the script", file=sys.stderr)
-            raise SystemExit(2)
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    results = [rows for name in names if (rows := bench(name, options, device))]
+    device = device_named(options.device, remedy="--device cpu --tiny tries the script")
     name = "gpu" if device.type == "cuda" else "gpu-tried-on-cpu"
-    save(
-        name,
-        {**describe(device), "rows": [row for rows in results for row in rows]},
-        folder=options.results,
-    )
-    if results:
-        draw(results, options.results / f"{name}.png")
-    planned = [row for rows in results for row in rows if "kept" in row]
+    results = Rows(name, describe(device), folder=options.results)
+    for network in names:
+        bench(network, options, device, results)
+    results.save()
+    draw(results.rows, options.results / f"{name}.png")
+    planned = [row for row in results.rows if "kept" in row]
     over = sum(not row["kept"] for row in planned)
-    print(f"{len(planned)} plans, {over} above their budget")
-    if over:
+    failed = sum("failed" in row for row in results.rows)
+    print(f"{len(planned)} plans, {over} above their budget; {failed} contenders failed")
+    if over or failed:
         raise SystemExit(1)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,8 +130,11 @@ def gpt2_medium(*, tiny: bool = False) -> Network:
     )
 
 
-def llama_1b(*, tiny: bool = False) -> Network:
+def llama_1b(*, tiny: bool = False, whole: bool = False) -> Network:
     """Blocks of the shape of Llama 3.2 1B: width 2048, 32 heads on 8 keys, inner width 8192.
+
+    ``whole`` has all 16 of them, and the whole vocabulary with tied embeddings: 1.24 billion
+    parameters.
 
     Raises:
         ImportError: ``transformers`` is not installed.
@@ -138,12 +142,14 @@ def llama_1b(*, tiny: bool = False) -> Network:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     batch, length = (2, 64) if tiny else (4, 2048)
+    vocabulary, blocks = (128256, 16) if whole else (8192, 4)
     heads = 4 if tiny else 32
     config = LlamaConfig(
-        vocab_size=96 if tiny else 8192,
+        vocab_size=96 if tiny else vocabulary,
         hidden_size=64 if tiny else 2048,
         intermediate_size=256 if tiny else 8192,
-        num_hidden_layers=3 if tiny else 4,
+        num_hidden_layers=3 if tiny else blocks,
+        tie_word_embeddings=whole,
         num_attention_heads=heads,
         num_key_value_heads=heads // 4,
         max_position_embeddings=length,
@@ -192,6 +198,19 @@ def resnet101(*, tiny: bool = False) -> Network:
     )
 
 
+def resnet50(*, tiny: bool = False) -> Network:
+    """ResNet-50 at 224 x 224."""
+    classes = 10 if tiny else 1000
+    return _classifier(
+        "ResNet-50",
+        lambda: ResNet(width=4 if tiny else 64, classes=classes),
+        lambda net: [block for group in net.groups for block in group],
+        batch=2 if tiny else 64,
+        size=64 if tiny else 224,
+        classes=classes,
+    )
+
+
 def vgg19(*, tiny: bool = False) -> Network:
     """VGG-19 at 224 x 224."""
     classes = 10 if tiny else 1000
@@ -218,6 +237,13 @@ def densenet161(*, tiny: bool = False) -> Network:
         classes=classes,
     )
 
+
+PROMISED = {
+    "gpt": gpt2_medium,
+    "llama-1b": functools.partial(llama_1b, whole=True),
+    "resnet50": resnet50,
+}
+"""Those of ``benchmarks.gpu_promise``."""
 
 NETWORKS = {
     "gpt2-medium": gpt2_medium,

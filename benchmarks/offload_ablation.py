@@ -21,7 +21,6 @@ Run: python -m benchmarks.offload_ablation [--device cpu] [--batch N] [--size N]
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.common import RESULTS, Spread, interleave, save, show
-from benchmarks.gpu import describe
+from benchmarks.devices import describe, device_named
 from benchmarks.gpu_networks import VGG, Classifier
 from fxremat.ir import Copy
 from fxremat.measure import peak_of, seconds_of
@@ -283,13 +282,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the file goes")
     options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            print("no CUDA device here: --device cpu runs it on the CPU", file=sys.stderr)
-            raise SystemExit(2)
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
+    device = device_named(options.device, remedy="--device cpu runs it on the CPU")
     size = options.size or (64 if options.tiny else 128)
     batch = options.batch or (32 if device.type == "cuda" else 4)
     width, hidden = (16, 16) if options.tiny else (64, 512)
