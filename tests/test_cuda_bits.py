@@ -1,0 +1,63 @@
+"""The promise on a GPU: bytes and bits, by recomputing, by offloading, and by both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fxremat
+from tests.cuda import (  # noqa: F401
+    ENTRIES,
+    Mode,
+    Share,
+    compiled,
+    copies,
+    needs_cuda,
+    reference_steps,
+    same_bits_each_time,
+    step_of,
+    steps,
+)
+from tests.models.bits import assert_bitwise_equal
+
+pytestmark = [*needs_cuda, pytest.mark.usefixtures("same_bits_each_time")]
+
+models = pytest.mark.parametrize("name", ENTRIES)
+modes = pytest.mark.parametrize("mode", [False, "auto", "only"], ids=["recompute", "auto", "only"])
+budgets = pytest.mark.parametrize("share", ["min", 0.5, 1.0])
+
+
+@models
+def test_without_a_plan_the_bits_are_the_same_each_time(name: str):
+    first = reference_steps(name, 1)
+    reference_steps.cache_clear()
+    assert_bitwise_equal(reference_steps(name, 1), first)
+
+
+@budgets
+@modes
+@models
+def test_the_peak_is_within_the_budget_and_the_bits_are_the_same(
+    name: str, mode: Mode, share: Share
+):
+    entry = ENTRIES[name]
+    expected = reference_steps(name, 1)
+    trained = compiled(entry, mode, share)
+    found = steps(entry, trained.model, trained.call, 1, accumulate=False)
+    assert_bitwise_equal(found, expected)
+    assert len(trained.call.plans) == 1, "the step was captured again"
+    if share == 1.0 or mode is False:
+        assert copies(trained.call) == 0
+    elif mode == "only":
+        assert copies(trained.call) > 0
+    step = step_of(entry, trained)
+    step()
+    trained.model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    measured = fxremat.measure_step(trained.model, step).peak_bytes
+    plan = trained.call.plan
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+    asked = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    assert measured <= plan.budget_bytes, (
+        f"{measured - plan.budget_bytes} bytes over; {measured - asked} were never asked for"
+    )
