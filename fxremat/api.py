@@ -23,6 +23,7 @@ from fxremat.report.frontier import Frontier
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.sample import Sample, call_without_data, check_sample
+from fxremat.simulate.allocator import Counted
 from fxremat.surplus import needs_of_loss, optimizer_bytes
 from fxremat.untouched import generators_restored
 
@@ -41,6 +42,7 @@ def compile(
     host_limit: int | str | None = None,
     host_dir: str | os.PathLike[str] | None = None,
     exact: bool = True,
+    budget_on: Counted = "allocated",
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
 
@@ -76,6 +78,9 @@ def compile(
         exact: ``False``: the input of a BatchNorm may be rebuilt from the output of the leaky
             ReLU behind it, which frees the norm's input at little time, but gives gradients
             up to rounding, not the same bits.
+        budget_on: ``"reserved"``: the budget is for all that the device's allocator takes for
+            the step, its cache and what lies fallow in it included, not for the blocks that it
+            has handed out, which ``torch.cuda.max_memory_allocated`` tells. The same on a CPU.
 
     Returns a module that trains exactly as ``model`` does, and shares all it has.
 
@@ -101,6 +106,7 @@ def compile(
         host_limit=host_limit,
         host_dir=host_dir,
         exact=exact,
+        budget_on=budget_on,
     )
     call = Sample.of(sample)
     check_sample(model, call)
@@ -115,9 +121,11 @@ def _compile(model: nn.Module, call: Sample, asked: Arguments) -> CompiledModule
         known = outputs is not None
         needs = needs_of_loss(asked.loss, outputs) if asked.loss is not None and known else None
         caller = Caller(
-            reserve_bytes=asked.reserve_bytes + optimizer_bytes(asked.optimizer, model),
+            reserve_bytes=asked.reserve_bytes,
+            held_bytes=optimizer_bytes(asked.optimizer, model),
             accumulate=asked.accumulate,
             loss_bytes=needs.nbytes if needs else None,
+            budget_on=asked.budget_on,
         )
         with _progress() as progress:
             compiler = _compiler(asked, caller, progress)
@@ -162,14 +170,18 @@ def backend(
     Each graph that Dynamo captures is planned for the budget at its first call; the
     promise covers the whole step where the model is captured whole (``fullgraph=True``).
     ``options`` may also hold ``reserve``, ``accumulate``, ``offload``, ``host_limit``,
-    ``host_dir`` and ``exact``, as for :func:`compile`.
+    ``host_dir``, ``exact`` and ``budget_on``, as for :func:`compile`.
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.
         ArgumentError: an option that does not exist, or cannot be read.
     """
     asked = Arguments.read_options(options)
-    caller = Caller(reserve_bytes=asked.reserve_bytes, accumulate=asked.accumulate)
+    caller = Caller(
+        reserve_bytes=asked.reserve_bytes,
+        accumulate=asked.accumulate,
+        budget_on=asked.budget_on,
+    )
     return _compiler(asked, caller, _silent)(module, example_inputs)
 
 

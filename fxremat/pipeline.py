@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.budget import Budget
+from fxremat.passes.allocations import settings_of
 from fxremat.passes.candidate import Candidate
 from fxremat.passes.cost import Progress
 from fxremat.passes.emit import ScheduleModule
@@ -26,8 +26,6 @@ from fxremat.runtime.slots import Life, assign_slots
 from fxremat.search import Search
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.transfers import HostMemory, Moved, Transfers
-
-LOG = logging.getLogger("fxremat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ def plan_step(
         if not as_traced and not any(map(is_inverse, joint.forward)):
             break
         real = {joint.primals[i]: tensor for i, tensor in inputs.items()}
-        rules = allocator or _rules_of(device_of_step(joint))
+        rules = allocator or settings_of(device_of_step(joint))
         search = Search.of(joint, real=real, caller=caller, progress=progress, allocator=rules)
         transfers = None if host is None else Transfers.of(search, host)
         ways.append(_Way(search, transfers, as_traced))
@@ -130,20 +128,6 @@ def plan_step(
         host=host,
         exact=way.exact,
     )
-
-
-def _rules_of(device: torch.device) -> AllocatorSettings | None:
-    """Of the device's allocator; ``None``: it hands out what is asked for."""
-    if device.type != "cuda":
-        return None
-    snapshot = torch_compat.allocator_settings()
-    if snapshot is None:
-        LOG.warning(
-            "the CUDA allocator in use is not torch's own: blocks are assumed to be as large as "
-            "asked for, rounded up to 512 bytes, and what it reserves as large as what it hands out"
-        )
-        return None
-    return AllocatorSettings.read(snapshot)
 
 
 def _fastest(ways: list[_Way], budget_bytes: int) -> tuple[_Way, Moved]:

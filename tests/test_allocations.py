@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from torch.fx import Node
 
 from fxremat.passes import allocations
-from fxremat.passes.allocations import Allocations, replay_requests, requests_of_step
+from fxremat.passes.allocations import (
+    Allocations,
+    replay_requests,
+    requests_of_step,
+    settings_of,
+)
 from fxremat.passes.footprint import Request
 from fxremat.passes.moves import Movable, Move, swept
 from fxremat.passes.program import Program, keep_all
@@ -119,6 +125,28 @@ def test_more_is_handed_out_than_asked_for_and_a_third_step_takes_no_more(
             with monkeypatch.context() as patch:
                 patch.setattr(allocations, "STEPS", 4)
                 assert replay_requests(asked, rules) == taken
+
+
+def on_cuda(patch: pytest.MonkeyPatch, backend: str, told: dict[str, object]) -> None:
+    """A device whose allocator tells of itself."""
+    patch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    patch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": told})
+
+
+def test_the_rules_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch):
+    assert settings_of(torch.device("cpu")) is None
+    on_cuda(monkeypatch, "native", {"expandable_segments": True, "max_split_size": -1})
+    assert settings_of(torch.device("cuda")) == GROWING
+    assert settings_of(torch.device("cpu")) is None
+
+
+def test_an_allocator_that_is_not_torchs_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    on_cuda(monkeypatch, "cudaMallocAsync", {})
+    assert settings_of(torch.device("cuda:1")) is None
+    assert "cuda:1" in caplog.text
+    assert "512" in caplog.text
 
 
 def test_an_allocator_without_rules_hands_out_what_is_asked_for():

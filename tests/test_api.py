@@ -266,6 +266,16 @@ def test_existing_gradients_and_reserves_are_counted():
     assert fxremat.plan(model, X, 1.0).predicted_peak_bytes == plain + gradients
 
 
+def test_on_a_cpu_what_is_reserved_is_what_is_allocated():
+    model = layers()
+    allocated = fxremat.plan(model, X, 1.0)
+    reserved = fxremat.plan(model, X, 1.0, budget_on="reserved")
+    assert (allocated.budget_on, reserved.budget_on) == ("allocated", "reserved")
+    for plan in (allocated, reserved):
+        assert plan.predicted_reserved_bytes == plan.predicted_peak_bytes == plan.counted_bytes
+    assert reserved.predicted_peak_bytes == allocated.predicted_peak_bytes
+
+
 def test_a_measured_loss_is_counted_instead_of_a_guess():
     model = layers()
 

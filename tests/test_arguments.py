@@ -98,6 +98,18 @@ def test_bools_of_python_and_numpy(argument: str, value: Any):
     assert found is bool(value)
 
 
+@pytest.mark.parametrize("value", [None, True, 0, "", "Reserved", b"reserved", ["reserved"]])
+def test_a_budget_is_for_one_of_two(value: Any):
+    message = str(refused("budget_on", value))
+    assert "allocated" in message
+    assert "reserved" in message
+
+
+def test_a_budget_is_for_what_is_allocated_unless_asked_otherwise():
+    assert Arguments.read(1.0).budget_on == "allocated"
+    assert Arguments.read(1.0, budget_on="reserved").budget_on == "reserved"
+
+
 def test_dropping_what_is_unused_needs_to_know_what_is():
     assert "loss=" in str(refused("drop_unused", True))
 
@@ -198,6 +210,7 @@ def test_options_are_the_same_arguments(tmp_path: Path):
         "host_limit": "2 GiB",
         "host_dir": str(tmp_path),
         "exact": False,
+        "budget_on": "reserved",
     }
     assert set(given) <= set(BACKEND_OPTIONS)
     budget = given.pop("budget")
@@ -244,6 +257,7 @@ MODEL, X = nn.Linear(4, 4), torch.ones(2, 4)
         {"loss": 1},
         {"drop_unused": True},
         {"optimizer": "AdamW"},
+        {"budget_on": "cached"},
     ],
     ids=str,
 )

@@ -139,14 +139,46 @@ def test_the_moment_of_the_peak_is_named():
     plan = plan_of(schedule_of(SEGMENT), stages=4)
     first = next(e for e in plan.timeline.events if e.peak_bytes == plan.predicted_peak_bytes)
     assert f"during {first.op}" in print_plan(plan)
-    above = replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes + 1)
+    above = replace(plan, predicted_held_bytes=plan.predicted_held_bytes + 1)
     assert "outside the stages" in print_plan(above)
+    handed_out = replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes + 1)
+    assert f"during {first.op}" in print_plan(handed_out)
+
+
+def test_what_is_reserved_is_told_where_it_is_more():
+    plan = plan_of(schedule_of(SEGMENT), stages=4)
+    assert "reserved" not in print_plan(plan)
+    more = replace(plan, predicted_reserved_bytes=plan.predicted_peak_bytes + 4096)
+    share = f"{plan.predicted_peak_bytes / plan.budget_bytes:.1%} of the budget"
+    (peak,) = (line for line in print_plan(more).splitlines() if line.startswith("predicted peak"))
+    (reserved,) = (line for line in print_plan(more).splitlines() if "reserved" in line)
+    assert share in peak
+    assert f"({plan.predicted_peak_bytes + 4096} bytes)" in reserved
+    assert "of the budget" not in reserved
+
+
+def test_the_share_of_the_budget_is_that_of_what_it_is_for():
+    plan = plan_of(schedule_of(SEGMENT), stages=4)
+    reserved = plan.predicted_peak_bytes + 4096
+    text = print_plan(replace(plan, predicted_reserved_bytes=reserved, budget_on="reserved"))
+    (line,) = (line for line in text.splitlines() if "of the budget" in line)
+    assert f"({reserved} bytes), {reserved / plan.budget_bytes:.1%}" in line
 
 
 def test_a_plan_without_time_has_no_ratio():
     text = print_plan(replace(plan_of(everything_kept(1), stages=1), baseline_s=0.0))
     assert "without recomputation" in text
     assert "×" not in text
+
+
+def test_where_no_bound_is_known_it_says_so():
+    plan = plan_of(schedule_of(TWICE), stages=4)
+    assert plan.lower_bound_s == plan.baseline_s < plan.predicted_s
+    assert "no better bound" in print_plan(plan)
+    known = replace(plan, lower_bound_s=plan.baseline_s * 1.01)
+    assert "no better bound" not in print_plan(known)
+    kept = plan_of(everything_kept(4), stages=4)
+    assert "no better bound" not in print_plan(kept)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 150])

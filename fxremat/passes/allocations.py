@@ -7,9 +7,13 @@ more: which is found by replaying every request of the emitted graphs in its mod
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from fxremat import torch_compat
 from fxremat.passes.footprint import WORKSPACE, Request
 from fxremat.passes.moves import Move
 from fxremat.passes.program import Program
@@ -22,6 +26,28 @@ the first has left it. A third hands out no more in any plan of the tests' zoo."
 
 TANGENTS = -2
 """Keys from here on downwards are tangents."""
+
+
+LOG = logging.getLogger("fxremat")
+
+
+def settings_of(device: torch.device) -> AllocatorSettings | None:
+    """The rules of a device's allocator; ``None``: it hands out what is asked for.
+
+    That is so on a CPU. It is assumed, and said, of CUDA's own allocator (``cudaMallocAsync``)
+    and of one that was plugged in.
+    """
+    if device.type != "cuda":
+        return None
+    snapshot = torch_compat.allocator_settings()
+    if snapshot is None:
+        LOG.warning(
+            "the allocator of %s is not torch's: its blocks are assumed to be as large as asked "
+            "for, rounded up to 512 bytes, and all that it reserves to be handed out",
+            device,
+        )
+        return None
+    return AllocatorSettings.read(snapshot)
 
 
 @dataclass(frozen=True, slots=True)

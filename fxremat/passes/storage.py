@@ -58,9 +58,10 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def allocated_bytes(nbytes: int, device: torch.device) -> int:
-    """What the device's allocator hands out for a request of ``nbytes``.
+    """The least that the device's allocator hands out for a request of ``nbytes``.
 
-    The CUDA caching allocator rounds requests up to 512 bytes.
+    The CUDA caching allocator rounds requests up to 512 bytes. A cached block may be larger:
+    that depends on what was asked for before (``passes.allocations``).
     """
     if device.type == "cuda":
         return -(-nbytes // 512) * 512

@@ -36,11 +36,13 @@ def _summary(plan: Plan, stories: tuple[StageStory, ...]) -> Table:
     grid.add_column()
     grid.add_row("budget", _exact(plan.budget_bytes))
     grid.add_row("least feasible", _exact(plan.least_budget_bytes))
-    used = plan.predicted_peak_bytes / plan.budget_bytes
-    grid.add_row(
-        "predicted peak",
-        f"{_exact(plan.predicted_peak_bytes)}, {used:.1%} of the budget, {_where(plan)}",
-    )
+    used = f"{plan.counted_bytes / plan.budget_bytes:.1%} of the budget"
+    on_reserved = plan.budget_on == "reserved"
+    peak = _exact(plan.predicted_peak_bytes) + ("" if on_reserved else f", {used}")
+    grid.add_row("predicted peak", f"{peak}, {_where(plan)}")
+    if on_reserved or plan.predicted_reserved_bytes != plan.predicted_peak_bytes:
+        reserved = _exact(plan.predicted_reserved_bytes) + (f", {used}" if on_reserved else "")
+        grid.add_row("predicted reserved", reserved)
     grid.add_row("with everything kept", _exact(plan.baseline_peak_bytes))
     grid.add_row("predicted time", _time(plan))
     grid.add_row("lower bound", _bound(plan))
@@ -62,7 +64,7 @@ def _summary(plan: Plan, stories: tuple[StageStory, ...]) -> Table:
 def _where(plan: Plan) -> str:
     """The moment of the peak."""
     for event in plan.timeline.events:
-        if event.peak_bytes == plan.predicted_peak_bytes:
+        if event.peak_bytes == plan.predicted_held_bytes:
             return f"during {event.op}"
     return "outside the stages: at the turn, or when all gradients are there"
 
