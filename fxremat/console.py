@@ -50,7 +50,9 @@ def _is_ascii(out: TextIO) -> bool:
 
     In a locale of ASCII Python writes UTF-8 all the same, but who reads it may not.
     """
-    encoding = getattr(out, "encoding", None) or "utf-8"
+    encoding: str | None = getattr(out, "encoding", None)
+    if encoding is None:  # text in memory, or no output at all
+        return False
     if not encoding.lower().startswith("utf"):
         return True
     return out is sys.__stdout__ and _codeset() in ("ANSI_X3.4-1968", "US-ASCII", "646")

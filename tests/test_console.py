@@ -59,6 +59,11 @@ def test_an_output_without_an_encoding(monkeypatch: pytest.MonkeyPatch):
     assert show(table(), width=40) == out.getvalue()
 
 
+def test_without_an_output_there_is_still_the_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert "stage" in show(table(), width=40)
+
+
 EXPLAIN = """
 import sys
 from tests.plans import everything_kept, plan_of
