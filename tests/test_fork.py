@@ -1,8 +1,7 @@
-"""A process that is forked after a model was compiled: its steps never touch its parent's memory."""
+"""A process forked after a model was compiled: its steps never touch its parent's memory."""
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 import os
 import traceback
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.compiled import CompiledModule
 from fxremat.errors import TransferError
-from fxremat.runtime import arena as arena_module
 from fxremat.runtime import streams
 from fxremat.runtime.arena import Arena, lease_of
 from tests.fake_streams import fake_device
@@ -159,10 +157,7 @@ def test_a_child_of_a_child():
 def test_a_child_of_a_process_with_pinned_memory_neither_touches_it_nor_takes_any(monkeypatch):
     """CUDA does not work in a forked child: an error, and no event and no memory is touched."""
     touched: list[str] = []
-    with fake_device(0, block_bytes=64) as device:
-        monkeypatch.setattr(
-            arena_module, "pinned_memory", lambda nbytes, *, device: mmap.mmap(-1, nbytes)
-        )
+    with fake_device(0) as device:
         monkeypatch.setattr(streams, "unpin", lambda memory: touched.append("unpinned"))
         arena = Arena.create(64, device="cuda:0")
         host = arena.open()
@@ -172,7 +167,7 @@ def test_a_child_of_a_process_with_pinned_memory_neither_touches_it_nor_takes_an
         x = device.allocate(64)
         lease.offload(x, offset=0)
         back = lease.prefetch(offset=0, nbytes=64, device=CPU)
-        queued = len(device.compute.queue)
+        queued = len(device.compute[0].queue)
 
         def run() -> list[object]:
             nonlocal host, back, arena
@@ -182,7 +177,7 @@ def test_a_child_of_a_process_with_pinned_memory_neither_touches_it_nor_takes_an
             except TransferError as error:
                 message = str(error)
             del arena
-            return [touched, len(device.compute.queue) - queued, "fork" in message]
+            return [touched, len(device.compute[0].queue) - queued, "fork" in message]
 
         assert in_a_child(run) == [[], 0, True]
         device.progress()

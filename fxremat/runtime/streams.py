@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import mmap
+import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,13 +75,15 @@ class Traffic:
     def __init__(self) -> None:
         self._events: dict[tuple[int, int], Any] = {}
 
-    def event(self, begin: int, end: int) -> Any:
-        """The event to record after a copy of ``[begin, end)``.
+    def record(self, stream: torch.cuda.Stream, begin: int, end: int) -> Any:
+        """An event after the copy of ``[begin, end)`` that ``stream`` was given last.
 
         What that range covers needs no event of its own any more: the stream is in order.
         The same range has the same event again and again.
         """
-        event = self._events.pop((begin, end), None) or _new_event()
+        event = self._events.get((begin, end)) or _new_event()
+        event.record(stream)
+        # Only now: should that fail, the copies before it are still known.
         covered = [key for key in self._events if begin <= key[0] and key[1] <= end]
         for key in covered:
             del self._events[key]
@@ -117,8 +121,8 @@ class PinnedBlock(Block):
 
 
 @dataclass(frozen=True, slots=True)
-class _Coming:
-    """A prefetch under way: its event, and the stream that its memory belongs to."""
+class _Copy:
+    """A copy under way: its event, and the stream that its device memory belongs to."""
 
     event: Any
     compute: torch.cuda.Stream
@@ -130,7 +134,8 @@ class StreamLease(Lease):
     What a copy reads or writes on the device belongs to the compute stream, in whose order
     the allocator hands memory out. A copy from it is awaited by that stream before it is
     dropped (:meth:`release`), a copy into it before it is used; so the allocator need not
-    know of the other streams.
+    know of the other streams. If a step is given up in between, the drop itself has that
+    stream wait.
     """
 
     block: PinnedBlock
@@ -138,7 +143,7 @@ class StreamLease(Lease):
     def __init__(self, block: PinnedBlock, *, nbytes: int, device: torch.device) -> None:
         super().__init__(block, nbytes=nbytes, device=device)
         self._out, self._in = lanes(device.index)
-        self._offloads: dict[int, Any] = {}
+        self._offloads: dict[int, tuple[_Copy, weakref.finalize[[_Copy, int], Any]]] = {}
 
     def _offload(self, source: Tensor, offset: int) -> None:
         end = offset + source.numel()
@@ -146,34 +151,52 @@ class StreamLease(Lease):
         compute = torch.cuda.current_stream(self.device)
         self._out.wait_for_compute(compute)
         self.block.read.hold_back(self._out.stream, offset, end)
-        self._out.copy(self._part(offset, end), source, kind="offload")
-        event = self.block.written.event(offset, end)
-        event.record(self._out.stream)
-        self._offloads[offset] = event
+        try:
+            self._out.copy(self._part(offset, end), source, kind="offload")
+            copy = _Copy(self.block.written.record(self._out.stream, offset, end), compute)
+            # It holds no lease: the storage may live on, and the host's memory need not.
+            dropped = weakref.finalize(source.untyped_storage(), self._drop, copy, os.getpid())
+            dropped.atexit = False
+            self._offloads[offset] = copy, dropped
+        except BaseException:
+            # The copy may be under way, and nothing else knows of it.
+            compute.wait_event(self.block.written.record(self._out.stream, 0, self.nbytes))
+            raise
 
     def _release(self, offset: int) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self._offloads[offset])
+        copy, dropped = self._offloads[offset]
+        torch.cuda.current_stream(self.device).wait_event(copy.event)
+        dropped.detach()
 
-    def _prefetch(self, fresh: Tensor, offset: int) -> _Coming:
+    def _prefetch(self, fresh: Tensor, offset: int) -> _Copy:
         end = offset + fresh.numel()
         compute = torch.cuda.current_stream(self.device)
         # The memory of fresh may be that of a tensor which earlier computations still use.
         self._in.wait_for_compute(compute)
         self.block.written.hold_back(self._in.stream, offset, end)
-        self._in.copy(fresh, self._part(offset, end), kind="prefetch")
-        event = self.block.read.event(offset, end)
-        event.record(self._in.stream)
-        return _Coming(event, compute)
+        try:
+            self._in.copy(fresh, self._part(offset, end), kind="prefetch")
+            return _Copy(self.block.read.record(self._in.stream, offset, end), compute)
+        except BaseException:
+            # The copy may be under way, and nothing else knows of it.
+            compute.wait_event(self.block.read.record(self._in.stream, 0, self.nbytes))
+            raise
 
     def wait_for(self, token: object) -> None:
         """Have the current stream wait for the copy."""
-        assert isinstance(token, _Coming)
+        assert isinstance(token, _Copy)
         torch.cuda.current_stream(self.device).wait_event(token.event)
 
     def abandon(self, token: object) -> None:
         """Have the stream that the memory goes back to wait for the copy."""
-        assert isinstance(token, _Coming)
+        assert isinstance(token, _Copy)
         token.compute.wait_event(token.event)
+
+    @staticmethod
+    def _drop(copy: _Copy, process: int) -> None:
+        """Nobody released what ``copy`` reads, and its memory is free now."""
+        if process == os.getpid():  # in a forked child CUDA does not work
+            copy.compute.wait_event(copy.event)
 
     def _part(self, begin: int, end: int) -> Tensor:
         assert self.block.bytes is not None

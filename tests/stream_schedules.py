@@ -1,0 +1,358 @@
+"""Random training loops on a fake device: steps that overlap, that fail, that nobody ends.
+
+The steps call the operators of the runtime as emitted code does. On which stream a call
+runs is up to the loop, with the order that autograd sees to:
+
+* a backward on another stream than its forward's waits for that before, and is waited for
+  after; what its forward allocated is dropped in between, when nothing else is enqueued;
+* a backward may run in a thread of its own, which is told the stream;
+* where a backward fails autograd orders nothing: whoever goes on does, before memory of
+  the one stream that was used on the other is handed out again.
+
+The runtime relies on these and on nothing else: steps on the two streams are not ordered,
+and share the lanes and, one after the other, the arena's blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from fxremat.runtime import transfer
+from fxremat.runtime.arena import Arena
+from tests.fake_streams import Device, FakeStream, fake_device
+from tests.stream_programs import MOST_HOST_BYTES, Program
+
+CPU = torch.device("cpu")
+MOST_POINTS = 80
+"""How many chances an error lets pass in calls of its operator: before and after each thing
+that these ask of the device, and at their ends."""
+OPERATORS = ("open_arena", "offload", "release", "prefetch", "wait", "compute")
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Fault(BaseException):
+    """What a call of the runtime raises; an interrupt, say."""
+
+
+class Faults:
+    """An error at a random point of what an operator does, once in most loops."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._operator = draw.choice(OPERATORS)
+        self._left = draw.randrange(MOST_POINTS) if draw.random() < 3 / 4 else None
+        self._inside: dict[int, str] = {}
+
+    def call(self, operator: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """What ``operator`` returns; there may be an error within, and after it."""
+        thread = threading.get_ident()
+        self._inside[thread] = operator.__name__
+        try:
+            result = operator(*args, **kwargs)
+            self.point()
+        finally:
+            del self._inside[thread]
+        return result
+
+    def point(self) -> None:
+        """Raise if the time has come. Not in finalizers, where Python forgets errors."""
+        if self._left is None or self._inside.get(threading.get_ident()) != self._operator:
+            return
+        self._left -= 1
+        if self._left < 0:
+            self._left = None
+            raise Fault
+
+
+class Turns:
+    """Loops in threads of their own, of which one runs at a time; which one is drawn."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._gates: dict[int, threading.Semaphore] = {}
+        self._running = 0
+        self._errors: list[BaseException] = []
+        self._end = threading.Semaphore(0)
+
+    def pause(self) -> None:
+        """Maybe let another loop go on."""
+        if len(self._gates) > 1 and self._draw.random() < 1 / 4:
+            me = self._running
+            self._let_go_on([loop for loop in self._gates if loop != me])
+            self._gates[me].acquire()
+
+    def run(self, loops: Sequence[Callable[[], None]]) -> None:
+        """Run ``loops`` to their ends."""
+        self._gates = {number: threading.Semaphore(0) for number in range(len(loops))}
+        for number, loop in enumerate(loops):
+            threading.Thread(target=self._one, args=(number, loop), daemon=True).start()
+        self._let_go_on(list(self._gates))
+        self._end.acquire()
+        if self._errors:
+            raise self._errors[0]
+
+    def _one(self, number: int, loop: Callable[[], None]) -> None:
+        self._gates[number].acquire()
+        try:
+            loop()
+        except BaseException as error:
+            self._errors.append(error)
+        del self._gates[number], loop
+        if self._gates:
+            self._let_go_on(list(self._gates))
+        else:
+            self._end.release()
+
+    def _let_go_on(self, loops: list[int]) -> None:
+        self._running = self._draw.choice(loops)
+        self._gates[self._running].release()
+
+
+def in_thread(run: Callable[[], None]) -> None:
+    """Run in a thread of its own, as autograd does; what it raises is raised here."""
+    errors: list[BaseException] = []
+
+    def catching() -> None:
+        try:
+            run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=catching, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors.pop()
+
+
+class Step:
+    """One step of a loop, with all that it holds.
+
+    Attributes:
+        streams: of the forward, and of the backward.
+    """
+
+    def __init__(self, loop: Loop, streams: tuple[FakeStream, FakeStream]) -> None:
+        self.streams = streams
+        self._loop = loop
+        self._device = loop.device
+        self._program = Program.drawn(loop.draw)
+        self._numbers = [loop.number() for _ in self._program.values]
+        self._tensors: dict[int, Tensor] = {}
+        self._coming: dict[int, Tensor] = {}
+        self._host: Tensor | None = None
+
+    def forward(self) -> None:
+        """All places before the turn; what leaves then has left."""
+        self._host = self._loop.faults.call(
+            transfer.open_arena, self._loop.arena.id, self._program.host_bytes
+        )
+        for place in range(self._program.turn):
+            self._at(place)
+        self._leave(self._program.turn)
+
+    def backward(self) -> None:
+        """All places from the turn on."""
+        for place in range(self._program.turn, len(self._program.values)):
+            self._at(place)
+
+    def drop(self) -> None:
+        """What is still there goes in any order."""
+        # Lists of one: dropping what is in them is dropping it.
+        held = [[tensor] for tensor in (*self._tensors.values(), *self._coming.values())]
+        if self._host is not None:
+            held.append([self._host])
+        self._tensors, self._coming, self._host = {}, {}, None
+        self._loop.draw.shuffle(held)
+        for one in held:
+            one.clear()
+
+    def _at(self, place: int) -> None:
+        if place != self._program.turn:
+            self._leave(place)
+        self._come_back(place)
+        values = self._program.values
+        for i, tensor in self._tensors.items():
+            if values[i].read_by(place):
+                self._device.expect(tensor[: values[i].nbytes], self._numbers[i])
+        self._tensors[place] = self._loop.faults.call(self.compute, place)
+        for i in [i for i in self._tensors if values[i].next <= place]:
+            del self._tensors[i]
+        self._device.progress(self._loop.draw.randrange(4))
+
+    def compute(self, place: int) -> Tensor:
+        """The value that is made there."""
+        made = self._device.allocate(self._program.values[place].nbytes)
+        self._device.write(made, self._numbers[place])
+        return made
+
+    def _leave(self, place: int) -> None:
+        call, host = self._loop.faults.call, self._host
+        for i, value, trip in self._program.trips:
+            if trip.offload == place:
+                assert host is not None
+                call(transfer.offload, self._tensors[i], host, value.offset)
+        for i, value, trip in self._program.trips:
+            if trip.release == place:
+                assert host is not None
+                call(transfer.release, self._tensors[i], host, value.offset)
+                del self._tensors[i]
+
+    def _come_back(self, place: int) -> None:
+        call = self._loop.faults.call
+        for i, value, trip in self._program.trips:
+            if trip.prefetch == place:
+                assert self._host is not None
+                self._coming[i] = call(
+                    transfer.prefetch, self._host, value.offset, value.counted_bytes, CPU
+                )
+        if place == max(self._program.last_prefetch, self._program.turn):
+            self._host = None
+        for i, value, _ in self._program.trips:
+            if value.next == place:
+                call(transfer.wait, self._coming[i])
+                self._tensors[i] = self._coming.pop(i)
+
+
+class Loop:
+    """Steps, one after another or overlapping.
+
+    Attributes:
+        device: on which.
+        draw: what chooses.
+        faults: errors of the runtime.
+        arena: host memory that all loops share.
+        number: what the values are filled with.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        faults: Faults,
+        arena: Arena,
+        number: Callable[[], int],
+        streams: Sequence[FakeStream],
+    ) -> None:
+        self.device, self.faults, self.arena, self.number = device, faults, arena, number
+        self.draw = device.draw
+        self._streams = streams
+        self._open: list[Step] = []
+
+    def run(self) -> None:
+        """Some steps; the last is a whole one, whatever happened before."""
+        for _ in range(self.draw.randint(2, 4)):
+            self._begin()
+            while self._open and (len(self._open) > 2 or self.draw.random() < 2 / 3):
+                step = self._open.pop(self.draw.randrange(len(self._open)))
+                if self.draw.random() < 4 / 5:
+                    self._finish(step)
+                self._drop(step)
+                del step
+            self.device.progress(self.draw.randrange(20))
+        self._begin()
+        while self._open:
+            step = self._open.pop()
+            self._finish(step)
+            self._drop(step)
+            del step
+
+    def _begin(self) -> None:
+        step = Step(self, (self.draw.choice(self._streams), self.draw.choice(self._streams)))
+        with self.device.on(step.streams[0]):
+            try:
+                step.forward()
+            except Fault:
+                failed = True
+            else:
+                failed = False
+        if failed:
+            self._drop(step)
+        else:
+            self._open.append(step)
+
+    def _finish(self, step: Step) -> None:
+        forward, backward = step.streams
+
+        def run() -> None:
+            with self.device.on(backward):
+                step.backward()
+
+        self.device.order(forward, backward)
+        try:
+            if self.draw.random() < 1 / 2:
+                in_thread(run)
+            else:
+                run()
+        except Fault:
+            pass
+        else:
+            self.device.order(backward, forward)
+
+    def _drop(self, step: Step) -> None:
+        """Maybe in a thread that knows nothing of the streams, as a collection of garbage is."""
+        if self.draw.random() < 1 / 4:
+            in_thread(step.drop)
+        else:
+            step.drop()
+        self.device.order(*reversed(step.streams))
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Nothing is dropped but where it is said."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def run_schedule(seed: int) -> Device:
+    """The device after a random schedule: its races, and what was wrong."""
+    with _no_collections(), fake_device(seed) as device:
+        turns = Turns(device.draw)
+        faults = Faults(device.draw)
+
+        def between() -> None:
+            turns.pause()
+            faults.point()
+
+        device.between = between
+        _run_loops(device, turns, faults)
+        device.give_up()
+        device.progress()
+        return device
+
+
+def _run_loops(device: Device, turns: Turns, faults: Faults) -> None:
+    """One loop, or two in threads; at the end the arena goes, while copies may be queued."""
+    arena = Arena.create(MOST_HOST_BYTES, device=CPU)
+    # Numbers that do not come again for long.
+    number = (n % 255 + 1 for n in itertools.count()).__next__
+
+    def loop(*streams: FakeStream) -> Callable[[], None]:
+        return Loop(device, faults=faults, arena=arena, number=number, streams=streams).run
+
+    a, b = device.compute
+    loops = device.draw.choice([[loop(a)], [loop(a, b)], [loop(a), loop(b)], [loop(a), loop(a)]])
+    if len(loops) == 1:
+        loops[0]()
+    else:
+        turns.run(loops)
+    if device.draw.random() < 1 / 2:
+        device.progress()
+    arena.close()
