@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,11 +12,12 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.budget import Budget
+from fxremat.errors import BackwardError
 from fxremat.passes.cost import Progress
 from fxremat.passes.surroundings import Caller
 from fxremat.pipeline import Planned, plan_step
-from fxremat.transfers import HostMemory
 from fxremat.runtime import cuda_graph
+from fxremat.transfers import HostMemory
 
 
 class PlannedOnly(BaseException):
@@ -77,28 +79,30 @@ class StepCompiler:
         def partition(
             joint: fx.GraphModule, _joint_inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            result = plan_step(
-                joint,
-                forward_output_count=num_fwd_outputs,
-                inputs=_real_inputs(joint, example_inputs),
-                budget=self.budget,
-                caller=replace(self.caller, resident=self.resident()),
-                progress=self.progress,
-                host=self.host,
-                exact=self.exact,
-            )
+            with torch_compat.without_autotuning():
+                result = plan_step(
+                    joint,
+                    forward_output_count=num_fwd_outputs,
+                    inputs=_real_inputs(joint, example_inputs),
+                    budget=self.budget,
+                    caller=replace(self.caller, resident=self.resident()),
+                    progress=self.progress,
+                    host=self.host,
+                    exact=self.exact,
+                )
             found.append(Compiled(result))
             self.compiled.append(found[-1])
             self.latest = found[-1]
             return result.forward, result.backward
 
         def compile_forward(graph: fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+            torch_compat.allow_retained_graphs()
             found[-1].graphs.append(graph)
             return self._forward(graph, found[-1])
 
         def compile_backward(graph: fx.GraphModule, _inputs: object) -> Callable[..., Any]:
             found[-1].graphs.append(graph)
-            return torch_compat.boxed(graph.forward)
+            return torch_compat.boxed(emitted(graph.forward))
 
         backend = torch_compat.aot_autograd_backend(
             forward_compiler=compile_forward,
@@ -108,7 +112,7 @@ class StepCompiler:
         )
         with torch_compat.without_donated_buffers():
             run: Callable[..., Any] = backend(module, example_inputs)
-        return run
+        return backward_checked(run)
 
     def close(self) -> None:
         """Give host memory up: the graphs cannot run any more."""
@@ -117,15 +121,15 @@ class StepCompiler:
                 compiled.planned.arena.close()
 
     def _forward(self, graph: fx.GraphModule, compiled: Compiled) -> Callable[..., Any]:
-        run = graph.forward
+        run = emitted(graph.forward)
 
         def forward(args: list[Any]) -> Any:
             if self.dry:
                 raise PlannedOnly
-            self.latest = compiled
-            return run(args)
             if compiled.planned.arena is not None:
                 cuda_graph.refuse_host_memory(compiled.planned.arena.nbytes)
+            self.latest = compiled
+            return run(args)
 
         return torch_compat.boxed(forward)
 
@@ -139,6 +143,64 @@ class StepCompiler:
             return graph(*values)
 
         return torch_compat.boxed(run)
+
+
+def emitted(run: torch_compat.BoxedCallable) -> torch_compat.BoxedCallable:
+    """How an emitted graph is called: with the algorithms that were measured.
+
+    What it was computing is gone when it raises, whoever keeps the exception: a notebook keeps
+    the last one, and with its frames the activations and the host memory of a step that an
+    interrupt, or a device short of memory, has ended.
+    """
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        try:
+            with torch_compat.without_autotuning():
+                return run(args)
+        except BaseException as error:
+            args.clear()
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+    return call
+
+
+def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, a compiled step; its backward is refused where it could not be right."""
+
+    def call(*args: Any) -> Any:
+        outputs = run(*args)
+        settings = torch_compat.kernel_settings()
+        torch_compat.before_backward(outputs, lambda: check_backward(settings))
+        return outputs
+
+    return call
+
+
+def check_backward(settings: dict[str, object]) -> None:
+    """A backward begins.
+
+    Args:
+        settings: those of its forward.
+
+    Raises:
+        BackwardError: it is to be differentiated, or what it computes again would be computed
+            by other kernels than the first time.
+    """
+    if torch.is_grad_enabled():  # exactly then
+        raise BackwardError(
+            "the backward of a compiled step was asked for with create_graph=True: its gradients "
+            "cannot be differentiated again. Call backward() without create_graph, or use the "
+            "original model for this step"
+        )
+    now = torch_compat.kernel_settings()
+    changed = [name for name, value in settings.items() if now[name] != value]
+    if changed:
+        told = ", ".join(f"{name} was {settings[name]}, is {now[name]}" for name in changed)
+        raise BackwardError(
+            f"between the forward and the backward of a compiled step settings changed: {told}. "
+            "What is computed again would not be the same: set them around both"
+        )
 
 
 def _real_inputs(

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 from fxremat.capture import Compiled, StepCompiler
-from fxremat.errors import BackwardError, CaptureError, FxrematError
+from fxremat.errors import CaptureError, FxrematError
 from fxremat.measure import device_of
 from fxremat.outputs import Detaching, Unused, refuse_gradients
 from fxremat.report.plan import Plan
@@ -119,7 +119,6 @@ class CompiledModule(nn.Module):
         detached: tuple[int, ...] = ()
         if self.__dict__["_unused"] is not None:
             outputs, detached = outputs
-        torch_compat.before_backward(outputs, _refuse_double_backward)
         return refuse_gradients(outputs, detached) if detached else outputs
 
     def call_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,7 +144,7 @@ class CompiledModule(nn.Module):
                 "fxremat plans whole steps: take what breaks the graph out of the forward"
             ) from error
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # see capture.holding_nothing
+            traceback.clear_frames(error.__traceback__)  # see capture.emitted
             raise
         finally:
             compiler.resident = tuple  # a batch must not outlive its step
@@ -204,11 +203,3 @@ def _resident(
 ) -> tuple[torch.Tensor, ...]:
     arguments = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
     return (*model.parameters(), *model.buffers(), *arguments)
-
-
-def _refuse_double_backward() -> None:
-    raise BackwardError(
-        "the backward of a compiled step was asked for with create_graph=True: its gradients "
-        "cannot be differentiated again. Call backward() without create_graph, or use the "
-        "original model for this step"
-    )

@@ -38,7 +38,8 @@ def measure_step(
 ) -> StepMeasurement:
     """Run ``step`` and measure it.
 
-    On CUDA the peak is ``torch.cuda.max_memory_allocated()``. On the CPU it is found
+    On CUDA the peak is ``torch.cuda.max_memory_allocated()``, whose statistics are reset
+    before the step. On the CPU it is found
     from the allocator's own events during the step, plus what is resident before it:
     the tensors of ``model`` and every tensor that ``step`` can reach through the names
     it uses (closures, globals, defaults, optimizers among them).
@@ -78,11 +79,7 @@ def peak_of(step: Callable[[], object], *, device: torch.device, resident_bytes:
         return torch.cuda.max_memory_allocated(device)
     with torch_compat.AllocationLog() as log:
         step()
-    now = peak = 0
-    for _mark, change in log.events:
-        now += change
-        peak = max(peak, now)
-    return resident_bytes + peak
+    return resident_bytes + log.peak_bytes
 
 
 def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:
@@ -98,6 +95,42 @@ def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:
     begin = time.perf_counter()
     step()
     return time.perf_counter() - begin
+
+
+@dataclass(slots=True)
+class KernelClock:
+    """Times a few operations as part of a step that has more to do.
+
+    On a GPU the host runs ahead, so a kernel does not take longer for being launched: the
+    device is held up until all are launched. They take at least the time of the launches,
+    which the host cannot be spared.
+
+    Attributes:
+        device: where they run.
+        launched_s: what launching took the last time.
+    """
+
+    device: torch.device
+    launched_s: float = 1e-3
+
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        """Seconds of one run. The first of one that launches much may be too long."""
+        if self.device.type != "cuda":
+            return seconds_of(run, device=self.device)
+        with torch.cuda.device(self.device):
+            start, end = (_timed_event() for _ in range(2))
+            torch_compat.delay_device(self.device, LAUNCH_FACTOR * self.launched_s)
+            start.record()
+            begin = time.perf_counter()
+            run()
+            self.launched_s = time.perf_counter() - begin
+            end.record()
+            end.synchronize()
+            return max(float(start.elapsed_time(end)) / 1e3, self.launched_s)
+
+
+LAUNCH_FACTOR = 3
+"""For how long a device is held up, in multiples of what the launches took before."""
 
 
 def _timed_event() -> Any:

@@ -18,7 +18,7 @@ from fxremat.passes.invert import is_inverse
 from fxremat.passes.joint import build_joint_graph
 from fxremat.passes.moves import Move
 from fxremat.passes.rewrite import BlockModules, Travel, rewrite
-from fxremat.passes.surroundings import Caller, device_of_step
+from fxremat.passes.surroundings import Caller
 from fxremat.report.frontier import frontier_of
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
@@ -106,7 +106,7 @@ def plan_step(
         if not as_traced and not any(map(is_inverse, joint.forward)):
             break
         real = {joint.primals[i]: tensor for i, tensor in inputs.items()}
-        rules = allocator or settings_of(device_of_step(joint))
+        rules = allocator or settings_of(joint.device)
         search = Search.of(joint, real=real, caller=caller, progress=progress, allocator=rules)
         transfers = None if host is None else Transfers.of(search, host)
         ways.append(_Way(search, transfers, as_traced))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from fxremat import torch_compat
 from fxremat.ir import Chain, Costs, Schedule, Solved
 from fxremat.joining import equivalent_schedules, join_schedules
 from fxremat.passes.allocations import Allocations
@@ -22,6 +24,7 @@ from fxremat.passes.joint import JointGraph
 from fxremat.passes.linearize import linearize
 from fxremat.passes.options import find_options
 from fxremat.passes.program import keep_all
+from fxremat.passes.signature import Key
 from fxremat.passes.storage import tensors_of
 from fxremat.passes.surroundings import Caller, surroundings_of
 from fxremat.passes.sweep import Surroundings, Sweeper
@@ -40,7 +43,8 @@ CLOSER = 4
 POINTS = 32
 """Candidates of a frontier whose peaks are replayed to tell of it."""
 
-COSTS = CostCache()
+COSTS: dict[Key, CostCache] = defaultdict(CostCache)
+"""Measurements by the settings under which kernels were chosen."""
 
 Planner = Callable[[Sweeps, Chain, Progress], Iterator[Schedule]]
 """Gives schedules for budgets from the least to all that can be used."""
@@ -98,7 +102,8 @@ class Search:
         """
         line = linearize(joint)
         blocks = BlockCache(line)
-        measured = measure_line(line, blocks, real=real, cache=COSTS, progress=progress)
+        cache = COSTS[tuple(torch_compat.kernel_settings().items())]
+        measured = measure_line(line, blocks, real=real, cache=cache, progress=progress)
         surroundings = surroundings_of(measured.line.joint, real, caller)
         return Search.over(
             measured,

@@ -268,22 +268,18 @@ def real_execution() -> Iterator[None]:
 
 
 def kernel_settings() -> dict[str, object]:
-    """All global settings that choose kernels or change their results, by torch's names.
+    """Global settings that choose kernels or change their results, by torch's names.
 
-    Some 10 µs.
+    Not among them: which attention is chosen, which the captured graph says, and autotuning,
+    without which emitted graphs run. Some 4 µs.
     """
     backends = torch.backends
     precision: Any = torch._C._get_fp32_precision_getter
     found: dict[str, object] = {
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.backends.cudnn.enabled": backends.cudnn.enabled,
-        "torch.backends.cudnn.benchmark": backends.cudnn.benchmark,
         "torch.backends.cudnn.deterministic": backends.cudnn.deterministic,
         "torch.backends.mkldnn.enabled": torch._C._get_mkldnn_enabled(),
-        "torch.backends.cuda.enable_flash_sdp": torch._C._get_flash_sdp_enabled(),
-        "torch.backends.cuda.enable_mem_efficient_sdp": torch._C._get_mem_efficient_sdp_enabled(),
-        "torch.backends.cuda.enable_math_sdp": torch._C._get_math_sdp_enabled(),
-        "torch.backends.cuda.enable_cudnn_sdp": torch._C._get_cudnn_sdp_enabled(),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
     }
     for backend, operation in _PRECISIONS:
@@ -304,6 +300,29 @@ _PRECISIONS = (
     ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"),
     ("mkldnn", "conv"), ("mkldnn", "rnn"),
 )  # fmt: skip
+
+
+@contextlib.contextmanager
+def without_autotuning() -> Iterator[None]:
+    """No trying out of algorithms (``torch.backends.cudnn.benchmark``) inside.
+
+    It takes workspaces of any size, anew in each thread, and what is computed again may take
+    another algorithm than the first time.
+    """
+    if not torch.backends.cudnn.benchmark:
+        yield
+        return
+    torch._C._set_cudnn_benchmark(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_benchmark(True)
+
+
+def clear_library_workspaces() -> None:
+    """Free the workspaces that torch holds for cuBLAS, which are allocated again when needed."""
+    clear: Any = torch._C._cuda_clearCublasWorkspaces
+    clear()
 
 
 def delay_device(device: torch.device, seconds: float) -> None:
@@ -391,16 +410,12 @@ def data_dependent_errors() -> tuple[type[BaseException], ...]:
     return (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
-def before_backward(outputs: object, refuse: Callable[[], None]) -> None:
-    """Call ``refuse`` when the backward of a compiled step is run with ``create_graph=True``.
+def before_backward(outputs: object, check: Callable[[], None]) -> None:
+    """Call ``check`` right before each backward of a compiled step, in its thread.
 
-    Autograd enables gradients in a backward exactly then.
+    Gradients are enabled there exactly if the backward is to be differentiated.
     """
     from torch.utils._pytree import tree_leaves  # noqa: PLC0415
-
-    def check(_gradients: object) -> None:
-        if torch.is_grad_enabled():
-            refuse()
 
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -408,5 +423,5 @@ def before_backward(outputs: object, refuse: Callable[[], None]) -> None:
             while "CompiledFunction" not in node.name() and node.next_functions:
                 node = node.next_functions[0][0]
             if node is not None and "CompiledFunction" in node.name():
-                node.register_prehook(check)
+                node.register_prehook(lambda _gradients: check())
                 return

@@ -337,3 +337,6 @@ def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch):
     assert info.value.asked_bytes == 8 * KIB
     with pytest.raises(HostMemoryError, match=r"the machine has .*host_limit="):
         memory.pinned_memory(1 << 60, device=device)
+    monkeypatch.setattr(memory, "memory_limits", lambda: iter([(4 * KIB, "the control group")]))
+    with pytest.raises(HostMemoryError, match=r"the control group has 4.0 KiB.*host_limit="):
+        memory.pinned_memory(8 * KIB, device=device)

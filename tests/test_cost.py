@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fxremat import torch_compat
 from fxremat.errors import CostError
 from fxremat.passes import cost
 from fxremat.passes.block import Block, Mode, is_getitem
 from fxremat.passes.blocks import BlockCache
 from fxremat.passes.cost import CostCache, Measured, measure_line, stage_blocks
 from fxremat.passes.execute import run_logged
+from fxremat.passes.storage import tensors_of
 from tests.harness import Captured, capture, captured, silent
 from tests.models.bits import assert_bitwise_equal
+
+CPU = torch.device("cpu")
 
 
 def measure(step: Captured, cache: CostCache, progress=silent) -> Measured:
@@ -176,7 +181,7 @@ def test_a_copy_where_the_trace_has_a_view_is_an_error():
     node.meta["val"] = x.meta["val"].t()
     block = Block(0, Mode.FIRST, (node,), (x,), (node,), frozenset())
     with pytest.raises(CostError, match=r"clone.* allocates 1 storages where its trace has 0"):
-        run_logged(block, {x: torch.ones(4, 4)}, CostCache())
+        run_logged(block, {x: torch.ones(4, 4)}, CostCache(), device=CPU)
 
 
 def test_a_workspace_is_the_peak_beyond_arguments_and_results():
@@ -192,7 +197,7 @@ def test_a_workspace_is_the_peak_beyond_arguments_and_results():
     node = graph.call_function(hungry, (x,))
     node.meta["val"] = torch.zeros(50)
     block, cache = Block(0, Mode.FIRST, (node,), (x,), (node,), frozenset()), CostCache()
-    run_logged(block, {x: torch.ones(50)}, cache)
+    run_logged(block, {x: torch.ones(50)}, cache, device=CPU)
     assert list(cache.workspace_bytes.values()) == [4000 - 4 * 50]
     assert list(cache.result_bytes.values()) == [(200,)]
 
@@ -206,3 +211,89 @@ def test_results_are_carried_on_and_getitems_cost_nothing():
             for node in block.nodes:
                 if not is_getitem(node):
                     assert cost.node_key(node, block) in cache.workspace_bytes
+
+
+@torch.library.custom_op("fxremat_tests::seeded", mutates_args=())
+def seeded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As attention with dropout does: the seed that the backward reads is on the CPU."""
+    return x.sin(), torch.full((64,), 3.0)
+
+
+@seeded.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty(64, device="meta")
+
+
+@torch.library.custom_op("fxremat_tests::seeded_backward", mutates_args=())
+def seeded_backward(gradient: Tensor, x: Tensor, seed: Tensor) -> Tensor:
+    """Reads the seed where it is."""
+    return gradient * x.cos() * seed[0]
+
+
+@seeded_backward.register_fake
+def _(gradient: Tensor, x: Tensor, _seed: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+seeded.register_autograd(
+    lambda ctx, gradient, _seed: seeded_backward(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[1]),
+)
+
+
+def test_what_lives_elsewhere_than_traced_stays_where_it_is():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = seeded(layer(x))[0]
+            return x
+
+    step = capture(Model(), (torch.randn(256, 64),))
+    measured = measure(step, CostCache())
+    table = measured.line.joint.storages
+    elsewhere = {
+        storage
+        for node in step.joint.forward
+        for tensor in tensors_of(node)
+        if tensor.device.type == "meta"
+        for storage in table.of_node[node]
+    }
+    assert len(elsewhere) >= 4
+    assert elsewhere <= measured.displaced
+
+
+def test_results_on_another_device_take_none_of_the_steps_memory():
+    """An operation that gives a GPU tensor and a state on the CPU, seen from either."""
+
+    def op(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_empty(300), torch.empty(1000, device="meta")
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(50)
+    node = graph.call_function(op, (x,))
+    node.meta["val"] = (torch.zeros(300), torch.zeros(1000))
+    block, cache = Block(0, Mode.FIRST, (node,), (x,), (node,), frozenset()), CostCache()
+    run_logged(block, {x: torch.ones(50)}, cache, device=CPU)
+    assert list(cache.workspace_bytes.values()) == [0]
+
+
+def test_the_device_of_a_step_is_not_that_of_its_first_input():
+    joint = captured("gpt").joint
+    state, *others = joint.primals
+    mode = torch_compat.fake_mode()
+    with mode:
+        on_gpu = torch.empty(4, device="cuda")
+        on_cpu = torch.empty(4)
+    nodes = {state: on_cpu, **dict.fromkeys(others, on_gpu)}
+    graph = fx.Graph()
+    primals = []
+    for node, value in nodes.items():
+        primals.append(graph.placeholder(node.name))
+        primals[-1].meta["val"] = value
+    assert replace(joint, primals=tuple(primals), tangents=()).device.type == "cuda"
+    assert joint.device == CPU

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
+from fxremat import measure
 from fxremat.measure import device_of, measure_step, peak_of, resident_bytes, seconds_of
 
 CPU = torch.device("cpu")
@@ -212,3 +215,39 @@ def test_on_cuda_the_allocator_tells():
     took = measure_step(model, lambda: torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
     assert took.peak_bytes == before + (1 << 20)
     assert took.seconds > 0
+
+
+def test_kernels_are_timed_behind_a_device_that_is_held_up(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU that is not there: launched 3 ms, run in 1 ms, and the other way round."""
+    told: list[str] = []
+    takes_s = [0.0]
+
+    class Event:
+        def record(self) -> None:
+            told.append("event")
+
+        def synchronize(self) -> None:
+            told.append("wait")
+
+        def elapsed_time(self, _end: Event) -> float:
+            return takes_s[0] * 1e3
+
+    def run() -> None:
+        told.append("run")
+        time.sleep(0.003)
+
+    delays: list[float] = []
+
+    def delay(_device: torch.device, seconds: float) -> None:
+        told.append("delay")
+        delays.append(seconds)
+
+    monkeypatch.setattr(measure, "_timed_event", Event)
+    monkeypatch.setattr(measure.torch_compat, "delay_device", delay)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    clock = measure.KernelClock(torch.device("cuda", 0))
+    assert clock.seconds_of(run) >= 0.003
+    assert told == ["delay", "event", "run", "event", "wait"]
+    takes_s[0] = 0.5
+    assert clock.seconds_of(run) == 0.5
+    assert delays[1] >= 2 * 0.003

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +42,7 @@ def made_up_costs(
 
     monkeypatch.setattr(cost._Walk, "_time", block_s)
     monkeypatch.setattr(cost, "time_operations", operations)
-    monkeypatch.setattr(search, "COSTS", cost.CostCache())
+    monkeypatch.setattr(search, "COSTS", defaultdict(cost.CostCache))
     yield
     torch._dynamo.reset()
 

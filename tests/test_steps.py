@@ -234,6 +234,21 @@ def plain() -> nn.Sequential:
         )
 
 
+def test_a_graph_is_retained_after_a_backward_whose_was_not():
+    """``aot_eager`` refuses that, so the reference is the model as it is."""
+
+    def outcome(call: Any) -> list[Tensor]:
+        call(batch(1)).sum().backward()
+        retained_graph(model, call)
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    model = plain()
+    expected = outcome(model)
+    assert_bitwise_equal(outcome(fxremat.compile(model, batch(), "min")), expected)
+
+
 def change_bias(model: nn.Module, _x: Tensor) -> None:
     with torch.no_grad():
         model[0].bias.add_(1)

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CostError
-from fxremat.measure import seconds_of
+from fxremat.measure import KernelClock
 from fxremat.passes.block import Block, Mode, is_getitem
 from fxremat.passes.blocks import BlockCache
 from fxremat.passes.execute import compile_block, run_logged, time_operations
@@ -18,6 +18,7 @@ from fxremat.passes.linearize import Line
 from fxremat.passes.signature import Key, block_key, node_key
 from fxremat.passes.storage import StorageTable
 from fxremat.passes.synthetic import Synthesizer
+from fxremat.runtime.workspaces import library_workspaces
 
 LEAST_RUNS, MOST_RUNS, ENOUGH_S = 5, 20, 0.05
 """A block is timed until it ran this often, or this long in all. The fastest run counts: what
@@ -40,7 +41,8 @@ class CostCache:
     """Measurements by signature: what was measured once is not measured again.
 
     One cache serves all models of a process, so that plans of one model for several
-    budgets rest on the same figures.
+    budgets rest on the same figures. It holds for one choice of the settings that choose
+    kernels (``torch_compat.kernel_settings``).
     """
 
     def __init__(self) -> None:
@@ -93,6 +95,7 @@ def measure_line(
     Raises:
         CostError: an operation cannot be run.
     """
+    library_workspaces(line.joint.device)  # or the first product would be charged with them
     walk = _Walk(line, blocks, Synthesizer(line.joint, real), cache)
     stages = []
     devices = sorted({t.device.index or 0 for t in real.values() if t.device.type == "cuda"})
@@ -128,6 +131,7 @@ class _Walk:
         self._blocks = blocks
         self._values = values
         self._cache = cache
+        self._device = line.joint.device
         self._sizes: dict[int, int] = {}
         self.displaced: set[int] = set()
         self.again_s: dict[fx.Node, float] = {}
@@ -161,7 +165,8 @@ class _Walk:
         if known and block.mode is not Mode.FIRST:
             self._note_sizes(block)
             return {}
-        results = run_logged(block, self._values.of(block.inputs), self._cache)
+        values = self._values.of(block.inputs)
+        results = run_logged(block, values, self._cache, device=self._device)
         self._note_sizes(block)
         return results
 
@@ -182,7 +187,7 @@ class _Walk:
         keys = {n: node_key(n, block) for n in block.nodes if not is_getitem(n)}
         cache = self._cache.operation_s
         if not cache.keys() >= set(keys.values()):
-            time_operations(block, self._values.of(block.inputs), cache)
+            time_operations(block, self._values.of(block.inputs), cache, device=self._device)
         self.again_s.update({node: cache[key] for node, key in keys.items()})
 
     def _time(self, block: Block) -> float:
@@ -197,11 +202,10 @@ class _Walk:
         run = compile_block(block)
         values = self._values.of(block.inputs)
         inputs = [values[n] for n in block.inputs]
-        device = next((t.device for t in inputs), torch.device("cpu"))
         run(list(inputs))  # warm: library handles, autotuning, page faults
-        seconds: list[float] = []
+        clock, seconds = KernelClock(self._device), list[float]()
         while len(seconds) < LEAST_RUNS or (sum(seconds) < ENOUGH_S and len(seconds) < MOST_RUNS):
-            seconds.append(seconds_of(lambda: run(list(inputs)), device=device))
+            seconds.append(clock.seconds_of(lambda: run(list(inputs))))
         return min(seconds)
 
     def real_storages(self) -> StorageTable:

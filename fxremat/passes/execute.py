@@ -11,7 +11,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CostError
-from fxremat.measure import seconds_of
+from fxremat.measure import KernelClock
 from fxremat.passes.block import Block, build_graph, call_of, is_getitem
 from fxremat.passes.signature import Key, node_key
 from fxremat.passes.storage import allocated_bytes, tensors_of
@@ -32,9 +32,19 @@ def compile_graph(graph: fx.Graph) -> fx.GraphModule:
 
 
 def run_logged(
-    block: Block, inputs: Mapping[fx.Node, torch.Tensor], cache: CostCache
+    block: Block,
+    inputs: Mapping[fx.Node, torch.Tensor],
+    cache: CostCache,
+    *,
+    device: torch.device,
 ) -> dict[fx.Node, torch.Tensor]:
     """Run each operation of ``block`` and note its workspace and its results' sizes.
+
+    Args:
+        block: the operations.
+        inputs: their values.
+        cache: measurements; new ones are added.
+        device: whose memory is meant, that of the step.
 
     Returns the values of all tensors computed.
 
@@ -42,7 +52,7 @@ def run_logged(
         CostError: an operation failed, or returned a copy where the trace has a view.
     """
     values: dict[fx.Node, Any] = dict(inputs)
-    with _AllocatorPeaks(_device_of(block)) as peaks:
+    with _AllocatorPeaks(device) as peaks:
         for index, node in enumerate(block.nodes):
             peaks.mark(index)
             values[node] = _call(node, block, values)
@@ -50,7 +60,11 @@ def run_logged(
         if is_getitem(node):
             continue
         key = node_key(node, block)
-        sizes = [allocated_bytes(n, _device_of(block)) for n in _fresh(node, block, values)]
+        sizes = [
+            allocated_bytes(t.untyped_storage().nbytes(), device)
+            for t in _fresh(node, block, values)
+            if t.device == device
+        ]
         workspace = max(peaks.peak_bytes(index) - sum(sizes), 0)
         cache.result_bytes[key] = _result_bytes(values[node])
         cache.as_traced[key] = _lies_as_traced(node, values[node])
@@ -59,7 +73,11 @@ def run_logged(
 
 
 def time_operations(
-    block: Block, inputs: Mapping[fx.Node, torch.Tensor], seconds: dict[Key, float]
+    block: Block,
+    inputs: Mapping[fx.Node, torch.Tensor],
+    seconds: dict[Key, float],
+    *,
+    device: torch.device,
 ) -> None:
     """Run each operation of ``block`` alone, and note the fastest of a few runs if it is new.
 
@@ -67,14 +85,14 @@ def time_operations(
         CostError: an operation failed.
     """
     values: dict[fx.Node, Any] = dict(inputs)
-    device = _device_of(block)
+    clock = KernelClock(device)
     for node in block.nodes:
         values[node] = _call(node, block, values)  # warm as well
         key = node_key(node, block)
         if is_getitem(node) or key in seconds:
             continue
         run = functools.partial(_call, node, block, values)
-        seconds[key] = min(seconds_of(run, device=device) for _ in range(5))
+        seconds[key] = min(clock.seconds_of(run) for _ in range(5))
 
 
 def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
@@ -88,13 +106,6 @@ def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
         raise CostError(
             f"operation {node.name} ({target}) of stage {block.stage} cannot be run alone: {error}"
         ) from error
-
-
-def _device_of(block: Block) -> torch.device:
-    for node in (*block.inputs, *block.nodes):
-        for tensor in tensors_of(node):
-            return tensor.device
-    return torch.device("cpu")
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
@@ -112,17 +123,24 @@ def _result_bytes(value: object) -> tuple[int, ...]:
 
 
 def _lies_as_traced(node: fx.Node, value: object) -> bool:
-    """Whether real tensors have the strides and offsets that their trace has."""
-    real = [(t.stride(), t.storage_offset()) for t in _tensors(value)]
-    return real == [(t.stride(), t.storage_offset()) for t in tensors_of(node)]
+    """Whether real tensors have the strides, offsets and devices that their trace has.
+
+    Seed and offset of an attention's dropout are traced on the GPU, and live on the CPU.
+    """
+    real, traced = _tensors(value), tensors_of(node)
+    return [_place(t) for t in real] == [_place(t) for t in traced]
 
 
-def _fresh(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> list[int]:
-    """Sizes of the storages that running ``node`` allocated for its results."""
+def _place(t: torch.Tensor) -> tuple[object, ...]:
+    return t.stride(), t.storage_offset(), t.device
+
+
+def _fresh(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
+    """A tensor in each of the storages that running ``node`` allocated for its results."""
     sources = [values[n] for n in block.sources(node)]
     given = {torch_compat.storage_key(t) for value in sources for t in _tensors(value)}
     fresh = {
-        torch_compat.storage_key(t): t.untyped_storage().nbytes()
+        torch_compat.storage_key(t): t
         for t in _tensors(values[node])
         if torch_compat.storage_key(t) not in given
     }
@@ -140,35 +158,18 @@ class _AllocatorPeaks:
     """The most that each marked operation had allocated at once, less its start."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._peaks: dict[int, int] = {}
-        self._mark = -1
-        self._start = 0
-        self._log = torch_compat.AllocationLog() if device.type != "cuda" else None
+        self._log = torch_compat.AllocationLog(device)
 
     def __enter__(self) -> _AllocatorPeaks:
-        if self._log is not None:
-            self._log.__enter__()
+        self._log.__enter__()
         return self
 
     def mark(self, index: int) -> None:
         """Operation ``index`` begins, and the one before is over."""
-        if self._log is not None:
-            self._log.mark(str(index))
-            return
-        self._close()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._mark, self._start = index, torch.cuda.memory_allocated(self._device)
-
-    def _close(self) -> None:
-        if self._mark >= 0:
-            most = torch.cuda.max_memory_allocated(self._device)
-            self._peaks[self._mark] = most - self._start
+        self._log.mark(str(index))
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._log is None:
-            self._close()
-            return
         self._log.__exit__(*exc_info)
         now: dict[str, int] = {}
         for mark, change in self._log.events:

@@ -13,7 +13,7 @@ from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError
 from fxremat.passes import batchnorm, invert, rng
 from fxremat.passes.duplicates import merge_duplicates
-from fxremat.passes.storage import StorageTable, build_storage_table
+from fxremat.passes.storage import StorageTable, build_storage_table, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,13 @@ class JointGraph:
     def given(self) -> frozenset[fx.Node]:
         """Nodes whose value exists before the step: primals and constants."""
         return frozenset((*self.primals, *self.constants))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs: a single input, such as a generator's state, may lie elsewhere."""
+        tensors = [t for node in (*self.tangents, *self.primals) for t in tensors_of(node)]
+        devices = [t.device for t in tensors] or [torch.device("cpu")]
+        return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
 def build_joint_graph(

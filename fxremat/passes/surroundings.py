@@ -10,8 +10,9 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.passes.joint import JointGraph
-from fxremat.passes.storage import StorageTable, allocated_bytes, tensors_of
+from fxremat.passes.storage import StorageTable, allocated_bytes
 from fxremat.passes.sweep import Surroundings
+from fxremat.runtime.workspaces import library_workspaces
 from fxremat.simulate.allocator import Counted
 
 LOSS_FACTOR = 3
@@ -59,14 +60,15 @@ def surroundings_of(
         *_unread_bytes(joint, real, caller),
         *_existing_gradient_bytes(joint, real, caller),
         *caller.held_bytes,
-        *[allocated_bytes(8, device_of_step(joint))] * SCALARS,
+        *filter(None, (library_workspaces(joint.device),)),
+        *[allocated_bytes(8, joint.device)] * SCALARS,
     )
     return Surroundings(
         given_bytes=sum(given) + caller.reserve_bytes,
         turn_bytes=max(loss_bytes, sum(tangents)),
         tangent_bytes=sum(tangents),
         end_bytes=_largest_copied_gradient(joint),
-        device=device_of_step(joint),
+        device=joint.device,
         given_each_bytes=given,
         tangent_each_bytes=tangents,
     )
@@ -77,14 +79,6 @@ def _each(table: StorageTable, ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(table.nbytes[i] for i in sorted(ids))
 
 
-def device_of_step(joint: JointGraph) -> torch.device:
-    """The device of the first tensor: that of the gradients of the outputs, if there are any."""
-    for node in (*joint.tangents, *joint.primals):
-        for tensor in tensors_of(node):
-            return tensor.device
-    return torch.device("cpu")
-
-
 def _unread_bytes(
     joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], caller: Caller
 ) -> Iterator[int]:
@@ -92,7 +86,7 @@ def _unread_bytes(
     counted = {torch_compat.storage_key(t) for t in real.values()}
     for tensor in caller.resident:
         key = torch_compat.storage_key(tensor)
-        if key not in counted and tensor.device == device_of_step(joint):
+        if key not in counted and tensor.device == joint.device:
             counted.add(key)
             yield allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
 

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -120,11 +121,11 @@ def pinned_memory(nbytes: int, *, device: torch.device) -> mmap.mmap:
     Raises:
         HostMemoryError: it cannot be had.
     """
-    total = _machine_bytes()
-    if total is not None and nbytes > total:
-        raise _no_pinned_memory(nbytes, f"the machine has {format_bytes(total)}")
+    for total, whose in memory_limits():
+        if nbytes > total:
+            raise _no_pinned_memory(nbytes, f"{whose} has {format_bytes(total)}")
     try:
-        memory = mmap.mmap(-1, nbytes)
+        memory = page_memory(nbytes)
     except (OSError, ValueError, OverflowError) as error:
         raise _no_pinned_memory(nbytes, str(error)) from error
     address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
@@ -134,6 +135,30 @@ def pinned_memory(nbytes: int, *, device: torch.device) -> mmap.mmap:
         _forget_error(device)
         raise _no_pinned_memory(nbytes, f"cudaHostRegister returned error {code}")
     return memory
+
+
+def page_memory(nbytes: int) -> mmap.mmap:
+    """``nbytes`` of anonymous memory: in huge pages, of which few are to be locked, and private.
+
+    A forked child sees zeros in its place: were its pages shared with the child, a write of
+    the parent's would move them, while the device goes on copying to where they were. Where
+    that cannot be had, the memory is shared, so that nothing moves; the child does not touch it.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(_MADV_WIPEONFORK)
+    except OSError:
+        memory.close()
+        return mmap.mmap(-1, nbytes)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+_MADV_WIPEONFORK = 18
+"""Of Linux since 4.14; :mod:`mmap` has no name for it."""
 
 
 def _forget_error(device: torch.device) -> None:
@@ -160,12 +185,38 @@ def _no_pinned_memory(nbytes: int, why: str) -> HostMemoryError:
     )
 
 
-def _machine_bytes() -> int | None:
-    """The machine's memory, where it can be told."""
+def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, str]]:
+    """Bytes of memory, and whose they are: the machine's, and those of the control groups.
+
+    Args:
+        root: of the file system that tells, in ``proc`` and ``sys``.
+    """
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine"
+    mounted = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _number, controllers, path = line.split(":", 2)
+        old = "memory" in controllers.split(",")
+        if controllers and not old:
+            continue
+        top, name = (
+            (mounted / "memory", "memory.limit_in_bytes") if old else (mounted, "memory.max")
+        )
+        # In a container the path may be the host's, while the group is mounted as the top.
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limit = _read(folder / name).strip()
+            if limit.isdecimal():
+                yield int(limit), "the control group"
+            if folder == top:
+                break
+
+
+def _read(path: Path) -> str:
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def folder_of(host_dir: str | os.PathLike[str] | None) -> str:

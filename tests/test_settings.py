@@ -1,0 +1,135 @@
+"""Settings that choose kernels: the same for what is computed and for what is computed again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import fxremat
+from fxremat import search, torch_compat
+from fxremat.errors import BackwardError
+from fxremat.passes.cost import CostCache
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())])
+
+
+SAMPLE = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+CHANGES: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+    "fp32_precision": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: torch.set_float32_matmul_precision("highest"),
+    ),
+    "use_deterministic_algorithms": (
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("by_backend", [False, True], ids=["compile", "backend"])
+def test_a_setting_around_the_forward_alone_is_refused(name: str, by_backend: bool):
+    change, back = CHANGES[name]
+    trained = model()
+    call = (
+        torch.compile(trained, backend="fxremat", options={"budget": "1 MiB"}, fullgraph=True)
+        if by_backend
+        else fxremat.compile(trained, SAMPLE, "1 MiB")
+    )
+    try:
+        change()
+        loss = call(SAMPLE).sum()
+    finally:
+        back()
+    with pytest.raises(BackwardError, match=rf"{name}.* was .*, is .*around both"):
+        loss.backward()
+    assert all(p.grad is None for p in trained.parameters())
+    try:
+        change()
+        call(SAMPLE).sum().backward()
+    finally:
+        back()
+
+
+def test_steps_that_overlap_under_other_settings_are_told_apart():
+    trained = model()
+    call = fxremat.compile(trained, SAMPLE, "1 MiB")
+    change, back = CHANGES["use_deterministic_algorithms"]
+    first = call(SAMPLE).sum()
+    try:
+        change()
+        second = call(SAMPLE).sum()
+    finally:
+        back()
+    first.backward()
+    with pytest.raises(BackwardError, match="settings changed"):
+        second.backward()
+
+
+def test_costs_are_measured_anew_under_other_settings(monkeypatch: pytest.MonkeyPatch):
+    caches: dict[object, CostCache] = defaultdict(CostCache)
+    monkeypatch.setattr(search, "COSTS", caches)
+    change, back = CHANGES["use_deterministic_algorithms"]
+    fxremat.plan(model(), SAMPLE, 1.0)
+    torch._dynamo.reset()
+    try:
+        change()
+        fxremat.plan(model(), SAMPLE, 1.0)
+    finally:
+        back()
+    first, second = caches.values()
+    assert first.seconds.keys() == second.seconds.keys()
+    assert first.seconds is not second.seconds
+
+
+def test_nothing_is_tried_out_inside_a_step_and_the_users_setting_stays():
+    seen: list[bool] = []
+
+    @torch.library.custom_op("fxremat_tests::autotuned", mutates_args=())
+    def autotuned(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.backends.cudnn.benchmark)
+        return x.clone()
+
+    autotuned.register_fake(torch.empty_like)
+    autotuned.register_autograd(lambda _ctx, gradient: autotuned(gradient))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return autotuned(self.layer(x))
+
+    before = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = True
+        call = fxremat.compile(Model(), SAMPLE, 1.0)
+        assert seen and not any(seen)  # while it was measured
+        seen.clear()
+        call(SAMPLE).sum().backward()
+        assert seen == [False, False]
+        assert torch.backends.cudnn.benchmark
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def test_all_that_chooses_kernels_is_told():
+    told = torch_compat.kernel_settings()
+    torch.backends.cudnn.deterministic, before = True, torch.backends.cudnn.deterministic
+    try:
+        changed = torch_compat.kernel_settings()
+    finally:
+        torch.backends.cudnn.deterministic = before
+    assert {name for name in told if told[name] != changed[name]} == {
+        "torch.backends.cudnn.deterministic"
+    }

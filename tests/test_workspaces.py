@@ -1,0 +1,79 @@
+"""Workspaces of libraries, counted on a GPU that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxremat import torch_compat
+from fxremat.passes.surroundings import Caller, surroundings_of
+from fxremat.runtime import workspaces
+from fxremat.runtime.workspaces import library_workspaces, multiply
+from tests.harness import captured
+
+MIB = 1 << 20
+
+
+class Ran(TorchDispatchMode):
+    """Names of the operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__.split(".")[0])
+        return func(*args, **kwargs or {})
+
+
+def test_products_run_forward_and_backward():
+    with Ran() as ran, torch.no_grad():
+        multiply(torch.device("cpu"), torch.float32)
+    assert ran.names.count("mm") >= 3
+    assert ran.names.count("addmm") == 1
+
+
+def test_a_cpu_has_none():
+    assert library_workspaces(torch.device("cpu")) == 0
+
+
+def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch):
+    """Those of a first use stay allocated; those there are already are freed, to see them."""
+    allocated = [100 * MIB + 7]
+    held = {"main"}
+
+    def clear() -> None:
+        allocated[0] -= 32 * MIB * len(held)
+        held.clear()
+
+    def products(device: torch.device, dtype: torch.dtype) -> None:
+        assert not torch.is_inference_mode_enabled()
+        for thread in ("main", "autograd"):
+            if thread not in held:
+                held.add(thread)
+                allocated[0] += 32 * MIB
+
+    monkeypatch.setattr(torch_compat, "clear_library_workspaces", clear)
+    monkeypatch.setattr(workspaces, "multiply", products)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: allocated[0])
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    device = torch.device("cuda", 7)
+    try:
+        assert library_workspaces(device) == 64 * MIB
+        allocated[0] += 5
+        assert library_workspaces(device) == 64 * MIB
+    finally:
+        workspaces._measured.cache_clear()
+
+
+def test_they_are_given(monkeypatch: pytest.MonkeyPatch):
+    joint = captured("gpt").joint
+    without = surroundings_of(joint, {}, Caller())
+    monkeypatch.setattr("fxremat.passes.surroundings.library_workspaces", lambda device: 64 * MIB)
+    with_them = surroundings_of(joint, {}, Caller())
+    assert with_them.given_bytes - without.given_bytes == 64 * MIB
+    assert with_them.turn_bytes == without.turn_bytes
