@@ -216,7 +216,7 @@ def _plan_figures(
     row: Row = {
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "predicted_reserved_bytes": getattr(plan, "predicted_reserved_bytes", None),
+        "predicted_reserved_bytes": plan.predicted_reserved_bytes,
         "host_bytes": plan.host_bytes,
         "kept": peak_bytes <= plan.budget_bytes,
         "predicted_s": plan.predicted_s,

@@ -54,14 +54,19 @@ Bits = tuple[Tensor, ...]
 class Promise:
     """One network on one device, at all budgets."""
 
-    def __init__(self, network: Network, device: torch.device, *, offload: bool) -> None:
+    def __init__(self, network: Network, device: torch.device, how: dict[str, Any]) -> None:
         self._device = device
-        self._offload: Literal["auto", False] = "auto" if offload else False
+        self._how = how
         with torch.device(device):
             self._model = network.build().to(network.dtype).train()
         self._inputs = network.inputs_on(device)
         self._buffers = [b.detach().clone() for b in self._model.buffers()]
         self._expected: Bits | None = None
+
+    @property
+    def _counts_reserved(self) -> bool:
+        """Whether the budget is for what the allocator takes; a CPU's takes nothing beside."""
+        return self._how["budget_on"] == "reserved" and self._device.type == "cuda"
 
     def row(self, budget: Budget) -> Row:
         """Plan, run and measure.
@@ -85,20 +90,21 @@ class Promise:
 
     def _measured(self, budget: Budget) -> Row:
         begin_s = time.perf_counter()
-        call = fxremat.compile(self._model, self._inputs, budget, offload=self._offload)
+        call = fxremat.compile(self._model, self._inputs, budget, **self._how)
         plan = call.plan
         row: Row = {
             "planned_s": time.perf_counter() - begin_s,
             "budget_bytes": plan.budget_bytes,
             "predicted_bytes": plan.predicted_peak_bytes,
-            "predicted_reserved_bytes": getattr(plan, "predicted_reserved_bytes", None),
+            "predicted_reserved_bytes": plan.predicted_reserved_bytes,
             "predicted_s": plan.predicted_s,
             "host_bytes": plan.host_bytes,
         }
         step = self._step(call)
         step()  # libraries allocate what they keep when they are first used
         row |= self._bytes(step)
-        row["kept"] = row["measured_bytes"] <= plan.budget_bytes
+        counted = "measured_reserved_bytes" if self._counts_reserved else "measured_bytes"
+        row["kept"] = row[counted] <= plan.budget_bytes
         row["seconds"] = min(seconds_of(step, device=self._device) for _ in range(3))
         return row | self._compared(call, budget)
 
@@ -154,10 +160,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         cuda.enable_mem_efficient_sdp(False)
         cuda.enable_cudnn_sdp(False)
     torch.manual_seed(0)
+    how = {"offload": "auto" if options.offload else False, "budget_on": options.budget_on}
     for name in options.networks:
         about: Row = {"network": name, "allocator": options.inside}
         try:
-            promise = Promise(PROMISED[name](tiny=options.tiny), device, offload=options.offload)
+            promise = Promise(PROMISED[name](tiny=options.tiny), device, how)
         except Exception as error:  # the other networks are still to come
             append(options.rows, {**about, "budget": "", **failure(error)})
             continue
@@ -197,9 +204,12 @@ def line(row: Row) -> list[str]:
 def run(options: argparse.Namespace, device: torch.device) -> Sequence[Row]:
     """A process for each of the allocator's settings; returns all rows."""
     name = "gpu_promise" if device.type == "cuda" else "gpu_promise-tried-on-cpu"
-    results = Rows(name, describe(device), folder=options.results)
-    passed_on = ["--device", str(device), *(["--tiny"] if options.tiny else [])]
-    passed_on += ["--offload"] if options.offload else []
+    if options.budget_on != "allocated":
+        name += f"-{options.budget_on}"
+    how = {"offload": options.offload, "budget_on": options.budget_on}
+    results = Rows(name, {**describe(device), **how}, folder=options.results)
+    passed_on = ["--device", str(device), "--budget-on", options.budget_on]
+    passed_on += [f"--{flag}" for flag in ("tiny", "offload") if getattr(options, flag)]
     allocators = options.allocator if device.type == "cuda" else ["default"]
     for allocator in allocators:
         why = run_part(
@@ -220,6 +230,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     parser.add_argument("--offload", action="store_true", help="with storages that travel, too")
+    parser.add_argument("--budget-on", choices=("allocated", "reserved"), default="allocated")
     parser.add_argument("--allocator", nargs="+", choices=ALLOCATORS, default=list(ALLOCATORS))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each allocator")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the file goes")

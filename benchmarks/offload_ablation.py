@@ -11,6 +11,9 @@ poolings go to host memory and come back:
   from there to the full one. It moves what its plan says, not more; on a CPU a worker thread
   copies.
 
+Each is measured and freed before the next, its steps timed in turns with those of the same
+without a move; rows are saved as they come.
+
 The VGG is VGG-19 with a small classifier. On a CPU its first level has eight convolutions in
 place of two: kernels there copy their operands, so that the last of the backward would else
 have the peak, with nothing left to move.
@@ -21,19 +24,20 @@ Run: python -m benchmarks.offload_ablation [--device cpu] [--batch N] [--size N]
 from __future__ import annotations
 
 import argparse
+import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fxremat
-from benchmarks.common import RESULTS, Spread, interleave, save, show
+from benchmarks.common import RESULTS, Spread, interleave, ratios, show
 from benchmarks.devices import describe, device_named
 from benchmarks.gpu_networks import VGG, Classifier
+from benchmarks.rows import Row, Rows, failure
 from fxremat.ir import Copy
 from fxremat.measure import peak_of, seconds_of
 from fxremat.runtime.arena import Arena
@@ -164,111 +168,132 @@ def afresh(device: torch.device) -> Host:
     )
 
 
-@dataclass(slots=True)
-class Variant:
-    """A way to train.
+Step = Callable[[], None]
 
-    Attributes:
-        what: for the table.
-        step: gradients dropped, forward, backward.
-        base: the variant that does the same and moves nothing.
-        row: what goes into the JSON file.
-    """
-
-    what: str
-    step: Callable[[], None]
-    base: str
-    row: dict[str, Any] = field(default_factory=dict)
+EAGER, PLANNED = "nothing moved", "fxremat, nothing moved"
+"""What the others are compared with: the same, and nothing moves. Neither has host memory."""
 
 
 class Ablation:
-    """One network, trained in each way."""
+    """One network, trained in each way, one after the other.
 
-    def __init__(self, model: nn.Module, inputs: tuple[Tensor, ...], device: torch.device) -> None:
+    Args:
+        model: on the device.
+        inputs: of a step, on the device.
+        device: where.
+        rounds: steps of each way that are timed, in turns with those of its base.
+        add: called with each row.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[Tensor, ...],
+        device: torch.device,
+        *,
+        rounds: int,
+        add: Callable[[Row], None],
+    ) -> None:
         self.model, self.inputs, self.device = model, inputs, device
-        self.variants: dict[str, Variant] = {}
-        self._arena: Arena | None = None
+        self._rounds, self._add = rounds, add
+        self._bases: dict[str, tuple[Step, int]] = {}
 
-    def run(self, rounds: int) -> list[dict[str, Any]]:
-        """Measure every way and return a row for each."""
-        self._add("nothing moved", self._loss_step(self.model), base="nothing moved")
-        fresh = self._blocking(afresh(self.device))
+    def run(self) -> None:
+        """Measure every way. What fails is a row with the reason."""
         pageable = "pageable" if self.device.type == "cuda" else "fresh file"
-        self._add(f"{pageable}, blocking", fresh, base="nothing moved")
-        self._add("pinned, blocking", self._blocking(self._arena_memory), base="nothing moved")
-        full_bytes = self._plan("fxremat, nothing moved", 1.0)
-        least_bytes = self._plan("pinned, overlapped, least peak", "min")
-        halfway_bytes = (least_bytes + full_bytes) // 2
-        self._plan("pinned, overlapped, half way", halfway_bytes)
-        seconds = {name: self._timed(v.step) for name, v in self.variants.items()}
-        for name, values in interleave(seconds, rounds=rounds).items():
-            self.variants[name].row["seconds"] = values
-        return [{"what": v.what, "base": v.base, **v.row} for v in self.variants.values()]
+        self._row(EAGER, EAGER, lambda: (self._loss_step(self.model), {}))
+        fresh = afresh(self.device)
+        self._row(f"{pageable}, blocking", EAGER, lambda: self._blocking(lambda _n: fresh))
+        self._row("pinned, blocking", EAGER, lambda: self._blocking(self._pinned))
+        full = self._row(PLANNED, PLANNED, lambda: self._planned(1.0))
+        overlapped = "pinned, overlapped"
+        least = self._row(f"{overlapped}, least peak", PLANNED, lambda: self._planned("min"))
+        if "budget_bytes" in full and "budget_bytes" in least:
+            halfway = (least["budget_bytes"] + full["budget_bytes"]) // 2
+            self._row(f"{overlapped}, half way", PLANNED, lambda: self._planned(halfway))
 
-    def _arena_memory(self, begin: int, nbytes: int) -> Tensor:
-        assert self._arena is not None
-        return self._host[begin : begin + nbytes]
+    def _row(self, what: str, base: str, make: Callable[[], tuple[Step, Row]]) -> Row:
+        row: Row = {"what": what, "base": base}
+        try:
+            step, figures = make()
+            row |= figures | self._measured(what, base, step)
+            del step
+        except Exception as error:  # one way's failure is a row
+            row |= failure(error)
+        self._add(row)
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()  # with what holds host memory; the compiled code of a base stays
+        return row
 
-    def _blocking(self, host: Host) -> Callable[[], None]:
-        moving = BlockingOffload(host, self.device)
-        moving.learn(self.model, self.model, self.inputs)
-        if self._arena is None:
-            self._arena = Arena.create(moving.total_bytes, device=self.device)
-            self._host = self._arena.open()
-
-        def step() -> None:
-            self.model.zero_grad(set_to_none=True)
-            moving.forward(self.model, self.inputs).backward()
-
-        return step
-
-    def _loss_step(self, call: Loss) -> Callable[[], None]:
-        def step() -> None:
-            self.model.zero_grad(set_to_none=True)
-            call(*self.inputs).backward()
-
-        return step
-
-    def _plan(self, what: str, budget: int | float | str) -> int:
-        """Through fxremat. Returns the budget."""
-        compiled = fxremat.compile(self.model, self.inputs, budget, offload="only")
-        self._add(what, self._loss_step(compiled), base="fxremat, nothing moved")
-        plan, row = compiled.plan, self.variants[what].row
-        copies = [e.op.nbytes for e in plan.timeline.events if isinstance(e.op, Copy)]
-        row |= {"budget_bytes": plan.budget_bytes, "moved_bytes": sum(copies) // 2}
-        row["predicted_s"] = plan.predicted_s
-        if copies:
-            row["overlap"] = compiled.trace_step(self.variants[what].step).overlap
-        return plan.budget_bytes
-
-    def _add(self, what: str, step: Callable[[], None], *, base: str) -> None:
+    def _measured(self, what: str, base: str, step: Step) -> Row:
         step()
         step()
         self.model.zero_grad(set_to_none=True)
         held = {*self.model.parameters(), *self.model.buffers(), *self.inputs}
         resident = sum(tensor.nbytes for tensor in held)
         peak = peak_of(step, device=self.device, resident_bytes=resident)
-        row: dict[str, Any] = {"peak_bytes": peak}
-        if "blocking" in what:
-            assert self._arena is not None
-            row["moved_bytes"] = self._arena.nbytes
-        self.variants[what] = Variant(what, step, base, row)
+        if what == base:
+            self._bases[base] = step, peak
+        base_step, base_peak = self._bases[base]
+        steps = {what: step, base: base_step}
+        runs = {name: (lambda s=s: seconds_of(s, device=self.device)) for name, s in steps.items()}
+        seconds = interleave(runs, rounds=self._rounds)
+        return {
+            "peak_bytes": peak,
+            "seconds": seconds[what],
+            "base_peak_bytes": base_peak,
+            "base_seconds": seconds[base],
+        }
 
-    def _timed(self, step: Callable[[], None]) -> Callable[[], float]:
-        return lambda: seconds_of(step, device=self.device)
+    def _pinned(self, nbytes: int) -> Host:
+        """Memory that is allocated once, and freed with the step that uses it."""
+        memory = Arena.create(nbytes, device=self.device).open()
+        return lambda begin, size: memory[begin : begin + size]
+
+    def _blocking(self, host_of: Callable[[int], Host]) -> tuple[Step, Row]:
+        moving = BlockingOffload(afresh(self.device), self.device)
+        moving.learn(self.model, self.model, self.inputs)
+        moving.host = host_of(moving.total_bytes)
+
+        def step() -> None:
+            self.model.zero_grad(set_to_none=True)
+            moving.forward(self.model, self.inputs).backward()
+
+        return step, {"moved_bytes": moving.total_bytes}
+
+    def _loss_step(self, call: Loss) -> Step:
+        def step() -> None:
+            self.model.zero_grad(set_to_none=True)
+            call(*self.inputs).backward()
+
+        return step
+
+    def _planned(self, budget: int | float | str) -> tuple[Step, Row]:
+        """Through fxremat."""
+        compiled = fxremat.compile(self.model, self.inputs, budget, offload="only")
+        step = self._loss_step(compiled)
+        step()
+        plan = compiled.plan
+        copies = [e.op.nbytes for e in plan.timeline.events if isinstance(e.op, Copy)]
+        row: Row = {"budget_bytes": plan.budget_bytes, "moved_bytes": sum(copies) // 2}
+        row["predicted_s"] = plan.predicted_s
+        if copies:
+            row["overlap"] = compiled.trace_step(step).overlap
+        return step, row
 
 
-def line(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+def line(row: Row) -> list[str]:
     """A line of the table."""
-    (base,) = (other for other in rows if other["what"] == row["base"])
-    spread = Spread.of(row["seconds"])
+    if "failed" in row:
+        return [row["what"], row["failed"][:40], *[""] * 5]
+    against = ratios({"own": row["seconds"], "base": row["base_seconds"]}, "own", "base")
     return [
         row["what"],
         format_bytes(row["peak_bytes"]),
-        f"{row['peak_bytes'] / base['peak_bytes']:.2f}",
+        f"{row['peak_bytes'] / row['base_peak_bytes']:.2f}",
         format_bytes(row["moved_bytes"]) if row.get("moved_bytes") else "",
-        spread.text(1e3),
-        f"{spread.median / Spread.of(base['seconds']).median:.2f}",
+        Spread.of(row["seconds"]).text(1e3),
+        f"{against.median:.2f}",
         f"{row['overlap']:.0%}" if "overlap" in row else "",
     ]
 
@@ -295,13 +320,17 @@ def main() -> None:
         images(0, batch=batch, size=size).to(device),
         labels(0, batch=batch, classes=1000).to(device),
     )
-    rows = Ablation(model.to(device), inputs, device).run(options.rounds)
+    name = "offload_ablation" if device.type == "cuda" else "offload_ablation_cpu"
+    settings = {"batch": batch, "size": size, "tiny": options.tiny}
+    results = Rows(name, {**describe(device), **settings}, folder=options.results)
+    found = Ablation(model.to(device), inputs, device, rounds=options.rounds, add=results.add)
+    found.run()
     columns = ["", "peak", "÷ base", "moved", "step ms", "÷ base", "overlap"]
     title = f"VGG, {batch} x {size}²: inputs of convolutions and poolings moved"
-    show(title, columns, [line(row, rows) for row in rows])
-    settings = {"batch": batch, "size": size, "tiny": options.tiny}
-    name = "offload_ablation" if device.type == "cuda" else "offload_ablation_cpu"
-    save(name, {**describe(device), **settings, "rows": rows}, folder=options.results)
+    show(title, columns, [line(row) for row in results.rows])
+    results.save()
+    if any("failed" in row for row in results.rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

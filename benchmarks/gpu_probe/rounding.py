@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu_probe.probe import Finding, Probe
 from fxremat import torch_compat
+from fxremat.simulate.allocator import AllocatorSettings, CachingAllocator
 from fxremat.units import format_bytes
 
 MIB = 1 << 20
@@ -59,20 +60,15 @@ def _on_the_cpu(mib: float) -> Finding:
     return Finding(f"{given} bytes", f"{asked} bytes", given == asked)
 
 
-def _allocator_settings() -> dict[str, Any]:
-    snapshot: Any = torch.cuda.memory._snapshot
-    found: dict[str, Any] = snapshot()["allocator_settings"]
-    return found
-
-
 def _settings(expandable: bool) -> Finding:
     """The names under which torch tells its settings, and whether the process has those meant."""
-    found = _allocator_settings()
+    told = torch_compat.allocator_settings() or {}
+    read = AllocatorSettings.read(told)
     return Finding(
-        f"expandable_segments: {found.get('expandable_segments')}",
+        f"expandable_segments: {told.get('expandable_segments')}",
         f"expandable_segments: {expandable}",
-        found.get("expandable_segments") is expandable,
-        {"settings": {str(name): repr(value) for name, value in found.items()}},
+        "expandable_segments" in told and read.expandable_segments is expandable,
+        {"told": {str(name): repr(value) for name, value in told.items()}, "read": repr(read)},
     )
 
 
@@ -144,11 +140,9 @@ def _sequences(device: torch.device, count: int, *, streams: int) -> Finding:
 
 def _first_difference(device: torch.device, seed: int, *, streams: int) -> str | None:
     """Where the simulator first says something else; ``None`` if it never does."""
-    from fxremat.simulate.allocator import AllocatorSettings, CachingAllocator
-
     _empty(device)
     base = _sizes(device)
-    simulated = CachingAllocator(AllocatorSettings.read(_allocator_settings()))
+    simulated = CachingAllocator(AllocatorSettings.read(torch_compat.allocator_settings() or {}))
     lanes: list[Any] = [torch.cuda.default_stream(device)]
     lanes += [torch.cuda.Stream(device) for _ in range(streams - 1)]
     held: dict[int, torch.Tensor] = {}
