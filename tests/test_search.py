@@ -34,9 +34,9 @@ def made_up_costs(
             known[key] = measured_s(walk, block) * draw.lognormvariate(0, 1.2)
         return known[key]
 
-    def operations(block: Any, inputs: Any, seconds: dict[Key, float]) -> None:
+    def operations(block: Any, inputs: Any, seconds: dict[Key, float], **options: Any) -> None:
         before = set(seconds)
-        time_operations(block, inputs, seconds)
+        time_operations(block, inputs, seconds, **options)
         for key in seconds.keys() - before:
             seconds[key] *= draw.lognormvariate(0, 1.2)
 
