@@ -5,7 +5,8 @@ peak, at 0.6 and 0.4 of it, and at the least feasible budget. Each row has what 
 and what was measured: most bytes allocated, most bytes reserved, and whether loss, gradients
 and buffers of a step have the bits of the plan that keeps everything. That plan runs twice: a
 kernel that gives other bits by itself is told apart. Attention is the flash kernel where it
-fits, whose backward is deterministic when asked to be.
+fits, whose backward is deterministic when asked to be. All kernels are asked: step times here are
+not those of ``benchmarks.gpu``.
 
 Each setting of the allocator has a process of its own; rows are saved as they come.
 Run: python -m benchmarks.gpu_promise [network …] [--allocator default expandable]

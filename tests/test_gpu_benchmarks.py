@@ -19,11 +19,13 @@ from benchmarks import gpu
 from benchmarks.gpu_networks import NETWORKS, VGG, Classifier
 from benchmarks.gpu_peers import PEERS
 from benchmarks.gpu_probe.probe import Finding, Probe
+from benchmarks.gpu_probe.rounding import KNOWN_MIB
 from benchmarks.gpu_report import line
 from benchmarks.offload_ablation import BlockingOffload, Host, afresh
 from benchmarks.rows import Row, Rows, append, failure, run_part
 from fxremat import torch_compat
 from fxremat.errors import CostError, HostMemoryError
+from fxremat.simulate.allocator import AllocatorSettings, CachingAllocator
 from tests.models.bits import assert_bitwise_equal
 from tests.models.images import images, labels
 from tests.models.zoo import drawn_once
@@ -201,6 +203,17 @@ def test_settings_reach_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     settings = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": None}
     assert run_part(child(tmp_path, code), settings=settings, seconds=600, add=rows.append) is None
     assert rows == [{"PYTORCH_ALLOC_CONF": "expandable_segments:True"}]
+
+
+@pytest.mark.parametrize(("mib", "expandable"), KNOWN_MIB)
+def test_the_sizes_worked_out_by_hand_are_those_simulated(mib: float, expandable: bool):
+    given, taken = KNOWN_MIB[mib, expandable]
+    simulated = CachingAllocator(AllocatorSettings(expandable_segments=expandable))
+    asked = int(mib * 2**20)
+    simulated.allocate(asked)
+    handed_out = -(-asked // 512) * 512 if given is None else given * 2**20
+    assert simulated.allocated_bytes == handed_out
+    assert simulated.reserved_bytes == taken * 2**20
 
 
 def test_a_question_that_fails_is_an_answer(tmp_path: Path):
