@@ -188,11 +188,16 @@ def backend(
 def _plan_only(compiled: CompiledModule, sample: Sample) -> None:
     """Let Dynamo capture the call and plan it, but not run it."""
     compiler: StepCompiler = compiled.__dict__["_compiler"]
+
+    def call() -> None:
+        with contextlib.suppress(PlannedOnly):
+            compiled.call_whole(sample.args, sample.kwargs)
+
     compiler.dry = True
     try:
-        compiled.call_whole(sample.args, sample.kwargs)
-    except PlannedOnly:
-        pass
+        call()
+        if compiler.compiled:
+            compiler.measure_overhead(call)
     finally:
         compiler.dry = False
     if not compiler.compiled:

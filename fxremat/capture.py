@@ -13,6 +13,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.budget import Budget
 from fxremat.errors import BackwardError
+from fxremat.overhead import overhead_s
 from fxremat.passes.cost import Progress
 from fxremat.passes.surroundings import Caller
 from fxremat.pipeline import Planned, plan_step
@@ -53,6 +54,7 @@ class StepCompiler:
         resident: tensors that the step being captured holds, used or not.
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan.
+        overhead_s: what a step takes beside its graphs, once that is known.
     """
 
     budget: Budget
@@ -64,6 +66,18 @@ class StepCompiler:
     resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
     host: HostMemory | None = None
     exact: bool = True
+    overhead_s: float = 0.0
+
+    def measure_overhead(self, call: Callable[[], object]) -> None:
+        """Find what a step takes beside its graphs, for the latest plan and those to come.
+
+        Args:
+            call: leads to the forward graph and returns before it runs.
+        """
+        assert self.latest is not None
+        planned = self.latest.planned
+        self.overhead_s = overhead_s(planned.around, call)
+        self.latest.planned = planned.with_overhead(self.overhead_s)
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
@@ -90,7 +104,7 @@ class StepCompiler:
                     host=self.host,
                     exact=self.exact,
                 )
-            found.append(Compiled(result))
+            found.append(Compiled(result.with_overhead(self.overhead_s)))
             self.compiled.append(found[-1])
             self.latest = found[-1]
             return result.forward, result.backward

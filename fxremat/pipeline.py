@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
 from fxremat.budget import Budget
+from fxremat.overhead import Around
 from fxremat.passes.allocations import settings_of
 from fxremat.passes.candidate import Candidate
 from fxremat.passes.cost import Progress
@@ -18,6 +19,7 @@ from fxremat.passes.invert import is_inverse
 from fxremat.passes.joint import build_joint_graph
 from fxremat.passes.moves import Move
 from fxremat.passes.rewrite import BlockModules, Travel, rewrite
+from fxremat.passes.signature import tensor_key
 from fxremat.passes.surroundings import Caller
 from fxremat.report.frontier import frontier_of
 from fxremat.report.plan import Plan
@@ -30,12 +32,21 @@ from fxremat.transfers import HostMemory, Moved, Transfers
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, its graphs, and the host memory that they use, if any."""
+    """A plan, its graphs, and the host memory that they use, if any.
+
+    Attributes:
+        around: of the step.
+    """
 
     plan: Plan
     forward: ScheduleModule
     backward: ScheduleModule
+    around: Around
     arena: Arena | None = None
+
+    def with_overhead(self, seconds: float) -> Planned:
+        """The same, of a step that takes ``seconds`` beside its graphs."""
+        return replace(self, plan=self.plan.with_overhead(seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +205,14 @@ def emit(
         exact=exact,
         budget_on=search.allocations.budget_on,
     )
-    return Planned(plan, forward, backward, arena)
+    joint = search.measured.line.joint
+    around = Around(
+        device=joint.device,
+        inputs=tuple(tensor_key(n.meta.get("val")) for n in joint.primals),
+        saved=len(baseline.program.saved),
+        gradients=sum(isinstance(g, fx.Node) for g in joint.backward_outputs),
+    )
+    return Planned(plan, forward, backward, around, arena)
 
 
 def _lay_out(

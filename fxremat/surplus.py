@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxremat import torch_compat
 from fxremat.errors import ArgumentError
-from fxremat.measure import device_of, peak_of
+from fxremat.measure import device_of
 from fxremat.outputs import Unused
 from fxremat.passes.storage import allocated_bytes
+from fxremat.runtime.workspaces import library_workspaces
 
 
 def optimizer_bytes(
@@ -132,11 +134,12 @@ def needs_of_loss(loss: Callable[[Any], torch.Tensor], outputs: object) -> LossN
         with torch.enable_grad():
             torch.autograd.backward(_checked(loss, loss(values)))
 
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        nbytes = peak_of(run, device=device) - before
+    library_workspaces(device)  # or a loss that multiplies would be charged with them
+    generators = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with generators, torch_compat.AllocationLog(device) as log:
+        run()
     unused = tuple(i for i, t in made.items() if t.requires_grad and t.grad is None)
-    return LossNeeds(nbytes, Unused(unused, len(leaves)) if unused else None)
+    return LossNeeds(log.peak_bytes, Unused(unused, len(leaves)) if unused else None)
 
 
 def _checked(loss: object, result: object) -> torch.Tensor:

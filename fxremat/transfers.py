@@ -113,9 +113,7 @@ class Transfers:
         """
         device = search.sweeps.surroundings.device
         with torch_compat.real_execution(), torch.no_grad():
-            link = measure_link(
-                device, host_dir=host.folder, host_limit_bytes=host.limit_bytes
-            )
+            link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
         candidates = (search.baseline,) if host.only else bases.of_search(search)
         settled = search.settled
         if host.conv:

@@ -14,6 +14,7 @@ from torch import nn
 import fxremat
 from fxremat.errors import HostMemoryError
 from fxremat.ir import Link
+from fxremat.runtime import bandwidth
 from fxremat.runtime.bandwidth import PIECE_BYTES, PIECES, MeasuredLink, measure_link
 from fxremat.runtime.watch import intercept_copies
 
@@ -35,6 +36,8 @@ def test_a_slow_link_is_measured_as_slow(tmp_path: Path):
     piece = PIECE_BYTES["cpu"]
     # Bounds that hold on a busy machine, too.
     least, most = PIECES * piece / taken, piece / 0.01
+    assert 0.01 <= link.offload_call_s < taken
+    assert 0.01 <= link.prefetch_call_s < taken
     assert least < link.offload_bytes_per_s <= most
     assert least < link.prefetch_bytes_per_s <= most
     assert 2 * least < link.both_bytes_per_s <= most
@@ -94,6 +97,18 @@ def test_the_link_that_is_planned_with():
     assert shared.link() == Link(4e9, 5e9, shared=True)
     duplex = MeasuredLink(50e9, 55e9, 90e9, 1.02, shared=False)
     assert duplex.link() == Link(50e9, 55e9, shared=False)
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 20, 700 << 20, 80 << 30])
+def test_measuring_takes_a_part_of_the_free_device_memory(
+    free_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free_bytes, 80 << 30))
+    piece_bytes, pieces = bandwidth.pieces_of(torch.device("cuda", 0), None)
+    taken = 3 * piece_bytes * pieces  # those that go, those that come, and a product
+    assert taken <= free_bytes / 8
+    assert taken <= 3 * 256 << 20
+    assert taken > min(free_bytes / 40, 500 << 20)
 
 
 @pytest.mark.cuda

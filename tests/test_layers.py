@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ir", "budget"),
     ("solvers", "simulate"),
     ("torch_compat",),
-    ("runtime", "measure", "untouched", "outputs"),
+    ("runtime", "measure", "overhead", "untouched", "outputs"),
     ("passes", "sample"),
     ("surplus", "report", "joining", "trace"),
     ("search",),

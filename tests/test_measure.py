@@ -13,6 +13,9 @@ from torch import nn
 
 from fxremat import measure
 from fxremat.measure import device_of, measure_step, peak_of, resident_bytes, seconds_of
+from fxremat.passes.block import Block, Mode
+from fxremat.passes.cost import CostCache
+from fxremat.passes.execute import run_logged
 
 CPU = torch.device("cpu")
 
@@ -251,3 +254,21 @@ def test_kernels_are_timed_behind_a_device_that_is_held_up(monkeypatch: pytest.M
     takes_s[0] = 0.5
     assert clock.seconds_of(run) == 0.5
     assert delays[1] >= 2 * 0.003
+
+
+def test_measuring_operations_resets_no_statistics(monkeypatch: pytest.MonkeyPatch):
+    """They are the user's, and may be those of a step in which a new shape is planned."""
+
+    def reset(_device: object = None) -> None:
+        raise AssertionError("the user's statistics are reset")
+
+    for name in ("reset_peak_memory_stats", "reset_accumulated_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, reset)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(50)
+    node = graph.call_function(torch.sin, (x,))
+    node.meta["val"] = torch.zeros(50)
+    block, cache = Block(0, Mode.FIRST, (node,), (x,), (node,), frozenset()), CostCache()
+    run_logged(block, {x: torch.ones(50)}, cache, device=torch.device("cuda", 0))
+    assert list(cache.workspace_bytes.values()) == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,16 @@ def test_without_moves_calls_run_one_after_the_other():
     assert [e.start_s for e in found.events] == list(range(count))
     assert found.makespan_s == count
     assert found.peak_bytes == max(whole().sweep.peaks_bytes)
+
+
+def test_calls_of_transfers_take_time_however_fast_the_link():
+    move = one_move()
+    speed = replace(link(1e18), offload_call_s=0.25, prefetch_call_s=0.5)
+    found = timeline((move,), speed)
+    assert found.makespan_s == pytest.approx(len(whole().program.calls) + 0.75)
+    starts = [e.start_s for e in found.events if e.lane is Lane.COMPUTE]
+    assert starts[move.offload] == pytest.approx(move.offload + 0.25)
+    assert starts[move.wait] == pytest.approx(move.wait + 0.75)
 
 
 def test_a_fast_link_costs_nothing():

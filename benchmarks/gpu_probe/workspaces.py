@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,8 @@ import torch
 from torch.nn import functional
 
 from benchmarks.gpu_probe.probe import Finding, Probe
+from fxremat.runtime.workspaces import library_workspaces
 from fxremat.units import format_bytes
-
-WARMING = ("fxremat.runtime.warm", "fxremat.passes.warm")
-"""Where the function that warms libraries up may be."""
 
 
 def workspaces(probe: Probe) -> None:
@@ -24,7 +21,8 @@ def workspaces(probe: Probe) -> None:
         return
     warmed = probe.part.endswith("warmed")
     if warmed:
-        probe.ask("the warm-up", lambda: _grown(probe.device, _warming(probe.device), None))
+        warm = functools.partial(library_workspaces, probe.device)
+        probe.ask("the warm-up", lambda: _grown(probe.device, warm, None))
     device = probe.device
     x = torch.ones(512, 512, device=device, requires_grad=True)
     half = torch.ones(512, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -83,21 +81,3 @@ def _on(stream: Any, run: Callable[[], object]) -> None:
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
-
-
-def _warming(device: torch.device) -> Callable[[], object]:
-    """The product's own warm-up.
-
-    Raises:
-        ImportError: it is nowhere that is known.
-    """
-    for name in WARMING:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        made_here = [f for f in vars(module).values() if getattr(f, "__module__", "") == name]
-        for function in made_here:
-            if callable(function) and function.__name__.startswith("warm"):
-                return functools.partial(function, device)
-    raise ImportError(f"no warm-up in {' or '.join(WARMING)}")

@@ -136,6 +136,10 @@ class _Replay:
         """Issue the copies at a place; returns when the call there can begin."""
         for move in here.offload:
             self.copied_s[move.storage] = self._issue(lanes, move, Lane.D2H, index, now)
+        # Whoever computes makes the calls, of an offload where it starts, of a prefetch where
+        # it is awaited.
+        now += lanes.link.offload_call_s * len(here.offload)
+        now += lanes.link.prefetch_call_s * len(here.wait)
         free_s = max([now, *(self.copied_s[m.storage] for m in here.release)])
         for move in here.prefetch:
             ready_s = max(free_s, self.copied_s[move.storage])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fxremat.units import format_bytes
@@ -45,6 +45,10 @@ class Frontier:
         """The fastest within a budget, ``None`` below the least feasible one."""
         within = [point for point in self.points if point.peak_bytes <= budget_bytes]
         return within[-1] if within else None
+
+    def delayed(self, seconds: float) -> Frontier:
+        """The same if every step took ``seconds`` more."""
+        return Frontier(tuple(replace(p, predicted_s=p.predicted_s + seconds) for p in self.points))
 
     def plot(self, path: str | Path) -> None:
         """Draw the curve into a file (PNG, SVG or PDF, by its suffix).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxremat.ir import Chain, Costs, Schedule, Timeline
 from fxremat.report.frontier import Frontier
@@ -23,6 +23,8 @@ class Plan:
         predicted_held_bytes: the same peak as a sum of tensors and workspaces, whatever their
             blocks are.
         predicted_s: seconds of a step, from the measured stages.
+        overhead_s: what of that, and of the other times, a step takes beside its graphs,
+            whatever the plan; 0 on a GPU, whose host runs ahead.
         baseline_peak_bytes, baseline_s: the same with nothing recomputed; the peak is of what
             the budget is for, allocated or reserved.
         lower_bound_s: no schedule of these stages within the budget takes less.
@@ -65,12 +67,25 @@ class Plan:
     branch_ends: tuple[int, ...] = ()
     exact: bool = True
     budget_on: Counted = "allocated"
+    overhead_s: float = 0.0
 
     @property
     def counted_bytes(self) -> int:
         """Of the predicted peak: what the budget is for."""
         reserved = self.budget_on == "reserved"
         return self.predicted_reserved_bytes if reserved else self.predicted_peak_bytes
+
+    def with_overhead(self, seconds: float) -> Plan:
+        """The plan of a step that takes ``seconds`` beside its graphs."""
+        more = seconds - self.overhead_s
+        return replace(
+            self,
+            overhead_s=seconds,
+            predicted_s=self.predicted_s + more,
+            baseline_s=self.baseline_s + more,
+            lower_bound_s=self.lower_bound_s + more,
+            frontier=self.frontier.delayed(more),
+        )
 
     def explain(self) -> str:
         """Print the plan as a table, and return what was printed."""

@@ -17,6 +17,7 @@ from fxremat.runtime import transfer
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.memory import folder_of
 from fxremat.runtime.slots import ALIGNMENT_BYTES
+from fxremat.runtime.views import tensor_in
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 """Size of a tensor that is moved: as that of an activation. Smaller where room is short."""
@@ -29,6 +30,9 @@ DEVICE_SHARE = 1 / 8
 
 _SQUARE = {"cpu": 256, "cuda": 1024}
 """Rows of the matrices that are multiplied while transfers are under way."""
+
+_CALLS = 32
+"""Small transfers whose calls are timed."""
 
 _ROUNDS = 5
 _ENOUGH_S = 0.5
@@ -49,6 +53,9 @@ class MeasuredLink:
         slowdown: time of computations with transfers under way over their time without,
             at least 1.
         shared: one transfer at a time, whatever its direction.
+        offload_call_s: what the calls that start an offload and await it take of those who
+            compute, however little is moved. On CUDA the host has that time.
+        prefetch_call_s: the same of a prefetch.
     """
 
     offload_bytes_per_s: float
@@ -56,6 +63,8 @@ class MeasuredLink:
     both_bytes_per_s: float
     slowdown: float
     shared: bool
+    offload_call_s: float = 0.0
+    prefetch_call_s: float = 0.0
 
     def link(self) -> Link:
         """What the solvers plan with: each direction alone.
@@ -89,11 +98,11 @@ def measure_link(
     if device.type == "cuda":
         index: int | None = device.index
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    piece_bytes, pieces = _pieces(device, host_limit_bytes)
+    piece_bytes, pieces = pieces_of(device, host_limit_bytes)
     return _measure(device, folder_of(host_dir), piece_bytes, pieces)
 
 
-def _pieces(device: torch.device, host_limit_bytes: int | None) -> tuple[int, int]:
+def pieces_of(device: torch.device, host_limit_bytes: int | None) -> tuple[int, int]:
     """Size and number of the pieces that there is room for; as many go as come.
 
     Sizes are powers of two, so that little more or less room means no new measurement.
@@ -119,15 +128,18 @@ def _measure(device: torch.device, folder: str, piece_bytes: int, pieces: int) -
         # Two rounds at least: the first touches pages and warms caches, and is left out.
         if done > 1 and time.perf_counter() - begin_s > _ENOUGH_S:
             break
-        for run in (bench.offload, bench.prefetch, bench.both, bench.compute, bench.beside):
+        for run in bench.runs:
             times.setdefault(run.__name__, []).append(run())
     middle = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+    called = device.type == "cpu"
     return MeasuredLink(
         offload_bytes_per_s=bench.nbytes / middle["offload"],
         prefetch_bytes_per_s=bench.nbytes / middle["prefetch"],
         both_bytes_per_s=2 * bench.nbytes / middle["both"],
         slowdown=max(1.0, middle["beside"] / middle["compute"]),
         shared=device.type == "cpu",
+        offload_call_s=middle["offload_calls"] if called else 0.0,
+        prefetch_call_s=middle["prefetch_calls"] if called else 0.0,
     )
 
 
@@ -147,6 +159,14 @@ class _Bench:
         self._square = torch.ones(side, side, device=device)  # no draw: the user's are counted
         self._product = torch.empty_like(self._square)
         self._long = torch.ones(self._piece_bytes // 4, device=device)
+        count = min(_CALLS, self.nbytes // ALIGNMENT_BYTES)
+        self._small = [
+            torch.ones(ALIGNMENT_BYTES, dtype=torch.uint8, device=device) for _ in range(count)
+        ]
+        self.runs = (
+            self.offload, self.prefetch, self.both, self.compute, self.beside,
+            self.offload_calls, self.prefetch_calls,
+        )  # fmt: skip
         self._repeats = 1
         self._start_offload(self.nbytes)
         self._end_offload(self.nbytes)
@@ -185,6 +205,30 @@ class _Bench:
         self._end_prefetch(coming)
         self._end()
         return taken_s
+
+    def offload_calls(self) -> float:
+        """Of one of many small transfers, those who compute waiting for each in turn."""
+
+        def run() -> None:
+            for i, piece in enumerate(self._small):
+                transfer.offload(piece, self._host, i * ALIGNMENT_BYTES)
+            for i, piece in enumerate(self._small):
+                transfer.release(piece, self._host, i * ALIGNMENT_BYTES)
+
+        return self._seconds(run) / len(self._small)
+
+    def prefetch_calls(self) -> float:
+        def run() -> None:
+            size = ALIGNMENT_BYTES
+            coming = [
+                transfer.prefetch(self._host, i * size, size, self._device)
+                for i in range(len(self._small))
+            ]
+            for fresh in coming:
+                transfer.wait(fresh)
+                tensor_in(fresh, torch.uint8, (size,), (1,), 0)
+
+        return self._seconds(run) / len(self._small)
 
     def _work(self) -> None:
         for _ in range(self._repeats):

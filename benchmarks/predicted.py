@@ -1,0 +1,125 @@
+"""Predicted against measured seconds of a step, of models of tiny operations and of a GPT.
+
+With everything kept, with recomputation half way to the least budget, and with transfers alone at
+their least budget. Settings of a model are measured in turns; medians count.
+Run: python -m benchmarks.predicted [model …] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.common import Spread, interleave, save, show
+from benchmarks.steps import Step, make_step
+from fxremat.ir import Copy
+from tests.models import BENCH
+from tests.models.gpt import GPTConfig, gpt_entry
+from tests.models.recurrent import UnrolledGRU
+from tests.models.zoo import ZooModel, drawn_once, seeded, sum_of_squares
+
+
+class Residual(nn.Module):
+    """Blocks of a norm, two small layers and a sum."""
+
+    def __init__(self, *, blocks: int = 60, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)
+            )
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape ``(rows, width)``, in and out."""
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _entry(name: str, build: Any, shape: tuple[int, ...]) -> ZooModel:
+    def sample(seed: int) -> tuple[tuple[Tensor], dict[str, Any]]:
+        with seeded(seed):
+            return (torch.randn(*shape),), {}
+
+    return ZooModel(name=name, build=drawn_once(build), sample=sample, loss=sum_of_squares)
+
+
+_TINY_GPT = GPTConfig(vocabulary=64, context=32, width=32, heads=2, blocks=12)
+ENTRIES = {
+    "blocks60": _entry("blocks60", Residual, (8, 16)),
+    "gru48": _entry("gru48", lambda: UnrolledGRU(steps=48), (8, 48, 16)),
+    "gpt12_tiny": gpt_entry("gpt12_tiny", _TINY_GPT, batch=2, length=32),
+    "gpt16": BENCH["gpt16"],
+}
+
+
+def planned(entry: ZooModel, budget: int | float | str, **options: Any) -> tuple[Step, Any]:
+    """A step, and its plan."""
+    torch._dynamo.reset()
+    model = entry.build()
+    args, kwargs = entry.sample(0)
+    loss = None if entry.loss_inside else entry.loss
+    call = fxremat.compile(model, fxremat.Sample(args, kwargs), budget, loss=loss, **options)
+    return make_step(entry, model, call), call.plan
+
+
+def measure(entry: ZooModel, rounds: int) -> list[dict[str, Any]]:
+    """A row for each setting."""
+    settings: dict[str, tuple[Step, Any]] = {"kept": planned(entry, 1.0)}
+    _step, least = planned(entry, "min")
+    half = (least.least_budget_bytes + least.baseline_peak_bytes) // 2
+    settings["recomputed"] = planned(entry, half)
+    settings["transferred"] = planned(entry, "min", offload="only")
+    for step, _plan in settings.values():
+        for _ in range(3):
+            step.run()
+    values = interleave({what: step.seconds for what, (step, _) in settings.items()}, rounds=rounds)
+    return [
+        {
+            "model": entry.name,
+            "what": what,
+            "budget_bytes": plan.budget_bytes,
+            "transfers": sum(isinstance(e.op, Copy) for e in plan.timeline.events),
+            "calls": sum(not isinstance(e.op, Copy) for e in plan.timeline.events),
+            "overhead_s": plan.overhead_s,
+            "predicted_s": plan.predicted_s,
+            "seconds": values[what],
+        }
+        for what, (_, plan) in settings.items()
+    ]
+
+
+def line(row: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    spread = Spread.of(row["seconds"])
+    return [
+        f"{row['model']}, {row['what']}",
+        str(row["calls"]),
+        str(row["transfers"]),
+        f"{row['overhead_s'] * 1e3:.2f}",
+        f"{row['predicted_s'] * 1e3:.2f}",
+        spread.text(1e3, 2),
+        f"{row['predicted_s'] / spread.median:.3f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(ENTRIES))
+    parser.add_argument("--rounds", type=int, default=21)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row for name in options.models for row in measure(ENTRIES[name], options.rounds)]
+    columns = ["", "calls", "transfers", "beside ms", "predicted ms", "measured ms", "÷"]
+    show("Predicted and measured seconds of a step", columns, [line(row) for row in rows])
+    save("predicted", {"rounds": options.rounds, "threads": 1, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
