@@ -13,7 +13,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.budget import Budget
 from fxremat.errors import BackwardError
-from fxremat.overhead import overhead_s
+from fxremat.passes.calls import call_s
 from fxremat.passes.cost import Progress
 from fxremat.passes.surroundings import Caller
 from fxremat.pipeline import Planned, plan_step
@@ -54,7 +54,7 @@ class StepCompiler:
         resident: tensors that the step being captured holds, used or not.
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan.
-        overhead_s: what a step takes beside its graphs, once that is known.
+        overhead_s: what a step takes beside its calls, once that is known.
     """
 
     budget: Budget
@@ -69,14 +69,15 @@ class StepCompiler:
     overhead_s: float = 0.0
 
     def measure_overhead(self, call: Callable[[], object]) -> None:
-        """Find what a step takes beside its graphs, for the latest plan and those to come.
+        """Find what a step takes beside its calls, for the latest plan and those to come.
 
         Args:
             call: leads to the forward graph and returns before it runs.
         """
         assert self.latest is not None
         planned = self.latest.planned
-        self.overhead_s = overhead_s(planned.around, call)
+        if planned.rehearsal is not None:
+            self.overhead_s = planned.rehearsal.overhead_s(call)
         self.latest.planned = planned.with_overhead(self.overhead_s)
 
     def __call__(
@@ -88,6 +89,7 @@ class StepCompiler:
             CaptureError: a CUDA graph is being captured.
         """
         cuda_graph.refuse_planning()
+        call_s()  # measured before torch's tracers slow modules down
         found: list[Compiled] = []
 
         def partition(
@@ -104,7 +106,8 @@ class StepCompiler:
                     host=self.host,
                     exact=self.exact,
                 )
-            found.append(Compiled(result.with_overhead(self.overhead_s)))
+            # A rehearsal needs the way in, which is there once all is compiled.
+            found.append(Compiled(result if self.dry else result.with_overhead(self.overhead_s)))
             self.compiled.append(found[-1])
             self.latest = found[-1]
             return result.forward, result.backward

@@ -1,13 +1,13 @@
-"""What a step takes beside its graphs: the way into them, and out of the backward.
+"""What a step takes beside its calls: the way into its graphs and out of them, cold caches.
 
-It is the same for all plans of a step, and most of a step of small operations.
+It is nearly the same for all plans of a step, and a good part of a step of small operations.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,12 @@ from torch import Tensor
 
 from fxremat import torch_compat
 
-_RUNS = 5
+SMALL_S = 0.05
+"""Steps up to that long are rehearsed; of longer ones what is beside the calls is nothing."""
+
+_LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 9, 0.1
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,82 +31,98 @@ class Around:
     Attributes:
         device: of the step.
         inputs: dtype, shape, strides, … of each parameter, buffer and argument.
-        saved: tensors that a forward hands to the backward that keeps everything.
         gradients: how many the backward returns.
+        travels: whether anything travels to host memory.
     """
 
     device: torch.device
     inputs: tuple[object, ...]
-    saved: int
     gradients: int
+    travels: bool
 
 
-def overhead_s(around: Around, call: Callable[[], object]) -> float:
-    """Seconds of a step beside its graphs, measured once a process; 0 on a GPU.
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """A step that is run as autograd would run it, on made-up values, and changes nothing.
 
-    Args:
+    Attributes:
         around: of the step.
-        call: leads to the forward graph and returns before it runs.
+        forward, backward: its graphs.
+        outputs: how many results of the forward are not for the backward.
+        primals, tangents: what they take.
+        calls_s: what their calls are predicted to take.
     """
-    if around.device.type != "cpu":
-        return 0.0  # the host runs ahead
-    if around not in _known_s:
-        _known_s[around] = way_in_s(call) + way_out_s(
-            saved=around.saved, gradients=around.gradients
-        )
-    return _known_s[around]
+
+    around: Around
+    forward: Boxed
+    backward: Boxed
+    outputs: int
+    primals: tuple[Tensor, ...]
+    tangents: tuple[Tensor, ...]
+    calls_s: float
+
+    def overhead_s(self, way_in: Callable[[], object]) -> float:
+        """Seconds of a step beside its calls, measured once a process; 0 on a GPU.
+
+        Below 0 where the calls take less, one after the other, than each did alone.
+
+        Args:
+            way_in: leads to the forward graph and returns before it runs.
+        """
+        if self.around.device.type != "cpu":
+            return 0.0  # the host runs ahead
+        if self.around not in _known_s:
+            _known_s[self.around] = self._measured_s(way_in)
+        return _known_s[self.around]
+
+    def _measured_s(self, way_in: Callable[[], object]) -> float:
+        leaves = [torch.zeros(1, requires_grad=True) for _ in range(max(self.around.gradients, 1))]
+        graphs = self if self.calls_s <= SMALL_S else None
+
+        def run() -> float:
+            handed_over = tuple(torch.zeros(1) for _ in leaves)
+            for leaf in leaves:
+                leaf.grad = None
+            begin = time.perf_counter()
+            way_in()
+            with torch_compat.real_execution(), torch.enable_grad():
+                result = _Step.apply(graphs, handed_over, *leaves)  # type: ignore[no-untyped-call]
+                torch.autograd.backward(result)
+            return time.perf_counter() - begin
+
+        with torch.random.fork_rng(devices=[]):
+            seconds = [run()]  # warm
+            while len(seconds) <= _LEAST_RUNS or (
+                sum(seconds) < _ENOUGH_S and len(seconds) <= _MOST_RUNS
+            ):
+                seconds.append(run())
+        return statistics.median(seconds[1:]) - (self.calls_s if graphs else 0.0)
 
 
 _known_s: dict[Around, float] = {}
 """Measured once, so that plans of one step for several budgets rest on the same figures."""
 
 
-def way_in_s(call: Callable[[], object]) -> float:
-    """Seconds of ``call``, which leads to the forward graph and no further: guards, wrappers."""
-    return statistics.median(_seconds(call) for _ in range(_RUNS))
-
-
-def way_out_s(*, saved: int, gradients: int) -> float:
-    """Seconds of autograd around a step: tensors saved, a backward called, gradients handed over.
-
-    Args:
-        saved: tensors that the forward hands to the backward.
-        gradients: leaves whose gradients it returns.
-    """
-    with torch_compat.real_execution(), torch.enable_grad():
-        leaves = [torch.zeros(1, requires_grad=True) for _ in range(max(gradients, 1))]
-        kept = [torch.zeros(1) for _ in range(saved)]
-
-        def run() -> float:
-            made = tuple(torch.zeros(1) for _ in leaves)
-            for leaf in leaves:
-                leaf.grad = None
-            return _seconds(lambda: _through(leaves, kept, made))
-
-        return statistics.median(run() for _ in range(_RUNS))
-
-
-def _through(leaves: list[Tensor], kept: list[Tensor], made: tuple[Tensor, ...]) -> None:
-    result: Tensor = _Around.apply(kept, made, *leaves)  # type: ignore[no-untyped-call]
-    torch.autograd.backward(result)
-
-
-class _Around(torch.autograd.Function):
-    """A step without its graphs."""
+class _Step(torch.autograd.Function):
+    """The graphs of a rehearsal between a forward and a backward of autograd; or nothing."""
 
     @staticmethod
-    def forward(ctx: Any, kept: list[Tensor], made: tuple[Tensor, ...], *_leaves: Tensor) -> Tensor:
-        ctx.save_for_backward(*kept)
-        ctx.made = made
+    def forward(
+        ctx: Any, graphs: Rehearsal | None, handed_over: tuple[Tensor, ...], *_leaves: Tensor
+    ) -> Tensor:
+        ctx.graphs, ctx.handed_over = graphs, handed_over
+        if graphs is not None:
+            results = list(graphs.forward([*graphs.primals]))
+            ctx.outputs = results[: graphs.outputs]  # their caller holds them
+            saved = results[graphs.outputs :]
+            del results
+            ctx.save_for_backward(*(x.detach() if x._is_view() else x for x in saved))
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> Any:
-        _ = ctx.saved_tensors
-        return (None, None, *ctx.made)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+        if ctx.graphs is not None:
+            saved = [*ctx.saved_tensors, *ctx.graphs.tangents]
+            torch_compat.free_saved(ctx)  # the graph drops them as it goes
+            ctx.graphs.backward(saved)
+        return (None, None, *ctx.handed_over)

@@ -10,21 +10,22 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.budget import Budget
-from fxremat.overhead import Around
+from fxremat.overhead import Around, Rehearsal
 from fxremat.passes.allocations import settings_of
 from fxremat.passes.candidate import Candidate
 from fxremat.passes.cost import Progress
 from fxremat.passes.emit import ScheduleModule
 from fxremat.passes.invert import is_inverse
-from fxremat.passes.joint import build_joint_graph
+from fxremat.passes.joint import JointGraph, build_joint_graph
 from fxremat.passes.moves import Move
 from fxremat.passes.rewrite import BlockModules, Travel, rewrite
 from fxremat.passes.signature import tensor_key
 from fxremat.passes.surroundings import Caller
+from fxremat.passes.synthetic import Synthesizer
 from fxremat.report.frontier import frontier_of
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
-from fxremat.runtime.slots import Life, assign_slots
+from fxremat.runtime.slots import assign_slots
 from fxremat.search import Search
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.transfers import HostMemory, Moved, Transfers
@@ -35,18 +36,18 @@ class Planned:
     """A plan, its graphs, and the host memory that they use, if any.
 
     Attributes:
-        around: of the step.
+        rehearsal: tells what the step takes beside its calls; it holds the step's inputs.
     """
 
     plan: Plan
     forward: ScheduleModule
     backward: ScheduleModule
-    around: Around
     arena: Arena | None = None
+    rehearsal: Rehearsal | None = None
 
     def with_overhead(self, seconds: float) -> Planned:
-        """The same, of a step that takes ``seconds`` beside its graphs."""
-        return replace(self, plan=self.plan.with_overhead(seconds))
+        """The same, of a step that takes ``seconds`` beside its calls."""
+        return replace(self, plan=self.plan.with_overhead(seconds), rehearsal=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def plan_step(
         needed_by=(least.transfers or least.search).describe_least(),
     )
     way, found = _fastest(ways, resolved)
-    return emit(
+    planned = emit(
         way.search,
         found,
         resolved,
@@ -139,6 +140,7 @@ def plan_step(
         host=host,
         exact=way.exact,
     )
+    return replace(planned, rehearsal=_rehearsal(planned, way.search.measured.line.joint, inputs))
 
 
 def _fastest(ways: list[_Way], budget_bytes: int) -> tuple[_Way, Moved]:
@@ -205,14 +207,31 @@ def emit(
         exact=exact,
         budget_on=search.allocations.budget_on,
     )
-    joint = search.measured.line.joint
+    return Planned(plan, forward, backward, arena)
+
+
+def _rehearsal(
+    planned: Planned, joint: JointGraph, inputs: Mapping[int, torch.Tensor]
+) -> Rehearsal:
+    """How to run the planned step without its caller."""
+    with torch_compat.real_execution():
+        values = Synthesizer(joint, {joint.primals[i]: t for i, t in inputs.items()})
+        primals, tangents = values.of(joint.primals), values.of(joint.tangents)
     around = Around(
         device=joint.device,
-        inputs=tuple(tensor_key(n.meta.get("val")) for n in joint.primals),
-        saved=len(baseline.program.saved),
+        inputs=tuple(tensor_key(n.meta["val"]) for n in joint.primals),
         gradients=sum(isinstance(g, fx.Node) for g in joint.backward_outputs),
+        travels=planned.arena is not None,
     )
-    return Planned(plan, forward, backward, around, arena)
+    return Rehearsal(
+        around,
+        planned.forward.forward,
+        planned.backward.forward,
+        outputs=len(joint.forward_outputs),
+        primals=tuple(primals.values()),
+        tangents=tuple(tangents.values()),
+        calls_s=planned.plan.timeline.makespan_s,
+    )
 
 
 def _lay_out(
@@ -221,7 +240,7 @@ def _lay_out(
     """Host memory for a step, and where in it each storage goes."""
     if host is None or not moves:
         return None, None
-    slots = assign_slots([Life(m.nbytes, m.offload, m.wait + 1) for m in moves])
+    slots = assign_slots([m.nbytes for m in moves])  # all are on the host at the turn
     arena = Arena.create(
         slots.total_bytes,
         device=search.sweeps.surroundings.device,

@@ -223,6 +223,11 @@ def allocator_settings() -> dict[str, Any] | None:
     return found
 
 
+def free_saved(ctx: Any) -> None:
+    """In the backward of a function: it holds the tensors that it saved no longer."""
+    ctx.maybe_clear_saved_tensors()
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder of the joint graph is the gradient of an output."""
     return node.op == "placeholder" and node.name.startswith("tangents_")

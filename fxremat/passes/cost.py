@@ -13,6 +13,7 @@ from fxremat.errors import CostError
 from fxremat.measure import KernelClock
 from fxremat.passes.block import Block, Mode, is_getitem
 from fxremat.passes.blocks import BlockCache
+from fxremat.passes.calls import call_s
 from fxremat.passes.execute import compile_block, run_logged, time_operations
 from fxremat.passes.linearize import Line
 from fxremat.passes.signature import Key, block_key, node_key
@@ -30,7 +31,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Measured seconds of one stage."""
+    """Measured seconds of one stage, with those of its call in emitted code."""
 
     forward_s: float
     rebuild_s: float
@@ -196,7 +197,7 @@ class _Walk:
         key = block_key(block, self._line.joint.storages)
         if key not in self._cache.seconds:
             self._cache.seconds[key] = self._least_seconds(block)
-        return self._cache.seconds[key]
+        return self._cache.seconds[key] + call_s()
 
     def _least_seconds(self, block: Block) -> float:
         run = compile_block(block)

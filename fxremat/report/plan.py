@@ -23,8 +23,8 @@ class Plan:
         predicted_held_bytes: the same peak as a sum of tensors and workspaces, whatever their
             blocks are.
         predicted_s: seconds of a step, from the measured stages.
-        overhead_s: what of that, and of the other times, a step takes beside its graphs,
-            whatever the plan; 0 on a GPU, whose host runs ahead.
+        overhead_s: what of that, and of the other times, a step takes beside its calls,
+            nearly the same for all plans (0 on a GPU, whose host runs ahead).
         baseline_peak_bytes, baseline_s: the same with nothing recomputed; the peak is of what
             the budget is for, allocated or reserved.
         lower_bound_s: no schedule of these stages within the budget takes less.
@@ -76,7 +76,7 @@ class Plan:
         return self.predicted_reserved_bytes if reserved else self.predicted_peak_bytes
 
     def with_overhead(self, seconds: float) -> Plan:
-        """The plan of a step that takes ``seconds`` beside its graphs."""
+        """The plan of a step that takes ``seconds`` beside its calls."""
         more = seconds - self.overhead_s
         return replace(
             self,
