@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from fxremat.runtime.slots import Life, assign_slots
 from tests.clocks import GRAIN_BYTES
 
 MOST_HOST_BYTES = 12 * 4 * GRAIN_BYTES
@@ -105,17 +104,28 @@ class Program:
         turn = draw.randint(2, 6)
         values = [Value.drawn(draw, made, turn=turn) for made in range(2 * turn)]
         trips = [(i, v, v.trip) for i, v in enumerate(values) if v.trip is not None]
-        # A slot is taken again as soon as the copy from it has been enqueued.
-        lives = [Life(v.counted_bytes, trip.offload, trip.prefetch + 1) for _, v, trip in trips]
-        slots = assign_slots(lives, alignment_bytes=GRAIN_BYTES)
-        placed = [
-            (i, replace(value, offset=offset), trip)
-            for (i, value, trip), offset in zip(trips, slots.offsets, strict=True)
-        ]
+        placed: list[tuple[int, Value, Trip]] = []
+        for i, value, trip in trips:
+            placed.append((i, replace(value, offset=_first_gap(value, trip, placed)), trip))
         placed.sort(key=lambda x: x[1].next)
-        return Program(tuple(values), turn, slots.total_bytes, tuple(placed))
+        host_bytes = max((v.offset + v.counted_bytes for _, v, _ in placed), default=0)
+        return Program(tuple(values), turn, host_bytes, tuple(placed))
 
     @property
     def last_prefetch(self) -> int:
         """The place after which nothing of the host is needed."""
         return max((trip.prefetch for _, _, trip in self.trips), default=0)
+
+
+def _first_gap(value: Value, trip: Trip, placed: list[tuple[int, Value, Trip]]) -> int:
+    """The first place on the host that is free while ``value`` is there.
+
+    A place is taken again as soon as the copy from it has been enqueued: more than emitted
+    graphs ask of the runtime, which must keep such copies in order all the same.
+    """
+    offset = 0
+    for _, other, taken in sorted(placed, key=lambda x: x[1].offset):
+        apart = trip.prefetch < taken.offload or taken.prefetch < trip.offload
+        if not apart and other.offset < offset + value.counted_bytes:
+            offset = max(offset, other.offset + other.counted_bytes)
+    return offset
