@@ -19,7 +19,7 @@ from fxremat import torch_compat
 SMALL_S = 0.05
 """Steps up to that long are rehearsed; of longer ones what is beside the calls is nothing."""
 
-_LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 9, 0.1
+_LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 25, 0.15
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
