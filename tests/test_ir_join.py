@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -145,6 +146,17 @@ def test_malformed_costs_are_named(costs: JoinCosts, message: str) -> None:
         JoinProblem(Join((LEFT, RIGHT), TRUNK), costs, 0)
 
 
-def test_a_negative_budget_is_named() -> None:
-    with pytest.raises(ValueError, match="budget_bytes is -1"):
-        replace(two_towers(), budget_bytes=-1)
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, 0.5])
+def test_bytes_are_whole_numbers(value: float) -> None:
+    with pytest.raises(ValueError, match=f"budget_bytes is {value}"):
+        replace(two_towers(), budget_bytes=value)
+    join = Join((LEFT, RIGHT), TRUNK)
+    plain = JoinCosts(((COST,), (COST,)), (COST,))
+    for name, given in (
+        ("fixed_bytes", value),
+        ("trunk_done_bytes", value),
+        ("done_bytes", (1, value)),
+    ):
+        at = "[1]" if name == "done_bytes" else ""
+        with pytest.raises(ValueError, match=rf"costs.{name}{re.escape(at)} is {value}"):
+            JoinProblem(join, replace(plain, **{name: given}), 0)

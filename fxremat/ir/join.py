@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fxremat.ir.chain import Chain, Stage, Storage
 from fxremat.ir.costs import Costs, StageCosts
-from fxremat.ir.problem import Problem, check_chain, check_stage_costs
+from fxremat.ir.problem import Problem, check_bytes, check_chain, check_stage_costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,8 @@ class JoinProblem:
 
     Raises:
         ValueError: on construction, naming the field and index of the first entry
-            that is malformed (negative, not finite, of wrong length, out of range).
+            that is malformed (negative, not finite, of wrong length, out of range, bytes
+            that are no whole number).
     """
 
     join: Join
@@ -160,8 +161,7 @@ class JoinProblem:
         _check_meeting(self.join)
         _check_disjoint(self.join)
         _check_costs(self.join, self.costs)
-        if self.budget_bytes < 0:
-            raise ValueError(f"budget_bytes is {self.budget_bytes}, must be at least 0")
+        check_bytes(self.budget_bytes, name="budget_bytes")
 
 
 def join_of(problem: Problem) -> JoinProblem:
@@ -263,9 +263,6 @@ def _check_costs(join: Join, costs: JoinCosts) -> None:
             f"costs.done_bytes has {len(costs.done_bytes)} entries, expected {len(join.branches)}"
         )
     for i, nbytes in enumerate(costs.done_bytes):
-        if nbytes < 0:
-            raise ValueError(f"costs.done_bytes[{i}] is {nbytes}, must be at least 0")
+        check_bytes(nbytes, name=f"costs.done_bytes[{i}]")
     for name in ("fixed_bytes", "trunk_done_bytes"):
-        value = getattr(costs, name)
-        if value < 0:
-            raise ValueError(f"costs.{name} is {value}, must be at least 0")
+        check_bytes(getattr(costs, name), name=f"costs.{name}")

@@ -23,7 +23,8 @@ class Problem:
 
     Raises:
         ValueError: on construction, naming the field and index of the first entry
-            that is malformed (negative, not finite, of wrong length, out of range).
+            that is malformed (negative, not finite, of wrong length, out of range, bytes
+            that are no whole number).
     """
 
     chain: Chain
