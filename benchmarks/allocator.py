@@ -21,11 +21,11 @@ import torch
 
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of
-from fxremat.passes import allocations
-from fxremat.passes.allocations import Allocated, Allocations, Requests, requests_of_step
-from fxremat.passes.candidate import Candidate
-from fxremat.passes.surroundings import Caller
-from fxremat.search import Search
+from fxremat.planner import allocations
+from fxremat.planner.allocations import Allocated, Allocations, Requests, requests_of_step
+from fxremat.planner.candidate import Candidate
+from fxremat.planner.search import Search
+from fxremat.planner.surroundings import Caller
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import format_bytes
 from tests.harness import capture, silent

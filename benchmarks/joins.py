@@ -21,12 +21,12 @@ import torch
 from benchmarks.common import RESULTS, interleave, ratios, save, show
 from benchmarks.steps import entry_of
 from benchmarks.unit_joins import figure_7
-from fxremat.joining import equivalent_schedules
-from fxremat.measure import seconds_of
-from fxremat.passes.candidate import Candidate
-from fxremat.passes.rewrite import BlockModules, rewrite
-from fxremat.passes.surroundings import Caller
-from fxremat.search import PLANNERS, Planner, Search, line_schedules
+from fxremat.costs.measure import seconds_of
+from fxremat.passes.emit.rewrite import BlockModules, rewrite
+from fxremat.planner.candidate import Candidate
+from fxremat.planner.joining import equivalent_schedules
+from fxremat.planner.search import PLANNERS, Planner, Search, line_schedules
+from fxremat.planner.surroundings import Caller
 from fxremat.units import format_bytes
 from tests.harness import Captured, capture, silent
 
@@ -124,7 +124,7 @@ def why_no_gain(compared: Compared) -> str:
 
 def runner(step: Captured, chosen: Candidate) -> Callable[[], float]:
     """Seconds of one run of a candidate's graphs."""
-    forward, backward = rewrite(chosen.program, chosen.sweep, BlockModules())
+    forward, backward = rewrite(chosen.program, chosen.sweep.peaks_bytes, BlockModules())
 
     def run() -> None:
         with torch.no_grad():

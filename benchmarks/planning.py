@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-import fxremat.capture
-import fxremat.search
+import fxremat.frontend.capture
+import fxremat.planner.search
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of, planned
-from fxremat.passes.cost import CostCache
+from fxremat.costs.cache import CostCache
 
 
 def import_seconds() -> float:

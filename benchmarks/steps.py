@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import fxremat
-from fxremat.measure import seconds_of
+from fxremat.costs.measure import seconds_of
 from tests.models import BENCH, ZOO
 from tests.models.reference import compile_reference
 from tests.models.zoo import ZooModel

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from fxremat.api import backend, compile, frontier, plan
-    from fxremat.compiled import CompiledModule
+    from fxremat.costs.measure import StepMeasurement, measure_step
     from fxremat.errors import (
         ArgumentError,
         BackwardError,
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
         ScheduleError,
         TransferError,
     )
-    from fxremat.measure import StepMeasurement, measure_step
+    from fxremat.frontend.compiled import CompiledModule
+    from fxremat.frontend.sample import Sample
     from fxremat.report.frontier import Frontier
     from fxremat.report.plan import Plan
-    from fxremat.sample import Sample
 
 _HOMES = {
     "backend": "api",
     "compile": "api",
     "frontier": "api",
     "plan": "api",
-    "CompiledModule": "compiled",
+    "CompiledModule": "frontend.compiled",
     "ArgumentError": "errors",
     "BackwardError": "errors",
     "BudgetError": "errors",
@@ -50,11 +50,11 @@ _HOMES = {
     "SampleError": "errors",
     "ScheduleError": "errors",
     "TransferError": "errors",
-    "StepMeasurement": "measure",
-    "measure_step": "measure",
+    "StepMeasurement": "costs.measure",
+    "measure_step": "costs.measure",
     "Frontier": "report.frontier",
     "Plan": "report.plan",
-    "Sample": "sample",
+    "Sample": "frontend.sample",
 }
 
 __all__ = [

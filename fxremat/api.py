@@ -12,20 +12,20 @@ import torch
 from torch import fx, nn
 
 from fxremat import optional
-from fxremat.arguments import Arguments, Loss, Offload, Optimizer, read_model
-from fxremat.budget import Readable
-from fxremat.capture import PlannedOnly, StepCompiler
-from fxremat.compiled import CompiledModule
+from fxremat.costs.cost import Progress
 from fxremat.errors import CaptureError
-from fxremat.passes.cost import Progress
-from fxremat.passes.surroundings import Caller
+from fxremat.frontend.arguments import Arguments, Loss, Offload, Optimizer, read_model
+from fxremat.frontend.budget import Readable
+from fxremat.frontend.capture import PlannedOnly, StepCompiler
+from fxremat.frontend.compiled import CompiledModule
+from fxremat.frontend.sample import Sample, call_without_data, check_sample
+from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
+from fxremat.frontend.untouched import generators_restored
+from fxremat.planner.surroundings import Caller
 from fxremat.report.frontier import Frontier
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
-from fxremat.sample import Sample, call_without_data, check_sample
-from fxremat.simulate.allocator import Counted
-from fxremat.surplus import needs_of_loss, optimizer_bytes
-from fxremat.untouched import generators_restored
+from fxremat.units import Counted
 
 
 def compile(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Literal
+
+Counted = Literal["allocated", "reserved"]
+"""What a budget may be for: blocks that are handed out, or what is taken from the device."""
 
 _FACTORS = {
     "": 1,

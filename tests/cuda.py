@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 import fxremat
 from benchmarks.devices import deterministic_kernels, forget, math_attention
-from fxremat.compiled import CompiledModule
+from fxremat.frontend.compiled import CompiledModule
 from fxremat.ir import Copy
 from tests.models import ZooModel
 from tests.models.gpt import GPTConfig, gpt_entry

@@ -16,16 +16,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from fxremat import bases, search, torch_compat
+from fxremat import torch_compat
+from fxremat.costs.cache import CostCache
+from fxremat.costs.cost import Measured, measure_line
 from fxremat.ir import Backward, Forward, Keep, Schedule
-from fxremat.passes.blocks import BlockCache
-from fxremat.passes.cost import CostCache, Measured, measure_line
-from fxremat.passes.joint import JointGraph, build_joint_graph
-from fxremat.passes.linearize import Line, linearize
-from fxremat.passes.program import Program, build_program, keep_all
-from fxremat.passes.rewrite import BlockModules, rewrite
-from fxremat.passes.surroundings import Caller, surroundings_of
-from fxremat.passes.sweep import Surroundings, Sweep, Sweeper
+from fxremat.passes.emit.program import Program, build_program, keep_all
+from fxremat.passes.emit.rewrite import BlockModules, rewrite
+from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.linearize import Line, linearize
+from fxremat.planner import bases, search
+from fxremat.planner.surroundings import Caller, surroundings_of
+from fxremat.planner.sweep import Surroundings, Sweep, Sweeper
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
 
@@ -215,7 +218,7 @@ def run_emitted(
     step: Captured, program: Program, *, modules: BlockModules | None = None, seed: int = SEED
 ) -> Ran:
     """The emitted graphs of ``program``, as AOTAutograd calls them."""
-    graphs = rewrite(program, step.sweep(program), modules or BlockModules())
+    graphs = rewrite(program, step.sweep(program).peaks_bytes, modules or BlockModules())
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         return Ran(*_call(step, graphs), torch.get_rng_state())
@@ -238,7 +241,7 @@ def _call(step: Captured, graphs: tuple[fx.GraphModule, fx.GraphModule]) -> tupl
 
 def measured_peak_bytes(step: Captured, program: Program) -> int:
     """Most bytes that running the emitted graphs of ``program`` allocates, tangents included."""
-    graphs = rewrite(program, step.sweep(program), BlockModules())
+    graphs = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
     with torch.random.fork_rng(), torch.no_grad():
         with torch_compat.AllocationLog() as log:
             results = _call(step, graphs)

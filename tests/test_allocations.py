@@ -8,17 +8,13 @@ import pytest
 import torch
 from torch.fx import Node
 
-from fxremat.passes import allocations
-from fxremat.passes.allocations import (
-    Allocations,
-    replay_requests,
-    requests_of_step,
-    settings_of,
-)
-from fxremat.passes.footprint import Request
-from fxremat.passes.moves import Movable, Move, swept
-from fxremat.passes.program import Program, keep_all
-from fxremat.passes.sweep import Surroundings, Sweep
+from fxremat.passes.emit.program import Program, keep_all
+from fxremat.passes.emit.travel import Move
+from fxremat.planner import allocations
+from fxremat.planner.allocations import Allocations, replay_requests, requests_of_step, settings_of
+from fxremat.planner.footprint import Request
+from fxremat.planner.moves import Movable, swept
+from fxremat.planner.sweep import Surroundings, Sweep
 from fxremat.simulate.allocator import AllocatorSettings
 from tests.harness import Captured, captured, periodic, random_schedule
 

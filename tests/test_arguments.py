@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.arguments import BACKEND_OPTIONS, MOST_BYTES, Arguments, read_model
 from fxremat.errors import ArgumentError, BudgetError, FxrematError
+from fxremat.frontend.arguments import BACKEND_OPTIONS, MOST_BYTES, Arguments, read_model
 
 
 def refused(argument: str, value: Any, **others: Any) -> ArgumentError:

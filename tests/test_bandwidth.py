@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import fxremat
+from fxremat.costs import bandwidth
+from fxremat.costs.bandwidth import PIECE_BYTES, PIECES, MeasuredLink, measure_link
 from fxremat.errors import HostMemoryError
 from fxremat.ir import Link
-from fxremat.runtime import bandwidth
-from fxremat.runtime.bandwidth import PIECE_BYTES, PIECES, MeasuredLink, measure_link
 from fxremat.runtime.watch import intercept_copies
 
 

@@ -6,10 +6,10 @@ from itertools import islice, pairwise
 
 import pytest
 
-from fxremat import bases
 from fxremat.ir import Solved
+from fxremat.planner import bases
+from fxremat.planner.transfers import HostMemory
 from fxremat.solvers.rotor import RotorTable
-from fxremat.transfers import HostMemory
 from tests.test_transfers import budgets, search_of, transfers
 
 models = pytest.mark.parametrize("name", ["gpt", "unet"])

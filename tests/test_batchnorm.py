@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.passes import batchnorm
-from fxremat.passes.program import keep_all
+from fxremat.passes.emit.program import keep_all
+from fxremat.passes.joint import batchnorm
 from tests.harness import capture, captured, periodic, random_schedule, run_emitted, run_traced
 from tests.models.bits import assert_bitwise_equal
 

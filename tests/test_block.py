@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import fx
 
+from fxremat.costs.cost import stage_blocks
+from fxremat.costs.execute import compile_block
 from fxremat.errors import GraphError
-from fxremat.passes import batchnorm, rng
-from fxremat.passes.block import (
+from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.stages.block import (
     Block,
     Mode,
     build_graph,
@@ -18,8 +20,6 @@ from fxremat.passes.block import (
     extract,
     is_getitem,
 )
-from fxremat.passes.cost import stage_blocks
-from fxremat.passes.execute import compile_block
 from fxremat.runtime import rng as runtime_rng
 from tests.harness import Captured, captured
 from tests.models.bits import assert_bitwise_equal

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fxremat.passes.block import Mode, candidates
-from fxremat.passes.blocks import NOTHING, BlockCache, TensorBits
+from fxremat.passes.stages.block import Mode, candidates
+from fxremat.passes.stages.blocks import NOTHING, BlockCache, TensorBits
 from tests.harness import Captured, captured
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fxremat.passes.bound import Moment, Recomputation, Relaxation
-from fxremat.passes.surroundings import Caller
-from fxremat.search import Search
+from fxremat.planner.bound import Moment, Recomputation, Relaxation
+from fxremat.planner.search import Search
+from fxremat.planner.surroundings import Caller
 from tests.harness import captured, silent
 
 

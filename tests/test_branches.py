@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.passes.linearize import Line, linearize
-from fxremat.passes.segments import Segments
-from fxremat.passes.storage import is_tensor
+from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.stages.linearize import Line, linearize
+from fxremat.passes.stages.segments import Segments
 from tests.harness import capture, captured
 from tests.models import ZOO
 

@@ -9,8 +9,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from fxremat.budget import Budget
 from fxremat.errors import BudgetError
+from fxremat.frontend.budget import Budget
 
 FULL, LEAST = 1000, 300
 

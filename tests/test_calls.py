@@ -1,6 +1,6 @@
 """What a line of emitted code takes."""
 
-from fxremat.passes.calls import call_s
+from fxremat.costs.calls import call_s
 
 
 def test_a_call_takes_microseconds():

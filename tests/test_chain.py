@@ -6,8 +6,8 @@ import pytest
 from torch import fx
 
 from fxremat.ir import Chain, Costs, Problem, Schedule
-from fxremat.passes.chain import build_chain, build_costs
-from fxremat.passes.program import keep_all
+from fxremat.passes.emit.program import keep_all
+from fxremat.planner.chain import build_chain, build_costs
 from fxremat.simulate import simulate
 from tests.harness import Captured, captured, periodic, random_schedule
 from tests.models import ZOO

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxremat import torch_compat
+from fxremat.costs import cost
+from fxremat.costs.cache import CostCache
+from fxremat.costs.cost import Measured, measure_line, stage_blocks
+from fxremat.costs.execute import run_logged
 from fxremat.errors import CostError
-from fxremat.passes import cost
-from fxremat.passes.block import Block, Mode, is_getitem
-from fxremat.passes.blocks import BlockCache
-from fxremat.passes.cost import CostCache, Measured, measure_line, stage_blocks
-from fxremat.passes.execute import run_logged
-from fxremat.passes.storage import tensors_of
+from fxremat.passes.joint.storage import tensors_of
+from fxremat.passes.stages.block import Block, Mode, is_getitem
+from fxremat.passes.stages.blocks import BlockCache
 from tests.harness import Captured, capture, captured, silent
 from tests.models.bits import assert_bitwise_equal
 

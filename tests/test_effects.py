@@ -9,12 +9,12 @@ import pytest
 from torch import fx
 
 from fxremat.ir import Schedule
-from fxremat.passes.block import Mode
-from fxremat.passes.candidate import Candidate, Sweeps
-from fxremat.passes.effects import Effect, Operations, effects_of
-from fxremat.passes.improve import held_with
-from fxremat.passes.surroundings import Caller
-from fxremat.search import Search
+from fxremat.passes.stages.block import Mode
+from fxremat.planner.candidate import Candidate, Sweeps
+from fxremat.planner.effects import Effect, Operations, effects_of
+from fxremat.planner.improve import held_with
+from fxremat.planner.search import Search
+from fxremat.planner.surroundings import Caller
 from tests.harness import captured, silent
 
 NAMES = ("gpt", "resnet50", "siamese_resnet", "hf_llama")

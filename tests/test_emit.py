@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxremat.ir import Backward, Schedule
-from fxremat.passes.emit import COMMENT, GROUP, WIDTH, ScheduleModule, render
-from fxremat.passes.program import Program, keep_all
-from fxremat.passes.rewrite import BlockModules, rewrite
+from fxremat.passes.emit.code import COMMENT, GROUP, WIDTH, ScheduleModule, render
+from fxremat.passes.emit.program import Program, keep_all
+from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from tests.harness import SEED, Captured, captured, periodic, random_schedule
 from tests.models.bits import assert_bitwise_equal
 
@@ -23,7 +23,7 @@ models = pytest.mark.parametrize("name", ["gpt", "siamese", "outputs", "buffers"
 
 def emitted(step: Captured, schedule: Schedule) -> tuple[Program, ScheduleModule, ScheduleModule]:
     program = step.program(schedule)
-    return (program, *rewrite(program, step.sweep(program), BlockModules()))
+    return (program, *rewrite(program, step.sweep(program).peaks_bytes, BlockModules()))
 
 
 def schedules_of(step: Captured) -> list[Schedule]:

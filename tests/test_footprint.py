@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxremat.passes.batchnorm import updates_statistics
-from fxremat.passes.block import Block, Mode, dependencies, is_getitem
-from fxremat.passes.cost import stage_blocks
-from fxremat.passes.execute import compile_block
-from fxremat.passes.footprint import Footprint, Step, requests_of, run, steps_of
-from fxremat.passes.storage import StorageTable
-from fxremat.passes.synthetic import Synthesizer
+from fxremat.costs.cost import stage_blocks
+from fxremat.costs.execute import compile_block
+from fxremat.costs.synthetic import Synthesizer
+from fxremat.passes.joint.batchnorm import updates_statistics
+from fxremat.passes.joint.storage import StorageTable
+from fxremat.passes.stages.block import Block, Mode, dependencies, is_getitem
+from fxremat.planner.footprint import Footprint, Step, requests_of, run, steps_of
 from fxremat.torch_compat import AllocationLog
 from tests.harness import captured
 

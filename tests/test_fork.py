@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.compiled import CompiledModule
 from fxremat.errors import TransferError
+from fxremat.frontend.compiled import CompiledModule
 from fxremat.runtime import streams
 from fxremat.runtime.arena import Arena, lease_of
 from tests.fake_streams import fake_device

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from fxremat.passes.block import Mode
-from fxremat.passes.candidate import Candidate
-from fxremat.passes.effects import Operations
-from fxremat.passes.improve import improve
-from fxremat.passes.surroundings import Caller
-from fxremat.search import Search
+from fxremat.passes.stages.block import Mode
+from fxremat.planner.candidate import Candidate
+from fxremat.planner.effects import Operations
+from fxremat.planner.improve import improve
+from fxremat.planner.search import Search
+from fxremat.planner.surroundings import Caller
 from tests.harness import captured, measured_peak_bytes, run_emitted, silent
 from tests.models.bits import assert_bitwise_equal
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.compiled import CompiledModule
+from fxremat.frontend.compiled import CompiledModule
 from fxremat.runtime.arena import Arena
 from tests.moving import CPU, bits, ops, there_and_back
 

@@ -10,12 +10,12 @@ import torch
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Forward, JoinProblem, Keep, Schedule
-from fxremat.joining import equivalent_schedules, in_graph_order, join_schedules
-from fxremat.passes.firsts import any_order, check_draws
-from fxremat.passes.join import Branching, branchings_of, build_join, build_join_costs
-from fxremat.passes.linearize import Line
-from fxremat.passes.surroundings import Caller
-from fxremat.search import Search, line_schedules
+from fxremat.passes.stages.firsts import any_order, check_draws
+from fxremat.passes.stages.linearize import Line
+from fxremat.planner.join import Branching, branchings_of, build_join, build_join_costs
+from fxremat.planner.joining import equivalent_schedules, in_graph_order, join_schedules
+from fxremat.planner.search import Search, line_schedules
+from fxremat.planner.surroundings import Caller
 from fxremat.simulate.join import simulate
 from fxremat.solvers.join.unit import least_slots
 from tests.harness import (

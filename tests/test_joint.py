@@ -12,9 +12,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError
-from fxremat.passes import rng
-from fxremat.passes.joint import JointGraph, build_joint_graph
-from fxremat.passes.linearize import is_old_value
+from fxremat.passes.joint import rng
+from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.stages.linearize import is_old_value
 from tests.harness import SEED, Captured, capture, captured, run_traced
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal

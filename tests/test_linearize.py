@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.passes import cuts as module
-from fxremat.passes.chain import build_chain
-from fxremat.passes.cuts import Crossing, choose_cuts
-from fxremat.passes.linearize import Line, Role, linearize
-from fxremat.passes.storage import is_tensor
+from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.stages import cuts as module
+from fxremat.passes.stages.cuts import Crossing, choose_cuts
+from fxremat.passes.stages.linearize import Line, Role, linearize
+from fxremat.planner.chain import build_chain
 from tests.harness import capture, captured
 from tests.models import ZOO
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat import measure
-from fxremat.measure import device_of, measure_step, peak_of, resident_bytes, seconds_of
-from fxremat.passes.block import Block, Mode
-from fxremat.passes.cost import CostCache
-from fxremat.passes.execute import run_logged
+from fxremat.costs import measure
+from fxremat.costs.cache import CostCache
+from fxremat.costs.execute import run_logged
+from fxremat.costs.measure import device_of, measure_step, peak_of, resident_bytes, seconds_of
+from fxremat.passes.stages.block import Block, Mode
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.passes.moves import Movable, Move, swept
-from fxremat.passes.program import Program, keep_all
-from fxremat.passes.sweep import Sweep
+from fxremat.passes.emit.program import Program, keep_all
+from fxremat.passes.emit.travel import Move
+from fxremat.planner.moves import Movable, swept
+from fxremat.planner.sweep import Sweep
 from tests.harness import captured, periodic, random_schedule
 
 NAMES = ("gpt", "resnet50", "unet")

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 from torch import nn
 
-from fxremat.ir import Backward, Forward, Keep, Schedule
-from fxremat.passes import options as module
-from fxremat.passes.block import Mode
-from fxremat.passes.cost import backward_results
-from fxremat.passes.options import (
+from fxremat.costs import options as module
+from fxremat.costs.cost import backward_results
+from fxremat.costs.options import (
     MOST_OPTIONS,
     Numbers,
     Operation,
@@ -25,6 +23,8 @@ from fxremat.passes.options import (
     greedy_masks,
     search,
 )
+from fxremat.ir import Backward, Forward, Keep, Schedule
+from fxremat.passes.stages.block import Mode
 from tests.harness import capture, captured, run_emitted
 from tests.models.bits import assert_bitwise_equal
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.overhead import Around, Rehearsal
+from fxremat.costs.overhead import Around, Rehearsal
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

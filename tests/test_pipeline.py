@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 
-from fxremat.budget import Budget
 from fxremat.errors import BudgetError
+from fxremat.frontend.budget import Budget
+from fxremat.frontend.pipeline import Planned, plan_step
 from fxremat.ir import Backward, Forward, Keep
-from fxremat.passes.surroundings import Caller
-from fxremat.pipeline import Planned, plan_step
-from fxremat.search import Search
-from fxremat.simulate.allocator import AllocatorSettings, Counted
+from fxremat.planner.search import Search
+from fxremat.planner.surroundings import Caller
+from fxremat.simulate.allocator import AllocatorSettings
+from fxremat.units import Counted
 from tests.harness import captured, silent
 
 NAMES = ("gpt", "unet", "siamese")

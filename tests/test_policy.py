@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxremat.passes.policy import conv_inputs
+from fxremat.planner.policy import conv_inputs
 from tests.harness import captured
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxremat import torch_compat
-from fxremat.passes.position import Positions, locate
+from fxremat.passes.joint.position import Positions, locate
 from tests.harness import Captured, capture, captured
 
 models = pytest.mark.parametrize(

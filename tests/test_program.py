@@ -10,9 +10,9 @@ from torch import fx
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Forward, Keep, Schedule
-from fxremat.passes.block import Mode
-from fxremat.passes.program import Program, build_program, keep_all
-from fxremat.passes.rewrite import BlockModules
+from fxremat.passes.emit.program import Program, build_program, keep_all
+from fxremat.passes.emit.rewrite import BlockModules
+from fxremat.passes.stages.block import Mode
 from tests.harness import Captured, captured, periodic, random_schedule, run_emitted, run_traced
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal, bitwise_equal

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxremat.ir import Backward, Forward
-from fxremat.passes.block import Mode
-from fxremat.passes.program import keep_all
-from fxremat.passes.rewrite import BlockModules, rewrite
-from fxremat.passes.signature import block_key
+from fxremat.passes.emit.program import keep_all
+from fxremat.passes.emit.rewrite import BlockModules, rewrite
+from fxremat.passes.stages.block import Mode
+from fxremat.passes.stages.signature import block_key
 from tests.harness import (
     capture,
     captured,
@@ -32,7 +32,7 @@ def test_the_backward_takes_what_the_forward_hands_over(name: str):
     count = len(step.line.stages)
     for schedule in (keep_all(count), periodic(count, 2), random_schedule(count, 1)):
         program = step.program(schedule)
-        forward, backward = rewrite(program, step.sweep(program), BlockModules())
+        forward, backward = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
         taken = [n.name for n in forward.graph.find_nodes(op="placeholder")]
         assert taken == [n.name for n in step.joint.primals]
         results = forward.graph.output_node().args[0]
@@ -58,7 +58,7 @@ def test_a_primal_that_is_replaced_is_not_read_again(name: str):
 def test_gradients_stand_where_their_primals_do(name: str):
     step = captured(name)
     program = step.program(keep_all(len(step.line.stages)))
-    _, backward = rewrite(program, step.sweep(program), BlockModules())
+    _, backward = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
     for primal, gradient in zip(
         step.joint.primals, backward.graph.output_node().args[0], strict=True
     ):
@@ -70,7 +70,7 @@ def test_stages_that_are_alike_share_a_module():
     step = captured("hf_llama")
     program = step.program(periodic(len(step.line.stages), 3))
     modules = BlockModules()
-    forward, backward = rewrite(program, step.sweep(program), modules)
+    forward, backward = rewrite(program, step.sweep(program).peaks_bytes, modules)
     distinct = {block_key(call.block, step.joint.storages) for call in program.calls}
     assert len(modules.modules) == len(distinct) < 0.6 * len(program.calls)
     seen: dict[object, set[int]] = {}
@@ -89,7 +89,7 @@ def test_modules_are_called_for_their_stage_and_what_they_do():
     program = step.program(random_schedule(len(step.line.stages), 3))
     names = [
         n.target
-        for graph in rewrite(program, step.sweep(program), BlockModules())
+        for graph in rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
         for n in graph.graph.find_nodes(op="call_module")
     ]
     pattern = re.compile(r"stage(\d+)_(forward(_nosave)?(_again)?|rebuild|backward)(_\d+)?")
@@ -107,7 +107,7 @@ def test_one_stage_called_in_two_ways_has_two_names():
     step = captured("gpt")
     for seed in range(8):
         program = step.program(random_schedule(len(step.line.stages), seed))
-        forward, backward = rewrite(program, step.sweep(program), BlockModules())
+        forward, backward = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
         for graph, calls in (
             (forward, program.calls[: program.turn]),
             (backward, program.calls[program.turn :]),
@@ -121,7 +121,7 @@ def test_one_stage_called_in_two_ways_has_two_names():
 def test_values_are_called_for_the_stage_that_made_them():
     step = captured("gpt")
     program = step.program(keep_all(len(step.line.stages)))
-    forward, _ = rewrite(program, step.sweep(program), BlockModules())
+    forward, _ = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
     values = [n.name for n in forward.graph.nodes if n.op == "call_function"]
     assert any(re.match(r"x\d+_", n) for n in values)
     assert any(re.match(r"kept\d+_", n) for n in values)
@@ -130,7 +130,7 @@ def test_values_are_called_for_the_stage_that_made_them():
 def test_comments_tell_bytes_and_peak():
     step = captured("gpt")
     program = step.program(periodic(len(step.line.stages), 2))
-    forward, backward = rewrite(program, step.sweep(program), BlockModules())
+    forward, backward = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
     assert re.search(r"# F_all \d+, again, keeps [\d.]+ KiB, peak [\d.]+ \wiB", backward.code)
     assert re.search(r"# rebuild \d+, keeps", backward.code)
     assert re.search(r"# F_ck 0, peak", forward.code)
@@ -157,7 +157,7 @@ def test_constants_are_carried_by_both_graphs():
     program = step.program(periodic(len(step.line.stages), 2))
     assert set(step.joint.constants).isdisjoint(program.saved)
     truth = run_traced(step)
-    for graph in rewrite(program, step.sweep(program), BlockModules()):
+    for graph in rewrite(program, step.sweep(program).peaks_bytes, BlockModules()):
         (constant,) = graph.graph.find_nodes(op="get_attr")
         assert torch.equal(getattr(graph, constant.target), torch.tensor([0.5, 1.0, 2.0]))
     assert_bitwise_equal(run_emitted(step, program), truth)

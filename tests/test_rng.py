@@ -8,8 +8,8 @@ from torch import Tensor, fx, nn
 
 from fxremat import torch_compat
 from fxremat.errors import GraphError
-from fxremat.passes import rng
-from fxremat.passes.program import keep_all
+from fxremat.passes.emit.program import keep_all
+from fxremat.passes.joint import rng
 from fxremat.runtime.rng import draw, record_state, redraw, restore_state
 from tests.harness import capture, captured, periodic, run_emitted, run_traced
 from tests.models.bits import assert_bitwise_equal, bitwise_equal

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from fxremat.errors import NoGradientError, SampleError
-from fxremat.sample import Sample, call_without_data, check_sample
+from fxremat.frontend.sample import Sample, call_without_data, check_sample
 
 X = torch.ones(4, 3)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import fxremat
-from fxremat import search
-from fxremat.passes import cost
-from fxremat.passes.signature import Key, block_key
+from fxremat.costs import cost
+from fxremat.passes.stages.signature import Key, block_key
+from fxremat.planner import search
 from tests.models import ZOO
 from tests.models.reference import reference_step
 from tests.trials import attempt

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat import search, torch_compat
+from fxremat import torch_compat
+from fxremat.costs.cache import CostCache
 from fxremat.errors import BackwardError
-from fxremat.passes.cost import CostCache
+from fxremat.planner import search
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

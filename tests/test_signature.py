@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.passes.block import Mode, build_graph, is_getitem
-from fxremat.passes.cost import stage_blocks
-from fxremat.passes.signature import block_key, node_key, tensor_key
+from fxremat.costs.cost import stage_blocks
+from fxremat.passes.stages.block import Mode, build_graph, is_getitem
+from fxremat.passes.stages.signature import block_key, node_key, tensor_key
 from tests.harness import Captured, capture, captured
 
 X = torch.zeros(4, 6)

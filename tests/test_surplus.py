@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat import surplus
-from fxremat.outputs import Unused
-from fxremat.surplus import needs_of_loss, optimizer_bytes
+from fxremat.frontend import surplus
+from fxremat.frontend.outputs import Unused
+from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
 
 MODEL = nn.Linear(100, 50)
 BYTES = sum(p.nbytes for p in MODEL.parameters())

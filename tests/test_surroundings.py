@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.passes.surroundings import LOSS_FACTOR, SCALARS, Caller, surroundings_of
-from fxremat.passes.sweep import Surroundings
+from fxremat.planner.surroundings import LOSS_FACTOR, SCALARS, Caller, surroundings_of
+from fxremat.planner.sweep import Surroundings
 from tests.harness import Captured, capture
 
 WIDTH, ROWS = 8, 4

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.passes.program import keep_all
-from fxremat.passes.sweep import Surroundings, Sweep, Sweeper
+from fxremat.passes.emit.program import keep_all
+from fxremat.planner.sweep import Surroundings, Sweep, Sweeper
 from tests.harness import (
     bare,
     capture,

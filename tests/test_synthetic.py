@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.passes.synthetic import Synthesizer
+from fxremat.costs.synthetic import Synthesizer
 from fxremat.torch_compat import storage_key
 from tests.harness import Captured, capture, captured
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from fxremat.costs.bandwidth import MeasuredLink
 from fxremat.ir import Copy, Event, Lane, Timeline
-from fxremat.passes.moves import Movable, Move, swept
-from fxremat.passes.program import keep_all
-from fxremat.passes.timing import replay
-from fxremat.runtime.bandwidth import MeasuredLink
+from fxremat.passes.emit.program import keep_all
+from fxremat.passes.emit.travel import Move
+from fxremat.planner.moves import Movable, swept
+from fxremat.planner.timing import replay
 from tests.harness import captured
 
 

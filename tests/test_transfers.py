@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from fxremat.costs.bandwidth import MeasuredLink
 from fxremat.ir import Copy, Forward
-from fxremat.passes.allocations import Allocations
-from fxremat.passes.surroundings import Caller
-from fxremat.runtime.bandwidth import MeasuredLink
+from fxremat.planner.allocations import Allocations
+from fxremat.planner.search import Search, line_schedules
+from fxremat.planner.surroundings import Caller
+from fxremat.planner.transfers import HostMemory, Moved, Transfers
 from fxremat.runtime.slots import slot_bytes
-from fxremat.search import Search, line_schedules
-from fxremat.simulate.allocator import AllocatorSettings, Counted
-from fxremat.transfers import HostMemory, Moved, Transfers
+from fxremat.simulate.allocator import AllocatorSettings
+from fxremat.units import Counted
 from tests.harness import captured, silent
 
 FAST, SLOW = 1e12, 1e6

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fxremat
-from fxremat.compiled import CompiledModule
+from fxremat.frontend.compiled import CompiledModule
 from tests.harness import ask_input_gradients
 from tests.models import ZOO, ZooModel
 from tests.models.bits import assert_bitwise_equal

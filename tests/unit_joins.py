@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
+from fxremat.costs.cost import StageSeconds
 from fxremat.ir import Solved
-from fxremat.joining import equivalent_schedules, join_schedules
-from fxremat.passes.candidate import Candidate
-from fxremat.passes.cost import StageSeconds
-from fxremat.passes.rewrite import BlockModules, rewrite
-from fxremat.search import Search, line_schedules
+from fxremat.passes.emit.rewrite import BlockModules, rewrite
+from fxremat.planner.candidate import Candidate
+from fxremat.planner.joining import equivalent_schedules, join_schedules
+from fxremat.planner.search import Search, line_schedules
 from fxremat.solvers.join.unit import UnitTable
 from tests.harness import Captured, bare, capture, silent
 
@@ -82,7 +82,7 @@ def budget_bytes(search: Search, slots: int) -> int:
 
 def counted_steps(candidate: Candidate) -> Counter[str]:
     """How often the emitted graphs run each operation of the forward, block by block."""
-    graphs = rewrite(candidate.program, candidate.sweep, BlockModules())
+    graphs = rewrite(candidate.program, candidate.sweep.peaks_bytes, BlockModules())
     counts: Counter[str] = Counter()
     for graph in graphs:
         for node in graph.graph.find_nodes(op="call_module"):

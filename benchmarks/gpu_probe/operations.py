@@ -22,7 +22,7 @@ from torch.nn import functional
 from benchmarks.devices import deterministic_kernels
 from benchmarks.gpu_probe.probe import Finding, Probe
 from fxremat import torch_compat
-from fxremat.passes.batchnorm import STATELESS
+from fxremat.passes.joint.batchnorm import STATELESS
 from fxremat.runtime.rng import record_state, redraw
 from tests.models.bits import first_difference
 

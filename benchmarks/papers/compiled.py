@@ -14,10 +14,10 @@ from typing import Any
 
 from benchmarks.papers.measured import DEVICES, Device, Work, work_of
 from benchmarks.steps import static_bytes
-from fxremat.passes.surroundings import Caller
-from fxremat.runtime.bandwidth import MeasuredLink
-from fxremat.search import Search
-from fxremat.transfers import HostMemory, Transfers
+from fxremat.costs.bandwidth import MeasuredLink
+from fxremat.planner.search import Search
+from fxremat.planner.surroundings import Caller
+from fxremat.planner.transfers import HostMemory, Transfers
 from tests.harness import capture, silent
 from tests.models.zoo import ZooModel
 

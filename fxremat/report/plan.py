@@ -4,76 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fxremat.ir import Chain, Costs, Schedule, Timeline
-from fxremat.report.frontier import Frontier
-from fxremat.simulate.allocator import Counted
+from fxremat.report.facts import PlanFacts
+from fxremat.report.text import print_plan
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The schedule of a training step under a byte budget.
-
-    Attributes:
-        budget_bytes: the budget, resolved to bytes.
-        least_budget_bytes: the least peak of any schedule that was found.
-        predicted_peak_bytes: the exact peak of the emitted graphs, with all that the
-            promise counts (parameters, gradients, inputs, reserve, …), in blocks as the
-            device's allocator hands them out.
-        predicted_reserved_bytes: what that allocator then has taken from the device.
-        predicted_held_bytes: the same peak as a sum of tensors and workspaces, whatever their
-            blocks are.
-        predicted_s: seconds of a step, from the measured stages.
-        overhead_s: what of that, and of the other times, a step takes beside its calls,
-            nearly the same for all plans (0 on a GPU, whose host runs ahead).
-        baseline_peak_bytes, baseline_s: the same with nothing recomputed; the peak is of what
-            the budget is for, allocated or reserved.
-        lower_bound_s: no schedule of these stages within the budget takes less.
-        local_search_s: seconds by which local search on the exact sweep beat the solver.
-        host_bytes: of host memory, to which storages travel; the timeline says when.
-        schedule: the operations, in order.
-        held_bytes: for each stage what it keeps from its first forward on beside what the
-            schedule says, as found by local search.
-        timeline: when each runs, and the memory held meanwhile.
-        chain, costs: the stages and what they cost.
-        frontier: the least time at every other budget, by recomputation alone.
-        forward_code, backward_code: the emitted graphs as Python.
-        branch_ends: the stages after each branch's last, of branches in branches too, where they
-            meet in a trunk.
-        exact: gradients are bitwise those without a plan; else inputs of norms are rebuilt
-            from outputs (``compile(exact=False)``).
-        budget_on: what all budgets and the frontier are for: ``"allocated"`` bytes or
-            ``"reserved"`` ones.
-    """
-
-    budget_bytes: int
-    least_budget_bytes: int
-    predicted_peak_bytes: int
-    predicted_reserved_bytes: int
-    predicted_held_bytes: int
-    predicted_s: float
-    baseline_peak_bytes: int
-    baseline_s: float
-    lower_bound_s: float
-    local_search_s: float
-    host_bytes: int
-    schedule: Schedule
-    held_bytes: tuple[int, ...]
-    timeline: Timeline
-    chain: Chain
-    costs: Costs
-    frontier: Frontier
-    forward_code: str
-    backward_code: str
-    branch_ends: tuple[int, ...] = ()
-    exact: bool = True
-    budget_on: Counted = "allocated"
-    overhead_s: float = 0.0
-
-    @property
-    def counted_bytes(self) -> int:
-        """Of the predicted peak: what the budget is for."""
-        reserved = self.budget_on == "reserved"
-        return self.predicted_reserved_bytes if reserved else self.predicted_peak_bytes
+class Plan(PlanFacts):
+    """The schedule of a training step under a byte budget: its facts, and what to do with them."""
 
     def with_overhead(self, seconds: float) -> Plan:
         """The plan of a step that takes ``seconds`` beside its calls."""
@@ -89,6 +26,4 @@ class Plan:
 
     def explain(self) -> str:
         """Print the plan as a table, and return what was printed."""
-        from fxremat.report.text import print_plan  # noqa: PLC0415
-
         return print_plan(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxremat.ir import Backward, Compute, Copy, Event, Forward, Keep, Lane
-from fxremat.report.plan import Plan
+from fxremat.report.facts import PlanFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class StageStory:
         return sum(run.seconds for run in self.again) + self.rebuilt_s
 
 
-def tell_stages(plan: Plan) -> tuple[StageStory, ...]:
+def tell_stages(plan: PlanFacts) -> tuple[StageStory, ...]:
     """One story a stage, in forward order."""
     chain = plan.chain
     runs = _runs(plan)
@@ -123,7 +123,7 @@ def tell_stages(plan: Plan) -> tuple[StageStory, ...]:
     return tuple(stories)
 
 
-def _held(plan: Plan, runs: list[list[Run]], index: int) -> frozenset[int]:
+def _held(plan: PlanFacts, runs: list[list[Run]], index: int) -> frozenset[int]:
     """What is held of the saved set of stage ``index`` after the first forward."""
     chain, first = plan.chain, runs[index][0]
     if first.keep is Keep.ALL:
@@ -135,7 +135,7 @@ def _held(plan: Plan, runs: list[list[Run]], index: int) -> frozenset[int]:
     return frozenset()
 
 
-def _runs(plan: Plan) -> list[list[Run]]:
+def _runs(plan: PlanFacts) -> list[list[Run]]:
     """The forwards of each stage.
 
     A forward whose predecessor is the forward of the stage before reads what that one
@@ -159,7 +159,7 @@ def _runs(plan: Plan) -> list[list[Run]]:
     return runs
 
 
-def _events(plan: Plan) -> list[Event | None]:
+def _events(plan: PlanFacts) -> list[Event | None]:
     """For each operation of the schedule the event that carries it out, if one does.
 
     Events are in the order of the schedule, so the first that fits is the one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxremat.console import SIMPLE_HEAD, Group, Table, Text, show
 from fxremat.ir import Copy, Keep, Lane
-from fxremat.report.plan import Plan
+from fxremat.report.facts import PlanFacts
 from fxremat.report.stages import StageStory, tell_stages
 from fxremat.units import format_bytes, format_seconds
 
@@ -17,7 +17,7 @@ LEGEND = (
 )
 
 
-def print_plan(plan: Plan) -> str:
+def print_plan(plan: PlanFacts) -> str:
     """Print ``plan`` to the console, in ASCII where that is all it can show.
 
     Returns what was printed, without colours.
@@ -30,7 +30,7 @@ def print_plan(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def _summary(plan: Plan, stories: tuple[StageStory, ...]) -> Table:
+def _summary(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
@@ -61,7 +61,7 @@ def _summary(plan: Plan, stories: tuple[StageStory, ...]) -> Table:
     return grid
 
 
-def _where(plan: Plan) -> str:
+def _where(plan: PlanFacts) -> str:
     """The moment of the peak."""
     for event in plan.timeline.events:
         if event.peak_bytes == plan.predicted_held_bytes:
@@ -69,7 +69,7 @@ def _where(plan: Plan) -> str:
     return "outside the stages: at the turn, or when all gradients are there"
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: PlanFacts) -> str:
     taken, least = format_seconds(plan.predicted_s), format_seconds(plan.baseline_s)
     if plan.baseline_s == 0:
         return f"{taken}, {least} without recomputation"
@@ -77,7 +77,7 @@ def _time(plan: Plan) -> str:
     return f"{taken}, {ratio:.3f} × the {least} without recomputation ({ratio - 1:+.1%})"
 
 
-def _bound(plan: Plan) -> str:
+def _bound(plan: PlanFacts) -> str:
     """How much better any plan could be, and what local search did."""
     if plan.predicted_s == 0:
         return format_seconds(0.0)
@@ -90,7 +90,7 @@ def _bound(plan: Plan) -> str:
     return text
 
 
-def _host(plan: Plan) -> str:
+def _host(plan: PlanFacts) -> str:
     """What travels, and how long the computations wait for it."""
     copies = [event for event in plan.timeline.events if isinstance(event.op, Copy)]
     away = [event for event in copies if event.lane is Lane.D2H]

@@ -31,12 +31,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 MIB = 1 << 20
 
-Counted = Literal["allocated", "reserved"]
-"""What a budget may be for: blocks that are handed out, or what is taken from the device."""
 
 LEAST_BLOCK_BYTES = 512
 """Of which every block is a multiple."""

@@ -1,0 +1,96 @@
+"""What a plan charges for running part of a stage's forward again.
+
+A forward is measured as a whole, and so is a rebuild, which leaves out what only later
+stages read. Both are shared out over their operations, in proportion to what each takes
+when it runs alone: so the parts add up to what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat.costs.cost import Measured
+from fxremat.errors import CostError
+from fxremat.passes.stages.block import Block, Mode, dependencies, is_getitem
+from fxremat.passes.stages.linearize import Line
+
+
+@dataclass(frozen=True, slots=True)
+class Charges:
+    """Of one stage.
+
+    Attributes:
+        alone_s: seconds of each operation that may run again, on its own.
+        of_forward: what to charge for one of those in a forward, in seconds per second.
+        of_rebuild: the same in a rebuild.
+        rebuilt: operations of a rebuild of the whole saved set.
+        views: of what is given, which any block makes for itself: their time is part of
+            those of others.
+    """
+
+    alone_s: dict[fx.Node, float]
+    of_forward: float
+    of_rebuild: float
+    rebuilt: frozenset[fx.Node]
+    views: frozenset[fx.Node]
+
+    @staticmethod
+    def of(measured: Measured, index: int) -> Charges:
+        """Those of stage ``index``."""
+        line, seconds = measured.line, measured.stages[index]
+        found = measured.again_s
+        alone = {n: found[n] for n in line.stages[index].forward if n in found}
+        rebuilt = _closure(line, index)
+        return Charges(
+            alone,
+            _share(seconds.forward_s, alone.values()),
+            _share(seconds.rebuild_s, (s for n, s in alone.items() if n in rebuilt)),
+            rebuilt,
+            line.views,
+        )
+
+    def again_s(self, block: Block, *, rebuilds: bool) -> float:
+        """Seconds of a recomputation."""
+        return sum(self.once_s(node, rebuilds=rebuilds) for node in block.nodes)
+
+    def once_s(self, node: fx.Node, *, rebuilds: bool) -> float:
+        """Seconds of one operation of a recomputation.
+
+        Raises:
+            CostError: it was never timed, as nothing that is recomputed should need it.
+        """
+        if is_getitem(node) or node in self.views:
+            return 0.0
+        if node not in self.alone_s:
+            raise CostError(
+                f"{node.name} ({node.target}) is run again by a schedule but was never timed; "
+                "please report this model"
+            )
+        return (self.of_rebuild if rebuilds else self.of_forward) * self.alone_s[node]
+
+    def least_s(self, node: fx.Node) -> float:
+        """The least that any recomputation is charged for an operation that it runs.
+
+        0 for one that none ever runs.
+        """
+        share = self.of_forward
+        if node in self.rebuilt:
+            share = min(share, self.of_rebuild)
+        return share * self.alone_s.get(node, 0.0)
+
+
+def _share(whole_s: float, parts: Iterable[float]) -> float:
+    total = sum(parts)
+    return whole_s / total if total else 0.0
+
+
+def _closure(line: Line, index: int) -> frozenset[fx.Node]:
+    """Operations of a stage that its saved set takes."""
+    needed = set(line.stages[index].saved)
+    for node in reversed(line.stages[index].forward):
+        if node in needed and node not in line.pinned:
+            needed.update(dependencies(node, Mode.AGAIN))
+    return frozenset(needed)

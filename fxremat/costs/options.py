@@ -1,0 +1,342 @@
+"""What a stage may keep of its saved set, and what rebuilding the rest takes.
+
+A backward can rebuild a cheap tensor (a GELU, a norm) from a dear one that was kept. For
+each stage the choices worth having are the Pareto set over bytes kept and seconds to
+rebuild: exhaustive for few storages, else by CP-SAT within a time limit, or greedily where
+ortools is not installed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TypeGuard
+
+from torch import fx
+
+from fxremat import optional
+from fxremat.costs.charges import Charges
+from fxremat.costs.cost import Measured, boundary_after, stage_blocks
+from fxremat.ir import Forward, Keep, Op, Schedule
+from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.stages.block import Mode, dependencies, is_getitem
+from fxremat.passes.stages.blocks import BlockCache
+
+MOST_OPTIONS = 8
+"""Choices of a stage beside that of keeping everything."""
+
+MOST_EXHAUSTIVE = 12
+"""Storages of which all subsets are tried."""
+
+SOLVE_S = 0.3
+"""Time limit of one search by CP-SAT."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a stage's recomputation, storages as bit masks.
+
+    Attributes:
+        makes, reads: storages; those that are there anyway are left out.
+        seconds: of running it.
+    """
+
+    makes: int
+    reads: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A stage's recomputation as numbers; bit ``i`` of a mask is storage ``i``.
+
+    Attributes:
+        nbytes: size of each storage.
+        operations: in order.
+        required: storages that the backward reads.
+    """
+
+    nbytes: tuple[int, ...]
+    operations: tuple[Operation, ...]
+    required: int
+
+    def seconds(self, kept: int) -> float:
+        """Of rebuilding all that the backward reads from what is ``kept``."""
+        needed = self.required & ~kept
+        total = 0.0
+        for operation in reversed(self.operations):
+            if operation.makes & needed:
+                total += operation.seconds
+                needed |= operation.reads & ~kept
+        return total
+
+    def kept_bytes(self, kept: int) -> int:
+        """Size of a mask."""
+        return sum(n for i, n in enumerate(self.nbytes) if kept >> i & 1)
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What a stage's backward needs of its forward, and how to get it again.
+
+    Attributes:
+        numbers: for the search.
+        storages: id of each storage in the joint graph's table.
+        nodes: the tensors in each storage.
+        charges: what plans charge for recomputing.
+    """
+
+    numbers: Numbers
+    storages: tuple[int, ...]
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    charges: Charges
+
+    def recompute_s(self, kept: int) -> float:
+        """Seconds of rebuilding what is not ``kept``."""
+        return self.charges.of_rebuild * self.numbers.seconds(kept)
+
+    def missing(self, kept: int) -> frozenset[fx.Node]:
+        """Tensors that lie in storages that are not ``kept``."""
+        return frozenset(
+            n for i, nodes in enumerate(self.nodes) if not kept >> i & 1 for n in nodes
+        )
+
+    def kept_storages(self, kept: int) -> tuple[int, ...]:
+        """Ids of a mask."""
+        return tuple(s for i, s in enumerate(self.storages) if kept >> i & 1)
+
+
+Kept = Mapping[int, int]
+"""For each stage of which not all is kept: the mask of what is, see :class:`StageParts`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Save options of all stages.
+
+    Attributes:
+        parts: of each stage.
+        masks: for each stage what its options keep, most bytes first.
+    """
+
+    parts: tuple[StageParts, ...]
+    masks: tuple[tuple[int, ...], ...]
+
+    def of(self, stage: int) -> Iterator[tuple[StageParts, int]]:
+        """The options of ``stage``."""
+        for mask in self.masks[stage]:
+            yield self.parts[stage], mask
+
+    def kept_by(self, schedule: Schedule) -> Kept:
+        """What the options of ``schedule`` keep: those of each stage's last ``F_all``."""
+        kept: dict[int, int] = {}
+        for op in filter(_keeps, schedule.computations):
+            kept.pop(op.stage, None)
+            if op.option:
+                kept[op.stage] = self.masks[op.stage][op.option - 1]
+        return kept
+
+    def missing(self, kept: Kept) -> dict[int, frozenset[fx.Node]]:
+        """For each stage in ``kept`` the tensors that its backward has to rebuild."""
+        return {stage: self.parts[stage].missing(mask) for stage, mask in kept.items()}
+
+
+def _keeps(op: Op) -> TypeGuard[Forward]:
+    return isinstance(op, Forward) and op.keep is Keep.ALL
+
+
+def find_options(measured: Measured, blocks: BlockCache) -> Options:
+    """The save options of every stage; stages with equal numbers are searched once.
+
+    Ensures: each stage has at most ``MOST_OPTIONS``, none better than another in both
+        bytes and seconds, and none keeps everything.
+    """
+    count = len(measured.line.stages)
+    parts = tuple(parts_of(measured, blocks, index) for index in range(count))
+    found: dict[Numbers, tuple[int, ...]] = {}
+    for part in parts:
+        if part.numbers not in found:
+            found[part.numbers] = _prune(part.numbers, search(part.numbers))
+    return Options(parts, tuple(found[part.numbers] for part in parts))
+
+
+def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
+    """Operations and storages of one stage's recomputation."""
+    line = measured.line
+    table = line.joint.storages
+    _, again, _ = stage_blocks(line, blocks, index)
+    anyway = table.of(
+        (
+            *line.joint.given,
+            *line.pinned,
+            *line.stages[index].boundary,
+            *boundary_after(line, index),
+        )
+    )
+    bits: dict[int, int] = {}
+    own = [n for n in again.nodes if n not in line.views]
+    for node in own:
+        for storage in table.of_node[node]:
+            if storage not in anyway:
+                bits.setdefault(storage, len(bits))
+
+    def mask(nodes: Iterable[fx.Node]) -> int:
+        return sum(1 << bits[s] for s in table.of(nodes) if s in bits)
+
+    operations = []
+    made = 0
+    for node in own:
+        reads = mask(dependencies(node, Mode.AGAIN))
+        makes = mask((node,)) & ~made & ~reads
+        made |= makes
+        if makes and not is_getitem(node):
+            operations.append(Operation(makes, reads, measured.again_s[node]))
+    nodes: list[list[fx.Node]] = [[] for _ in bits]
+    for node in line.stages[index].forward:
+        if is_tensor(node) and node not in line.pinned:
+            for storage in table.of_node[node]:
+                if storage in bits:
+                    nodes[bits[storage]].append(node)
+    numbers = Numbers(
+        tuple(table.nbytes[s] for s in bits),
+        tuple(operations),
+        mask(n for n in line.stages[index].saved),
+    )
+    charges = Charges.of(measured, index)
+    return StageParts(numbers, tuple(bits), tuple(map(tuple, nodes)), charges)
+
+
+def search(numbers: Numbers) -> list[int]:
+    """Masks of the Pareto set over bytes kept and seconds, most bytes first."""
+    count = len(numbers.nbytes)
+    if count <= MOST_EXHAUSTIVE:
+        return _pareto(numbers, range(1 << count))
+    cp_model = optional.find("ortools.sat.python.cp_model")
+    if cp_model is None:
+        return _pareto(numbers, greedy_masks(numbers))
+    return _pareto(numbers, _by_cpsat(numbers, cp_model))
+
+
+def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
+    """Those of ``masks`` that none other beats and that keep less than everything."""
+    scored = sorted((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks)
+    best, found = float("inf"), []
+    for _, seconds, mask in scored:
+        if seconds < best:
+            best = seconds
+            found.append(mask)
+    found.reverse()
+    whole = numbers.kept_bytes(numbers.required)
+    return [mask for mask in found if numbers.kept_bytes(mask) < whole]
+
+
+def greedy_masks(numbers: Numbers) -> list[int]:
+    """Good masks within each of a few shares of all the bytes, for want of the best.
+
+    Where a share is given, either everything that is required is kept and what takes least
+    time to rebuild for its bytes goes first, until the rest fits, or nothing is kept. Then
+    comes what spares most time for its bytes, for as long as it fits. Losses and gains are
+    looked at again only where they come first, which changes nothing where the loss of a
+    storage never shrinks as more goes, and its gain never grows as more comes.
+    """
+    whole = numbers.kept_bytes(numbers.required)
+    free = sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)
+    thinned = _thinned(numbers, numbers.required | free)
+    masks = [free, *thinned]
+    for share in range(1, MOST_OPTIONS + 1):
+        limit_bytes = whole * share // (MOST_OPTIONS + 1)
+        fitting = next(m for m in thinned if numbers.kept_bytes(m) <= limit_bytes)
+        masks += [_filled(numbers, mask, limit_bytes) for mask in (free, fitting)]
+    return masks
+
+
+def _thinned(numbers: Numbers, mask: int) -> list[int]:
+    """``mask``, and what is left of it after each storage that goes."""
+    masks = [mask]
+    heap = [(0.0, i) for i in _bits(mask) if numbers.nbytes[i]]
+    while heap:
+        now_s = numbers.seconds(mask)
+        _, i = heapq.heappop(heap)
+        loss = (numbers.seconds(mask & ~(1 << i)) - now_s) / numbers.nbytes[i]
+        if heap and loss > heap[0][0]:
+            heapq.heappush(heap, (loss, i))
+            continue
+        mask &= ~(1 << i)
+        masks.append(mask)
+    return masks
+
+
+def _filled(numbers: Numbers, mask: int, limit_bytes: int) -> int:
+    """``mask`` with all that comes and fits."""
+    room_bytes = limit_bytes - numbers.kept_bytes(mask)
+    heap = [(-math.inf, i) for i in range(len(numbers.nbytes)) if not mask >> i & 1]
+    while heap:
+        now_s = numbers.seconds(mask)
+        _, i = heapq.heappop(heap)
+        if numbers.nbytes[i] > room_bytes:
+            continue
+        gain = (now_s - numbers.seconds(mask | 1 << i)) / numbers.nbytes[i]
+        if heap and -gain > heap[0][0]:
+            heapq.heappush(heap, (-gain, i))
+        elif gain > 0:
+            mask |= 1 << i
+            room_bytes -= numbers.nbytes[i]
+    return mask
+
+
+def _by_cpsat(numbers: Numbers, cp_model: ModuleType) -> list[int]:
+    """The fastest masks within each of a few shares of all the bytes.
+
+    A storage is there in the backward if it is kept or made again; an operation that
+    runs again needs all that it reads.
+    """
+    whole = numbers.kept_bytes(numbers.required)
+    unit_s = max(numbers.seconds(0) / 1e6, 1e-12)
+    free = sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)
+    masks = [free]
+    for share in range(1, MOST_OPTIONS + 1):
+        model = cp_model.CpModel()
+        kept = [model.new_bool_var(f"kept{i}") for i in range(len(numbers.nbytes))]
+        runs = [model.new_bool_var(f"runs{i}") for i in range(len(numbers.operations))]
+        maker = {
+            i: run
+            for operation, run in zip(numbers.operations, runs, strict=True)
+            for i in _bits(operation.makes)
+        }
+        for i in _bits(numbers.required):
+            model.add_bool_or(kept[i], maker[i])
+        for operation, run in zip(numbers.operations, runs, strict=True):
+            for i in _bits(operation.reads):
+                model.add_bool_or(kept[i], maker[i], run.Not())
+        limit = whole * share // (MOST_OPTIONS + 1)
+        model.add(sum(n * k for n, k in zip(numbers.nbytes, kept, strict=True)) <= limit)
+        weights = [round(operation.seconds / unit_s) for operation in numbers.operations]
+        model.minimize(sum(w * run for w, run in zip(weights, runs, strict=True)))
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = SOLVE_S
+        solver.parameters.num_workers = 1
+        if solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            masks.append(sum(1 << i for i, k in enumerate(kept) if solver.value(k)))
+    return masks
+
+
+def _bits(mask: int) -> list[int]:
+    return [i for i in range(mask.bit_length()) if mask >> i & 1]
+
+
+def _prune(numbers: Numbers, masks: Sequence[int]) -> tuple[int, ...]:
+    """At most ``MOST_OPTIONS``: those go first that add least area to the curve."""
+    points = [
+        (numbers.kept_bytes(numbers.required), 0.0, -1),
+        *((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks),
+    ]
+    while len(points) > MOST_OPTIONS + 1:
+        areas = [
+            (before[0] - point[0]) * (after[1] - point[1])
+            for before, point, after in zip(points, points[1:], points[2:], strict=False)
+        ]
+        del points[1 + areas.index(min(areas))]
+    return tuple(mask for _, _, mask in points[1:])

@@ -1,0 +1,72 @@
+"""Values for measuring: real where they are known, made up with real strides elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.passes.joint.graph import JointGraph
+
+
+class Synthesizer:
+    """Gives each node a tensor of its traced dtype, shape, strides and storage.
+
+    Made-up floating-point values are random, so that no kernel takes a short cut for
+    zeros, and small, so that none overflows; made-up integers and masks are zero, which
+    is a valid index everywhere. Integers that the forward computes are real.
+    """
+
+    def __init__(self, joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> None:
+        self._joint = joint
+        self._held: dict[fx.Node, torch.Tensor] = {}
+        self._real = dict(real)
+        for node in joint.constants:
+            self._real[node] = _constant(joint.module, str(node.target))
+
+    def hold(self, values: Mapping[fx.Node, torch.Tensor]) -> None:
+        """Use ``values`` from now on."""
+        self._held.update(values)
+
+    def keep_only(self, nodes: Iterable[fx.Node]) -> None:
+        """Forget all held values but those of ``nodes``."""
+        wanted = set(nodes)
+        self._held = {n: t for n, t in self._held.items() if n in wanted}
+
+    def of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, torch.Tensor]:
+        """A value for each of ``nodes``; those of one storage share memory."""
+        made: dict[int, torch.Tensor] = {}
+        return {node: self._value(node, made) for node in nodes}
+
+    def _value(self, node: fx.Node, made: dict[int, torch.Tensor]) -> torch.Tensor:
+        if node in self._held:
+            return self._held[node]
+        if node in self._real:
+            return self._real[node]
+        traced = node.meta["val"]
+        key = torch_compat.storage_key(traced)
+        if key not in made:
+            made[key] = _base(traced)
+        base = made[key]
+        if base.dtype != traced.dtype:
+            base = base.view(torch.uint8).view(traced.dtype)
+        return base.as_strided(traced.shape, traced.stride(), traced.storage_offset())
+
+
+def _base(traced: torch.Tensor) -> torch.Tensor:
+    """A flat tensor that fills the whole storage of ``traced``."""
+    count = traced.untyped_storage().nbytes() // traced.element_size()
+    base = torch.zeros(count, dtype=traced.dtype, device=traced.device)
+    if traced.is_floating_point() or traced.is_complex():
+        base.normal_(std=0.1)
+    return base
+
+
+def _constant(module: fx.GraphModule, target: str) -> torch.Tensor:
+    value: object = module
+    for name in target.split("."):
+        value = getattr(value, name)
+    assert isinstance(value, torch.Tensor)
+    return value

@@ -1,0 +1,202 @@
+"""The arguments of the public functions, read in one place, before anything else is done."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, cast, get_args
+
+import numpy as np
+import torch
+from torch import nn
+
+from fxremat.errors import ArgumentError, BudgetError
+from fxremat.frontend.budget import Budget, Readable
+from fxremat.planner.transfers import HostMemory
+from fxremat.units import Counted, parse_bytes
+
+Offload = Literal["auto", "only", "conv", False]
+Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
+Loss = Callable[[Any], torch.Tensor]
+
+BACKEND_OPTIONS = (
+    "budget", "reserve", "accumulate", "offload", "host_limit", "host_dir", "exact", "budget_on",
+)  # fmt: skip
+"""What ``torch.compile(options=...)`` may say to the backend."""
+
+MOST_BYTES = 1 << 60
+"""Of a reserve: sums of bytes are 64-bit integers."""
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What :func:`fxremat.compile` was asked for, checked.
+
+    Attributes:
+        budget: what the peak may reach.
+        reserve_bytes: of the budget, to leave alone.
+        optimizer: whose state is counted.
+        loss: computed outside the model.
+        drop_unused: outputs that ``loss`` does not use are not returned.
+        accumulate: a second set of gradients is counted.
+        host: memory to which storages may travel; ``None``: none may.
+        exact: gradients must be bitwise those without a plan.
+        budget_on: what the budget is for.
+    """
+
+    budget: Budget
+    reserve_bytes: int
+    optimizer: Optimizer | None
+    loss: Loss | None
+    drop_unused: bool
+    accumulate: bool
+    host: HostMemory | None
+    exact: bool
+    budget_on: Counted
+
+    @staticmethod
+    def read(
+        budget: Readable,
+        *,
+        reserve: int | str = 0,
+        optimizer: Optimizer | None = None,
+        loss: Loss | None = None,
+        drop_unused: bool = False,
+        accumulate: bool = False,
+        offload: Offload = False,
+        host_limit: int | str | None = None,
+        host_dir: str | os.PathLike[str] | None = None,
+        exact: bool = True,
+        budget_on: Counted = "allocated",
+    ) -> Arguments:
+        """Check all arguments but the model and the sample; nothing is changed.
+
+        Raises:
+            BudgetError: the budget cannot be read.
+            ArgumentError: another one cannot.
+        """
+        arguments = Arguments(
+            budget=Budget.read(budget),
+            reserve_bytes=_read_bytes("reserve", reserve, most=MOST_BYTES),
+            optimizer=_read_optimizer(optimizer),
+            loss=_read_loss(loss),
+            drop_unused=_read_bool("drop_unused", drop_unused),
+            accumulate=_read_bool("accumulate", accumulate),
+            host=_read_host(offload, host_limit, host_dir),
+            exact=_read_bool("exact", exact),
+            budget_on=_read_counted(budget_on),
+        )
+        if arguments.drop_unused and loss is None:
+            _refuse("drop_unused", drop_unused, "False without loss=, which says what is used")
+        return arguments
+
+    @staticmethod
+    def read_options(options: Mapping[str, Any] | None) -> Arguments:
+        """Check the options of the Dynamo backend, which are among the same arguments.
+
+        Raises:
+            BudgetError: no budget, or one that cannot be read.
+            ArgumentError: an option that does not exist, or cannot be read.
+        """
+        given = dict(options or {})
+        for name, value in given.items():
+            if name not in BACKEND_OPTIONS:
+                raise ArgumentError(
+                    f"unknown option {name!r}: fxremat knows {', '.join(BACKEND_OPTIONS)}",
+                    argument=name,
+                    value=value,
+                )
+        if "budget" not in given:
+            raise BudgetError('no budget: pass options={"budget": "6 GiB"} to torch.compile')
+        return Arguments.read(**given)
+
+
+def read_model(model: object) -> nn.Module:
+    """``model``, if it is a module.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        _refuse("model", model, "a torch.nn.Module")
+    return model
+
+
+def _refuse(argument: str, value: object, must_be: str) -> NoReturn:
+    message = f"{argument} is {_shown.repr(value)}: must be {must_be}"
+    raise ArgumentError(message, argument=argument, value=value)
+
+
+def _read_bool(argument: str, value: object) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        _refuse(argument, value, "True or False")
+    return bool(value)
+
+
+def _read_counted(value: object) -> Counted:
+    for counted in get_args(Counted):
+        if isinstance(value, str) and value == counted:
+            return cast(Counted, counted)
+    _refuse("budget_on", value, "'allocated' or 'reserved'")
+
+
+def _read_bytes(argument: str, value: object, *, most: int | None = None) -> int:
+    """Bytes as an integer or as text, at least 0 and at most ``most``."""
+    nbytes: int | None = None
+    if isinstance(value, str):
+        nbytes = parse_bytes(value)
+    elif isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        nbytes = int(value)
+    if nbytes is None or nbytes < 0:
+        _refuse(argument, value, "bytes, at least 0, as an int or as text such as '64 MiB'")
+    if most is not None and nbytes > most:
+        _refuse(argument, value, f"at most {most} bytes")
+    return nbytes
+
+
+def _read_optimizer(value: object) -> Optimizer | None:
+    if value is None or isinstance(value, torch.optim.Optimizer):
+        return value
+    if not (isinstance(value, type) and issubclass(value, torch.optim.Optimizer)):
+        _refuse("optimizer", value, "an optimizer of torch.optim, its class, or None")
+    return value
+
+
+def _read_loss(value: object) -> Loss | None:
+    if not (value is None or callable(value)):
+        _refuse("loss", value, "a function of the model's outputs, or None")
+    return value
+
+
+def _read_host(offload: object, limit: object, folder: object) -> HostMemory | None:
+    if isinstance(offload, (bool, np.bool_)) and not offload:
+        for argument, value in (("host_limit", limit), ("host_dir", folder)):
+            if value is not None:
+                _refuse(argument, value, "None without offload=, or offload= be given as well")
+        return None
+    if not (isinstance(offload, str) and offload in ("auto", "only", "conv")):
+        _refuse("offload", offload, "'auto', 'only', 'conv' or False")
+    return HostMemory(
+        only=offload != "auto",
+        conv=offload == "conv",
+        limit_bytes=None if limit is None else _read_bytes("host_limit", limit),
+        folder=None if folder is None else _read_folder("host_dir", folder),
+    )
+
+
+def _read_folder(argument: str, value: object) -> str:
+    """An existing folder that can be written to, as an absolute path."""
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not (isinstance(path, str) and path):
+        _refuse(argument, value, "the path of a folder, as text or as a pathlib.Path, or None")
+    if not Path(path).is_dir():
+        _refuse(argument, value, "a folder that exists: make it first, or give another")
+    if not os.access(path, os.W_OK | os.X_OK):
+        _refuse(argument, value, "a folder that this user can write to")
+    return str(Path(path).absolute())

@@ -1,0 +1,108 @@
+"""The sample: what a call of the model looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from fxremat import torch_compat
+from fxremat.errors import NoGradientError, SampleError
+from fxremat.frontend.untouched import attributes_replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Arguments of one call of the model: tensors, and flags, None and numbers as they are."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(sample: object) -> Sample:
+        """A tensor, a tuple or list of arguments, a dict of keywords, or a :class:`Sample`.
+
+        Raises:
+            SampleError: anything else.
+        """
+        match sample:
+            case Sample():
+                return sample
+            case torch.Tensor():
+                return Sample((sample,))
+            case tuple() | list():
+                return Sample(tuple(sample))
+            case Mapping():
+                return Sample((), {str(name): value for name, value in sample.items()})
+        raise SampleError(
+            f"the sample is a {type(sample).__name__}: give a tensor, a tuple of arguments, "
+            "a dict of keywords, or fxremat.Sample(args, kwargs)"
+        )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor, with its place in the call."""
+        leaves, _ = pytree.tree_flatten_with_path((self.args, self.kwargs))
+        for path, leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                yield "sample" + pytree.keystr(path[1:]), leaf
+
+
+def check_sample(model: nn.Module, sample: Sample) -> None:
+    """Refuse a sample or a model that no step can be captured of.
+
+    Raises:
+        SampleError: a tensor is not where the model is.
+        NoGradientError: nothing requires a gradient.
+    """
+    homes = {t.device for t in (*model.parameters(), *model.buffers())}
+    for place, tensor in sample.tensors():
+        if homes and tensor.device not in homes:
+            home = min(map(str, homes))
+            raise SampleError(
+                f"{place} of shape {tuple(tensor.shape)} is on {tensor.device}, but the model is "
+                f"on {home}: move it with .to({home!r})"
+            )
+    tensors = (*model.parameters(), *(t for _, t in sample.tensors()))
+    if not any(t.requires_grad for t in tensors):
+        count = sum(1 for _ in model.parameters())
+        raise NoGradientError(
+            f"none of the {count} parameters of {type(model).__name__} and no tensor of the "
+            "sample requires a gradient: there is no backward to plan; call requires_grad_() on "
+            "what trains"
+        )
+
+
+def call_without_data(model: nn.Module, sample: Sample) -> object:
+    """Call ``model`` on empty shells: shapes are computed, no data and no state is touched.
+
+    Some libraries install hooks at a model's first call ever, under a lock that Dynamo
+    cannot enter; this call does it. Parameters and buffers are shells as well.
+
+    Returns the outputs, as shells.
+
+    Raises:
+        SampleError: the model rejects the sample.
+    """
+    mode = torch_compat.fake_mode()
+
+    def shell(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    args, kwargs = pytree.tree_map(shell, (sample.args, sample.kwargs))
+    state = {name: shell(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    quiet = torch_compat.without_shape_errors_logged()
+    try:
+        with attributes_replaced(model, shell), quiet, mode, torch.no_grad():
+            return functional_call(model, state, args, kwargs)
+    except torch_compat.data_dependent_errors():
+        return None  # the capture tells where, and names the line
+    except Exception as error:
+        shapes = ", ".join(f"{place} {tuple(t.shape)} {t.dtype}" for place, t in sample.tensors())
+        raise SampleError(
+            f"{type(model).__name__} rejects the sample ({shapes}): {type(error).__name__}: {error}"
+        ) from error

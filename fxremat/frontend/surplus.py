@@ -1,0 +1,162 @@
+"""What a training loop needs beside the model's own step: optimizer state and the loss."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxremat import torch_compat
+from fxremat.costs.measure import device_of
+from fxremat.costs.workspaces import library_workspaces
+from fxremat.errors import ArgumentError
+from fxremat.frontend.outputs import Unused
+from fxremat.passes.joint.storage import allocated_bytes
+
+
+def optimizer_bytes(
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None, model: nn.Module
+) -> tuple[int, ...]:
+    """Bytes of each tensor that an optimizer keeps beside a parameter, on its device.
+
+    State that does not exist yet is found by one step of a copy of the optimizer on a few
+    numbers of each dtype and device: state of a parameter's shape grows with it, the rest does
+    not. What lies on another device, as Adam's count of steps does unless it is ``capturable``
+    or ``fused``, is not of this device's memory.
+
+    Raises:
+        ArgumentError: the optimizer cannot take such a step, or its class needs more than the
+            parameters.
+    """
+    if optimizer is None:
+        return ()
+    if isinstance(optimizer, type):
+        make: Any = optimizer
+        try:
+            made = make([p for p in model.parameters() if p.requires_grad])
+        except (TypeError, ValueError) as error:
+            raise _refused(
+                optimizer, f"{optimizer.__name__} cannot be made of the parameters alone ({error})"
+            ) from error
+        return optimizer_bytes(made, model)
+    found: list[int] = []
+    for group in optimizer.param_groups:
+        states: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for parameter in group["params"]:
+            key = (parameter.dtype, parameter.device)
+            if key not in states:
+                states[key] = _state_of(optimizer, group, *key)
+            for state in states[key]:
+                count = parameter.numel() if state.numel() == PROBE else state.numel()
+                # One by one: each is asked of the allocator by itself.
+                found.append(allocated_bytes(count * state.element_size(), parameter.device))
+    return tuple(found)
+
+
+PROBE = 61
+"""Numbers in a trial step: no state that does not grow with the parameter has as many."""
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """What is kept on ``device`` for a parameter of a few numbers there."""
+    probe = torch.zeros(PROBE, dtype=dtype, device=device, requires_grad=True)
+    probe.grad = torch.ones_like(probe)
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**group, "params": [probe]}]
+    try:
+        trial.step()
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        name = type(optimizer).__name__
+        raise _refused(
+            optimizer, f"the state of {name} cannot be found by a trial step ({error})"
+        ) from error
+    kept = trial.state[probe].values()
+    return [v for v in kept if isinstance(v, torch.Tensor) and v.device == probe.device]
+
+
+def _refused(optimizer: object, why: str) -> ArgumentError:
+    return ArgumentError(
+        f"{why}: give the bytes of its state as reserve= instead of optimizer=",
+        argument="optimizer",
+        value=optimizer,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LossNeeds:
+    """What a loss outside the model takes.
+
+    Attributes:
+        nbytes: most bytes that its forward and backward have allocated beside its inputs.
+        unused: outputs of the model that get no gradient from it; ``None``: all get one.
+    """
+
+    nbytes: int
+    unused: Unused | None
+
+
+def needs_of_loss(loss: Callable[[Any], torch.Tensor], outputs: object) -> LossNeeds:
+    """Run ``loss``, forward and backward, on made-up outputs.
+
+    Args:
+        loss: of the model's outputs.
+        outputs: as empty shells; values are made up.
+
+    Raises:
+        ArgumentError: ``loss`` returns no scalar with a gradient. What ``loss`` itself raises
+            is not caught.
+    """
+    made: dict[int, torch.Tensor] = {}
+
+    def fill(index: int, value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        made[index] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        return made[index].requires_grad_(value.is_floating_point())
+
+    leaves, spec = pytree.tree_flatten(outputs)
+    values = pytree.tree_unflatten([fill(i, leaf) for i, leaf in enumerate(leaves)], spec)
+    device = next(iter(made.values())).device if made else device_of(nn.Module())
+
+    def run() -> None:
+        with torch.enable_grad():
+            torch.autograd.backward(_checked(loss, loss(values)))
+
+    library_workspaces(device)  # or a loss that multiplies would be charged with them
+    generators = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with generators, torch_compat.AllocationLog(device) as log:
+        run()
+    unused = tuple(i for i, t in made.items() if t.requires_grad and t.grad is None)
+    return LossNeeds(log.peak_bytes, Unused(unused, len(leaves)) if unused else None)
+
+
+def _checked(loss: object, result: object) -> torch.Tensor:
+    """What a loss returned, if a backward can begin there."""
+    if not isinstance(result, torch.Tensor):
+        got = "None" if result is None else f"a {type(result).__name__}"
+    elif result.numel() != 1:
+        got = f"a tensor of shape {tuple(result.shape)}"
+    elif not result.requires_grad:
+        got = f"a scalar of {result.dtype} without a gradient"
+    elif result.is_complex():
+        got = f"a scalar of {result.dtype}"
+    else:
+        return result
+    raise ArgumentError(
+        f"loss= returned {got}: it must return a real scalar tensor that is computed from the "
+        "model's outputs with a gradient, such as outputs.mean()",
+        argument="loss",
+        value=loss,
+    )

@@ -1,0 +1,283 @@
+"""Emitted graphs: their code reads as the schedule, and frees each tensor at its last use."""
+
+from __future__ import annotations
+
+import linecache
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, groupby
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+
+GROUP = "fxremat_group"
+"""Metadata of a value: the list it belongs to in the code; of a call: its parameters'."""
+
+COMMENT = "fxremat_comment"
+"""Metadata of a call: what it does, for people."""
+
+WIDTH = 100
+
+PRIMALS = "primals"
+"""AOTAutograd's name for parameters, buffers and inputs; here the list of them."""
+
+_serial = count()
+
+
+class ScheduleModule(fx.GraphModule):
+    """A graph of calls to stage submodules whose code takes its inputs in one list.
+
+    The code empties the list it is given, passes each submodule a list of its own, and
+    drops its own names of what is read last before the call, so that the submodule can
+    free it as soon as it is done with it. The graph stays an ordinary graph: an
+    interpreter computes the same with it.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, root: torch.nn.Module, graph: fx.Graph, class_name: str) -> None:
+        super().__init__(root, graph, class_name)
+
+    def recompile(self) -> Any:
+        """Write the code anew after a change of the graph."""
+        python_code = super().recompile()
+        source = render(self.graph)
+        file_name = f"<fxremat {next(_serial)}>"
+        scope: dict[str, Any] = {"inf": float("inf"), "nan": float("nan"), "torch": torch}
+        scope |= {_bare_name(n): n.target for n in self.graph.nodes if _is_transfer(n)}
+        scope["device"] = torch.device
+        exec(compile(source, file_name, "exec"), scope)
+        # Tracebacks show the emitted lines.
+        linecache.cache[file_name] = (len(source), None, source.splitlines(True), file_name)
+        type(self).forward = scope["forward"]
+        self._code = source
+        return python_code
+
+
+def render(graph: fx.Graph) -> str:
+    """Python code of a graph of submodule calls.
+
+    Requires: its nodes are placeholders, ``get_attr``, ``call_module`` and the
+        ``getitem`` of their results, and operations of the runtime, which return one
+        tensor or nothing.
+    """
+    return _Renderer(graph).source()
+
+
+class _Renderer:
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._nodes = list(graph.nodes)
+        self._index = {node: i for i, node in enumerate(self._nodes)}
+        self._primals = [n for n in self._nodes if _is_primal(n)]
+        self._lists = dict.fromkeys(self._primals, PRIMALS) | self._find_lists()
+        self._parameters: dict[tuple[str, ...], str] = {}
+        self._lines: list[str] = []
+
+    def source(self) -> str:
+        placeholders = [n for n in self._nodes if n.op == "placeholder"]
+        self._take(placeholders)
+        constants = [n for n in self._nodes if n.op == "get_attr"]
+        self._lines.extend(f"{node.name} = self.{node.target}" for node in constants)
+        body_start = len(self._lines)
+        for node in self._nodes:
+            if node.op == "call_module":
+                self._call(node)
+            elif _is_transfer(node):
+                self._transfer(node)
+            elif node.op == "output":
+                results = ", ".join(self._names(node.args[0]))
+                self._lines.extend(_wrap("return [", results, "]"))
+        parameters = [
+            line for names, name in self._parameters.items() for line in _assign_list(name, names)
+        ]
+        self._lines[body_start:body_start] = parameters
+        return "def forward(self, args):\n" + "".join(f"    {line}\n" for line in self._lines)
+
+    def _find_lists(self) -> dict[fx.Node, str]:
+        """Values that can live in one list: made together, read together."""
+        lists: dict[fx.Node, str] = {}
+        taken: dict[str, object] = {}
+        for key, run in groupby(self._nodes, key=self._list_key):
+            members = list(run)
+            if key is None or not all(_neighbours(members, user) for user in members[0].users):
+                continue
+            if taken.setdefault(str(key[0]), key) is not key:
+                continue
+            lists.update(dict.fromkeys(members, str(key[0])))
+        return lists
+
+    def _list_key(self, node: fx.Node) -> tuple[object, ...] | None:
+        if GROUP not in node.meta or node.op not in ("placeholder", "call_function"):
+            return None
+        source = node.args[0] if node.op == "call_function" else None
+        readers = tuple(user for user in node.users if user.target is not operator.getitem)
+        if any(_is_transfer(reader) for reader in readers):
+            return None
+        return (node.meta[GROUP], source, readers)
+
+    def _take(self, placeholders: Sequence[fx.Node]) -> None:
+        """Bind the inputs: neighbours of one list by a slice, others by one assignment."""
+        start = 0
+        for name, run in groupby(placeholders, key=self._list_of):
+            nodes = list(run)
+            end = start + len(nodes)
+            if name is not None:
+                self._lines.append(f"{name} = args[{start}:{end}]")
+            else:
+                names = ", ".join(n.name for n in nodes)
+                self._lines.extend(_wrap("[", names, f"] = args[{start}:{end}]"))
+            start = end
+        self._lines.append("args.clear()")
+
+    def _call(self, node: fx.Node) -> None:
+        comment = f"  # {node.meta[COMMENT]}" if COMMENT in node.meta else ""
+        arguments = [n for n in node.args if isinstance(n, fx.Node)]
+        given = [n for n in arguments if self._is_given(n)]
+        names = list(self._names(n for n in arguments if n not in given))
+        if given:
+            names.append(f"*{self._parameter_list(node, given)}")
+        self._lines.extend(_wrap("args = [", ", ".join(names), "]"))
+        dead = self._last_read_by(node, arguments)
+        if dead:
+            self._lines.extend(_delete(", ".join(dead)))
+        results = ", ".join(self._names(self._results(node)))
+        call = f"self.{node.target}(args)"
+        if results:
+            self._lines.extend(_wrap("[", results, f"] = {call}{comment}"))
+        else:
+            self._lines.append(f"{call}{comment}")
+        # A view that only the backward reads, whose memory travels: others rebuild it there.
+        unread = [name.lstrip("*") for name in self._names(self._unread(node))]
+        if unread:
+            self._lines.extend(_delete(", ".join(unread)))
+
+    def _transfer(self, node: fx.Node) -> None:
+        """An operation of the runtime, as a call of its bare name."""
+        comment = f"  # {node.meta[COMMENT]}" if COMMENT in node.meta else ""
+        result = f"{node.name} = " if isinstance(node.meta.get("val"), torch.Tensor) else ""
+        arguments = ", ".join(map(self._write, node.args))
+        self._lines.append(f"{result}{_bare_name(node)}({arguments}){comment}")
+        dead = self._last_read_by(node, node.all_input_nodes)
+        if dead:
+            self._lines.extend(_delete(", ".join(dead)))
+
+    def _is_given(self, node: fx.Node) -> bool:
+        """Parameters and inputs, which the caller holds anyway."""
+        return node.op == "get_attr" or _is_primal(node)
+
+    def _parameter_list(self, call: fx.Node, given: Sequence[fx.Node]) -> str:
+        names = tuple(self._given_runs(given))
+        if names not in self._parameters:
+            wish = str(call.meta.get(GROUP, "params"))
+            used = set(self._parameters.values())
+            options = (wish if i == 0 else f"{wish}_{i}" for i in count())
+            self._parameters[names] = next(name for name in options if name not in used)
+        return self._parameters[names]
+
+    def _given_runs(self, given: Sequence[fx.Node]) -> Iterator[str]:
+        """``primals[3:7]`` for neighbours, names for constants."""
+        place = {node: i for i, node in enumerate(self._primals)}
+        for _, run in groupby(enumerate(given), key=lambda pair: place.get(pair[1], -1) - pair[0]):
+            nodes = [node for _, node in run]
+            if nodes[0] not in place:
+                yield from (node.name for node in nodes)
+            elif len(nodes) == 1:
+                yield f"primals[{place[nodes[0]]}]"
+            else:
+                yield f"*primals[{place[nodes[0]]}:{place[nodes[-1]] + 1}]"
+
+    def _results(self, call: fx.Node) -> list[fx.Node]:
+        picks = [user for user in call.users if user.target is operator.getitem]
+        return sorted(picks, key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
+
+    def _unread(self, call: fx.Node) -> list[fx.Node]:
+        return [result for result in self._results(call) if not result.users]
+
+    def _names(self, values: Iterable[object]) -> Iterator[str]:
+        """How to write ``values`` in a list: whole lists starred, constants as they are."""
+        for name, run in groupby(values, key=self._list_of):
+            if name == PRIMALS:
+                yield from self._given_runs(list(run))  # type: ignore[arg-type]
+                continue
+            if name is not None:
+                yield f"*{name}"
+                continue
+            for value in run:
+                yield self._write(value)
+
+    def _list_of(self, value: object) -> str | None:
+        return self._lists.get(value) if isinstance(value, fx.Node) else None
+
+    def _write(self, value: object) -> str:
+        if not isinstance(value, fx.Node):
+            return repr(value)
+        return next(iter(self._given_runs([value]))) if self._is_given(value) else value.name
+
+    def _last_read_by(self, call: fx.Node, arguments: Sequence[fx.Node]) -> list[str]:
+        """Names that nobody reads after ``call``."""
+        here = self._index[call]
+        dead = [
+            n
+            for n in arguments
+            if not self._is_given(n) and all(self._index[user] <= here for user in n.users)
+        ]
+        return [name.lstrip("*") for name in self._names(dead)]
+
+
+def _is_transfer(node: fx.Node) -> bool:
+    """Whether the node calls the runtime."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def _bare_name(node: fx.Node) -> str:
+    """``offload`` for ``torch.ops.fxremat.offload.default``."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target.overloadpacket).split(".")[-1]
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _neighbours(members: Sequence[fx.Node], user: fx.Node) -> bool:
+    """Whether ``user`` reads ``members`` one right after the other, in their order."""
+    values = list(user.args[0] if user.op == "output" else user.args)  # type: ignore[arg-type]
+    begin = values.index(members[0]) if members[0] in values else 0
+    return values[begin : begin + len(members)] == list(members)
+
+
+def _delete(names: str) -> list[str]:
+    line = f"del {names}"
+    return [line] if len(line) <= WIDTH else _wrap("del (", names, ")")
+
+
+def _assign_list(name: str, items: tuple[str, ...]) -> list[str]:
+    if len(items) == 1 and items[0].startswith("*"):
+        return [f"{name} = {items[0][1:]}"]
+    return _wrap(f"{name} = [", ", ".join(items), "]")
+
+
+def _is_primal(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.name.startswith(PRIMALS)
+
+
+def _wrap(head: str, items: str, tail: str) -> list[str]:
+    """``head items tail`` on one line if it fits, else with the items below."""
+    line = f"{head}{items}{tail}"
+    code = line.split("  # ", maxsplit=1)[0]
+    if len(code) <= WIDTH:
+        return [line]
+    lines, current = [head], "   "
+    for item in items.split(", "):
+        if len(current) + len(item) + 2 > WIDTH:
+            lines.append(current)
+            current = "   "
+        current += f" {item},"
+    return [*lines, current, tail]
+
+
+def compile_graph(graph: fx.Graph) -> fx.GraphModule:
+    """A module that takes its inputs in one list and frees each after its last use."""
+    torch_compat.boxed_code(graph)
+    return fx.GraphModule(torch.nn.Module(), graph)

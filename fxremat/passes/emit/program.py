@@ -1,0 +1,147 @@
+"""From a schedule to the calls that carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat.errors import ScheduleError
+from fxremat.ir import Backward, Compute, Forward, Keep, Schedule
+from fxremat.passes.stages.block import Block, Mode
+from fxremat.passes.stages.blocks import NOTHING, BlockCache
+from fxremat.passes.stages.firsts import check_draws
+from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.sums import sums_at
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a block.
+
+    Attributes:
+        op: the operation of the schedule that it carries out.
+        block: what runs.
+        rebuilds: it recomputes a stage whose backward is the next call.
+        kept: storages among those of its inputs that are read again later.
+    """
+
+    op: Compute
+    block: Block
+    rebuilds: bool
+    kept: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The calls of one step.
+
+    Attributes:
+        line: the stages.
+        calls: in order.
+        turn: index of the first call of the backward graph.
+        saved: tensors that the forward graph hands to the backward graph, primals among
+            them, in order of their first computation.
+    """
+
+    line: Line
+    calls: tuple[Call, ...]
+    turn: int
+    saved: tuple[fx.Node, ...]
+
+
+def build_program(
+    line: Line,
+    schedule: Schedule,
+    blocks: BlockCache,
+    missing: Mapping[int, frozenset[fx.Node]] | None = None,
+    held: Mapping[int, frozenset[fx.Node]] | None = None,
+) -> Program:
+    """Find the blocks that carry out ``schedule``.
+
+    Args:
+        line: the stages.
+        schedule: what to do; its save options are in ``missing``.
+        blocks: blocks of ``line``.
+        missing: for each stage whose saved set is not kept whole: tensors that its
+            backward recomputes where it needs them.
+        held: for each stage: tensors kept from its first forward until they are last read.
+
+    Every tensor is taken from the last call before that can give it, and every call
+    gives only what is read later, so each tensor is freed as early as the order of
+    operations allows.
+
+    Requires: ``schedule`` runs the forward of every stage before the first backward.
+    Ensures: the calls compute exactly what the joint graph does.
+
+    Raises:
+        ScheduleError: the schedule never computes something that is read.
+    """
+    joint, bits = line.joint, blocks.bits
+    ops = list(schedule.computations)
+    if len(ops) < len(schedule):
+        raise ScheduleError(f"graphs with transfers can't be emitted: {schedule}")
+    check_draws(line, ops)
+    summed = sums_at(line, ops)
+    returned = bits.of(_tensors(joint.forward_outputs))  # be they read again or not
+    later = bits.of(_tensors(joint.backward_outputs))
+    calls: list[Call] = []
+    turn, saved = 0, later
+    for op, mode in reversed(list(zip(ops, _modes(ops), strict=True))):
+        stage = op.stage
+        taken = blocks.take(
+            stage,
+            mode,
+            later | returned,
+            missing=(missing or {}).get(stage, NOTHING) if mode is Mode.BACKWARD else NOTHING,
+            held=(held or {}).get(stage, NOTHING),
+            sums=summed.get(stage) if mode is Mode.BACKWARD else None,
+        )
+        if not taken.outputs and mode is Mode.AGAIN:
+            continue
+        later &= ~taken.outputs
+        returned &= ~taken.outputs
+        kept = blocks.kept(taken, later | returned)
+        later |= taken.inputs
+        rebuilds = mode is Mode.AGAIN and bool(calls) and calls[-1].op == Backward(stage)
+        if taken.block.nodes:
+            calls.append(Call(op, taken.block, rebuilds, kept))
+        if op == Backward(len(line.stages) - 1):
+            turn, saved = len(calls), later
+    calls.reverse()
+    unknown = bits.nodes((later | returned) & ~bits.of((*joint.given, *joint.tangents)))
+    if unknown:
+        raise ScheduleError(
+            f"{min(unknown, key=str).name} is read but no operation computes it: {schedule}"
+        )
+    return Program(
+        line=line,
+        calls=tuple(calls),
+        turn=len(calls) - turn,
+        saved=bits.nodes(saved & ~bits.of((*joint.tangents, *joint.constants))),
+    )
+
+
+def _tensors(results: Iterable[object]) -> Iterator[fx.Node]:
+    return (n for n in results if isinstance(n, fx.Node))
+
+
+def _modes(ops: list[Compute]) -> list[Mode]:
+    seen: set[int] = set()
+    modes = []
+    for op in ops:
+        match op:
+            case Backward():
+                modes.append(Mode.BACKWARD)
+            case Forward(stage=stage):
+                modes.append(Mode.AGAIN if stage in seen else Mode.FIRST)
+                seen.add(stage)
+    return modes
+
+
+def keep_all(stage_count: int) -> Schedule:
+    """Nothing recomputed: every stage keeps its saved set."""
+    forward = [Forward(i, Keep.ALL) for i in range(stage_count)]
+    backward = [Backward(i) for i in reversed(range(stage_count))]
+    return Schedule((*forward, *backward))

@@ -1,0 +1,273 @@
+"""From a program to the forward and backward graphs that AOTAutograd runs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxremat.ir import Backward, Keep
+from fxremat.passes.emit.code import COMMENT, GROUP, ScheduleModule, compile_graph
+from fxremat.passes.emit.program import Call, Program
+from fxremat.passes.emit.travel import Move, Travel
+from fxremat.passes.stages.block import Block, Mode, build_graph
+from fxremat.passes.stages.linearize import Line, Role
+from fxremat.passes.stages.signature import Key, block_key
+from fxremat.runtime.views import tensor_in
+from fxremat.units import format_bytes
+
+
+@dataclass(slots=True)
+class BlockModules:
+    """One module for each distinct block: identical stages share theirs."""
+
+    modules: dict[Key, fx.GraphModule] = field(default_factory=dict)
+
+    def of(self, block: Block, line: Line) -> fx.GraphModule:
+        """The module that runs ``block``."""
+        key = block_key(block, line.joint.storages)
+        if key not in self.modules:
+            self.modules[key] = compile_graph(build_graph(block))
+        return self.modules[key]
+
+
+def rewrite(
+    program: Program,
+    peaks_bytes: Sequence[int],
+    modules: BlockModules,
+    travel: Travel | None = None,
+) -> tuple[ScheduleModule, ScheduleModule]:
+    """Emit the forward and the backward graph.
+
+    Args:
+        program: the calls.
+        peaks_bytes: most memory held during each, for people.
+        modules: blocks that are compiled already; new ones are added.
+        travel: what is on the host over the turn.
+
+    Ensures: the forward returns its outputs, then what the backward takes first: the
+        tensors of ``program.saved`` that do not travel, and the host memory of those that
+        do. Then the backward takes the tangents; it returns the gradient of each primal.
+        Each line of their code is one operation of the schedule.
+    """
+    joint = program.line.joint
+    moves = travel.moves if travel else ()
+    away = {node for move in moves for node in move.nodes}
+    saved = tuple(node for node in program.saved if node not in away)
+    forward = _Writer(program, modules, "forward")
+    forward.take(joint.primals)
+    if travel:
+        forward.open(travel)
+    for index in range(program.turn + 1):
+        forward.leave(moves, index)
+        if index < program.turn:
+            forward.call(program.calls[index], peaks_bytes[index])
+    backward = _Writer(program, modules, "backward")
+    backward.take(saved)
+    if travel:
+        backward.take_host(travel)
+    backward.take(joint.tangents)
+    for index in range(program.turn, len(program.calls)):
+        backward.come_back(moves, index)
+        backward.call(program.calls[index], peaks_bytes[index])
+    host = (_Writer.HOST,) if travel else ()
+    return (
+        forward.finish((*joint.forward_outputs, *saved, *host)),
+        backward.finish(joint.backward_outputs),
+    )
+
+
+class _Writer:
+    """Builds one of the two graphs."""
+
+    HOST = object()
+    """Among results: the step's host memory."""
+
+    def __init__(self, program: Program, modules: BlockModules, name: str) -> None:
+        self._line = program.line
+        self._modules = modules
+        self._name = name
+        self._graph = fx.Graph()
+        self._root = torch.nn.Module()
+        self._values: dict[fx.Node, fx.Node] = {}
+        self._back: dict[int, fx.Node] = {}
+
+    def take(self, nodes: Iterable[fx.Node]) -> None:
+        """Add a placeholder for each of ``nodes``."""
+        for node in nodes:
+            self._values[node] = self._graph.placeholder(self._value_name(node))
+            self._describe(node)
+
+    def open(self, travel: Travel) -> None:
+        """Get the step's host memory."""
+        self._travel = travel
+        self._host = self._graph.create_node(
+            "call_function",
+            torch.ops.fxremat.open_arena.default,
+            (travel.arena, travel.nbytes),
+            name="host",
+        )
+        self._describe_host(travel)
+        self._host.meta[COMMENT] = f"{format_bytes(travel.nbytes)} on the host"
+
+    def take_host(self, travel: Travel) -> None:
+        """Get the step's host memory from the forward."""
+        self._travel = travel
+        self._host = self._graph.placeholder("host")
+        self._describe_host(travel)
+
+    def _describe_host(self, travel: Travel) -> None:
+        """As AOTAutograd wants it of everything that the forward hands to the backward."""
+        example = travel.moves[0].nodes[0].meta["val"]
+        self._host.meta["val"] = example.new_empty(travel.nbytes, dtype=torch.uint8, device="cpu")
+
+    def leave(self, moves: Iterable[Move], place: int) -> None:
+        """Before call ``place``: copies to the host begin, and memory is given back."""
+        for move in moves:
+            if move.offload == place:
+                self._run(
+                    torch.ops.fxremat.offload.default,
+                    move,
+                    f"D2H {format_bytes(move.nbytes)}",
+                )
+        for move in moves:
+            if move.release == place:
+                self._run(
+                    torch.ops.fxremat.release.default,
+                    move,
+                    f"frees {format_bytes(move.nbytes)} once copied",
+                )
+
+    def _run(self, target: Callable[..., object], move: Move, comment: str) -> None:
+        value = self._values[move.nodes[0]]
+        offset = self._travel.offsets[move.storage]
+        node = self._graph.call_function(target, (value, self._host, offset))
+        node.meta["val"] = None
+        node.meta[COMMENT] = comment
+
+    def come_back(self, moves: Iterable[Move], place: int) -> None:
+        """Before call ``place``: copies back begin, and those it needs are waited for."""
+        for move in sorted(moves, key=lambda m: m.wait):
+            if move.prefetch == place:
+                self._prefetch(move)
+        for move in moves:
+            if move.wait == place:
+                self._wait(move)
+
+    def _prefetch(self, move: Move) -> None:
+        value = move.nodes[0].meta["val"]
+        offset = self._travel.offsets[move.storage]
+        back = self._graph.create_node(
+            "call_function",
+            torch.ops.fxremat.prefetch.default,
+            (self._host, offset, move.nbytes, value.device),
+            name=f"{self._value_name(move.nodes[0])}_bytes",
+        )
+        back.meta["val"] = value.new_empty(move.nbytes, dtype=torch.uint8)
+        back.meta[COMMENT] = f"H2D {format_bytes(move.nbytes)}"
+        self._back[move.storage] = back
+
+    def _wait(self, move: Move) -> None:
+        memory = self._back.pop(move.storage)
+        waiting = self._graph.call_function(torch.ops.fxremat.wait.default, (memory,))
+        waiting.meta["val"] = None
+        for node in move.nodes:
+            value = node.meta["val"]
+            place = (value.dtype, [*value.shape], [*value.stride()], value.storage_offset())
+            self._values[node] = self._graph.create_node(
+                "call_function", tensor_in, (memory, *place), name=self._value_name(node)
+            )
+            self._values[node].meta["val"] = value
+
+    def _value_name(self, node: fx.Node) -> str:
+        """Boundaries are x, what a stage keeps is kept; the rest goes by its own name."""
+        stage = self._line.stage_of.get(node)
+        match self._line.role_of[node]:
+            case Role.BOUNDARY:
+                return f"x{stage}_{node.name}"
+            case Role.SAVED:
+                return f"kept{stage}_{node.name}"
+            case _:
+                return node.name
+
+    def _describe(self, node: fx.Node) -> None:
+        new = self._values[node]
+        new.meta = {k: v for k, v in node.meta.items() if k in ("val", "desc", "tensor_meta")}
+        if self._line.role_of[node] is Role.SAVED:
+            new.meta[GROUP] = f"kept{self._line.stage_of[node]}"
+
+    def call(self, call: Call, peak_bytes: int) -> None:
+        """Add the call and a value for each of its results."""
+        module = self._modules.of(call.block, self._line)
+        target = self._attach(self._block_name(call), module)
+        arguments = tuple(self._value(n) for n in call.block.inputs)
+        made = self._graph.call_module(target, arguments)
+        made.meta["val"] = tuple(n.meta["val"] for n in call.block.outputs)
+        made.meta[COMMENT] = self._comment(call, peak_bytes)
+        made.meta[GROUP] = f"params{call.op.stage}"
+        for index, node in enumerate(call.block.outputs):
+            self._values[node] = self._graph.create_node(
+                "call_function", operator.getitem, (made, index), name=self._value_name(node)
+            )
+            self._describe(node)
+
+    def _attach(self, name: str, module: fx.GraphModule) -> str:
+        """Hang ``module`` into the root under ``name``, or a free name like it."""
+        candidate, count = name, 1
+        while getattr(self._root, candidate, module) is not module:
+            count += 1
+            candidate = f"{name}_{count}"
+        if not hasattr(self._root, candidate):
+            self._root.add_module(candidate, module)
+        return candidate
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node not in self._values:  # a constant: both graphs carry their own reference
+            name = str(node.target)
+            value: object = self._line.joint.module
+            for part in name.split("."):
+                value = getattr(value, part)
+            flat = name.replace(".", "_")
+            setattr(self._root, flat, value)
+            self._values[node] = self._graph.get_attr(flat)
+            self._describe(node)
+        return self._values[node]
+
+    def _comment(self, call: Call, peak_bytes: int) -> str:
+        storages = self._line.joint.storages
+        kept = [n for n in call.block.outputs if self._line.role_of[n] is Role.SAVED]
+        parts = [str(call.op)]
+        if call.rebuilds:
+            parts = [f"rebuild {call.op.stage}"]
+        elif call.block.mode is Mode.AGAIN:
+            parts.append("again")
+        if kept:
+            parts.append(f"keeps {format_bytes(storages.total(storages.of(kept)))}")
+        if call.block.again:
+            made = storages.of(call.block.again) - storages.of(call.block.inputs)
+            parts.append(f"rebuilds {format_bytes(storages.total(made))}")
+        parts.append(f"peak {format_bytes(peak_bytes)}")
+        return ", ".join(parts)
+
+    def finish(self, results: Sequence[object]) -> ScheduleModule:
+        """Return ``results`` and make a module of the graph."""
+        values = [
+            self._host if n is self.HOST else self._value(n) if isinstance(n, fx.Node) else n
+            for n in results
+        ]
+        self._graph.output(tuple(values))  # type: ignore[arg-type]
+        self._graph.lint()
+        return ScheduleModule(self._root, self._graph, f"Fxremat{self._name.title()}")
+
+    def _block_name(self, call: Call) -> str:
+        stage = self._line.name_of(call.op.stage)
+        if isinstance(call.op, Backward):
+            return f"{stage}_backward"
+        if call.rebuilds:
+            return f"{stage}_rebuild"
+        again = "_again" if call.block.mode is Mode.AGAIN else ""
+        nosave = "" if call.op.keep is Keep.ALL else "_nosave"
+        return f"{stage}_forward{nosave}{again}"

@@ -1,0 +1,230 @@
+"""AOTAutograd's joint graph, taken over: classified, normalized and verified."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.errors import CaptureError, GraphError
+from fxremat.passes.joint import batchnorm, invert, rng
+from fxremat.passes.joint.duplicates import merge_duplicates
+from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.storage import build_storage_table
+
+
+def build_joint_graph(
+    module: fx.GraphModule,
+    *,
+    forward_output_count: int,
+    mutated_primals: Sequence[int],
+    exact: bool = True,
+) -> JointGraph:
+    """Take over AOTAutograd's joint graph.
+
+    Args:
+        module: the traced joint graph; it is copied, not changed.
+        forward_output_count: how many of its outputs belong to the forward.
+        mutated_primals: indices of the primals that the forward mutates.
+        exact: every value is computed as it was traced; else inputs of norms may be rebuilt
+            from outputs, see :mod:`fxremat.passes.joint.invert`.
+
+    Requires: ``module`` is functional with static shapes.
+    Ensures: ``detach`` is gone, equal operations are one, values of an operation directly
+        follow it, every operation is forward or backward, no forward operation reads a
+        backward one.
+
+    Raises:
+        CaptureError: a shape depends on data, or an operation runs a graph of its own.
+        GraphError: the graph is not what AOTAutograd promises.
+    """
+    _check_static(module.graph)
+    _check_flat(module)
+    graph = fx.Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    owner = fx.GraphModule(module, graph)
+    _erase_detach(graph)
+    _gather_getitems(graph)
+    _eliminate_dead_code(graph)
+    batchnorm.drop_running_statistics(graph)
+    invert.read_results(graph)
+    if not exact:
+        invert.rebuild_norm_inputs(graph)
+    _keep_old_values(graph, forward_output_count, mutated_primals)
+    if merge_duplicates(_classify(owner, forward_output_count, mutated_primals)):
+        _gather_getitems(graph)
+    rng.record_states(graph, _classify(owner, forward_output_count, mutated_primals).forward)
+    graph.lint()
+    joint = _classify(owner, forward_output_count, mutated_primals)
+    _verify(joint)
+    return joint
+
+
+def _check_static(graph: fx.Graph) -> None:
+    """Refuse sizes that are not numbers; the operation that makes them is named first."""
+    for node in sorted(graph.nodes, key=lambda n: n.op == "placeholder"):
+        value = node.meta.get("val")
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            shown = tuple(item.shape) if isinstance(item, torch.Tensor) else item
+            sizes = shown if isinstance(shown, tuple) else (shown,)
+            if not any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
+                continue
+            if any(isinstance(s, torch.SymInt) for n in graph.nodes for s in _input_sizes(n)):
+                raise CaptureError(
+                    f"the sizes {shown} of {node.name} are symbols: fxremat plans static shapes, "
+                    "pass dynamic=False to torch.compile"
+                )
+            raise CaptureError(
+                f"the sizes {shown} computed by {node.target} depend on data\n"
+                f"{node.meta.get('stack_trace', '')}\n"
+                "fxremat plans static shapes: replace the data-dependent operation"
+            )
+
+
+def _check_flat(module: fx.GraphModule) -> None:
+    """Refuse control flow: the memory of a graph inside a node is not known."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(str(node.target))(module)
+        if isinstance(value, fx.GraphModule):
+            reader = next(iter(node.users))
+            raise CaptureError(
+                f"{reader.target} runs a graph of its own\n{reader.meta.get('stack_trace', '')}\n"
+                "fxremat plans flat graphs: take control flow (torch.cond, while_loop, scan, …) "
+                "out of the forward"
+            )
+
+
+def _input_sizes(node: fx.Node) -> tuple[object, ...]:
+    """Sizes of an input of the forward; nothing for other nodes."""
+    value = node.meta.get("val")
+    if node.op != "placeholder" or torch_compat.is_tangent(node):
+        return ()
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else (value,)
+
+
+def _erase_detach(graph: fx.Graph) -> None:
+    """A detached tensor is its source: one name for both keeps it in one stage."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _gather_getitems(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            for user in reversed(list(node.users)):
+                if user.target is operator.getitem:
+                    node.append(user)
+
+
+def _eliminate_dead_code(graph: fx.Graph) -> None:
+    """Drop what nobody reads, but never a random draw: it advances the generator."""
+    for node in reversed(list(graph.nodes)):
+        removable = node.op in ("call_function", "get_attr")
+        if removable and not node.users and not torch_compat.draws_random_numbers(node):
+            graph.erase_node(node)
+
+
+def _keep_old_values(
+    graph: fx.Graph, forward_output_count: int, mutated_primals: Sequence[int]
+) -> None:
+    """Copy the primals whose old value may be read again after the forward replaced it.
+
+    A reader that only computes an output runs once, and BatchNorm is recomputed without
+    its statistics: neither needs the copy.
+    """
+    primals = [n for n in graph.nodes if n.op == "placeholder" and not torch_compat.is_tangent(n)]
+    outputs = set(_flat(graph.output_node().args[0])[:forward_output_count])
+    for primal in (primals[i] for i in mutated_primals):
+        readers = [
+            user
+            for user in primal.users
+            if user.op != "output"
+            and user not in outputs
+            and not batchnorm.updates_statistics(user)
+        ]
+        if readers:
+            with graph.inserting_after(primals[-1]):
+                old = graph.call_function(torch.ops.aten.clone.default, (primal,))
+            old.meta.update(val=primal.meta["val"].clone(), partitioner_tag="is_forward")
+            for user in readers:
+                user.replace_input_with(primal, old)
+
+
+def _classify(
+    module: fx.GraphModule, forward_output_count: int, mutated_primals: Sequence[int]
+) -> JointGraph:
+    graph = module.graph
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    tangents = tuple(n for n in placeholders if torch_compat.is_tangent(n))
+    primals = tuple(n for n in placeholders if n not in tangents)
+    outputs = tuple(_flat(graph.output_node().args[0]))
+    forward_outputs = outputs[:forward_output_count]
+    backward = _backward_nodes(graph, tangents, forward_outputs)
+    operations = [n for n in graph.nodes if n.op == "call_function"]
+    return JointGraph(
+        module=module,
+        primals=primals,
+        tangents=tangents,
+        constants=tuple(n for n in graph.nodes if n.op == "get_attr"),
+        forward=tuple(n for n in operations if n not in backward),
+        backward=tuple(n for n in operations if n in backward),
+        forward_outputs=forward_outputs,
+        backward_outputs=outputs[forward_output_count:],
+        mutated=frozenset(primals[i] for i in mutated_primals),
+        storages=build_storage_table(graph),
+    )
+
+
+def _flat(value: object) -> list[object]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def _backward_nodes(
+    graph: fx.Graph, tangents: Sequence[fx.Node], forward_outputs: Sequence[object]
+) -> set[fx.Node]:
+    """Whatever depends on a tangent, or was traced while differentiating for no output."""
+    for_outputs: set[fx.Node] = set()
+    pending = [n for n in forward_outputs if isinstance(n, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if node not in for_outputs:
+            for_outputs.add(node)
+            pending.extend(node.all_input_nodes)
+    backward: set[fx.Node] = set()
+    dependent = set(tangents)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        traced_late = torch_compat.is_backward_node(node) and node not in for_outputs
+        if traced_late or dependent.intersection(node.all_input_nodes):
+            dependent.add(node)
+            backward.add(node)
+    return backward
+
+
+def _verify(joint: JointGraph) -> None:
+    backward = {*joint.backward, *joint.tangents}
+    for node in joint.forward:
+        bad = backward.intersection(node.all_input_nodes)
+        if bad:
+            raise GraphError(f"forward node {node.name} reads backward node {min(bad, key=str)}")
+    for node in (*joint.forward, *joint.backward):
+        _check_functional(node)
+    if len(joint.backward_outputs) != len(joint.primals):
+        raise GraphError(
+            f"{len(joint.backward_outputs)} gradients for {len(joint.primals)} primals"
+        )
+
+
+def _check_functional(node: fx.Node) -> None:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        raise GraphError(f"node {node.name} ({target}) writes into its arguments")

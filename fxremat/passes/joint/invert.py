@@ -1,0 +1,106 @@
+"""BatchNorm and leaky ReLU undone: a norm's input rebuilt from the activation's output.
+
+Rota Bulò, Porzi and Kontschieder (In-Place Activated BatchNorm, 2018), and Hascoet et al.
+after them: the output of the leaky ReLU is kept anyway, for the convolution that reads it,
+and the input of the norm can be computed from that instead of by the convolution before.
+Equal in exact arithmetic, not in the last bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxremat.passes.joint import batchnorm
+from fxremat.runtime.inverse import invert_batch_norm
+
+aten = torch.ops.aten
+
+INVERSE = torch.ops.fxremat.invert_batch_norm.default
+assert invert_batch_norm is not None  # imported for its registration
+
+DEFAULT_SLOPE = 0.01
+
+
+def read_results(graph: fx.Graph) -> None:
+    """Let backwards of leaky ReLUs read the result instead of the input: the same bits.
+
+    They only ask for the sign, which a positive slope does not change.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.leaky_relu_backward.default):
+        gradient, source = node.all_input_nodes
+        _, _, slope, of_result = node.args
+        results = [n for n in source.users if _is_activation(n) and _slope_of(n) == slope]
+        if not of_result and results and _slope_of(results[0]) > 0:
+            node.args = (gradient, results[0], slope, True)
+
+
+def rebuild_norm_inputs(graph: fx.Graph) -> bool:
+    """Let backwards of BatchNorms read an input that is computed from the activation's output.
+
+    Requires: backwards of leaky ReLUs read their results where they can.
+    Ensures: what a forward returns is the same to the last bit; gradients are up to rounding.
+
+    Returns whether there is any such norm.
+    """
+    found = list(_pairs(graph))
+    for pair in found:
+        scale_and_shift = pair.norm.args[1:3]
+        slope = _slope_of(pair.activation)
+        arguments = (pair.activation, *scale_and_shift, pair.mean, pair.rstd, slope)
+        with graph.inserting_after(pair.activation):
+            rebuilt = graph.call_function(INVERSE, arguments)
+        value = torch.empty_like(pair.source.meta["val"])
+        rebuilt.meta.update(val=value, partitioner_tag="is_forward")
+        for backward in pair.backwards:
+            backward.replace_input_with(pair.source, rebuilt)
+    return bool(found)
+
+
+def is_inverse(node: fx.Node) -> bool:
+    """Whether ``node`` rebuilds the input of a norm: only backwards read it."""
+    return node.target is INVERSE
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A norm, the leaky ReLU that alone reads its result, and the norm's backwards."""
+
+    source: fx.Node
+    norm: fx.Node
+    mean: fx.Node
+    rstd: fx.Node
+    activation: fx.Node
+    backwards: list[fx.Node]
+
+
+def _pairs(graph: fx.Graph) -> Iterator[_Pair]:
+    for norm in list(graph.nodes):
+        if not batchnorm.updates_statistics(norm):
+            continue
+        values = {n.args[1]: n for n in norm.users if n.target is operator.getitem}
+        source = norm.all_input_nodes[0]
+        readers = [n for n in source.users if n is not norm]
+        backwards = [n for n in readers if n.target is aten.native_batch_norm_backward.default]
+        # Anything else that reads the input would keep it anyway.
+        if not backwards or len(backwards) < len(readers) or not {0, 1, 2} <= values.keys():
+            continue
+        activations = [n for n in values[0].users if _is_activation(n)]
+        alone = len(values[0].users) == len(activations) == 1
+        alike = source.meta["val"].stride() == values[0].meta["val"].stride()
+        if alone and alike and _slope_of(activations[0]) > 0:
+            yield _Pair(source, norm, values[1], values[2], activations[0], backwards)
+
+
+def _is_activation(node: fx.Node) -> bool:
+    return node.target is aten.leaky_relu.default
+
+
+def _slope_of(node: fx.Node) -> float:
+    slope = node.args[1] if len(node.args) > 1 else DEFAULT_SLOPE
+    assert isinstance(slope, (int, float))
+    return float(slope)

@@ -1,0 +1,257 @@
+"""Blocks: the pieces of a stage that an emitted graph calls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.errors import GraphError
+from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.sums import Sums, backward_nodes
+from fxremat.runtime.rng import redraw
+
+
+class Mode(Enum):
+    """How a block runs its operations."""
+
+    FIRST = "first"
+    """The stage's first forward: draws random numbers, moves BatchNorm statistics."""
+    AGAIN = "again"
+    """A recomputation: repeats draws, leaves statistics alone, reads pinned tensors."""
+    BACKWARD = "backward"
+    """The stage's backward; what it reads and nobody kept it recomputes, as ``AGAIN`` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Operations of one stage with what goes in and out.
+
+    Attributes:
+        stage: which stage.
+        mode: how they run.
+        nodes: operations of the joint graph in the order in which they run.
+        inputs: tensors from outside, by role and then in graph order.
+        outputs: tensors asked for, likewise.
+        reads: storages of the inputs.
+        again: those of ``nodes`` that a backward recomputes.
+        directly: what others of ``nodes`` read, from outside or inside.
+    """
+
+    stage: int
+    mode: Mode
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    reads: frozenset[int]
+    again: frozenset[fx.Node] = frozenset()
+    directly: frozenset[fx.Node] = frozenset()
+
+    def mode_of(self, node: fx.Node) -> Mode:
+        """How ``node``, one of the operations, runs."""
+        return Mode.AGAIN if node in self.again else self.mode
+
+    def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """What running ``node`` here reads."""
+        return dependencies(node, self.mode_of(node))
+
+
+def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
+    """What running ``node`` in ``mode`` reads."""
+    if mode is Mode.AGAIN and batchnorm.updates_statistics(node):
+        return batchnorm.reads_for_value(node)
+    if mode is Mode.FIRST and rng.is_draw(node):
+        return tuple(n for n in node.all_input_nodes if not rng.is_state(n))
+    return tuple(node.all_input_nodes)
+
+
+def _operations(line: Line, stage: int, mode: Mode, sums: Sums | None) -> tuple[fx.Node, ...]:
+    parts = line.stages[stage]
+    if mode is not Mode.BACKWARD:
+        return parts.forward
+    return parts.backward if sums is None else backward_nodes(line, stage, sums)
+
+
+def candidates(
+    line: Line,
+    stage: int,
+    mode: Mode,
+    held: frozenset[fx.Node] = frozenset(),
+    sums: Sums | None = None,
+) -> tuple[fx.Node, ...]:
+    """Tensors that a block of ``stage`` in ``mode`` can give; see :func:`extract`."""
+    nodes = _operations(line, stage, mode, sums)
+    if mode is Mode.AGAIN:
+        there = line.pinned | held
+        return tuple(n for n in nodes if is_tensor(n) and n not in there)
+    return tuple(n for n in nodes if is_tensor(n))
+
+
+def extract(
+    line: Line,
+    *,
+    stage: int,
+    mode: Mode,
+    outputs: Iterable[fx.Node],
+    missing: frozenset[fx.Node] = frozenset(),
+    held: frozenset[fx.Node] = frozenset(),
+    sums: Sums | None = None,
+) -> Block:
+    """The least block that gives ``outputs``.
+
+    Args:
+        line: the stages.
+        stage: which of them.
+        mode: how the block runs.
+        outputs: what is asked for.
+        missing: for a backward: tensors of the stage's forward that nobody kept. Those
+            that it needs are recomputed, each right before it is first read.
+        held: tensors of the stage's forward that are kept from their first computation
+            on, as pinned ones are: a recomputation reads them.
+        sums: for a backward: the sums that run with it, ``None`` for those of the line's
+            own order.
+
+    Requires: ``outputs`` are among :func:`candidates`, ``missing`` among those of
+        ``Mode.AGAIN``.
+    Ensures: but in ``Mode.AGAIN``, every random draw runs, asked for or not.
+    """
+    own = _operations(line, stage, mode, sums)
+    wanted = set(outputs)
+    needed = set(wanted)
+    if mode is not Mode.AGAIN:
+        needed.update(filter(rng.draws, own))
+    inside: list[fx.Node] = []
+    for node in reversed(own):
+        available = mode is Mode.AGAIN and (node in line.pinned or node in held)
+        if node in needed and not available:
+            inside.append(node)
+            needed.update(dependencies(node, mode))
+    inside.reverse()
+    again = _recomputed(line, stage, needed, missing - held) if missing else []
+    nodes = _interleave(line, inside, mode, again)
+    chosen = set(nodes)
+    block = Block(
+        stage,
+        mode,
+        tuple(nodes),
+        inputs=(),
+        outputs=tuple(sorted((n for n in nodes if n in wanted), key=line.rank)),
+        reads=frozenset(),
+        again=frozenset(again),
+    )
+    inputs = {n for node in nodes for n in block.sources(node) if n not in chosen}
+    return replace(
+        block,
+        inputs=tuple(sorted(inputs, key=line.rank)),
+        reads=line.joint.storages.of(inputs),
+        directly=frozenset(n for node in inside for n in block.sources(node)),
+    )
+
+
+def _recomputed(
+    line: Line, stage: int, needed: set[fx.Node], missing: frozenset[fx.Node]
+) -> list[fx.Node]:
+    """Forward operations of ``stage`` that give what is ``needed`` and ``missing``."""
+    wanted = set(needed)
+    found = []
+    for node in reversed(line.stages[stage].forward):
+        if node in wanted and (node in missing or not is_tensor(node)):
+            found.append(node)
+            wanted.update(dependencies(node, Mode.AGAIN))
+    found.reverse()
+    return found
+
+
+def _interleave(
+    line: Line, nodes: list[fx.Node], mode: Mode, again: list[fx.Node]
+) -> list[fx.Node]:
+    """``nodes``, and each view of a given tensor and each of ``again`` before its first reader.
+
+    The values of an operation with several directly follow it.
+    """
+    recomputed = set(again)
+    values: dict[fx.Node, list[fx.Node]] = {}
+    for node in again:
+        if is_getitem(node):
+            values.setdefault(node.all_input_nodes[0], []).append(node)
+    result: dict[fx.Node, None] = {}
+    for last in nodes:
+        waiting = [last]
+        while waiting:
+            node = waiting[-1]
+            how = Mode.AGAIN if node in recomputed else mode
+            before = [
+                source
+                for source in dependencies(node, how)
+                if (source in line.views or source in recomputed) and source not in result
+            ]
+            if before:
+                waiting.extend(reversed(before))
+                continue
+            waiting.pop()
+            result[node] = None
+            result.update(dict.fromkeys(values.get(node, ())))
+    return list(result)
+
+
+def build_graph(block: Block) -> fx.Graph:
+    """The block as a graph of its own: placeholders, aten operations, a tuple of outputs.
+
+    Raises:
+        GraphError: a node reads a value that is neither inside nor a tensor.
+    """
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(block.inputs):
+        if not is_tensor(node):
+            raise GraphError(f"{node.name} crosses a stage boundary but is no tensor")
+        copied[node] = graph.placeholder(f"in{i}")
+        copied[node].meta["val"] = node.meta["val"]
+    for node in block.nodes:
+        copied[node] = _copy_node(graph, node, copied, block.mode_of(node))
+        copied[node].meta = dict(node.meta)
+    graph.output(tuple(copied[n] for n in block.outputs))
+    graph.output_node().meta["val"] = tuple(n.meta["val"] for n in block.outputs)
+    return graph
+
+
+def _copy_node(
+    graph: fx.Graph, node: fx.Node, copied: dict[fx.Node, fx.Node], mode: Mode
+) -> fx.Node:
+    target, args, kwargs = call_of(node, mode)
+
+    def look_up(source: fx.Node) -> fx.Node:
+        return copied[source]
+
+    return graph.create_node(
+        "call_function",
+        target,
+        torch.fx.map_arg(args, look_up),
+        torch.fx.map_arg(kwargs, look_up),
+        name=node.name,
+    )
+
+
+def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
+    """Function, arguments and keywords that ``node`` stands for in ``mode``."""
+    kwargs = dict(node.kwargs)
+    if rng.is_draw(node):
+        if mode is Mode.AGAIN:
+            return redraw, node.args, kwargs
+        _state, _device, op, *args = node.args
+        return op, tuple(args), kwargs
+    if mode is Mode.AGAIN and batchnorm.updates_statistics(node):
+        return batchnorm.STATELESS, batchnorm.stateless_arguments(node), {}
+    return node.target, node.args, kwargs
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether ``node`` picks one of several results."""
+    return node.target is operator.getitem

@@ -1,0 +1,389 @@
+"""Branches: parts of the forward that share no activation before they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.position import Positions
+from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.stages.segments import Segments
+
+LEAST_SHARE = 0.05
+"""A branch saves at least this share of all saved bytes; what saves less is the trunk's."""
+
+LEAST_OPERATIONS = 5
+"""And has at least as many operations: the copy of a weight in another dtype is no branch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The forward as branches and the trunk after them.
+
+    Attributes:
+        forward: all forward operations: views of given tensors, then segment after segment,
+            the trunk last; within each in graph order.
+        into: for each segment but the trunk the one that it flows into.
+        segment_of: of each operation but views of given tensors.
+    """
+
+    forward: tuple[fx.Node, ...]
+    into: tuple[int, ...]
+    segment_of: dict[fx.Node, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Positions of a forward in branches.
+
+    Attributes:
+        positions: a backward node's is in the segment of the gradients that it reads, or in
+            one that flows into it.
+        segments: of positions.
+        sums: backward nodes that read gradients of several branches: those that add up the
+            gradients of shared parameters, and what reads these. Their position is the
+            lowest of those they read.
+    """
+
+    positions: Positions
+    segments: Segments
+    sums: frozenset[fx.Node]
+
+    def stages_of_sums(
+        self, joint: JointGraph, stage_of: Mapping[fx.Node, int]
+    ) -> dict[fx.Node, frozenset[int]]:
+        """For each sum the stages whose backwards give what it reads."""
+        found: dict[fx.Node, frozenset[int]] = {}
+        for node in joint.backward:
+            if node in self.sums:
+                sources = (n for n in node.all_input_nodes if n in self.positions.backward)
+                found[node] = frozenset[int]().union(
+                    *(found[n] if n in found else {stage_of[n]} for n in sources)
+                )
+        return found
+
+    def is_apart(self, joint: JointGraph, pinned: frozenset[int]) -> bool:
+        """Whether no branch, and no sum, reads an activation of another branch."""
+        where, segments = self.positions, self.segments
+        for node, position in where.forward.items():
+            if pinned.issuperset(joint.storages.of_node[node]):
+                continue
+            here = segments.at(position)
+            for user in node.users:
+                at = where.forward.get(user, where.backward.get(user))
+                there = here if at is None else segments.at(at)
+                if user in self.sums or there not in segments.path(here):
+                    return False
+        return True
+
+
+class _Groups:
+    """Operations and storages that activations connect, and the saved bytes of each group."""
+
+    def __init__(
+        self, joint: JointGraph, *, apart: frozenset[int], saved: Mapping[int, int]
+    ) -> None:
+        self._table = joint.storages
+        self._apart = apart
+        self._saved = saved
+        self._parent: dict[fx.Node | int, fx.Node | int] = {}
+        self._saved_bytes: dict[fx.Node | int, int] = {}
+        self._operations: dict[fx.Node | int, int] = {}
+
+    def heavy(self, least_bytes: int) -> dict[fx.Node | int, int]:
+        """The groups that are large enough for a branch, and what they save."""
+        return {
+            group: nbytes
+            for group, nbytes in self._saved_bytes.items()
+            if nbytes >= least_bytes and self._operations.get(group, 0) >= LEAST_OPERATIONS
+        }
+
+    def add(self, node: fx.Node) -> None:
+        """Connect ``node`` with what it makes and reads, but what connects nothing."""
+        for storage in self._table.of((node, *node.all_input_nodes)) - self._apart:
+            self._join(node, storage)
+        for source in node.all_input_nodes:
+            if not is_tensor(source) and source in self._parent:
+                self._join(node, source)  # an operation with several values
+        group = self.find(node)
+        self._operations[group] = self._operations.get(group, 0) + 1
+
+    def find(self, item: fx.Node | int) -> fx.Node | int:
+        """What stands for the group of ``item``."""
+        if item not in self._parent:
+            self._parent[item] = item
+            if isinstance(item, int) and item in self._saved:
+                self._saved_bytes[item] = self._saved[item]
+        while self._parent[item] != item:
+            self._parent[item] = self._parent[self._parent[item]]
+            item = self._parent[item]
+        return item
+
+    def _join(self, one: fx.Node | int, other: fx.Node | int) -> None:
+        a, b = self.find(one), self.find(other)
+        if a != b:
+            self._parent[b] = a
+            for sizes in (self._saved_bytes, self._operations):
+                if b in sizes:
+                    sizes[a] = sizes.get(a, 0) + sizes.pop(b)
+
+
+def find_branches(
+    joint: JointGraph, *, views: frozenset[fx.Node], pinned: frozenset[int]
+) -> Iterator[Branches]:
+    """Ways to see the forward as a join: with branches in branches, then without.
+
+    The operations before some point of the graph fall apart into groups that share no
+    activation. The point is the one at which most saved bytes are in groups beside the
+    largest, and the last of those. Each group may fall apart in the same way.
+
+    Args:
+        joint: the step.
+        views: views of given tensors; they connect nothing.
+        pinned: storages that are kept for the whole step; nor do those of them that carry
+            no gradient, such as a mask.
+
+    Ensures: there are at least two branches; random draws keep their order, and every
+        operation follows what it reads.
+    """
+    nodes = [n for n in joint.forward if n not in views]
+    looking = [n for n in joint.forward if n in views]
+    forking = _Forking.of(joint, nodes, pinned)
+    for nested in (True, False):
+        segments, into = forking.split(nodes, nested=nested)
+        if len(segments) == 1:
+            return
+        ordered = [node for own in segments for node in own]
+        if _draws(ordered) == _draws(nodes) and _is_order(ordered):
+            segment_of = {node: i for i, own in enumerate(segments) for node in own}
+            yield Branches((*looking, *ordered), into, segment_of)
+        if len(set(into)) == 1:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Forking:
+    """Finds where operations fall apart.
+
+    Attributes:
+        joint: the step.
+        apart: storages that connect nothing.
+        saved: sizes of the storages that the backward reads.
+        least_bytes: that a branch saves.
+    """
+
+    joint: JointGraph
+    apart: frozenset[int]
+    saved: dict[int, int]
+    least_bytes: int
+
+    @staticmethod
+    def of(joint: JointGraph, nodes: Sequence[fx.Node], pinned: frozenset[int]) -> _Forking:
+        """For these operations of a forward."""
+        saved = _saved_bytes(joint, nodes)
+        total_bytes = sum(n for s, n in saved.items() if s not in pinned)
+        apart = _carrying_no_gradient(joint, pinned) | joint.storages.of(joint.given)
+        return _Forking(joint, apart, saved, max(1, int(LEAST_SHARE * total_bytes)))
+
+    def split(
+        self, nodes: Sequence[fx.Node], *, nested: bool
+    ) -> tuple[list[Sequence[fx.Node]], tuple[int, ...]]:
+        """The segments of ``nodes``, the last one after all, and into which the others flow."""
+        *branches, rest = self._fork(nodes)
+        segments: list[Sequence[fx.Node]] = []
+        into: list[int] = []
+        ends: list[int] = []
+        for own in branches:
+            inner, flow = self.split(own, nested=True) if nested else ([own], ())
+            into += [len(segments) + s for s in flow] + [-1]
+            segments += inner
+            ends.append(len(segments) - 1)
+        for end in ends:
+            into[end] = len(segments)
+        return [*segments, rest], tuple(into)
+
+    def _fork(self, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]:
+        """Branches of ``nodes``, if there are any, and what comes after them."""
+        groups = _Groups(self.joint, apart=self.apart, saved=self.saved)
+        best_bytes, point = 1, 0
+        for index, node in enumerate(nodes):
+            groups.add(node)
+            heavy = groups.heavy(self.least_bytes).values()
+            beside_bytes = sum(heavy) - max(heavy, default=0)
+            if beside_bytes >= best_bytes:
+                best_bytes, point = beside_bytes, index + 1
+        if not point:
+            return [nodes]
+        groups = _Groups(self.joint, apart=self.apart, saved=self.saved)
+        for node in nodes[:point]:
+            groups.add(node)
+        place = _places(nodes[:point], groups, groups.heavy(self.least_bytes).keys())
+        count = 1 + max(place.values())
+        found: list[list[fx.Node]] = [[] for _ in range(count + 1)]
+        for node in nodes:
+            found[place.get(node, count)].append(node)
+        return list(found)
+
+
+def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozenset[int]:
+    """Those of ``pinned`` that depend on nothing that gets a gradient, or only run once."""
+    results = zip(joint.primals, joint.backward_outputs, strict=True)
+    differentiable = {primal for primal, gradient in results if gradient is not None}
+    carrying: set[int] = set()
+    once: set[int] = set()
+    for node in joint.forward:
+        if rng.is_state(node) or batchnorm.is_new_statistic(node):
+            once.update(joint.storages.of_node[node])
+        elif not differentiable.isdisjoint(node.all_input_nodes):
+            differentiable.add(node)
+            carrying.update(joint.storages.of_node[node])
+    return pinned - (carrying - once)
+
+
+def _saved_bytes(joint: JointGraph, nodes: Iterable[fx.Node]) -> dict[int, int]:
+    """Sizes of the storages that backward nodes read."""
+    backward = set(joint.backward)
+    return {
+        storage: joint.storages.nbytes[storage]
+        for node in nodes
+        if not backward.isdisjoint(node.users)
+        for storage in joint.storages.of_node[node]
+    }
+
+
+def _places(
+    nodes: Sequence[fx.Node], groups: _Groups, heavy: Set[fx.Node | int]
+) -> dict[fx.Node, int]:
+    """The branch of each node that is in one.
+
+    A light group goes with the first branch that reads anything pinned that it makes.
+    """
+    group_of = {node: groups.find(node) for node in nodes}
+    place: dict[fx.Node | int, int] = {}
+    for group in group_of.values():
+        if group in heavy:
+            place.setdefault(group, len(place))
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(nodes):
+            group = group_of[node]
+            readers = [place[group_of[u]] for u in node.users if group_of.get(u) in place]
+            if group not in heavy and readers and min(readers) < place.get(group, len(heavy)):
+                place[group], changed = min(readers), True
+    return {node: place[group] for node, group in group_of.items() if group in place}
+
+
+def _draws(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return list(filter(rng.draws, nodes))
+
+
+def _is_order(nodes: Sequence[fx.Node]) -> bool:
+    """Whether each follows what it reads."""
+    todo = set(nodes)
+    for node in nodes:
+        if not todo.isdisjoint(node.all_input_nodes):
+            return False
+        todo.remove(node)
+    return True
+
+
+def place_backward(joint: JointGraph, branches: Branches, positions: Positions) -> Placed | None:
+    """Keep the backward of each branch to itself.
+
+    Args:
+        joint: the step, its forward in the order of ``branches``.
+        branches: of the forward.
+        positions: as on a line of that order.
+
+    Returns:
+        None where a branch's backward takes more from another than sums of gradients do, or
+        a segment has no position of its own.
+    """
+    return _Placing(joint, branches, positions).run()
+
+
+class _Placing:
+    """One run of ``place_backward``."""
+
+    def __init__(self, joint: JointGraph, branches: Branches, positions: Positions) -> None:
+        self._joint = joint
+        self._forward = positions.forward
+        self._located = dict(positions.backward)
+        ends = [0] * len(branches.into)
+        for node, segment in branches.segment_of.items():
+            for later in range(segment, len(ends)):
+                ends[later] = max(ends[later], positions.forward[node] + 1)
+        self._segments = Segments(tuple(ends), branches.into)
+        # Where no operation comes after the branches the turn stands for it.
+        self._count = max(positions.count, self._segments.start(self._segments.trunk) + 1)
+        self._sums: dict[fx.Node, frozenset[int]] = {}
+
+    def run(self) -> Placed | None:
+        joint = self._joint
+        waiting = self._without_gradient()
+        for node in reversed(joint.backward):
+            if node in waiting:
+                self._lift(node)
+        for node in joint.backward:
+            if node not in waiting:
+                self._confine(node)
+        for node in joint.backward:
+            sources = [self._located[n] for n in node.all_input_nodes if n in self._located]
+            own = [] if node in self._sums else [self._located[node]]
+            self._located[node] = min([*own, *sources])
+        if any(self._segments.start(s) >= end for s, end in enumerate(self._segments.ends)):
+            return None  # all of a segment's operations stand where others do: no stage is its own
+        if not all(map(self._is_apart, joint.backward)):
+            return None
+        backward = {node: self._located[node] for node in joint.backward}
+        positions = Positions(self._forward, backward, self._count)
+        return Placed(positions, self._segments, frozenset(self._sums))
+
+    def _segment_of(self, node: fx.Node) -> int:
+        return self._segments.at(self._located[node])
+
+    def _without_gradient(self) -> set[fx.Node]:
+        """Backward nodes that depend on no gradient: a mask, a scale."""
+        found: set[fx.Node] = set()
+        known = set(self._joint.tangents)
+        for node in self._joint.backward:
+            if known.isdisjoint(node.all_input_nodes):
+                found.add(node)
+            else:
+                known.add(node)
+        return found
+
+    def _lift(self, node: fx.Node) -> None:
+        """What several segments read is computed before any of them goes back."""
+        readers = {self._segment_of(u) for u in node.users if u in self._located}
+        if len(readers) > 1:
+            first = self._segments.start(self._segments.meeting(readers))
+            self._located[node] = max(self._located[node], first)
+
+    def _confine(self, node: fx.Node) -> None:
+        """To the segment whose gradients it reads, or one that flows into it."""
+        sources = [n for n in node.all_input_nodes if n in self._located]
+        owners = {self._segment_of(n) for n in sources if n not in self._sums}
+        owners = owners.union(*(self._sums[n] for n in sources if n in self._sums))
+        owners = set(self._segments.outmost(owners))
+        if len(owners) > 1:
+            self._sums[node] = frozenset(owners)
+        elif owners and owners.isdisjoint(self._segments.path(self._segment_of(node))):
+            (segment,) = owners
+            first, last = self._segments.start(segment), self._segments.ends[segment] - 1
+            self._located[node] = min(max(self._located[node], first), last)
+
+    def _is_apart(self, node: fx.Node) -> bool:
+        """Whether ``node`` reads what its own segment, or one further on, has."""
+        if rng.draws(node):
+            return False  # a backward's draws keep the order of the line
+        path = self._segments.path(self._segment_of(node))
+        sources = [n for n in node.all_input_nodes if n in self._located]
+        return node in self._sums or all(
+            n not in self._sums and self._segment_of(n) in path for n in sources
+        )

@@ -1,0 +1,51 @@
+"""In which order the stages may run for the first time.
+
+Branches are independent of each other, but for what a first forward alone does: it draws
+random numbers, from a generator that all branches share, and moves the statistics of a
+BatchNorm that several branches run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from fxremat.errors import ScheduleError
+from fxremat.ir import Compute, Forward
+from fxremat.passes.stages.linearize import Line
+
+
+def first_runs(ops: Iterable[Compute]) -> list[int]:
+    """The stages in the order of their first forwards."""
+    return list(dict.fromkeys(op.stage for op in ops if isinstance(op, Forward)))
+
+
+def check_draws(line: Line, ops: Sequence[Compute]) -> None:
+    """Refuse a schedule that would draw other numbers than the original graph.
+
+    Raises:
+        ScheduleError: two stages that draw run for the first time in the wrong order.
+    """
+    if not line.segments.ends:
+        return
+    drawing = set(line.drawing)
+    runs = [stage for stage in first_runs(ops) if stage in drawing]
+    for before, after in pairwise(runs):
+        if before > after:
+            raise ScheduleError(
+                f"stage {before} draws random numbers before stage {after}, which drew first"
+            )
+
+
+def any_order(line: Line) -> bool:
+    """Whether branches may run for the first time in any order."""
+    segments = line.segments
+    if len({segments.at(stage) for stage in line.drawing} - {segments.trunk}) > 1:
+        return False
+    for index, stage in enumerate(line.stages):
+        path = segments.path(segments.at(index))
+        for node in stage.pinned:
+            users = (line.stage_of[u] for u in node.users if u in line.stage_of)
+            if path[0] != segments.trunk and not {segments.at(u) for u in users} <= {*path}:
+                return False
+    return True

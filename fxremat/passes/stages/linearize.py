@@ -1,0 +1,335 @@
+"""Cut the forward into stages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from itertools import accumulate
+
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.position import Positions, locate
+from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.stages.branches import Placed, find_branches, place_backward
+from fxremat.passes.stages.cuts import Crossing, choose_cuts, cut_apart
+from fxremat.passes.stages.segments import Segments
+
+LONG_LIFE, LONG_SHARE = 30, 16
+"""Forward operations that a small storage must live across to be pinned: so many, and one in
+so many of the whole forward, which no storage within one of many blocks does."""
+
+PIN_SHARE = 0.005
+"""Storages above this share of the saved bytes are never pinned for being small."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageNodes:
+    """The nodes of one stage and the tensors it exchanges with the rest.
+
+    Attributes:
+        forward, backward: operations, in the order in which they run.
+        boundary: tensors that cross the cut before the stage.
+        saved: tensors computed in the stage that its backward reads.
+        pinned: tensors computed in the stage that are kept for the whole step.
+    """
+
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    boundary: tuple[fx.Node, ...]
+    saved: tuple[fx.Node, ...]
+    pinned: tuple[fx.Node, ...]
+
+
+class Role(IntEnum):
+    """What a tensor is to the stages, in the order in which calls list them."""
+
+    GRADIENT = 0
+    BOUNDARY = 1
+    SAVED = 2
+    PINNED = 3
+    GIVEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A joint graph as a line of stages.
+
+    Attributes:
+        joint: the graph.
+        stages: in forward order.
+        pinned: tensors of the forward that are kept from the moment they are computed.
+        views: views of parameters and other given tensors. They take no memory, so each
+            block makes its own, and none crosses a cut.
+        stage_of: the stage of each operation.
+        role_of: the role of each tensor.
+        order: index of each node in the joint graph.
+        segments: of stages. Each has a stage at least; where the line is no join there is
+            the trunk alone.
+        drawing: stages whose first forward advances a random generator.
+        sums: backward nodes that read gradients of several branches, and the stages whose
+            backwards give these. Each is among the backward of the lowest of them, and
+            runs with whichever of them is the last in a schedule.
+    """
+
+    joint: JointGraph
+    stages: tuple[StageNodes, ...]
+    pinned: frozenset[fx.Node]
+    views: frozenset[fx.Node]
+    stage_of: dict[fx.Node, int]
+    role_of: dict[fx.Node, Role]
+    order: dict[fx.Node, int]
+    segments: Segments = field(default_factory=Segments)
+    drawing: tuple[int, ...] = ()
+    sums: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def branch_ends(self) -> tuple[int, ...]:
+        """The stages after each outermost branch's last; none where the line is no join."""
+        return tuple(branch.stop for branch in self.segments.branches(1))
+
+    def name_of(self, stage: int) -> str:
+        """For people and emitted code."""
+        if not self.segments.ends:
+            return f"stage{stage}"
+        return f"{self.segments.name_of(self.segments.at(stage))}_stage{stage}"
+
+    def rank(self, node: fx.Node) -> tuple[int, int]:
+        """Sorts tensors by role, then as they are computed."""
+        return (self.role_of[node], self.order[node])
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """Of a storage: positions ``[birth, last)`` are cuts that it crosses."""
+
+    birth: int
+    last: int
+
+
+def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bool = True) -> Line:
+    """Cut the forward into stages.
+
+    Args:
+        joint: the step.
+        pin_below_bytes: storages up to this size that live across many operations are
+            pinned; a small share of the saved bytes if None.
+        join: look for branches.
+
+    Requires: ``joint`` is functional and verified.
+    Ensures: every forward node is in exactly one stage, in graph order, or branch after
+        branch, or a view of a given tensor; every backward node belongs to a stage whose
+        saved set, input and pinned tensors hold all forward values that it reads; none
+        reads a backward node of a lower stage, and none but sums one of another branch.
+    """
+    views = _views_of_given(joint)
+    positions = locate(joint, views=views)
+    lives = _storage_lives(joint, positions)
+    pinned = _choose_pinned(joint, positions, lives, pin_below_bytes)
+    for branches in find_branches(joint, views=views, pinned=pinned) if join else ():
+        ordered = replace(joint, forward=branches.forward)
+        placed = place_backward(ordered, branches, locate(ordered, views=views))
+        if placed is not None:
+            apart = _storage_lives(ordered, placed.positions)
+            kept = _choose_pinned(ordered, placed.positions, apart, pin_below_bytes)
+            if placed.is_apart(ordered, kept):
+                cuts = cut_apart(_crossing(ordered, placed, apart, kept), placed.segments.ends)
+                return _assemble(ordered, placed, kept, views, cuts)
+    placed = Placed(positions, Segments(), frozenset())
+    cuts = choose_cuts(_crossing(joint, placed, lives, pinned))
+    return _assemble(joint, placed, pinned, views, cuts)
+
+
+def _readers_position(user: fx.Node, positions: Positions) -> int | None:
+    if user in positions.forward:
+        return positions.forward[user]
+    return positions.backward.get(user)
+
+
+def _storage_lives(joint: JointGraph, positions: Positions) -> dict[int, _Life]:
+    """Lives of the storages that forward operations allocate."""
+    births: dict[int, int] = {}
+    lasts: dict[int, int] = defaultdict(int)
+    given = joint.storages.of(joint.given)
+    for node in positions.forward:
+        for storage in joint.storages.of_node[node]:
+            if storage in given:
+                continue
+            position = positions.forward[node]
+            births.setdefault(storage, position)
+            readers = [_readers_position(user, positions) for user in node.users]
+            last = max((p for p in readers if p is not None), default=position)
+            lasts[storage] = max(lasts[storage], last, position)
+    return {storage: _Life(birth, lasts[storage]) for storage, birth in births.items()}
+
+
+def _choose_pinned(
+    joint: JointGraph,
+    positions: Positions,
+    lives: dict[int, _Life],
+    pin_below_bytes: int | None,
+) -> frozenset[int]:
+    """Storages to keep for the whole step.
+
+    Outputs; what cannot be computed again; what a backward reads from a later stage; and
+    what is small but would cross many cuts.
+    """
+    outputs = [n for n in joint.forward_outputs if isinstance(n, fx.Node)]
+    pinned = set(joint.storages.of(outputs))
+    saved: set[int] = set()
+    for node in positions.forward:
+        for user in node.users:
+            if user not in positions.backward:
+                continue
+            saved.update(joint.storages.of_node[node])
+            if positions.backward[user] < positions.forward[node]:
+                pinned.update(joint.storages.of_node[node])
+        once = is_old_value(joint, node) or rng.is_state(node) or batchnorm.is_new_statistic(node)
+        if once:  # nothing can compute them again
+            pinned.update(joint.storages.of_node[node])
+    saved.intersection_update(lives)
+    if pin_below_bytes is None:
+        pin_below_bytes = int(PIN_SHARE * joint.storages.total(saved))
+    long_life = max(LONG_LIFE, positions.count // LONG_SHARE)
+    for storage, life in lives.items():
+        small = joint.storages.nbytes[storage] <= pin_below_bytes
+        if small and life.last - life.birth > long_life:
+            pinned.add(storage)
+    return frozenset(pinned)
+
+
+def is_old_value(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether ``node`` copies a primal that the forward mutates."""
+    return torch_compat.is_clone(node) and node.args[0] in joint.mutated
+
+
+def _crossing(
+    joint: JointGraph, placed: Placed, lives: dict[int, _Life], pinned: frozenset[int]
+) -> Crossing:
+    positions = placed.positions
+    saved = {
+        storage
+        for node in joint.forward
+        if any(user in positions.backward for user in node.users)
+        for storage in joint.storages.of_node[node]
+    }
+    change = [0] * (positions.count + 1)
+    reach = [0] * positions.count
+    saved_bytes = [0] * positions.count
+    for storage, life in lives.items():
+        if storage not in pinned:
+            weight = joint.storages.nbytes[storage] * (1 if storage in saved else 2)
+            for span in _spans(life, placed.segments):
+                change[span.start] += weight
+                change[span.stop] -= weight
+                for position in span:
+                    reach[position] = max(reach[position], span.stop)
+            saved_bytes[life.birth] += joint.storages.nbytes[storage] * (storage in saved)
+    weights = accumulate(change[: positions.count])
+    return Crossing(tuple(weights), tuple(reach), tuple(saved_bytes))
+
+
+def _spans(life: _Life, segments: Segments) -> list[range]:
+    """Cuts that a storage crosses in its own segment and those after it, in no other branch."""
+    found = [range(life.birth, life.last)]
+    for segment in segments.path(segments.at(life.birth))[:-1]:
+        cut = segments.ends[segment]
+        if life.last <= cut:
+            break
+        after = segments.start(segments.into[segment])
+        found[-1] = range(found[-1].start, cut)
+        found.append(range(after, max(life.last, after)))
+    return found
+
+
+def _assemble(
+    joint: JointGraph,
+    placed: Placed,
+    pinned: frozenset[int],
+    views: frozenset[fx.Node],
+    cuts: Sequence[int],
+) -> Line:
+    positions = placed.positions
+    stage_at: list[int] = []
+    for i, end in enumerate([*cuts, max(positions.count, 1) - 1]):
+        stage_at.extend([i] * (end + 1 - len(stage_at)))
+    count = len(cuts) + 1
+    stage_of = {n: stage_at[p] for n, p in positions.forward.items()}
+    stage_of.update({n: stage_at[p] for n, p in positions.backward.items()})
+    fixed = frozenset(
+        n
+        for n in joint.forward
+        if is_tensor(n) and n not in views and pinned.issuperset(joint.storages.of_node[n])
+    )
+    boundaries: list[list[fx.Node]] = [[] for _ in range(count + 1)]
+    saved: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node in joint.forward:
+        if not is_tensor(node) or node in fixed or node in views:
+            continue
+        born = stage_of[node]
+        users = [stage_of[u] for u in node.users if u in stage_of]
+        for cut in range(born + 1, max(users, default=born) + 1):
+            boundaries[cut].append(node)
+        if any(u in positions.backward and stage_of[u] == born for u in node.users):
+            saved[born].append(node)
+    forward: list[list[fx.Node]] = [[] for _ in range(count)]
+    backward: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node in joint.forward:
+        if node not in views:
+            forward[stage_of[node]].append(node)
+    for node in joint.backward:
+        backward[stage_of[node]].append(node)
+    stages = tuple(
+        StageNodes(
+            forward=tuple(forward[i]),
+            backward=tuple(backward[i]),
+            boundary=tuple(boundaries[i]),
+            saved=tuple(saved[i]),
+            pinned=tuple(n for n in forward[i] if n in fixed),
+        )
+        for i in range(count)
+    )
+    roles = _roles(joint, stages, fixed)
+    order = {node: index for index, node in enumerate(joint.module.graph.nodes)}
+    return Line(
+        joint,
+        stages,
+        fixed,
+        views,
+        stage_of,
+        roles,
+        order,
+        segments=replace(
+            placed.segments, ends=tuple(stage_at[end] for end in placed.segments.ends)
+        ),
+        drawing=tuple(i for i in range(count) if any(map(rng.draws, forward[i]))),
+        sums=placed.stages_of_sums(joint, stage_of),
+    )
+
+
+def _views_of_given(joint: JointGraph) -> frozenset[fx.Node]:
+    """Operations that only look at given tensors, but for outputs."""
+    views = set(joint.given)
+    given = joint.storages.of(joint.given)
+    results = {*joint.forward_outputs, *joint.backward_outputs}
+    for node in joint.forward:
+        sources = node.all_input_nodes
+        looks = is_tensor(node) and given.issuperset(joint.storages.of_node[node])
+        if looks and sources and views.issuperset(sources) and node not in results:
+            views.add(node)
+    return frozenset(views - joint.given)
+
+
+def _roles(
+    joint: JointGraph, stages: Sequence[StageNodes], pinned: frozenset[fx.Node]
+) -> dict[fx.Node, Role]:
+    roles = dict.fromkeys(joint.given, Role.GIVEN)
+    roles.update(dict.fromkeys((*joint.tangents, *joint.backward), Role.GRADIENT))
+    roles.update(dict.fromkeys(joint.forward, Role.SAVED))
+    roles.update(dict.fromkeys((n for stage in stages for n in stage.boundary), Role.BOUNDARY))
+    roles.update(dict.fromkeys(pinned, Role.PINNED))
+    return roles

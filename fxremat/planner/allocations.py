@@ -1,0 +1,199 @@
+"""What a step asks of the device's allocator, in order, and what it is handed out for that.
+
+The sweep adds up what a step holds. An allocator that rounds, splits and keeps blocks hands out
+more: which is found by replaying every request of the emitted graphs in its model
+(``simulate.allocator``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fxremat import torch_compat
+from fxremat.passes.emit.program import Program
+from fxremat.passes.emit.travel import Move
+from fxremat.planner.footprint import WORKSPACE, Request
+from fxremat.planner.sweep import Surroundings, Sweep, Sweeper
+from fxremat.simulate.allocator import AllocatorSettings, CachingAllocator
+from fxremat.units import Counted
+
+STEPS = 2
+"""Steps that are replayed one after the other: the first finds the cache empty, the next one as
+the first has left it. A third hands out no more in any plan of the tests' zoo."""
+
+TANGENTS = -2
+"""Keys from here on downwards are tangents."""
+
+
+LOG = logging.getLogger("fxremat")
+
+
+def settings_of(device: torch.device) -> AllocatorSettings | None:
+    """The rules of a device's allocator; ``None``: it hands out what is asked for.
+
+    That is so on a CPU. It is assumed, and said, of CUDA's own allocator (``cudaMallocAsync``)
+    and of one that was plugged in.
+    """
+    if device.type != "cuda":
+        return None
+    snapshot = torch_compat.allocator_settings()
+    if snapshot is None:
+        LOG.warning(
+            "the allocator of %s is not torch's: its blocks are assumed to be as large as asked "
+            "for, rounded up to 512 bytes, and all that it reserves to be handed out",
+            device,
+        )
+        return None
+    return AllocatorSettings.read(snapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What a step asks for, and gives back.
+
+    Attributes:
+        given_bytes: what is there before, each by itself.
+        calls: during each call, the copies back that are made before it among them.
+        turn: at the turn, what the forward still gives back before it first.
+        turn_index: of the first call after the turn.
+        end: after the last call.
+        unplaced_bytes: held throughout, asked for in a way that nobody knows of.
+    """
+
+    given_bytes: tuple[int, ...]
+    calls: tuple[tuple[Request, ...], ...]
+    turn: tuple[Request, ...]
+    turn_index: int
+    end: tuple[Request, ...]
+    unplaced_bytes: int
+
+    def __iter__(self) -> Iterator[Request]:
+        """Each request of the step, in order."""
+        for index, requests in enumerate(self.calls):
+            if index == self.turn_index:
+                yield from self.turn
+            yield from requests
+        yield from self.end
+
+
+def requests_of_step(
+    program: Program, surroundings: Surroundings, sweeper: Sweeper, moves: Sequence[Move] = ()
+) -> Requests:
+    """What the graphs of ``program`` ask for.
+
+    A workspace is one request right after the results of its operation, and so is what a loss
+    outside the model takes, after the tangents.
+
+    Ensures: the sums of the requests so far are what ``sweeper`` says is held.
+    """
+    calls = []
+    for index, call in enumerate(program.calls):
+        released = [(m.storage, -m.nbytes) for m in moves if m.release == index < program.turn]
+        fetched = [(m.storage, m.nbytes) for m in moves if m.prefetch == index]
+        calls.append((*released, *fetched, *sweeper.requests(call.block, kept=call.kept)))
+    at_turn = [(m.storage, -m.nbytes) for m in moves if m.release == program.turn]
+    each = surroundings.tangent_each_bytes
+    tangents = _whole((*each, surroundings.tangent_bytes - sum(each)))
+    made = [(TANGENTS - i, nbytes) for i, nbytes in enumerate(tangents)]
+    given = surroundings.given_each_bytes
+    return Requests(
+        given_bytes=_whole(given),
+        calls=tuple(calls),
+        turn=(*at_turn, *made, *_at_once(surroundings.turn_bytes - sum(tangents))),
+        turn_index=program.turn,
+        end=_at_once(surroundings.end_bytes),
+        unplaced_bytes=surroundings.given_bytes - sum(given),
+    )
+
+
+def _whole(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(nbytes for nbytes in sizes if nbytes)
+
+
+def _at_once(nbytes: int) -> tuple[Request, ...]:
+    """Asked for and given back."""
+    return ((WORKSPACE, nbytes), (WORKSPACE, -nbytes)) if nbytes > 0 else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """What a step takes at most.
+
+    Attributes:
+        allocated_bytes: in blocks that the allocator has handed out.
+        reserved_bytes: that the allocator has taken from the device.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+    def counted_bytes(self, counted: Counted) -> int:
+        """One of the two."""
+        return self.reserved_bytes if counted == "reserved" else self.allocated_bytes
+
+
+def replay_requests(requests: Requests, settings: AllocatorSettings) -> Allocated:
+    """Replay a few steps, beginning with an empty cache."""
+    allocator = CachingAllocator(settings)
+    for nbytes in requests.given_bytes:
+        allocator.allocate(nbytes)
+    for _ in range(STEPS):
+        held: dict[int, list[int]] = {}
+        for key, nbytes in requests:
+            if nbytes > 0:
+                held.setdefault(key, []).append(allocator.allocate(nbytes))
+            else:
+                allocator.free(held[key].pop())
+        for handles in held.values():  # results of the step
+            for handle in handles:
+                allocator.free(handle)
+    return Allocated(
+        allocator.peak_allocated_bytes + requests.unplaced_bytes,
+        allocator.peak_reserved_bytes + requests.unplaced_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """What programs of one line take; remembers each that was asked for.
+
+    Attributes:
+        sweeper: of the line.
+        surroundings: of the step.
+        settings: the rules of the device's allocator; ``None``: it hands out what is asked
+            for, and takes no more from the device.
+        budget_on: what the budget is for.
+    """
+
+    sweeper: Sweeper
+    surroundings: Surroundings
+    settings: AllocatorSettings | None = None
+    budget_on: Counted = "allocated"
+    known: dict[tuple[int, tuple[Move, ...]], tuple[Program, Allocated]] = field(
+        default_factory=dict
+    )
+
+    def of(self, program: Program, sweep: Sweep, moves: tuple[Move, ...] = ()) -> Allocated:
+        """What ``program`` takes.
+
+        Args:
+            program: the calls.
+            sweep: their memory with ``moves``.
+            moves: what travels.
+        """
+        if self.settings is None:
+            return Allocated(sweep.peak_bytes, sweep.peak_bytes)
+        key = (id(program), moves)  # the entry keeps the program, so its id, alive
+        if key not in self.known:
+            requests = requests_of_step(program, self.surroundings, self.sweeper, moves)
+            self.known[key] = program, replay_requests(requests, self.settings)
+        return self.known[key][1]
+
+    def counted_bytes(self, program: Program, sweep: Sweep, moves: tuple[Move, ...] = ()) -> int:
+        """What the budget is for."""
+        taken = self.of(program, sweep, moves)
+        return taken.counted_bytes(self.budget_on)

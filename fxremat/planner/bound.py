@@ -1,0 +1,216 @@
+"""How fast any schedule could be: a relaxation of one moment of the step.
+
+At the turn, and at each operation of the backward, memory holds some of the tensors that
+are still to be read. The others are computed again after that moment, and so is whatever
+that takes and is not held either. Storages may be held and operations run in fractions
+here, and no other moment limits memory, so no schedule takes less, persistent or not. The
+bound is the greatest over a few moments at which memory is fullest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import fx
+
+from fxremat import optional
+from fxremat.costs.charges import Charges
+from fxremat.costs.cost import Measured, backward_results
+from fxremat.passes.stages.block import Mode, dependencies, is_getitem
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.linearize import Line
+from fxremat.planner.sweep import Surroundings
+
+MOST_MOMENTS = 12
+"""Moments of the backward that are looked at beside the turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """A forward operation, as it would run again."""
+
+    makes: frozenset[int]
+    reads: frozenset[int]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of the step.
+
+    Attributes:
+        required: forward storages that the backward reads after it.
+        anyway: forward storages that are in memory then whatever the schedule.
+        occupied_bytes: taken then, ``anyway`` included.
+    """
+
+    required: frozenset[int]
+    anyway: frozenset[int]
+    occupied_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """The linear programs of a measured line.
+
+    Attributes:
+        operations: of the forward, in order.
+        moments: the turn first.
+        nbytes: of each storage.
+    """
+
+    operations: tuple[Recomputation, ...]
+    moments: tuple[Moment, ...]
+    nbytes: tuple[int, ...]
+
+    @staticmethod
+    def of(measured: Measured, blocks: BlockCache, surroundings: Surroundings) -> Relaxation:
+        """Find the moments at which memory is fullest."""
+        operations = _operations(measured)
+        made = frozenset(s for operation in operations for s in operation.makes)
+        moments = _moments(measured, blocks, surroundings, made)
+        nbytes = measured.line.joint.storages.nbytes
+        return Relaxation(tuple(operations), tuple(moments), nbytes)
+
+    def least_s(self, budget_bytes: int) -> float:
+        """Seconds of recomputation that no schedule within a budget can do without.
+
+        0, which always holds, without ortools.
+        """
+        solvers = optional.find("ortools.linear_solver.pywraplp")
+        if solvers is None:
+            return 0.0
+        return max(self._solve(moment, budget_bytes, solvers) for moment in self.moments)
+
+    def _solve(self, moment: Moment, budget_bytes: int, pywraplp: ModuleType) -> float:
+        """Hold or compute again what is read after ``moment``."""
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        maker = {s: i for i, operation in enumerate(self.operations) for s in operation.makes}
+        held = {s: solver.NumVar(0.0, 1.0, f"held{s}") for s in maker}
+        runs = [solver.NumVar(0.0, 1.0, f"runs{i}") for i in range(len(self.operations))]
+        for storage in moment.required - moment.anyway:
+            solver.Add(held[storage] + runs[maker[storage]] >= 1)
+        for operation, run in zip(self.operations, runs, strict=True):
+            for storage in (operation.reads & maker.keys()) - moment.anyway:
+                solver.Add(held[storage] + runs[maker[storage]] >= run)
+        unit = max(sum(self.nbytes[s] for s in maker), 1)  # coefficients near one
+        room_bytes = max(budget_bytes - moment.occupied_bytes, 0)
+        solver.Add(sum(self.nbytes[s] / unit * h for s, h in held.items()) <= room_bytes / unit)
+        cost = zip(self.operations, runs, strict=True)
+        solver.Minimize(sum(operation.seconds * run for operation, run in cost))
+        if solver.Solve() != pywraplp.Solver.OPTIMAL:
+            return 0.0
+        return max(float(solver.Objective().Value()), 0.0) * (1 - 1e-9)
+
+
+def _moments(
+    measured: Measured,
+    blocks: BlockCache,
+    surroundings: Surroundings,
+    rebuildable: frozenset[int],
+) -> list[Moment]:
+    """The turn, and the fullest operations of the backward, one a stage."""
+    line = measured.line
+    table = line.joint.storages
+    given = table.of(line.joint.given)
+    pinned = table.of(line.pinned) - given
+    # What else is pinned goes after its last reader; a recorded state may never be made.
+    outputs = table.of(n for n in line.joint.forward_outputs if isinstance(n, fx.Node)) & pinned
+    always = given | outputs | table.of(line.joint.tangents)
+    kept = pinned - always
+    constant_bytes = surroundings.given_bytes + table.total(outputs)
+    fullest: dict[int, Moment] = {}
+    for part in _parts(line):
+        later = set(table.of(_read_by(part.after)))
+        # Before the operation: all but those to come.
+        finished = set(table.of(_returned(line, part.before)) - always)
+        for index in part.stages:
+            block = blocks(index, Mode.BACKWARD, frozenset(backward_results(line, index)))
+            for node in reversed(_own_backward(line, index)):
+                finished -= set(table.of_node[node])
+                touched = table.of((node, *node.all_input_nodes)) - always
+                occupied = constant_bytes + surroundings.tangent_bytes
+                occupied += table.total(touched | finished | (later & kept))
+                if node in block.nodes and not is_getitem(node):
+                    occupied += measured.workspace_bytes(node, block)
+                moment = Moment(rebuildable & later, touched & rebuildable, occupied)
+                best = fullest.get(index)
+                if best is None or moment.occupied_bytes > best.occupied_bytes:
+                    fullest[index] = moment
+                later |= table.of(node.all_input_nodes)
+    later = set(table.of(_read_by(line.joint.backward)))
+    occupied = constant_bytes + table.total(later & kept) + surroundings.turn_bytes
+    turn = Moment(rebuildable & later, frozenset(), occupied)
+    chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
+    return [turn, *chosen[:MOST_MOMENTS]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Stages that every schedule takes back one after the other: the line, a branch, the trunk.
+
+    Attributes:
+        stages: in forward order.
+        before: operations of them, and those that come before whatever the schedule.
+        after: those that come after.
+    """
+
+    stages: range
+    before: Sequence[fx.Node]
+    after: Sequence[fx.Node]
+
+
+def _parts(line: Line) -> list[_Part]:
+    segments = line.segments
+    places = [*segments.ends, len(line.stages)]
+    ranges = [range(segments.start(segment), end) for segment, end in enumerate(places)]
+    parts = []
+    for segment, own in enumerate(ranges):
+        path = segments.path(segment)
+        before = {i for part in path for i in ranges[part]}
+        first = {n for i in before for n in _own_backward(line, i)}
+        flows = {i for s in range(segment) if segment in segments.path(s) for i in ranges[s]}
+        after = [n for n in line.joint.backward if not flows.isdisjoint(_stages_of(line, n))]
+        parts.append(_Part(own, tuple(first), tuple(after)))
+    return parts
+
+
+def _stages_of(line: Line, node: fx.Node) -> frozenset[int]:
+    """The stages whose backwards come before a backward node, or run it."""
+    return line.sums.get(node, frozenset({line.stage_of[node]}))
+
+
+def _own_backward(line: Line, index: int) -> list[fx.Node]:
+    """What the backward of a stage runs whatever the schedule."""
+    return [n for n in line.stages[index].backward if n not in line.sums]
+
+
+def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    return {source for node in nodes for source in node.all_input_nodes}
+
+
+def _returned(line: Line, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    results = {n for n in line.joint.backward_outputs if isinstance(n, fx.Node)}
+    return [n for n in nodes if n in results]
+
+
+def _operations(measured: Measured) -> list[Recomputation]:
+    line = measured.line
+    table = line.joint.storages
+    held = table.of((*line.joint.given, *line.pinned))
+    found = []
+    made: set[int] = set()
+    for index, stage in enumerate(line.stages):
+        charges = Charges.of(measured, index)
+        for node in stage.forward:
+            if is_getitem(node):
+                continue
+            values = (node, *(user for user in node.users if is_getitem(user)))
+            reads = table.of(dependencies(node, Mode.AGAIN)) - held
+            makes = table.of(values) - held - reads - made
+            made |= makes
+            if makes:
+                found.append(Recomputation(makes, reads, charges.least_s(node)))
+    return found

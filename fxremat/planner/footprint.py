@@ -1,0 +1,122 @@
+"""Memory of one block, operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat.passes.joint import batchnorm
+from fxremat.passes.joint.storage import StorageTable
+from fxremat.passes.stages.block import Block, Mode, is_getitem
+
+WorkspaceBytes = Callable[[fx.Node, Block], int]
+"""Peak bytes of an operation beyond its arguments and results."""
+
+Request = tuple[int, int]
+"""What is asked of the device's allocator: a key, and bytes that it is to hand out under that
+key, or, negative, to take back. Keys are storages, or below 0."""
+
+WORKSPACE = -1
+"""The key of what is asked for and given back at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What running a block does to memory.
+
+    Attributes:
+        peak_bytes: most bytes at any instant, less those at the start; never negative.
+        change_bytes: bytes at the end, less those at the start.
+    """
+
+    peak_bytes: int
+    change_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a block.
+
+    Attributes:
+        allocates: storages that its results take.
+        releases: storages whose last reader it is, the block's inputs among them.
+        workspace_bytes: needed while it runs.
+    """
+
+    allocates: tuple[int, ...]
+    releases: tuple[int, ...]
+    workspace_bytes: int
+
+
+def steps_of(
+    block: Block, storages: StorageTable, workspace_bytes: WorkspaceBytes
+) -> tuple[Step, ...]:
+    """What each operation of ``block`` allocates and releases."""
+    incoming = storages.of(block.inputs)
+    staying = storages.of(block.outputs)
+    last_use: dict[int, int] = {}
+    position = -1
+    groups: list[fx.Node] = []
+    for node in block.nodes:
+        if _follows(node, groups):
+            continue
+        groups.append(node)
+        position += 1
+        read = storages.of(block.sources(node))
+        last_use.update(dict.fromkeys((*read, *_made(node, block, storages)), position))
+    present = set(incoming)
+    steps = []
+    for i, node in enumerate(groups):
+        read = storages.of(block.sources(node))
+        results = [s for s in _made(node, block, storages) if s not in read]
+        new = tuple(s for s in results if s not in present)
+        # A recomputed operation also returns values that were pinned the first time:
+        # that second copy is gone as soon as the results asked for are picked out.
+        second = storages.total(s for s in results if s in present)
+        present.update(new)
+        releases = tuple(s for s, last in last_use.items() if last == i and s not in staying)
+        steps.append(Step(new, releases, workspace_bytes(node, block) + second))
+    return tuple(steps)
+
+
+def _made(node: fx.Node, block: Block, storages: StorageTable) -> tuple[int, ...]:
+    """Storages of the results of ``node`` as ``block`` runs it."""
+    made = storages.of_node[node]
+    if block.mode_of(node) is Mode.AGAIN and batchnorm.updates_statistics(node):
+        return made[: batchnorm.NORMALIZED_VALUES]
+    return made
+
+
+def _follows(node: fx.Node, groups: list[fx.Node]) -> bool:
+    """Whether ``node`` picks a result of the operation just run: both are one step then."""
+    return is_getitem(node) and bool(groups) and node.args[0] is groups[-1]
+
+
+def requests_of(
+    steps: tuple[Step, ...], storages: StorageTable, *, kept: frozenset[int]
+) -> tuple[Request, ...]:
+    """What running ``steps`` asks of the allocator, in order.
+
+    Args:
+        steps: of a block.
+        storages: sizes.
+        kept: storages that somebody outside still holds, so the block frees none of them.
+    """
+    asked: list[Request] = []
+    for step in steps:
+        asked.extend((s, storages.nbytes[s]) for s in step.allocates)
+        if step.workspace_bytes > 0:
+            asked += [(WORKSPACE, step.workspace_bytes), (WORKSPACE, -step.workspace_bytes)]
+        asked.extend((s, -storages.nbytes[s]) for s in step.releases if s not in kept)
+    return tuple(request for request in asked if request[1])
+
+
+def run(requests: tuple[Request, ...]) -> Footprint:
+    """What ``requests`` come to, each counted as it is."""
+    now = peak = 0
+    for _, nbytes in requests:
+        now += nbytes
+        peak = max(peak, now)
+    return Footprint(peak, now)

@@ -1,0 +1,177 @@
+"""Storages that travel to host memory over the turn, and when.
+
+Which calls need a storage away is a matter of bytes alone, so a plan's peak does not depend
+on how fast the link is; only its time does. A storage that is away over the turn leaves
+before the first call that lacks room, and comes back as soon as no call before its next
+reader lacks any. What is read again last goes first: it has most time to travel.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from torch import fx
+
+from fxremat.passes.emit.program import Program
+from fxremat.passes.emit.travel import Move
+from fxremat.planner.sweep import Sweep
+from fxremat.runtime.slots import slot_bytes
+
+SMALL_SHARE = 1 / 256
+"""Storages up to this share of all that could travel only do where larger ones are not enough:
+each transfer takes some time, however little it moves."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # each is itself alone: hashed millions of times
+class _Life:
+    """A storage that could be away: between calls ``last`` and ``next``, read by neither."""
+
+    storage: int
+    nbytes: int
+    nodes: tuple[fx.Node, ...]
+    last: int
+    next: int
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """What could be away over the turn of a program.
+
+    Attributes:
+        program: the calls.
+        sweep: their memory, everything on the device.
+        lives: storages, the one that is read again last first, small ones after all others.
+    """
+
+    program: Program
+    sweep: Sweep
+    lives: tuple[_Life, ...]
+
+    @staticmethod
+    def of(program: Program, sweep: Sweep, fixed: frozenset[int]) -> Movable:
+        """Storages that cross the turn, but for ``fixed`` ones."""
+        table = program.line.joint.storages
+        nodes: dict[int, list[fx.Node]] = {}
+        for node in program.saved:
+            for storage in table.of_node[node]:
+                if storage not in fixed:
+                    nodes.setdefault(storage, []).append(node)
+        last = dict.fromkeys(nodes, -1)
+        for index in range(program.turn):
+            block = program.calls[index].block
+            for storage in block.reads | table.of(block.outputs):
+                if storage in last:
+                    last[storage] = index
+        after: dict[int, int] = {}
+        for index in range(program.turn, len(program.calls)):
+            for storage in program.calls[index].block.reads & nodes.keys():
+                after.setdefault(storage, index)
+        lives = [
+            _Life(s, table.nbytes[s], tuple(nodes[s]), last[s], after[s])
+            for s in nodes
+            if s in after
+        ]
+        small_bytes = SMALL_SHARE * sum(life.nbytes for life in lives)
+        lives.sort(key=lambda x: (x.nbytes <= small_bytes, -x.next, x.last, x.storage))
+        return Movable(program, sweep, tuple(lives))
+
+    @property
+    def least_bytes(self) -> int:
+        """The least peak that moving can lead to."""
+        turn_bytes = self.sweep.turn_bytes - sum(life.nbytes for life in self.lives)
+        calls = (
+            nbytes - sum(life.nbytes for life in self.lives if life.last < index < life.next)
+            for index, nbytes in enumerate(self.sweep.peaks_bytes)
+        )
+        return max(turn_bytes, self.sweep.end_bytes, *calls)
+
+    def moves(self, budget_bytes: int, host_bytes: int | None = None) -> tuple[Move, ...] | None:
+        """What to move so that the peak is within ``budget_bytes``, ``None`` if nothing does.
+
+        Args:
+            budget_bytes: what the peak may reach.
+            host_bytes: most bytes on the host; ``None``: as many as it takes.
+
+        Ensures: no storage is away that does not have to be, and none longer than that.
+        """
+        away = self._away(budget_bytes)
+        if away is None:
+            return None
+        # All of them are there at once, at the turn.
+        if host_bytes is not None and sum(slot_bytes(x.nbytes) for x in away) > host_bytes:
+            return None
+        turn = self.program.turn
+        return tuple(
+            Move(
+                storage=life.storage,
+                nbytes=life.nbytes,
+                nodes=life.nodes,
+                offload=life.last + 1,
+                release=min(begin, turn),
+                prefetch=max(end, turn),
+                wait=life.next,
+            )
+            for life, (begin, end) in sorted(away.items(), key=lambda x: (x[0].last, x[0].storage))
+        )
+
+    def _away(self, budget_bytes: int) -> dict[_Life, tuple[int, int]] | None:
+        """For each storage to move the calls ``[begin, end)`` during which it is away.
+
+        The turn lies within: who is away at all is away then.
+        """
+        if self.sweep.end_bytes > budget_bytes:
+            return None
+        away: dict[_Life, tuple[int, int]] = {}
+        instants: list[tuple[int, int | None]] = [(self.sweep.turn_bytes, None)]
+        instants.extend((nbytes, i) for i, nbytes in enumerate(self.sweep.peaks_bytes))
+        for nbytes, call in sorted(instants, key=lambda x: -x[0]):
+            if not self._make_room(nbytes - budget_bytes, call, away):
+                return None
+        return away
+
+    def _make_room(
+        self, missing_bytes: int, call: int | None, away: dict[_Life, tuple[int, int]]
+    ) -> bool:
+        """Send storages away until ``call`` (the turn, if None) has room."""
+        turn = self.program.turn
+        for life, (begin, end) in away.items():
+            if call is None or begin <= call < end:
+                missing_bytes -= life.nbytes
+        if missing_bytes <= 0:
+            return True
+        # Those on the move anyway first: being away for longer takes no more copies.
+        staying = [life for life in self.lives if life not in away]
+        for life in [*(life for life in self.lives if life in away), *staying]:
+            begin, end = away.get(life, (turn, turn))
+            there = begin <= call < end if call is not None else life in away
+            free = call is None or life.last < call < life.next
+            if there or not free:
+                continue
+            away[life] = (begin, end) if call is None else (min(begin, call), max(end, call + 1))
+            missing_bytes -= life.nbytes
+            if missing_bytes <= 0:
+                return True
+        return False
+
+
+def swept(sweep: Sweep, moves: Sequence[Move]) -> Sweep:
+    """The memory of a program whose storages travel, from what it is when they stay.
+
+    Args:
+        sweep: with everything on the device.
+        moves: of the program.
+    """
+    changes = [0] * (len(sweep.peaks_bytes) + 1)
+    for move in moves:
+        changes[move.release] += move.nbytes
+        changes[move.prefetch] -= move.nbytes
+    away = list(accumulate(changes[:-1]))
+    return replace(
+        sweep,
+        peaks_bytes=tuple(map(operator.sub, sweep.peaks_bytes, away)),
+        held_bytes=tuple(map(operator.sub, sweep.held_bytes, away)),
+        turn_bytes=sweep.turn_bytes - sum(m.nbytes for m in moves),
+    )

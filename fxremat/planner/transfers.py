@@ -1,0 +1,302 @@
+"""The fastest schedule within a budget when storages may also travel to host memory.
+
+Any schedule of recomputations can be the base: what it holds too much of travels, as
+``planner.moves`` decides from bytes alone, and ``planner.timing`` predicts what that takes.
+Bases are the candidates of the search, from nothing recomputed (transfers alone) to the
+least peak (recomputation alone), and schedules made for the budget (``bases``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fxremat import torch_compat
+from fxremat.costs.bandwidth import MeasuredLink, measure_link
+from fxremat.ir import Timeline
+from fxremat.passes.emit.travel import Move
+from fxremat.planner import bases
+from fxremat.planner.candidate import Candidate
+from fxremat.planner.moves import Movable, swept
+from fxremat.planner.policy import conv_inputs
+from fxremat.planner.search import Search
+from fxremat.planner.sweep import Sweep
+from fxremat.planner.timing import replay
+from fxremat.runtime.slots import slot_bytes
+from fxremat.units import format_bytes
+
+ENOUGH = 1 + 1e-3
+"""Times what keeping everything takes: a climb ends where it comes as near."""
+
+ROUNDS = 6
+"""Times that more is sent away because the allocator has handed out too much."""
+
+PATIENCE = 8
+"""Faster schedules in a row that transfers make slower before a climb ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What the user lends of the host.
+
+    Attributes:
+        only: nothing is recomputed, transfers alone make room.
+        conv: only inputs of convolutions and poolings travel.
+        limit_bytes: the most of it; ``None``: as much as it takes.
+        folder: of the file that stands for it where the step runs on a CPU; ``None``: the
+            system's for temporary files.
+    """
+
+    only: bool = False
+    conv: bool = False
+    limit_bytes: int | None = None
+    folder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A candidate with storages that travel.
+
+    Attributes:
+        candidate: the calls.
+        moves: what travels, when.
+        sweep: memory with that.
+        timeline: predicted.
+    """
+
+    candidate: Candidate
+    moves: tuple[Move, ...]
+    sweep: Sweep
+    timeline: Timeline
+
+    @property
+    def total_s(self) -> float:
+        """Of the step."""
+        return self.timeline.makespan_s
+
+    @staticmethod
+    def of(candidate: Candidate, moves: tuple[Move, ...], link: MeasuredLink | None) -> Moved:
+        """Predict what ``moves`` do to a candidate."""
+        program = candidate.program
+        sweep = swept(candidate.sweep, moves) if moves else candidate.sweep
+        timeline = replay(program, candidate.seconds, sweep, moves, link)
+        return Moved(candidate, moves, sweep, timeline)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Candidates of a search, and what of each could travel.
+
+    Attributes:
+        search: the candidates.
+        host: where to.
+        link: how fast, measured with the kind of memory that will be used.
+        settled: storages that stay.
+        movable: what of each candidate.
+        candidates: those of the search that ``host`` allows.
+    """
+
+    search: Search
+    host: HostMemory
+    link: MeasuredLink
+    settled: frozenset[int]
+    movable: tuple[Movable, ...]
+    candidates: tuple[Candidate, ...]
+
+    @staticmethod
+    def of(search: Search, host: HostMemory) -> Transfers:
+        """Measure the link and look at every candidate.
+
+        Raises:
+            HostMemoryError: there is no host memory to measure with.
+        """
+        device = search.sweeps.surroundings.device
+        with torch_compat.real_execution(), torch.no_grad():
+            link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
+        candidates = (search.baseline,) if host.only else bases.of_search(search)
+        settled = search.settled
+        if host.conv:
+            joint = search.measured.line.joint
+            settled |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint)
+        movable = tuple(_movable(candidate, settled) for candidate in candidates)
+        return Transfers(search, host, link, settled, movable, candidates)
+
+    @property
+    def least_bytes(self) -> int:
+        """The least feasible budget."""
+        return self._least()[0]
+
+    def _least(self) -> tuple[int, Movable, Candidate, tuple[Move, ...]]:
+        """It, and what it was found with."""
+        pairs = zip(self.movable, self.candidates, strict=True)
+        each = [(self._least_bytes(base), base, candidate) for base, candidate in pairs]
+        best: tuple[int, Movable, Candidate, tuple[Move, ...]] | None = None
+        for least, base, candidate in sorted(each, key=lambda found: found[0]):
+            if best is not None and least >= best[0]:  # what is handed out is never less
+                break
+            moves = base.moves(least, self.host.limit_bytes)
+            assert moves is not None
+            counted = max(least, self._counted_bytes(base, moves))
+            if best is None or counted < best[0]:
+                best = counted, base, candidate, moves
+        assert best is not None
+        return best
+
+    def _counted_bytes(self, base: Movable, moves: tuple[Move, ...]) -> int:
+        """Of the peak with ``moves``: what the budget is for."""
+        return self.search.allocations.counted_bytes(
+            base.program, swept(base.sweep, moves) if moves else base.sweep, moves
+        )
+
+    def _least_bytes(self, base: Movable) -> int:
+        least = base.least_bytes
+        limit = self.host.limit_bytes
+        if limit is None or base.moves(least, limit) is not None:
+            return least
+        most = base.sweep.peak_bytes
+        while least < most:  # more room hardly ever takes more of the host
+            middle = (least + most) // 2
+            if base.moves(middle, limit) is None:
+                least = middle + 1
+            else:
+                most = middle
+        return least
+
+    def describe_least(self) -> str:
+        """What the least feasible budget is needed for."""
+        limited = self._describe_limit()
+        if limited is not None:
+            return limited
+        if not self.host.only:
+            return "what neither travels nor is recomputed"
+        return "what cannot travel: it is read by neighbouring operations, or held by others"
+
+    def _describe_limit(self) -> str | None:
+        """How much host memory would do with less, if that is what limits."""
+        limit = self.host.limit_bytes
+        least = min(base.least_bytes for base in self.movable)
+        best = [base for base in self.movable if base.least_bytes == least]
+        if limit is None or any(base.moves(least, limit) is not None for base in best):
+            return None
+        taken = min(sum(slot_bytes(m.nbytes) for m in base.moves(least) or ()) for base in best)
+        return (
+            f"what host_limit= keeps on the device: it allows {limit} bytes "
+            f"({format_bytes(limit)}) of host memory, and with {taken} ({format_bytes(taken)}) "
+            f"{least} bytes ({format_bytes(least)}) of the device would do"
+        )
+
+    def fastest_within(self, budget_bytes: int) -> Moved:
+        """The fastest that fits.
+
+        Requires: the budget is at least ``least_bytes``.
+        """
+        best = self._without_moves(budget_bytes)
+        if best is not None and best.candidate is self.search.baseline:
+            return best  # everything fits: nothing is done, be it free
+        for base, candidate in self._by_time(budget_bytes):
+            if best is not None and candidate.total_s >= best.total_s:
+                break
+            best = _faster(best, self._moved(base, candidate, budget_bytes, best))
+        if best is None or best.total_s > self.search.baseline.total_s:
+            for found in self._climbed(budget_bytes):
+                best = _faster(best, found)
+        return best or self._at_least()
+
+    def _moved(
+        self, base: Movable, candidate: Candidate, budget_bytes: int, best: Moved | None = None
+    ) -> Moved | None:
+        """A candidate with what must travel; ``None`` if none fits, or is faster than ``best``.
+
+        Moves are found from sums of bytes. Where more is handed out, they are found again for
+        as much less.
+        """
+        aim_bytes = budget_bytes
+        for _ in range(ROUNDS):
+            moves = base.moves(aim_bytes, self.host.limit_bytes)
+            if moves is None:
+                return None
+            found = Moved.of(candidate, moves, self.link)
+            if best is not None and found.total_s >= best.total_s:
+                return None
+            over_bytes = self._counted_bytes(base, moves) - budget_bytes
+            if over_bytes <= 0:
+                return found
+            aim_bytes -= over_bytes
+        return None
+
+    def _climbed(self, budget_bytes: int) -> Iterator[Moved]:
+        """The fastest of each climb, until what is away takes longer than it saves.
+
+        Each climb goes by itself, whatever is known already, so that more candidates never
+        make a step slower.
+        """
+        if self.host.only:
+            return
+        before_s = math.inf
+        for start, higher in bases.climbs(self.search, budget_bytes):
+            found = self._moved(_movable(start, self.settled), start, budget_bytes)
+            if found is not None:
+                if found.total_s > before_s:
+                    return
+                before_s = found.total_s
+            found = self._top(found, higher, budget_bytes)
+            if found is not None:
+                yield found
+                if self._is_enough(found):
+                    return
+
+    def _is_enough(self, found: Moved | None) -> bool:
+        return found is not None and found.total_s <= ENOUGH * self.search.baseline.total_s
+
+    def _top(
+        self, best: Moved | None, higher: Iterator[Candidate], budget_bytes: int
+    ) -> Moved | None:
+        """The fastest of a climb."""
+        fruitless = 0
+        for candidate in higher:
+            if fruitless == PATIENCE or self._is_enough(best):
+                break
+            if best is not None and candidate.total_s >= best.total_s:
+                continue
+            found = self._moved(_movable(candidate, self.settled), candidate, budget_bytes, best)
+            faster = _faster(best, found)
+            fruitless = 0 if faster is not best else fruitless + 1
+            best = faster
+        return best
+
+    def _at_least(self) -> Moved:
+        """What the least feasible budget was found with.
+
+        Within a limit of host memory it may fit where what is chosen for a larger budget
+        does not: other storages travel then, and not always fewer bytes.
+        """
+        _, _, candidate, moves = self._least()
+        return Moved.of(candidate, moves, self.link)
+
+    def _without_moves(self, budget_bytes: int) -> Moved | None:
+        """The best of all candidates, of which only some are bases."""
+        search = self.search
+        if self.host.only or budget_bytes < search.least_bytes:
+            return None
+        return Moved.of(search.fastest_within(budget_bytes), (), None)
+
+    def _by_time(self, budget_bytes: int) -> list[tuple[Movable, Candidate]]:
+        pairs = list(zip(self.movable, self.candidates, strict=True))
+        if not self.host.only:
+            for candidate in bases.by_pofo(self.search, budget_bytes, self.link):
+                pairs.append((_movable(candidate, self.settled), candidate))
+        return sorted(pairs, key=lambda pair: pair[1].total_s)
+
+
+def _faster(best: Moved | None, found: Moved | None) -> Moved | None:
+    """The first one if they are equal."""
+    if best is None or (found is not None and found.total_s < best.total_s):
+        return found
+    return best
+
+
+def _movable(candidate: Candidate, settled: frozenset[int]) -> Movable:
+    return Movable.of(candidate.program, candidate.sweep, settled)
