@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.solvers.quantize import quantum_bytes, slots_down, slots_up
+from fxremat.errors import ArgumentError
+from fxremat.solvers.quantize import quantum_bytes, slots_down, slots_up, whole_count
 
 NBYTES = st.integers(0, 1 << 60)
 
@@ -28,6 +32,20 @@ def test_what_fits_in_slots_fits_in_bytes(sizes: list[int], quantum: int) -> Non
     slots = sum(slots_up(nbytes, quantum=quantum) for nbytes in sizes)
     assert slots <= slots_down(slots * quantum, quantum=quantum)
     assert sum(sizes) <= slots * quantum
+
+
+@pytest.mark.parametrize("slots", [0, -1, 1.5, 1.0, math.nan, math.inf, True, None, "9"])
+def test_slots_are_a_whole_number_of_at_least_1(slots: object) -> None:
+    with pytest.raises(ArgumentError, match=r"slots is .*, must be at least 1") as refused:
+        whole_count(slots, name="slots")
+    assert refused.value.argument == "slots"
+    assert refused.value.value is slots
+
+
+@pytest.mark.parametrize("slots", [1, 500, np.int64(3), np.uint8(7)])
+def test_numbers_of_slots(slots: int) -> None:
+    assert type(whole_count(slots, name="slots")) is int
+    assert quantum_bytes(10, slots=slots) == max(1, math.ceil(10 / slots))
 
 
 def test_malformed() -> None:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from inspect import signature
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fxremat.errors import ArgumentError
 from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solution, Solved, TimedOut
 from fxremat.simulate import check
-from fxremat.solvers import SOLVERS
-from tests.problems import NAMED, Named
+from fxremat.solvers import JOIN_SOLVERS, SOLVERS
+from fxremat.solvers.join import JoinPlans
+from fxremat.solvers.rotor import RotorTable
+from tests.joins import two_towers
+from tests.problems import NAMED, Named, keep_all
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES, SIZES, any_costs, paper_costs
 
 RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -145,6 +152,47 @@ def test_sizes_and_times_of_any_magnitude(
     found = SOLVERS[name](problem)
     assert not isinstance(found, TimedOut)
     assert replayed(problem, found) >= 0
+
+
+TAKES_SLOTS = ("rotor", "revolve", "join", "equiv_chain", "offload_dp", "pofo")
+"""They round sizes."""
+
+
+def test_all_that_take_slots_are_listed() -> None:
+    takes = [name for name, solve in SOLVERS.items() if "slots" in signature(solve).parameters]
+    assert sorted(takes) == sorted(TAKES_SLOTS)
+
+
+@pytest.mark.parametrize("name", TAKES_SLOTS)
+@pytest.mark.parametrize("slots", [0, -1, 1.5, math.nan, math.inf, True])
+@pytest.mark.parametrize("budget_bytes", [0, 1 << 20])
+def test_slots_are_checked_whatever_the_budget(name: str, slots: float, budget_bytes: int) -> None:
+    """With a budget that nothing fits into, and with one that needs no slots."""
+    solve: Any = SOLVERS[name]
+    problem = replace(keep_all().problem, budget_bytes=budget_bytes)
+    with pytest.raises(ArgumentError, match="slots is"):
+        solve(problem, slots=slots)
+
+
+@pytest.mark.parametrize("name", ["join", "equiv_chain"])
+@pytest.mark.parametrize("slots", [0, -1, 1.5, math.nan])
+@pytest.mark.parametrize("budget_bytes", [0, 1 << 40])
+def test_slots_of_joins_are_checked_whatever_the_budget(
+    name: str, slots: float, budget_bytes: int
+) -> None:
+    solve: Any = JOIN_SOLVERS[name]
+    with pytest.raises(ArgumentError, match="slots is"):
+        solve(replace(two_towers(), budget_bytes=budget_bytes), slots=slots)
+
+
+@pytest.mark.parametrize("slots", [0, -1, 1.5, math.nan])
+def test_slots_of_tables_are_checked_first(slots: Any) -> None:
+    """Before the chain, which has a mistake of its own."""
+    problem, join = keep_all().problem, two_towers()
+    with pytest.raises(ArgumentError, match="slots is"):
+        RotorTable.build(problem.chain, problem.costs, max_budget_bytes=-1, slots=slots)
+    with pytest.raises(ArgumentError, match="slots is"):
+        JoinPlans.build(join.join, join.costs, max_budget_bytes=-1, slots=slots)
 
 
 def test_importing_the_table_is_quick() -> None:

@@ -48,6 +48,7 @@ from fxremat.ir import (
 )
 from fxremat.solvers import rotor
 from fxremat.solvers.numbers import Numbers, numbers_of
+from fxremat.solvers.quantize import whole_count
 from fxremat.solvers.sequences import base_bytes, seconds_of
 
 
@@ -62,8 +63,10 @@ def solve(problem: Problem, *, slots: int = 500) -> Solution:
         ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule.
 
     Raises:
-        ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
+        ArgumentError: ``slots`` is no whole number of at least 1; nothing else is looked at then.
+        ValueError: the sizes are too large to add up.
     """
+    slots = whole_count(slots, name="slots")
     chain, costs = problem.chain, problem.costs
     available_bytes = problem.budget_bytes - base_bytes(chain, costs)
     checkpoints = _checkpoints(costs, numbers_of(chain, costs), available_bytes)

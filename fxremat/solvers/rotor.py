@@ -70,7 +70,7 @@ from fxremat.solvers.numbers import (
     unit_bytes,
     without_saved_sets,
 )
-from fxremat.solvers.quantize import quantum_bytes, slots_down
+from fxremat.solvers.quantize import quantum_bytes, slots_down, whole_count
 from fxremat.solvers.sequences import base_bytes, seconds_of
 
 _LARGEST_TABLE_BYTES = 1 << 29
@@ -95,8 +95,10 @@ def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> So
         everything without rounding is never answered with more than that takes.
 
     Raises:
-        ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
+        ArgumentError: ``slots`` is no whole number of at least 1; nothing else is looked at then.
+        ValueError: the sizes are too large to add up.
     """
+    slots = whole_count(slots, name="slots")
     chain, costs = problem.chain, problem.costs
     least = Least.of(_numbers(chain, costs, tapes_late))
     least_bytes = base_bytes(chain, costs) + least.root_bytes
@@ -170,9 +172,10 @@ class RotorTable(BudgetTable):
         There are fewer slots where all sizes are multiples of a greater one than asked for.
 
         Raises:
-            ValueError: the chain or the costs are malformed or too large to add up, or
-                ``slots < 1``.
+            ArgumentError: ``slots`` is no whole number of at least 1.
+            ValueError: the chain or the costs are malformed or too large to add up.
         """
+        slots = whole_count(slots, name="slots")
         Problem(chain, costs, max_budget_bytes)  # validates
         numbers = numbers_of(chain, costs)
         available_bytes = min(max(0, max_budget_bytes - base_bytes(chain, costs)), MOST_BYTES)

@@ -29,6 +29,7 @@ from fxremat.ir import (
 )
 from fxremat.solvers import rotor
 from fxremat.solvers.join import walk
+from fxremat.solvers.quantize import whole_count
 
 
 def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
@@ -43,8 +44,10 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
         the least budget at which this finds one.
 
     Raises:
-        ValueError: ``slots`` is less than 1, or the sizes are too large to add up.
+        ArgumentError: ``slots`` is no whole number of at least 1; nothing else is looked at then.
+        ValueError: the sizes are too large to add up.
     """
+    slots = whole_count(slots, name="slots")
     line = problem if isinstance(problem, Problem) else equivalent_chain(problem)
     found = rotor.solve(line, slots=slots)
     assert isinstance(found, Solved | Infeasible)

@@ -73,7 +73,7 @@ from fxremat.solvers.join.numbers import JoinNumbers, base_bytes, join_numbers, 
 from fxremat.solvers.kernels import TILE, Table, fill_tiles
 from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Floats, Numbers
-from fxremat.solvers.quantize import quantum_bytes, slots_down
+from fxremat.solvers.quantize import quantum_bytes, slots_down, whole_count
 
 LARGEST_TABLE_BYTES = 1 << 30
 """``solve`` takes fewer slots where the table would be larger than this."""
@@ -96,9 +96,10 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
         times the slots, then answered with a schedule from the least memory.
 
     Raises:
-        ValueError: ``slots`` is less than 1, the sizes are too large to add up, or the
-            branches are too many or too long.
+        ArgumentError: ``slots`` is no whole number of at least 1; nothing else is looked at then.
+        ValueError: the sizes are too large to add up, or the branches are too many or too long.
     """
+    slots = whole_count(slots, name="slots")
     if isinstance(problem, Problem):
         found = rotor.solve(problem, slots=slots)
         assert isinstance(found, Solved | Infeasible)
@@ -113,7 +114,7 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
             join,
             costs,
             max_budget_bytes=problem.budget_bytes,
-            slots=min(slots * factor, most) if slots > 0 else slots,
+            slots=min(slots * factor, most),
         )
         if plans.budget_is_too_small(problem.budget_bytes):
             break
@@ -166,9 +167,10 @@ class JoinPlans(BudgetTable):
         """Fill the table; a budget below the least leaves it almost empty.
 
         Raises:
-            ValueError: the join or the costs are malformed or too large to add up, or
-                ``slots < 1``.
+            ArgumentError: ``slots`` is no whole number of at least 1.
+            ValueError: the join or the costs are malformed or too large to add up.
         """
+        slots = whole_count(slots, name="slots")
         JoinProblem(join, costs, max_budget_bytes)  # validates
         _state_count(join)
         lines = line_numbers(join, costs)

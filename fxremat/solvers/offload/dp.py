@@ -52,7 +52,7 @@ from fxremat.solvers.offload.answer import answer, infeasible
 from fxremat.solvers.offload.greedy import eager
 from fxremat.solvers.offload.line import Line, line_of
 from fxremat.solvers.offload.phases import plan
-from fxremat.solvers.quantize import quantum_bytes, slots_up
+from fxremat.solvers.quantize import quantum_bytes, slots_up, whole_count
 
 _MOST_STATES = 1 << 15
 """Beyond, states of equal ``K`` are told apart by the slots of their ``Δ`` only."""
@@ -73,9 +73,10 @@ def solve(problem: Problem, *, slots: int = 500, relaxed: bool = False) -> Solut
         schedules that recompute nothing.
 
     Raises:
-        ValueError: ``slots`` is less than 1, a storage crosses two cuts, or the sizes are too
-            large to add up.
+        ArgumentError: ``slots`` is no whole number of at least 1; nothing else is looked at then.
+        ValueError: a storage crosses two cuts, or the sizes are too large to add up.
     """
+    slots = whole_count(slots, name="slots")
     line = line_of(problem)
     quantum = quantum_bytes(line.budget, slots=slots)
     refused = infeasible(line)

@@ -73,6 +73,7 @@ from fxremat.solvers.pofo.emit import fluid_schedule, fluid_seconds, whole_sched
 from fxremat.solvers.pofo.search import bound_s, least_memory, limits_of, search
 from fxremat.solvers.pofo.steps import Plan, plan_of
 from fxremat.solvers.pofo.sweep import Limits, Sweep
+from fxremat.solvers.quantize import whole_count
 
 __all__ = ["Outcome", "explore", "solve"]
 
@@ -161,7 +162,9 @@ def solve(
         ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule.
 
     Raises:
-        ValueError: ``slots`` or ``labels`` is less than 1, or the sizes are too large to add up.
+        ArgumentError: ``slots`` or ``labels`` is no whole number of at least 1; nothing else is
+            looked at then.
+        ValueError: the sizes are too large to add up.
     """
     found = explore(problem, slots=slots, labels=labels)
     if isinstance(found, Infeasible):
@@ -171,8 +174,8 @@ def solve(
 
 def explore(problem: Problem, *, slots: int = 50, labels: int = 600) -> Outcome | Infeasible:
     """All that ``solve`` finds; see there."""
-    if labels < 1:
-        raise ValueError(f"labels is {labels}, must be at least 1")
+    slots = whole_count(slots, name="slots")
+    labels = whole_count(labels, name="labels")
     sweep = build(problem, slots=slots)
     least_bytes, decisions = least_memory(sweep)
     least_bytes += problem.costs.fixed_bytes

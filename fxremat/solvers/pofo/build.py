@@ -28,7 +28,7 @@ def build(problem: Problem, *, slots: int) -> Sweep:
     """Everything but the labels. ``O(L³ slots width²)`` time, less where fronts are short.
 
     Raises:
-        ValueError: the sizes are too large to add up, or ``slots < 1``.
+        ValueError: the sizes are too large to add up.
     """
     numbers = numbers_of(problem.chain, problem.costs)
     budget = available(problem)
