@@ -34,7 +34,6 @@ read off by comparing the sums again (``O(L²)``).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -72,6 +71,7 @@ from fxremat.solvers.numbers import (
 )
 from fxremat.solvers.quantize import quantum_bytes, slots_down, whole_count
 from fxremat.solvers.sequences import base_bytes, seconds_of
+from fxremat.solvers.threads import thread_count
 
 _LARGEST_TABLE_BYTES = 1 << 29
 """A retry with more slots stops before its table is larger than this."""
@@ -167,7 +167,7 @@ class RotorTable(BudgetTable):
         slots: int = 500,
         tapes_late: bool = False,
     ) -> RotorTable:
-        """Fill the table. ``O(L³ slots)``, on all the cores this process may use.
+        """Fill the table. ``O(L³ slots)``, on as many cores as ``thread_count`` says.
 
         There are fewer slots where all sizes are multiples of a greater one than asked for.
 
@@ -370,7 +370,7 @@ def _fill(numbers: Numbers, quantum: int, slots: int) -> Table:
         first=np.empty(rows, dtype=np.int64),
     )
     tiles = -(-count // kernels.TILE)
-    workers = min(tiles, _cores())
+    workers = thread_count(most=tiles)
     if workers == 1:
         for distance in range(tiles):
             kernels.fill_tiles(table, distance, 0, 1)
@@ -381,10 +381,3 @@ def _fill(numbers: Numbers, quantum: int, slots: int) -> Table:
             work = partial(kernels.fill_tiles, table, distance)
             list(pool.map(work, range(stride), repeat(stride)))
     return table
-
-
-def _cores() -> int:
-    """Cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +15,16 @@ from fxremat.solvers.pofo.intervals import Fronts, fill_fronts
 from fxremat.solvers.pofo.least import least_runs
 from fxremat.solvers.pofo.sweep import Sweep
 from fxremat.solvers.quantize import quantum_bytes, slots_down
+from fxremat.solvers.threads import thread_count
 
 _ENTRIES = 1 << 20
 """Fronts are as wide as this many entries in all allow, within bounds."""
 
 _SHARED_STAGES = 16
 """From so many stages on, threads share the work."""
+
+_MOST_THREADS = 8
+"""More hardly help."""
 
 
 def build(problem: Problem, *, slots: int) -> Sweep:
@@ -172,7 +175,7 @@ class Crew:
     """Threads that share the work; none for short chains, where they cost more than they do."""
 
     def __init__(self, stages: int) -> None:
-        self.size = _cores() if stages >= _SHARED_STAGES else 1
+        self.size = thread_count(most=_MOST_THREADS) if stages >= _SHARED_STAGES else 1
         self._pool = ThreadPoolExecutor(self.size) if self.size > 1 else None
 
     def __enter__(self) -> Crew:
@@ -190,10 +193,3 @@ class Crew:
             return
         for future in [self._pool.submit(task) for task in tasks]:
             future.result()
-
-
-def _cores() -> int:
-    """Cores that this process may run on, at most eight."""
-    if hasattr(os, "sched_getaffinity"):
-        return min(8, len(os.sched_getaffinity(0)))
-    return min(8, os.cpu_count() or 1)
