@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ortools.sat.python import cp_model
 
 from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved, TimedOut
 from fxremat.simulate import check
 from fxremat.solvers import brute, cpsat
+from fxremat.solvers.cpsat.runs import add_hint, add_runs
 from fxremat.solvers.rotor import RotorTable, least_budget
 from fxremat.solvers.rotor import solve as solve_rotor
 from tests.problems import NAMED, Named, figure_2, keep_all, revolve
@@ -124,16 +128,57 @@ def test_a_time_limit_leaves_a_bound_and_the_best_so_far() -> None:
     found = cpsat.solve(named.problem, persistent=False, time_limit_s=5.0)
     assert isinstance(found, TimedOut)
     assert 0 <= found.bound_s <= named.any_s
-    if found.incumbent is not None:
-        replayed = check(named.problem, found.incumbent.schedule)
-        assert replayed.makespan_s == found.incumbent.makespan_s >= named.any_s
+    assert found.incumbent is not None
+    replayed = check(named.problem, found.incumbent.schedule)
+    assert replayed.makespan_s == found.incumbent.makespan_s >= named.any_s
 
 
-def test_no_time_at_all() -> None:
-    found = cpsat.solve(revolve(8, 2).problem, time_limit_s=0.0)
+@settings(RELAXED, max_examples=60)
+@given(chains_with_options(), st.integers(-2, 20), st.booleans(), st.sampled_from([0.0, 0.01]))
+def test_with_hardly_any_time_it_is_as_good_as_rotor(
+    costed: tuple[Chain, Costs], spare: int, persistent: bool, time_limit_s: float
+) -> None:
+    problem = near_the_least(costed, spare)
+    found = cpsat.solve(problem, persistent=persistent, time_limit_s=time_limit_s)
+    rotor = solve_rotor(problem)
+    best = found.incumbent if isinstance(found, TimedOut) else found
+    if isinstance(rotor, Solved):
+        assert isinstance(best, Solved)
+        assert best.makespan_s <= rotor.makespan_s
+        assert check(problem, best.schedule).makespan_s == best.makespan_s
+    if isinstance(found, TimedOut):
+        assert found.incumbent is None or found.bound_s <= found.incumbent.makespan_s
+
+
+def test_no_time_at_all_for_what_fits_no_budget() -> None:
+    problem = revolve(8, 2).problem
+    found = cpsat.solve(replace(problem, budget_bytes=0), time_limit_s=0.0)
     assert isinstance(found, TimedOut)
     assert found.incumbent is None
-    assert found.bound_s >= 0
+
+
+@settings(RELAXED, max_examples=100)
+@given(chains_with_options(), st.integers(0, 20), st.booleans())
+def test_every_schedule_of_rotor_is_one_of_the_runs(
+    costed: tuple[Chain, Costs], spare: int, persistent: bool
+) -> None:
+    """What is hinted is all that is needed, and valid: nothing is left to repair."""
+    rotor = solve_rotor(near_the_least(costed, spare))
+    assert isinstance(rotor, Solved)
+    model, search = cp_model.CpModel(), cp_model.CpSolver()
+    ways = [len(stage.options) + 1 for stage in costed[1].stages]
+    runs = add_runs(model, ways, len(ways) + 1, persistent=persistent)
+    assert add_hint(model, runs, rotor.schedule.computations)
+    search.parameters.fix_variables_to_their_hinted_value = True
+    assert search.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+
+
+def test_a_schedule_of_too_many_runs_is_no_hint() -> None:
+    rotor = solve_rotor(revolve(4, 1).problem)
+    assert isinstance(rotor, Solved)
+    model = cp_model.CpModel()
+    runs = add_runs(model, [1] * 4, 2, persistent=True)
+    assert not add_hint(model, runs, rotor.schedule.computations)
 
 
 @settings(RELAXED, max_examples=40)

@@ -36,8 +36,9 @@ from fxremat.ir import (
     Solved,
     TimedOut,
 )
+from fxremat.solvers import rotor
 from fxremat.solvers.cpsat.held import add_memory, all_bytes
-from fxremat.solvers.cpsat.runs import Run, add_runs
+from fxremat.solvers.cpsat.runs import Run, add_hint, add_runs
 from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, Ticks, byte_unit
 from fxremat.solvers.sequences import seconds_of
 
@@ -65,7 +66,11 @@ def solve(
 
     Returns:
         ``Solved``; ``Infeasible`` with the exact least budget; or ``TimedOut`` with the best
-        schedule so far and a bound, infinite if only the least budget was not found.
+        schedule so far (never slower than rotor's, if that has few enough runs) and a bound,
+        infinite if only the least budget was not found.
+
+    Raises:
+        ValueError: the sizes are too large to add up.
     """
     from ortools.sat.python import cp_model  # noqa: PLC0415  (half a second, for few)
 
@@ -78,19 +83,32 @@ def solve(
     built = _Built(cp_model.CpModel(), problem, runs, persistent)
     search.parameters.cp_model_presolve = built.most_coefficients <= MOST_PRESOLVED
     built.minimize_seconds()
+    best = _hinted(built, problem)
     status = search.solve(built.model)
     if status == cp_model.OPTIMAL:
         return built.found(search)
-    if status == cp_model.FEASIBLE:
-        found = built.found(search)
-        return TimedOut(found, min(found.makespan_s, built.bound_s(search)))
     if status != cp_model.INFEASIBLE:
-        return TimedOut(None, built.bound_s(search))
+        if status == cp_model.FEASIBLE:
+            found = built.found(search)
+            best = found if best is None or found.makespan_s < best.makespan_s else best
+        bound_s = built.bound_s(search)
+        return TimedOut(best, bound_s if best is None else min(bound_s, best.makespan_s))
     built = _Built(cp_model.CpModel(), problem, runs, persistent, any_budget=True)
     built.model.minimize(built.budget)
     if search.solve(built.model) != cp_model.OPTIMAL:
         return TimedOut(None, math.inf)
     return Infeasible(round(search.value(built.budget)) * built.unit_bytes)
+
+
+def _hinted(built: _Built, problem: Problem) -> Solved | None:
+    """Rotor's schedule, where the search starts; ``None`` if it has more runs, or does not fit.
+
+    It is memory-persistent, and so one of those that are searched.
+    """
+    found = rotor.solve(problem)
+    if isinstance(found, Solved) and add_hint(built.model, built.runs, found.schedule.computations):
+        return found
+    return None
 
 
 class _Built:

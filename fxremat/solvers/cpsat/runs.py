@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fxremat.ir import Backward, Compute, Forward, Keep
+
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr
 
@@ -184,3 +186,87 @@ def _add_ends(model: CpModel, every: Sequence[Run]) -> None:
         model.add_bool_or(~run.rebuild[last], *ran)
         for forward in ran:
             model.add_bool_or(~run.all[last], ~run.back[last], ~forward)
+
+
+def add_hint(model: CpModel, every: Sequence[Run], ops: Sequence[Compute]) -> bool:
+    """Let the search start from a schedule; whether it has no more runs than there are.
+
+    Requires: it is valid, and ``F_all`` followed by its ``B`` is a rebuild unless it is the
+    first time that the stage runs.
+    """
+    parts = _split(ops)
+    if len(parts) > len(every):
+        return False
+    facts = _Facts(len(every[0].done), [len(options) for options in every[0].option])
+    for run, part in zip(every, [*parts, *[()] * (len(every) - len(parts))], strict=True):
+        for name, values in facts.of(part).items():
+            variables = getattr(run, name)
+            for variable, value in zip(_flat(variables), _flat(values), strict=True):
+                model.add_hint(variable, value)
+    return True
+
+
+def _split(ops: Sequence[Compute]) -> list[tuple[Compute, ...]]:
+    """Into runs: a backward ends one, and so does a forward that the next does not follow."""
+    parts: list[list[Compute]] = []
+    before: Compute | None = None
+    for op in ops:
+        follows = isinstance(before, Forward) and (
+            isinstance(op, Backward) or op.stage == before.stage + 1
+        )
+        if follows:
+            parts[-1].append(op)
+        else:
+            parts.append([op])
+        before = op
+    return [tuple(part) for part in parts]
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """Entries by stage, or by stage and option."""
+    return [v for value in values for v in (value if isinstance(value, list) else [value])]
+
+
+class _Facts:
+    """The fields of each run of a schedule, one run after the other."""
+
+    def __init__(self, count: int, options: Sequence[int]) -> None:
+        self.options = options
+        self.ran = [False] * count
+        self.done = [False] * count
+        self.kept = [False] * count
+        self.held = [[False] * ways for ways in options]
+
+    def of(self, part: Sequence[Compute]) -> dict[str, list[Any]]:
+        """Of the next run, in which these operations are."""
+        count = len(self.done)
+        found: dict[str, list[Any]] = {
+            name: [False] * count
+            for name in ("none", "ck", "all", "rebuild", "forward", "starts", "back")
+        }
+        found["option"] = [[False] * ways for ways in self.options]
+        found |= {"done": list(self.done), "kept": list(self.kept)}
+        found |= {"saved": list(map(any, self.held)), "held": [list(row) for row in self.held]}
+        last = part[-1] if part else None
+        for at, op in enumerate(part):
+            i = op.stage
+            if isinstance(op, Backward):
+                found["back"][i] = True
+                continue
+            found["forward"][i], found["starts"][i] = True, at == 0
+            self.kept[i] = op.keep is not Keep.NONE
+            if op.keep is not Keep.ALL:
+                found["ck" if op.keep is Keep.INPUT else "none"][i] = True
+            elif self.ran[i] and last == Backward(i):
+                found["rebuild"][i], self.kept[i] = True, False
+            else:
+                found["all"][i] = found["option"][i][op.option] = True
+                self.held[i][op.option] = True
+            self.ran[i] = True
+        found |= {"kept_after": list(self.kept), "saved_after": list(map(any, self.held))}
+        found["held_after"] = [list(row) for row in self.held]
+        if isinstance(last, Backward):
+            i = last.stage
+            self.done[i], self.kept[i] = True, False
+            self.held[i] = [False] * self.options[i]
+        return found
