@@ -16,6 +16,7 @@ from fxremat.costs.cost import Progress
 from fxremat.errors import BackwardError
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planned, plan_step
+from fxremat.passes.emit.code import ScheduleModule
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
 from fxremat.runtime import cuda_graph
@@ -38,7 +39,7 @@ class Compiled:
     """
 
     planned: Planned
-    graphs: list[fx.GraphModule] = field(default_factory=list)
+    graphs: list[ScheduleModule] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -112,12 +113,12 @@ class StepCompiler:
             self.latest = found[-1]
             return result.forward, result.backward
 
-        def compile_forward(graph: fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+        def compile_forward(graph: ScheduleModule, _inputs: object) -> Callable[..., Any]:
             torch_compat.allow_retained_graphs()
             found[-1].graphs.append(graph)
             return self._forward(graph, found[-1])
 
-        def compile_backward(graph: fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+        def compile_backward(graph: ScheduleModule, _inputs: object) -> Callable[..., Any]:
             found[-1].graphs.append(graph)
             return torch_compat.boxed(emitted(graph.forward))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxremat.ir import Copy, Event, Lane, Timeline
+from fxremat.passes.emit.code import ScheduleModule
 from fxremat.runtime.watch import TransferRecord, record_transfers
+from fxremat.torch_compat import BoxedCallable
 from fxremat.units import format_seconds
 
 WIDTH = 110
@@ -74,7 +75,7 @@ class StepTrace:
 def trace_step(
     step: Callable[[], object],
     *,
-    graphs: Sequence[nn.Module],
+    graphs: Sequence[ScheduleModule],
     predicted: Timeline,
     device: torch.device,
 ) -> StepTrace:
@@ -160,13 +161,25 @@ class _CudaClock:
 
 
 @contextmanager
-def _calls_noted(graphs: Sequence[nn.Module], clock: _HostClock | _CudaClock) -> Iterator[None]:
-    """Mark begin and end of every call of a block."""
-    blocks = {id(block): block for graph in graphs for block in graph.children()}
-    with ExitStack() as stack:
-        for block in blocks.values():
-            before = block.register_forward_pre_hook(lambda _module, _args: clock.mark())
-            after = block.register_forward_hook(lambda _module, _args, _results: clock.mark())
-            stack.callback(before.remove)
-            stack.callback(after.remove)
+def _calls_noted(
+    graphs: Sequence[ScheduleModule], clock: _HostClock | _CudaClock
+) -> Iterator[None]:
+    """Mark begin and end of every call of a stage."""
+
+    def noted(run: BoxedCallable) -> BoxedCallable:
+        def call(args: list[Any]) -> Sequence[Any]:
+            clock.mark()
+            results = run(args)
+            clock.mark()
+            return results
+
+        return call
+
+    calls = [(graph, name, call) for graph in graphs for name, call in graph.calls()]
+    try:
+        for graph, name, call in calls:
+            graph.call_by(name, noted(call))
         yield
+    finally:
+        for graph, name, call in calls:
+            graph.call_by(name, call)

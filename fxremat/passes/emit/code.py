@@ -41,6 +41,16 @@ class ScheduleModule(fx.GraphModule):
     def __init__(self, root: torch.nn.Module, graph: fx.Graph, class_name: str) -> None:
         super().__init__(root, graph, class_name)
 
+    def calls(self) -> Iterator[tuple[str, torch_compat.BoxedCallable]]:
+        """Each submodule's name, and what its calls run."""
+        for name, stage in self._modules.items():
+            assert stage is not None
+            yield name, stage.forward
+
+    def call_by(self, name: str, run: torch_compat.BoxedCallable) -> None:
+        """Have the code's calls of submodule ``name`` made by ``run``."""
+        type(self).forward.__globals__[name] = run
+
     def recompile(self) -> Any:
         """Write the code anew after a change of the graph."""
         python_code = super().recompile()
@@ -54,6 +64,9 @@ class ScheduleModule(fx.GraphModule):
         linecache.cache[file_name] = (len(source), None, source.splitlines(True), file_name)
         type(self).forward = scope["forward"]
         self._code = source
+        # Its forward, found at once: calling a module takes microseconds, for hooks of nobody.
+        for name, call in self.calls():
+            self.call_by(name, call)
         return python_code
 
 
@@ -145,7 +158,7 @@ class _Renderer:
         if dead:
             self._lines.extend(_delete(", ".join(dead)))
         results = ", ".join(self._names(self._results(node)))
-        call = f"self.{node.target}(args)"
+        call = f"{node.target}(args)"
         if results:
             self._lines.extend(_wrap("[", results, f"] = {call}{comment}"))
         else:
