@@ -71,11 +71,32 @@ def exact(problem: Problem, *, relaxed: bool = True) -> Solved | Infeasible:
     return found
 
 
-def replayed(problem: Problem, found: Solved, *, fluid: bool) -> None:
-    """It takes as long as is said, within the budget."""
+def exact_outcome(problem: Problem) -> pofo.Outcome:
+    """The whole search with slots of one byte."""
+    found = pofo.explore(problem, slots=max(1, problem.budget_bytes))
+    assert isinstance(found, pofo.Outcome)
+    return found
+
+
+def replayed(problem: Problem, found: Solved, *, fluid: bool, error: float = 0.0) -> None:
+    """It takes as long as is said, within the budget.
+
+    With fluid transfers a schedule made for whole ones takes no longer than that.
+    """
     timeline = check(problem, found.schedule, fluid=fluid)
-    assert timeline.makespan_s == found.makespan_s
     assert timeline.peak_bytes <= problem.budget_bytes
+    assert all(event.start_s >= 0.0 for event in timeline.events)
+    assert math.isfinite(found.makespan_s)
+    if fluid and is_of_whole_transfers(found):
+        assert timeline.makespan_s <= found.makespan_s * (1 + error)
+        timeline = check(problem, found.schedule)
+    assert timeline.makespan_s == pytest.approx(found.makespan_s, rel=error, abs=0.0)
+
+
+def is_of_whole_transfers(found: Solved) -> bool:
+    """One for fluid ones has a prefetch of no bytes at the turn, if anything travels."""
+    parts = (op.nbytes for op in found.schedule if isinstance(op, Offload | Prefetch))
+    return all(nbytes is None for nbytes in parts)
 
 
 def pure_offloading_s(problem: Problem) -> float:
@@ -102,10 +123,13 @@ def check_all(problem: Problem) -> None:
         return
     assert isinstance(found, Solved)
     assert isinstance(expected, Solved)
-    assert found.makespan_s == expected.makespan_s
-    replayed(problem, found, fluid=True)
+    outcome = exact_outcome(problem)
+    assert outcome.exact
+    assert outcome.bound_s == outcome.seconds == expected.makespan_s
     whole = exact(problem, relaxed=False)
     assert isinstance(whole, Solved)
+    assert found.makespan_s == min(outcome.seconds, whole.makespan_s)
+    replayed(problem, found, fluid=True)
     replayed(problem, whole, fluid=False)
     assert found.makespan_s <= pure_offloading_s(problem)
     alone = rotor.solve(problem, slots=max(1, problem.budget_bytes))
@@ -142,8 +166,26 @@ def input_leaves_first() -> Problem:
     return Problem(Chain.from_sizes(sizes, [16, 1, 0]), costs, 24, Link.symmetric(1.0))
 
 
+def copies_across_the_turn() -> Problem:
+    """The offload of boundary 0 is still under way when the backward begins: 12.25 s.
+
+    The supplement's model wants it to be done before, and takes 13.25 s.
+    """
+    sizes = [2, 0, 1, 4, 0]
+    costs = Costs.from_paper(
+        forward_s=[0.25, 1.5, 0.25, 1.0],
+        backward_s=[2.0, 0.5, 1.5, 1.25],
+        gradient_bytes=[2, 2, 4, 0, 4],
+        saved_bytes=[2, 1, 7, 0],
+        forward_extra_bytes=[3, 2, 1, 0],
+        backward_extra_bytes=[1, 1, 1, 0],
+    )
+    return Problem(Chain.from_sizes(sizes, [2, 1, 7, 0]), costs, 13, Link.symmetric(0.5))
+
+
 @settings(RELAXED, max_examples=400)
 @given(problems(most=4))
+@example(copies_across_the_turn())
 @example(both_at_once())
 @example(input_leaves_first())
 def test_equals_the_exhaustive_search(problem: Problem) -> None:
@@ -167,6 +209,22 @@ def test_least_budget_is_the_least(problem: Problem) -> None:
     replayed(enough, found, fluid=True)
     if least:
         assert brute.solve(with_budget(problem, least - 1)) == Infeasible(least)
+
+
+def test_relaxed_is_no_slower_than_whole_transfers_across_the_turn() -> None:
+    problem = copies_across_the_turn()
+    for relaxed in (True, False):
+        found = exact(problem, relaxed=relaxed)
+        assert isinstance(found, Solved)
+        assert found.makespan_s == 12.25
+        replayed(problem, found, fluid=relaxed)
+
+
+def test_the_bound_is_one_of_schedules_without_copies_across_the_turn() -> None:
+    problem = copies_across_the_turn()
+    outcome, expected = exact_outcome(problem), brute.solve(problem)
+    assert isinstance(expected, Solved)
+    assert outcome.bound_s == outcome.seconds == expected.makespan_s == 13.25
 
 
 def test_both_at_once() -> None:
@@ -228,13 +286,11 @@ def test_equals_the_supplement(count: int, spare: int) -> None:
     """Over all its states; from 16 stages on threads share the work."""
     problem = regular(count, seed=count)
     problem = with_budget(problem, least_bytes(problem) + spare)
-    found = exact(problem)
-    assert isinstance(found, Solved)
-    assert found.makespan_s == plain_pofo(problem)
-    replayed(problem, found, fluid=True)
-    whole = exact(problem, relaxed=False)
-    assert isinstance(whole, Solved)
-    replayed(problem, whole, fluid=False)
+    outcome = exact_outcome(problem)
+    assert outcome.seconds == plain_pofo(problem)
+    replayed(problem, outcome.fluid(), fluid=True)
+    replayed(problem, outcome.whole(), fluid=False)
+    assert outcome.fluid().makespan_s == min(outcome.seconds, outcome.whole().makespan_s)
 
 
 @pytest.mark.parametrize("labels", [1, 3, 10, 600])
@@ -250,7 +306,7 @@ def test_few_labels_still_give_a_schedule(labels: int) -> None:
     assert labels < 600 or found.exact
     solved = pofo.solve(problem, slots=slots, labels=labels, relaxed=True)
     assert isinstance(solved, Solved)
-    assert solved.makespan_s == found.seconds
+    assert solved.makespan_s == min(found.seconds, found.whole().makespan_s)
     replayed(problem, solved, fluid=True)
 
 
@@ -270,10 +326,7 @@ def test_rounding_keeps_the_promise(
     for fluid in (True, False):
         found = pofo.solve(problem, slots=slots, labels=50, relaxed=fluid)
         assert isinstance(found, Solved)
-        assert math.isfinite(found.makespan_s)
-        timeline = check(problem, found.schedule, fluid=fluid)
-        assert timeline.makespan_s == pytest.approx(found.makespan_s, rel=1e-9)
-        assert all(event.start_s >= 0.0 for event in timeline.events)
+        replayed(problem, found, fluid=fluid, error=1e-9)
 
 
 def test_coarse_slots_do_not_stop_what_is_small() -> None:

@@ -96,9 +96,10 @@ class Outcome:
         problem: the problem.
         plans: the plans that were the best at some time, in this order, the best last.
         alone: the schedule without offloading, if there is one.
-        seconds: time of the best with fluid transfers.
-        bound_s: no schedule takes less, for sizes in slots.
-        exact: the best is optimal for sizes in slots: nothing was left out.
+        seconds: time of the best in the supplement's model: fluid transfers, none across the turn.
+        bound_s: no schedule of that model takes less, for sizes in slots. One whose offloads go on
+            after the turn may (``whole`` allows for it), and so may one that is not persistent.
+        exact: ``seconds`` is optimal in that model, for sizes in slots: nothing was left out.
     """
 
     problem: Problem
@@ -109,13 +110,20 @@ class Outcome:
     exact: bool
 
     def fluid(self) -> Solved:
-        """The best with fluid transfers."""
+        """The best with fluid transfers: of the supplement's model, or ``whole`` if that is faster.
+
+        A fluid transfer gives back no later, and takes no earlier, than a whole one that runs at
+        the same time. So with fluid transfers each operation of a schedule of whole ones starts
+        no later: it stays valid, and takes at most the time that is said, which is that with
+        whole ones.
+        """
         budget, link = available(self.problem), self.problem.link
         plan = self.plans[-1]
         seconds = fluid_seconds(plan, budget, link)
-        if self.alone is not None and self.alone.makespan_s <= seconds:
-            return self.alone
-        return Solved(fluid_schedule(plan, budget, link), seconds)
+        found = [Solved(fluid_schedule(plan, budget, link), seconds), self.whole()]
+        if self.alone is not None:
+            found.insert(0, self.alone)
+        return min(found, key=lambda solved: solved.makespan_s)
 
     def whole(self, budget_bytes: int | None = None) -> Solved:
         """The best of all these plans with whole transfers.
@@ -146,17 +154,22 @@ def solve(
 ) -> Solution:
     """The fastest memory-persistent schedule with offloading that the search finds.
 
-    It is optimal for sizes in slots unless more than ``labels`` labels were wanted somewhere
-    (see ``Outcome.exact``), never slower than ``rotor`` with as many slots or 2000, and exact
-    where a slot is one byte. Without a link it does not offload.
+    It is optimal in the supplement's model, for sizes in slots, unless more than ``labels`` labels
+    were wanted somewhere (see ``Outcome.exact``), never slower than ``rotor`` with as many slots
+    or 2000, and exact where a slot is one byte. Without a link it does not offload.
+
+    In that model nothing is transferred across the turn: all offloads are done before the first
+    backward. A schedule that recomputes nothing and offloads across the turn (``offload``) may
+    so be faster: who wants the better of the two has to ask for both.
 
     Args:
         problem: the chain, its costs, the budget and the link.
         slots: sizes after the turn are rounded up to the budget's ``slots``-th part.
         labels: how many ways to have come so far are kept at a node.
-        relaxed: give the optimum with fluid transfers, and a schedule for these. Else one for
-            whole transfers and its time with them: the fastest of all plans that were the
-            best at some time during the search. It is valid, not optimal.
+        relaxed: give the optimum with fluid transfers, and a schedule for these, or the schedule
+            for whole ones where that is faster, see ``Outcome.fluid``. Else one for whole
+            transfers and its time with them: the fastest of all plans that were the best at
+            some time during the search. It is valid, not optimal.
 
     Returns:
         ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule.

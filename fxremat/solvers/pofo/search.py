@@ -55,7 +55,7 @@ class Found(NamedTuple):
 
 
 def bound_s(sweep: Sweep, limits: Limits) -> float:
-    """No schedule takes less, sizes in slots."""
+    """No schedule of the supplement's model takes less, sizes in slots."""
     free = sweep.budget - sweep.input_bytes
     slots = min(sweep.fronts.size.shape[1] - 1, free // sweep.fronts.quantum)
     return float(limits.bounds[0, slots].max())
