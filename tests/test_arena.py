@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxremat.errors import HostMemoryError, TransferError
 from fxremat.runtime import memory
-from fxremat.runtime.arena import Arena
+from fxremat.runtime.arena import Arena, HostLimit
 from tests.moving import CPU, delayed, failing, ops, there_and_back
 
 KIB = 1024
@@ -142,6 +142,25 @@ def test_the_limit_counts_all_steps_that_overlap():
     assert info.value.asked_bytes == 24 * KIB
     held.pop()
     arena.open()
+
+
+def test_arenas_of_a_module_keep_to_one_limit_together():
+    limit = HostLimit(20 * KIB)
+    small = Arena.create(4 * KIB, device=CPU, limit=limit)
+    large = Arena.create(12 * KIB, device=CPU, limit=limit)
+    used = small.open()
+    with pytest.raises(HostMemoryError, match=r"others .* 24.0 KiB .*host_limit="):
+        held = [large.open(), small.open(), small.open()]
+    held = [large.open()]
+    assert (small.allocated_bytes, large.allocated_bytes) == (8 * KIB, 12 * KIB)
+    # What no step uses makes room for what one does.
+    del held
+    more = [small.open() for _ in range(3)]
+    assert (small.allocated_bytes, large.allocated_bytes) == (16 * KIB, 0)
+    del used, more
+    x = torch.randn(KIB)
+    assert there_and_back(x, large.open()).equal(x)
+    assert small.allocated_bytes + large.allocated_bytes <= 20 * KIB
 
 
 def test_a_limit_below_the_need_is_an_error_when_made():
@@ -300,7 +319,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path):
 
 ABRUPT = """
 import sys, time
-from fxremat.runtime.arena import Arena
+from fxremat.runtime.arena import Arena, HostLimit
 arena = Arena.create(1 << 20, device="cpu", host_dir=sys.argv[1])
 print("made", flush=True)
 time.sleep(60)

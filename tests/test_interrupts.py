@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -153,3 +154,25 @@ def test_an_exception_that_is_kept_holds_no_memory_of_its_step():
 
 def arena_of(call: CompiledModule) -> Arena:
     return call.__dict__["_compiler"].latest.planned.arena
+
+
+def test_an_interrupted_wait_never_holds_up_the_worker():
+    """Whoever waits may be interrupted at any instant of it; others' copies are made."""
+    arena = Arena.create(4096, device=CPU)
+    x = torch.randn(256)
+    draw = random.Random(2)
+
+    def transfers() -> None:
+        host = arena.open()
+        for _ in range(20):
+            there_and_back(x, host)
+
+    hits = 0
+    with interrupts() as start:
+        for _ in range(1500):
+            hits += interrupted(transfers, draw.uniform(0, 1.5e-3), start)
+    assert hits > 300
+    other = threading.Thread(target=transfers, daemon=True)
+    other.start()
+    other.join(20)
+    assert not other.is_alive(), "the worker waits for somebody who is gone"

@@ -246,7 +246,7 @@ def _lay_out(
         slots.total_bytes,
         device=search.sweeps.surroundings.device,
         host_dir=host.folder,
-        host_limit_bytes=host.limit_bytes,
+        limit=host.limit,
     )
     offsets = dict(zip((m.storage for m in moves), slots.offsets, strict=True))
     return arena, Travel(moves, offsets, slots.total_bytes, arena.id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +25,7 @@ from fxremat.planner.policy import conv_inputs
 from fxremat.planner.search import Search
 from fxremat.planner.sweep import Sweep
 from fxremat.planner.timing import replay
+from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.slots import slot_bytes
 from fxremat.units import format_bytes
 
@@ -48,12 +49,17 @@ class HostMemory:
         limit_bytes: the most of it; ``None``: as much as it takes.
         folder: of the file that stands for it where the step runs on a CPU; ``None``: the
             system's for temporary files.
+        limit: what the arenas of all plans for this memory keep to together.
     """
 
     only: bool = False
     conv: bool = False
     limit_bytes: int | None = None
     folder: str | None = None
+    limit: HostLimit = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "limit", HostLimit(self.limit_bytes))
 
 
 @dataclass(frozen=True, slots=True)

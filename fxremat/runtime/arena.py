@@ -19,66 +19,40 @@ from fxremat.runtime.worker import WorkerLease
 from fxremat.units import format_bytes
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Pool:
-    """The blocks of an arena.
+class HostLimit:
+    """The most host memory that all arenas of a module may have allocated together.
 
-    A block is free exactly when the view that was lent of it is dead. So nothing has to be
-    done for it to come back, and no interrupt can prevent that. A closed pool has no blocks:
-    each dies with the lease that still holds it.
+    Attributes:
+        nbytes: how much; ``None``: as much as it takes.
     """
 
-    nbytes: int
-    device: torch.device
-    folder: str
-    limit_bytes: int | None
-    blocks: list[Block] = field(default_factory=list)
-    closed: bool = False
-    forked: bool = False
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    def __init__(self, nbytes: int | None = None) -> None:
+        self.nbytes = nbytes
+        self.pools: weakref.WeakSet[_Pool] = weakref.WeakSet()
+        # Taken again by a finalizer that runs meanwhile in the same thread.
+        self.lock = threading.RLock()
 
-    def lend(self) -> tuple[Block, Lent]:
-        """A block that no step uses, and a view that lends it for as long as it lives.
+    def make_room(self, nbytes: int) -> None:
+        """Have ``nbytes`` more fit, at the cost of what no step uses now.
 
         Raises:
-            HostMemoryError: one more is needed, and cannot be had or would exceed the limit.
+            HostMemoryError: they do not.
         """
-        with self.lock:
-            block = next((block for block in self.blocks if block.free), None)
-            if block is None:
-                block = self.grow()
-            return block, block.lend()
+        limit = self.nbytes
+        if limit is None:
+            return
+        for pool in list(self.pools):
+            if self._allocated_bytes() + nbytes > limit:
+                pool.blocks = [block for block in pool.blocks if not block.free]
+        asked = self._allocated_bytes() + nbytes
+        if asked > limit:
+            raise HostMemoryError(self._over_limit(asked, limit), asked_bytes=asked)
 
-    def grow(self) -> Block:
-        """One more block.
-
-        Raises:
-            HostMemoryError: it cannot be had, or would exceed the limit.
-        """
-        asked = self.nbytes * (len(self.blocks) + 1)
-        if self.limit_bytes is not None and asked > self.limit_bytes:
-            raise HostMemoryError(self._over_limit(asked, self.limit_bytes), asked_bytes=asked)
-        block: Block
-        if self.device.type == "cuda":
-            block = PinnedBlock(pinned_memory(self.nbytes, device=self.device))
-        else:
-            block = Block(file_memory(self.nbytes, folder=self.folder))
-        self.blocks.append(block)
-        return block
-
-    def close(self) -> None:
-        """No step begins any more; what is free is given up, what is lent with its lease."""
-        self.closed = True
-        self.blocks = []
-
-    def forget(self) -> None:
-        """This is a forked child: the blocks are those of its parent."""
-        for block in self.blocks:
-            block.disown()
-        self.blocks, self.lock, self.forked = [], threading.RLock(), True
+    def _allocated_bytes(self) -> int:
+        return sum(pool.nbytes * len(pool.blocks) for pool in self.pools)
 
     def _over_limit(self, asked: int, limit: int) -> str:
-        others = len(self.blocks)
+        others = sum(len(pool.blocks) for pool in self.pools)
         if not others:
             return (
                 f"the plan needs {format_bytes(asked)} ({asked} bytes) of host memory, "
@@ -90,6 +64,64 @@ class _Pool:
             f"allows {format_bytes(limit)} ({limit}). Raise it, or finish or drop earlier "
             "steps first: what was computed and is still held keeps its step's host memory"
         )
+
+
+@dataclass(eq=False)
+class _Pool:
+    """The blocks of an arena.
+
+    A block is free exactly when the view that was lent of it is dead. So nothing has to be
+    done for it to come back, and no interrupt can prevent that. A closed pool has no blocks:
+    each dies with the lease that still holds it.
+    """
+
+    nbytes: int
+    device: torch.device
+    folder: str
+    limit: HostLimit
+    blocks: list[Block] = field(default_factory=list)
+    closed: bool = False
+    forked: bool = False
+
+    def lend(self) -> tuple[Block, Lent]:
+        """A block that no step uses, and a view that lends it for as long as it lives.
+
+        Raises:
+            HostMemoryError: one more is needed, and cannot be had or would exceed the limit.
+        """
+        with self.limit.lock:
+            block = next((block for block in self.blocks if block.free), None)
+            if block is None:
+                block = self.grow()
+            return block, block.lend()
+
+    def grow(self) -> Block:
+        """One more block.
+
+        Raises:
+            HostMemoryError: it cannot be had, or would exceed the limit.
+        """
+        with self.limit.lock:
+            self.limit.make_room(self.nbytes)
+            block: Block
+            if self.device.type == "cuda":
+                block = PinnedBlock(pinned_memory(self.nbytes, device=self.device))
+            else:
+                block = Block(file_memory(self.nbytes, folder=self.folder))
+            self.blocks.append(block)
+            return block
+
+    def close(self) -> None:
+        """No step begins any more; what is free is given up, what is lent with its lease."""
+        self.closed = True
+        self.blocks = []
+
+    def forget(self) -> None:
+        """This is a forked child: the blocks are those of its parent, and so may the lock be."""
+        for block in self.blocks:
+            block.disown()
+        self.blocks, self.forked = [], True
+        self.limit.lock = threading.RLock()
 
 
 class Arena:
@@ -113,6 +145,7 @@ class Arena:
         device: torch.device | str,
         host_dir: str | os.PathLike[str] | None = None,
         host_limit_bytes: int | None = None,
+        limit: HostLimit | None = None,
     ) -> Arena:
         """Allocate ``nbytes`` of host memory for the steps of one compiled module.
 
@@ -123,6 +156,7 @@ class Arena:
             device: from where tensors are moved.
             host_dir: folder of the file, by default the system's for temporary files.
             host_limit_bytes: most bytes to allocate, for all steps that overlap together.
+            limit: in its place, one that other arenas keep to as well.
 
         Raises:
             HostMemoryError: the memory cannot be had, or is more than the limit.
@@ -131,7 +165,8 @@ class Arena:
         if nbytes <= 0:
             raise ValueError(f"an arena of {nbytes} bytes: must be at least 1")
         device = _supported(torch.device(device))
-        pool = _Pool(nbytes, device, folder_of(host_dir), host_limit_bytes)
+        pool = _Pool(nbytes, device, folder_of(host_dir), limit or HostLimit(host_limit_bytes))
+        pool.limit.pools.add(pool)
         pool.grow()
         return Arena(pool)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -36,7 +37,11 @@ class Transfer:
         self._ends: tuple[Bytes, Bytes] | None = (source, target)
         self._lease: WorkerLease | None = lease
         self._worker = lease.worker
-        self._done = threading.Event()
+        # A bare lock that its end releases, and a flag: an interrupt inside an Event would
+        # leave that locked, and the worker waiting for it for good.
+        self._ended = False
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
         self._times: tuple[float, float] | None = None
         self._error: BaseException | None = None
 
@@ -90,8 +95,10 @@ class Transfer:
         return watch.TransferRecord(self.kind, self.nbytes, *self._times)
 
     def _end(self) -> None:
-        while not self._done.wait(_POLL_S):
-            if not self._worker.alive():
+        while not self._ended:
+            if self._under_way.acquire(timeout=_POLL_S):
+                self._under_way.release()  # for others who wait
+            elif not self._worker.alive():
                 self.fail(self._worker.cause())
 
     def _copy(self) -> None:
@@ -106,7 +113,9 @@ class Transfer:
         # must be free then, in that thread.
         self._ends = None
         self._lease = None
-        self._done.set()
+        self._ended = True
+        with contextlib.suppress(RuntimeError):  # it ended before
+            self._under_way.release()
 
 
 class Worker:
