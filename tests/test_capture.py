@@ -118,3 +118,21 @@ def test_planning_inside_a_profile_is_refused():
     compiled = fxremat.compile(Plain(), X, "1 GiB")
     with pytest.raises(fxremat.CostError, match="profiler"):
         fxremat.measure_step(compiled, lambda: compiled(torch.randn(3, 16)).sum().backward())
+
+
+def test_plans_for_other_shapes_share_the_host_limit():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    batches = [torch.randn(rows, 32) for rows in (512, 480, 448)]
+    options: dict[str, Any] = {"loss": torch.sum, "offload": "only"}
+    needed = fxremat.plan(model, batches[0], "min", **options).host_bytes
+    torch._dynamo.reset()
+    call = fxremat.compile(model, batches[0], "min", host_limit=needed, **options)
+    for _ in range(2):
+        for batch in batches:
+            call(batch).sum().backward()
+            planned = [compiled.planned for compiled in call.__dict__["_compiler"].compiled]
+            arenas = [plan.arena for plan in planned if plan.arena is not None]
+            assert sum(arena.allocated_bytes for arena in arenas) <= needed
+    assert len(arenas) == 3
