@@ -141,7 +141,10 @@ def plan_step(
         host=host,
         exact=way.exact,
     )
-    return replace(planned, rehearsal=_rehearsal(planned, way.search.measured.line.joint, inputs))
+    joint = way.search.measured.line.joint
+    if joint.device.type == "cuda":
+        torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
+    return replace(planned, rehearsal=_rehearsal(planned, joint, inputs))
 
 
 def _fastest(ways: list[_Way], budget_bytes: int) -> tuple[_Way, Moved]:
