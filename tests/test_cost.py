@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,14 +12,23 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxremat import torch_compat
-from fxremat.costs import cost
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, measure_line, stage_blocks
-from fxremat.costs.execute import run_logged
+from fxremat.costs.execute import (
+    BLOCK_S,
+    DOUBTFUL_RUNS,
+    LEAST_RUNS,
+    MOST_RUNS,
+    Operations,
+    least_s,
+)
+from fxremat.costs.measure import KernelClock
+from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import CostError
 from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.block import Block, Mode, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.signature import node_key
 from tests.harness import Captured, capture, captured, silent
 from tests.models.bits import assert_bitwise_equal
 
@@ -56,17 +67,177 @@ def test_nothing_is_left_behind(name: str):
     assert all(x.grad is None for x in step.primals if x.is_leaf)
 
 
-def test_what_was_measured_once_is_not_measured_again(monkeypatch: pytest.MonkeyPatch):
-    step, cache = captured("gpt"), CostCache()
+RAN: list[str] = []
+
+
+@torch.library.custom_op("fxremat_tests::counted", mutates_args=())
+def counted(x: Tensor) -> Tensor:
+    RAN.append("forward")
+    return x.sin()
+
+
+@counted.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("fxremat_tests::counted_backward", mutates_args=())
+def counted_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    RAN.append("backward")
+    return gradient * x.cos()
+
+
+@counted_backward.register_fake
+def _(gradient: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+counted.register_autograd(
+    lambda ctx, gradient: counted_backward(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Counted(nn.Module):
+    """Equal layers, then others, of operations that tell when they run."""
+
+    def __init__(self, *, last: int = 16):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.last = nn.Linear(16, last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = counted(layer(x))
+        return counted(self.last(x))
+
+
+def runs_of(step: Captured, cache: CostCache) -> int:
+    """How often operations ran while ``step`` was measured."""
+    RAN.clear()
+    measure(step, cache)
+    return len(RAN)
+
+
+def test_what_was_measured_once_is_not_measured_again():
+    step, cache = capture(Counted(), (torch.randn(4, 16),)), CostCache()
     first = measure(step, cache)
     seconds, workspaces = dict(cache.seconds), dict(cache.workspace_bytes)
-
-    def refuse(_block: Block) -> None:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(cost, "compile_block", refuse)
-    assert measure(step, cache).stages == first.stages
+    assert runs_of(step, cache) == 0
+    second = measure(step, cache)
+    assert second.stages == first.stages
+    assert second.again_s == first.again_s
+    assert second.line.joint.storages == first.line.joint.storages
     assert (cache.seconds, cache.workspace_bytes) == (seconds, workspaces)
+
+
+def test_stages_before_one_that_is_new_run_once_and_nothing_runs_after_it():
+    cache = CostCache()
+    measure(capture(Counted(), (torch.randn(4, 16),)), cache)
+    all_new = runs_of(capture(Counted(last=24), (torch.randn(4, 16),)), CostCache())
+    last_new = runs_of(capture(Counted(last=24), (torch.randn(4, 16),)), cache)
+    layers = len(Counted().layers)
+    assert layers < last_new < all_new - layers * LEAST_RUNS
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet50", "inplace"])
+def test_timing_changes_no_value(name: str):
+    """What is drawn is drawn once, and what is asked for is what an untimed run gives."""
+    step = captured(name)
+    real = dict(zip(step.joint.primals, step.primals, strict=True))
+    for index in (0, 1):
+        first, again, _ = stage_blocks(step.line, step.blocks, index)
+        inputs = Synthesizer(step.joint, real).of(first.inputs)
+        values = []
+        for timed in (again, None):
+            torch.manual_seed(0)
+            operations = Operations(CostCache(), device=CPU)
+            with torch.no_grad():
+                ran = operations.run(first, inputs, keep=first.outputs, again=timed)
+            values.append((list(ran.values()), torch.get_rng_state()))
+        assert_bitwise_equal(values[0][0], values[1][0])
+        assert torch.equal(values[0][1], values[1][1])
+
+
+def test_a_value_goes_with_its_last_reader():
+    alive: list[weakref.ref[Tensor]] = []
+    counts = []
+
+    def op(*xs: Tensor) -> Tensor:
+        counts.append(sum(ref() is not None for ref in alive))
+        result = sum(xs) + torch.ones(3)
+        alive.append(weakref.ref(result))
+        return result
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    a = graph.call_function(op, (x,))
+    b = graph.call_function(op, (a,))
+    c = graph.call_function(op, (a, b))
+    d = graph.call_function(op, (c,))
+    e = graph.call_function(op, (d,))
+    for node in graph.nodes:
+        node.meta["val"] = torch.zeros(3)
+    block = Block(0, Mode.FIRST, (a, b, c, d, e), (x,), (b,), frozenset())
+    cache, inputs = CostCache(), {x: torch.ones(3)}
+    kept = Operations(cache, device=CPU).run(block, inputs, keep=(b,))
+    assert counts == [0, 1, 2, 2, 2]
+    assert {node: value.tolist() for node, value in kept.items()} == {b: [3.0] * 3}
+    assert inputs.keys() == {x}
+    del kept
+    assert all(ref() is None for ref in alive)
+
+
+class Scripted(KernelClock):
+    """Runs for real, and tells what was scripted; the last for ever after."""
+
+    def __init__(self, *seconds: float):
+        super().__init__(CPU)
+        self._seconds = list(seconds)
+        self.runs = 0
+
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        run()
+        told = self._seconds[min(self.runs, len(self._seconds) - 1)]
+        self.runs += 1
+        return told
+
+
+@pytest.mark.parametrize(
+    ("script", "runs", "least"),
+    [
+        ((0.1,), LEAST_RUNS, 0.1),
+        ((0.1, 0.103), LEAST_RUNS, 0.1),
+        ((0.103, 0.1), LEAST_RUNS, 0.1),
+        ((0.2, 0.1, 0.1), 3, 0.1),  # one of two was disturbed
+        ((0.5, 0.4, 0.3, 0.2, 0.1), DOUBTFUL_RUNS, 0.1),
+        ((0.002,), 5, 0.002),
+        ((30e-6,), MOST_RUNS, 30e-6),
+        ((0.5, 0.7, 30e-6), MOST_RUNS, 30e-6),  # a pause is not what a run takes
+        ((5.0, 7.0, 0.002, 0.002), 5, 0.002),
+    ],
+)
+def test_what_is_slow_runs_twice_and_what_is_fast_often(
+    script: tuple[float, ...], runs: int, least: float
+):
+    clock = Scripted(*script)
+    assert least_s(lambda: None, [], clock=clock, enough_s=BLOCK_S) == least
+    assert clock.runs == runs
+
+
+def test_there_is_never_more_than_one_result():
+    alive: list[weakref.ref[Tensor]] = []
+
+    def run() -> Tensor:
+        assert all(ref() is None for ref in alive)
+        result = torch.ones(3)
+        alive.append(weakref.ref(result))
+        return result
+
+    kept = [run()]
+    least_s(run, kept, clock=Scripted(30e-6), enough_s=BLOCK_S)
+    assert len(alive) == MOST_RUNS + 1
+    assert [alive[-1]()] == kept
 
 
 def test_stages_that_are_alike_are_measured_once():
@@ -182,7 +353,7 @@ def test_a_copy_where_the_trace_has_a_view_is_an_error():
     node.meta["val"] = x.meta["val"].t()
     block = Block(0, Mode.FIRST, (node,), (x,), (node,), frozenset())
     with pytest.raises(CostError, match=r"clone.* allocates 1 storages where its trace has 0"):
-        run_logged(block, {x: torch.ones(4, 4)}, CostCache(), device=CPU)
+        Operations(CostCache(), device=CPU).run(block, {x: torch.ones(4, 4)})
 
 
 def test_a_workspace_is_the_peak_beyond_arguments_and_results():
@@ -198,7 +369,7 @@ def test_a_workspace_is_the_peak_beyond_arguments_and_results():
     node = graph.call_function(hungry, (x,))
     node.meta["val"] = torch.zeros(50)
     block, cache = Block(0, Mode.FIRST, (node,), (x,), (node,), frozenset()), CostCache()
-    run_logged(block, {x: torch.ones(50)}, cache, device=CPU)
+    Operations(cache, device=CPU).run(block, {x: torch.ones(50)})
     assert list(cache.workspace_bytes.values()) == [4000 - 4 * 50]
     assert list(cache.result_bytes.values()) == [(200,)]
 
@@ -211,7 +382,7 @@ def test_results_are_carried_on_and_getitems_cost_nothing():
         for block in stage_blocks(step.line, step.blocks, index):
             for node in block.nodes:
                 if not is_getitem(node):
-                    assert cost.node_key(node, block) in cache.workspace_bytes
+                    assert node_key(node, block) in cache.workspace_bytes
 
 
 @torch.library.custom_op("fxremat_tests::seeded", mutates_args=())
@@ -279,7 +450,7 @@ def test_results_on_another_device_take_none_of_the_steps_memory():
     node = graph.call_function(op, (x,))
     node.meta["val"] = (torch.zeros(300), torch.zeros(1000))
     block, cache = Block(0, Mode.FIRST, (node,), (x,), (node,), frozenset()), CostCache()
-    run_logged(block, {x: torch.ones(50)}, cache, device=CPU)
+    Operations(cache, device=CPU).run(block, {x: torch.ones(50)})
     assert list(cache.workspace_bytes.values()) == [0]
 
 

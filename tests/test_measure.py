@@ -13,7 +13,7 @@ from torch import nn
 
 from fxremat.costs import measure
 from fxremat.costs.cache import CostCache
-from fxremat.costs.execute import run_logged
+from fxremat.costs.execute import Operations
 from fxremat.costs.measure import device_of, measure_step, peak_of, resident_bytes, seconds_of
 from fxremat.passes.stages.block import Block, Mode
 
@@ -270,5 +270,5 @@ def test_measuring_operations_resets_no_statistics(monkeypatch: pytest.MonkeyPat
     node = graph.call_function(torch.sin, (x,))
     node.meta["val"] = torch.zeros(50)
     block, cache = Block(0, Mode.FIRST, (node,), (x,), (node,), frozenset()), CostCache()
-    run_logged(block, {x: torch.ones(50)}, cache, device=torch.device("cuda", 0))
+    Operations(cache, device=torch.device("cuda", 0)).run(block, {x: torch.ones(50)})
     assert list(cache.workspace_bytes.values()) == [0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 
 import fxremat
 from fxremat.costs import cost
-from fxremat.passes.stages.signature import Key, block_key
 from fxremat.planner import search
 from tests.models import ZOO
 from tests.models.reference import reference_step
@@ -25,23 +25,25 @@ def made_up_costs(
 ) -> Iterator[None]:
     """Seconds of stages and operations that have little to do with the real ones."""
     draw = random.Random(request.param)
-    known: dict[Key, float] = {}
-    measured_s, time_operations = cost._Walk._time, cost.time_operations
+    known: dict[float, float] = {}
+    measure_line = search.measure_line
 
-    def block_s(walk: Any, block: Any) -> float:
-        key = block_key(block, walk._line.joint.storages)
-        if key not in known:
-            known[key] = measured_s(walk, block) * draw.lognormvariate(0, 1.2)
-        return known[key]
+    def made_up(seconds: float) -> float:
+        """The same for what is measured once, as that takes equal seconds."""
+        if seconds not in known:
+            known[seconds] = seconds * draw.lognormvariate(0, 1.2)
+        return known[seconds]
 
-    def operations(block: Any, inputs: Any, seconds: dict[Key, float], **options: Any) -> None:
-        before = set(seconds)
-        time_operations(block, inputs, seconds, **options)
-        for key in seconds.keys() - before:
-            seconds[key] *= draw.lognormvariate(0, 1.2)
+    def measure(*args: Any, **options: Any) -> cost.Measured:
+        measured = measure_line(*args, **options)
+        stages = (map(made_up, (s.forward_s, s.rebuild_s, s.backward_s)) for s in measured.stages)
+        return replace(
+            measured,
+            stages=tuple(cost.StageSeconds(*seconds) for seconds in stages),
+            again_s={node: made_up(seconds) for node, seconds in measured.again_s.items()},
+        )
 
-    monkeypatch.setattr(cost._Walk, "_time", block_s)
-    monkeypatch.setattr(cost, "time_operations", operations)
+    monkeypatch.setattr(search, "measure_line", measure)
     monkeypatch.setattr(search, "COSTS", defaultdict(cost.CostCache))
     yield
     torch._dynamo.reset()

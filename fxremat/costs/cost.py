@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,7 +12,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.calls import call_s
-from fxremat.costs.execute import compile_block, run_logged, time_operations
+from fxremat.costs.execute import BLOCK_S, NodeKeys, Operations, compile_block, least_s
 from fxremat.costs.measure import KernelClock
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.workspaces import library_workspaces
@@ -20,11 +21,7 @@ from fxremat.passes.joint.storage import StorageTable
 from fxremat.passes.stages.block import Block, Mode, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
-from fxremat.passes.stages.signature import block_key, node_key
-
-LEAST_RUNS, MOST_RUNS, ENOUGH_S = 5, 20, 0.05
-"""A block is timed until it ran this often, or this long in all. The fastest run counts: what
-else the machine does can only make one slower."""
+from fxremat.passes.stages.signature import Key, block_key
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how much of it, and of how much."""
@@ -68,6 +65,9 @@ def measure_line(
 ) -> Measured:
     """Run each distinct stage alone and measure it.
 
+    Beside what crosses the cuts and is pinned, there are never more values than one stage's
+    forward or backward makes. Nothing is run once all that follows is known.
+
     Args:
         line: the stages.
         blocks: blocks of ``line``.
@@ -92,12 +92,12 @@ def measure_line(
         progress("measuring", len(line.stages), len(line.stages))
     sized = replace(line, joint=replace(line.joint, storages=walk.real_storages()))
 
-    known: dict[tuple[fx.Node, Mode], int] = {}  # keys are dear: each is made once
+    known: dict[tuple[fx.Node, Mode], int] = {}  # asked for again and again
 
     def workspace_bytes(node: fx.Node, block: Block) -> int:
         asked = node, block.mode_of(node)
         if asked not in known:
-            key = node_key(node, block)
+            key = walk.keys(node, block)
             if key not in cache.workspace_bytes:
                 raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
             known[asked] = cache.workspace_bytes[key]
@@ -107,6 +107,36 @@ def measure_line(
     return Measured(sized, tuple(stages), walk.again_s, workspace_bytes, displaced)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The blocks of a stage that are measured, and their keys.
+
+    Attributes:
+        first, again, backward: those of :func:`stage_blocks`.
+        whole: a recomputation of all that any schedule may ask of the stage again.
+        staying: tensors that the next stages may read: the boundary after it, and pinned ones.
+        timed: keys of ``first``, ``again`` and ``backward``; ``None``: nothing to do.
+    """
+
+    first: Block
+    again: Block
+    backward: Block
+    whole: Block
+    staying: frozenset[fx.Node]
+    timed: tuple[Key | None, ...]
+
+    @staticmethod
+    def of(line: Line, blocks: BlockCache, index: int) -> _Stage:
+        """Those of stage ``index``."""
+        three = stage_blocks(line, blocks, index)
+        stage, boundary = line.stages[index], frozenset(boundary_after(line, index))
+        wanted = boundary.intersection(stage.forward).union(stage.saved) - line.pinned
+        whole = blocks(index, Mode.AGAIN, wanted)
+        storages = line.joint.storages
+        timed = tuple(block_key(b, storages) if b.nodes else None for b in three)
+        return _Stage(*three, whole, boundary | line.pinned, timed)
+
+
 class _Walk:
     """Carries real values from stage to stage and measures on the way."""
 
@@ -114,85 +144,112 @@ class _Walk:
         self, line: Line, blocks: BlockCache, values: Synthesizer, cache: CostCache
     ) -> None:
         self._line = line
-        self._blocks = blocks
         self._values = values
         self._cache = cache
-        self._device = line.joint.device
+        self._clock = KernelClock(line.joint.device)
         self._sizes: dict[int, int] = {}
+        self.keys = NodeKeys()
         self.displaced: set[int] = set()
         self.again_s: dict[fx.Node, float] = {}
+        self._operations = Operations(cache, device=line.joint.device, keys=self.keys)
+        self._stages = [_Stage.of(line, blocks, index) for index in range(len(line.stages))]
+        new = (index for index, stage in enumerate(self._stages) if not self._is_known(stage))
+        self._last_new = max(new, default=-1)
 
     def stage(self, index: int) -> StageSeconds:
-        """Measure stage ``index`` and leave the boundary after it among the values."""
-        first, again, backward = stage_blocks(self._line, self._blocks, index)
-        self._values.hold(self._log(first))
-        whole = self._again_whole(index)
-        self._log(whole)
-        self._log(backward)
-        self._time_operations(whole)
-        seconds = StageSeconds(self._time(first), self._time(again), self._time(backward))
-        self._values.keep_only({*boundary_after(self._line, index), *self._line.pinned})
-        return seconds
-
-    def _again_whole(self, index: int) -> Block:
-        """A recomputation of all that any schedule may ask of the stage again."""
-        stage = self._line.stages[index]
-        passed_on = frozenset(stage.forward).intersection(boundary_after(self._line, index))
-        wanted = passed_on.union(stage.saved) - self._line.pinned
-        return self._blocks(index, Mode.AGAIN, wanted)
-
-    def _log(self, block: Block) -> dict[fx.Node, torch.Tensor]:
-        """Run ``block`` once, operation by operation, noting workspaces and sizes."""
-        known = all(
-            node_key(n, block) in self._cache.workspace_bytes
-            for n in block.nodes
-            if not is_getitem(n)
-        )
-        if known and block.mode is not Mode.FIRST:
+        """Seconds of stage ``index``, measured where they are not known."""
+        stage = self._stages[index]
+        if index <= self._last_new:
+            self._measure(stage)
+        for block in (stage.first, stage.whole, stage.backward):
             self._note_sizes(block)
-            return {}
-        values = self._values.of(block.inputs)
-        results = run_logged(block, values, self._cache, device=self._device)
-        self._note_sizes(block)
-        return results
+        keys = {n: self.keys(n, stage.whole) for n in stage.whole.nodes if not is_getitem(n)}
+        self.again_s.update({n: self._cache.operation_s[key] for n, key in keys.items()})
+        known = self._cache.seconds
+        return StageSeconds(*(0.0 if key is None else known[key] + call_s() for key in stage.timed))
+
+    def _is_known(self, stage: _Stage) -> bool:
+        """Whether nothing of ``stage`` is new."""
+        operations = {self.keys(n, stage.whole) for n in stage.whole.nodes if not is_getitem(n)}
+        return (
+            all(key is None or key in self._cache.seconds for key in stage.timed)
+            and operations <= self._cache.operation_s.keys()
+            and all(map(self._is_logged, (stage.first, stage.whole, stage.backward)))
+        )
+
+    def _is_logged(self, block: Block) -> bool:
+        """Whether the workspaces of all operations of ``block`` are known."""
+        known = self._cache.workspace_bytes
+        return all(self.keys(n, block) in known for n in block.nodes if not is_getitem(n))
+
+    def _measure(self, stage: _Stage) -> None:
+        """Run the blocks of ``stage``, and leave the boundary after it among the values."""
+        first_key, again_key, backward_key = stage.timed
+        results = self._first(stage, first_key)
+        table = self._line.joint.storages
+        staying = table.of(stage.staying)
+        stays = {n for n in results if not staying.isdisjoint(table.of_node[n])}
+        self._values.hold({n: results.pop(n) for n in stays})
+        # What is left is the saved set. It is never there twice: each run drops it first.
+        inputs = self._values.of(stage.again.inputs)
+        results = self._time(stage.again, again_key, inputs, results)
+        del inputs
+        self._values.hold({n: t for n, t in results.items() if n not in stays})
+        results.clear()
+        self._backward(stage.backward, backward_key)
+        self._values.keep_only(stage.staying)
+
+    def _first(self, stage: _Stage, key: Key | None) -> dict[fx.Node, torch.Tensor]:
+        """Run the first forward; its results."""
+        first = stage.first
+        inputs = self._values.of(first.inputs)
+        results = self._operations.run(first, inputs, keep=first.outputs, again=stage.whole)
+        return self._time(first, key, inputs, results)
+
+    def _backward(self, backward: Block, key: Key | None) -> None:
+        """Run a backward if it is new."""
+        new = key is not None and key not in self._cache.seconds
+        if new or not self._is_logged(backward):
+            inputs = self._values.of(backward.inputs)
+            self._operations.run(backward, inputs)
+            self._time(backward, key, inputs, {})
+
+    def _time(
+        self,
+        block: Block,
+        key: Key | None,
+        inputs: Mapping[fx.Node, torch.Tensor],
+        results: dict[fx.Node, torch.Tensor],
+    ) -> dict[fx.Node, torch.Tensor]:
+        """Time ``block`` if it is new, which empties ``results``; what it gives.
+
+        Args:
+            block: it has run before.
+            key: its own; ``None``: there is nothing to do.
+            inputs: values of its inputs.
+            results: what it gave when it ran.
+        """
+        if key is None or key in self._cache.seconds:
+            return results
+        run, arguments = compile_block(block), [inputs[n] for n in block.inputs]
+        kept: list[Any] = [tuple(results.values())]
+        results.clear()
+        self._cache.seconds[key] = least_s(
+            lambda: run(list(arguments)), kept, clock=self._clock, enough_s=BLOCK_S
+        )
+        return dict(zip(block.outputs, kept.pop(), strict=True))
 
     def _note_sizes(self, block: Block) -> None:
         for node in block.nodes:
             if is_getitem(node):
                 continue
-            key = node_key(node, block)
+            key = self.keys(node, block)
             sizes = self._cache.result_bytes.get(key, ())
             storages = self._line.joint.storages.of_node[node]
             if not self._cache.as_traced.get(key, True):
                 self.displaced.update(storages)
             for storage, size in zip(storages, sizes, strict=False):
                 self._sizes[storage] = max(self._sizes.get(storage, 0), size)
-
-    def _time_operations(self, block: Block) -> None:
-        """Seconds of each operation of a recomputation."""
-        keys = {n: node_key(n, block) for n in block.nodes if not is_getitem(n)}
-        cache = self._cache.operation_s
-        if not cache.keys() >= set(keys.values()):
-            time_operations(block, self._values.of(block.inputs), cache, device=self._device)
-        self.again_s.update({node: cache[key] for node, key in keys.items()})
-
-    def _time(self, block: Block) -> float:
-        if not block.nodes:
-            return 0.0
-        key = block_key(block, self._line.joint.storages)
-        if key not in self._cache.seconds:
-            self._cache.seconds[key] = self._least_seconds(block)
-        return self._cache.seconds[key] + call_s()
-
-    def _least_seconds(self, block: Block) -> float:
-        run = compile_block(block)
-        values = self._values.of(block.inputs)
-        inputs = [values[n] for n in block.inputs]
-        run(list(inputs))  # warm: library handles, autotuning, page faults
-        clock, seconds = KernelClock(self._device), list[float]()
-        while len(seconds) < LEAST_RUNS or (sum(seconds) < ENOUGH_S and len(seconds) < MOST_RUNS):
-            seconds.append(clock.seconds_of(lambda: run(list(inputs))))
-        return min(seconds)
 
     def real_storages(self) -> StorageTable:
         """The storages with their measured sizes, where larger than traced."""
