@@ -34,6 +34,7 @@ BLOCKS = {
     "gpt16": ("blocks",),
     "llama8": ("model.layers",),
     "llama16": ("model.layers",),
+    "qwen8": ("model.layers",),
     "resnet50": ("groups.0", "groups.1", "groups.2", "groups.3"),
     "densenet121": ("body",),
     "unet": ("down", "merge"),
@@ -43,7 +44,7 @@ BLOCKS = {
 }
 """Where each model has the blocks that a user would wrap."""
 
-CHAINS = ("gpt16", "llama8", "llama16", "resnet50", "densenet121", "vit")
+CHAINS = ("gpt16", "llama8", "llama16", "qwen8", "resnet50", "densenet121", "vit")
 """Models whose blocks run one after the other, as ``checkpoint_sequential`` needs it."""
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from torch import fx
 
-from fxremat.ir import Chain, Costs, Problem, Schedule
+from fxremat.ir import Backward, Chain, Costs, Forward, Keep, Problem, Schedule
 from fxremat.passes.emit.program import keep_all
 from fxremat.planner.chain import build_chain, build_costs
 from fxremat.simulate import simulate
@@ -91,3 +93,25 @@ def test_parameter_gradients_pile_up_towards_the_first_stage():
     assert gradients[0] > 0.5 * parameters
     assert gradients[0] > gradients[len(gradients) // 2] > gradients[-1]
     assert costs.stages[-1].gradient_bytes == 0
+
+
+def test_the_turn_is_charged_with_the_loss_and_nothing_else():
+    step = captured("lora")
+    chain = chain_of(step)
+    around = replace(step.surroundings, turn_bytes=3 * step.surroundings.tangent_bytes)
+    costs = build_costs(step.measured, chain, step.blocks, step.sweeper, around)
+    *_, last, turn = costs.stages
+    assert chain.stages[-1].name == "turn"
+    assert chain.saved_set(len(chain) - 1) == frozenset()
+    assert (turn.forward_s, turn.rebuild_s, turn.backward_s) == (0.0, 0.0, 0.0)
+    assert turn.backward_extra_bytes == turn.rebuild_bytes == around.turn_bytes
+    assert turn.gradient_bytes == 0
+    assert last.gradient_bytes == around.tangent_bytes > 0
+    count = len(chain)
+    forwards = [Forward(0, Keep.INPUT), *(Forward(i, Keep.NONE) for i in range(1, count - 1))]
+    for keep in ([], [Forward(count - 1, Keep.INPUT)]):  # by either way to the turn
+        turned = (*forwards, *keep, Forward(count - 1, Keep.ALL), Backward(count - 1))
+        timeline = simulate(chain, costs, Schedule((*turned, *keep_all(count - 1))))
+        peak_bytes = max(e.peak_bytes for e in timeline.events if e.op == Backward(count - 1))
+        inputs_bytes = chain.nbytes(chain.boundaries[0])
+        assert peak_bytes == costs.fixed_bytes + inputs_bytes + around.turn_bytes

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from fxremat.passes.joint.storage import is_tensor
 from fxremat.passes.stages import cuts as module
 from fxremat.passes.stages.cuts import Crossing, choose_cuts
-from fxremat.passes.stages.linearize import Line, Role, linearize
+from fxremat.passes.stages.linearize import Line, Role, StageNodes, linearize
 from fxremat.planner.chain import build_chain
 from tests.harness import capture, captured
 from tests.models import ZOO
@@ -63,6 +63,21 @@ def test_what_a_forward_reads_is_at_hand(name: str):
             assert hand.issuperset(node.all_input_nodes), node
         pinned_so_far.update(stage.pinned)
     assert pinned_so_far == line.pinned
+
+
+@every_model
+def test_a_line_ends_at_the_turn_where_the_loss_is_outside(name: str):
+    """A last stage without operations: no scalar outside takes memory worth one."""
+    line = captured(name).line
+    outside = any(n.meta["val"].numel() > 1 for n in line.joint.tangents)
+    assert line.ends_at_turn == outside
+    *others, last = line.stages
+    assert all(stage.forward or stage.backward for stage in others)
+    if outside:
+        assert last == StageNodes((), (), (), (), ())
+    names = [line.name_of(index) for index in range(len(line.stages))]
+    assert (names[-1] == "turn") == outside
+    assert len(set(names)) == len(names)
 
 
 @every_model

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
 from torch import fx
 
 from fxremat.errors import ScheduleError
-from fxremat.ir import Backward, Forward, Keep, Schedule
+from fxremat.ir import Backward, Compute, Forward, Keep, Schedule
 from fxremat.passes.emit.program import Program, build_program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.stages.block import Mode
@@ -102,7 +103,12 @@ def test_the_turn_is_where_the_backward_begins(name: str):
         program = step.program(schedule)
         before, after = program.calls[: program.turn], program.calls[program.turn :]
         assert all(isinstance(call.op, Forward) for call in before)
-        assert after[0].op == Backward(last)
+        ops = schedule.computations
+        turn = ops.index(Backward(last))
+        assert _is_part([call.op for call in before], ops[:turn])
+        assert _is_part([call.op for call in after], ops[turn:])
+        if not step.line.ends_at_turn:
+            assert after[0].op == Backward(last)
         backwards = [call.op.stage for call in after if isinstance(call.op, Backward)]
         # A stage without gradients, or whose gradients nobody reads, has no backward to call.
         assert backwards == sorted(set(backwards), reverse=True)
@@ -113,6 +119,26 @@ def test_the_turn_is_where_the_backward_begins(name: str):
         assert set(program.saved) <= read | results_of(program)
         assert set(program.saved) <= made | set(step.joint.primals)
         assert len(set(program.saved)) == len(program.saved)
+
+
+def _is_part(found: Iterable[Compute], ops: Iterable[Compute]) -> bool:
+    """Whether all of ``found`` are among ``ops``, in the same order."""
+    waiting = iter(ops)
+    return all(op in waiting for op in found)
+
+
+def test_a_loss_outside_finds_nothing_that_can_be_rebuilt():
+    """Every stage may run again after the turn, the last one with operations too."""
+    step = captured("inplace")
+    count = len(step.line.stages)
+    assert step.line.ends_at_turn
+    forwards = [Forward(0, Keep.INPUT), *(Forward(i, Keep.NONE) for i in range(1, count - 1))]
+    turn = [Forward(count - 1, Keep.ALL), Backward(count - 1)]
+    program = step.program(Schedule((*forwards, *turn, *keep_all(count - 1))))
+    assert_bitwise_equal(run_emitted(step, program), run_traced(step))
+    assert {*program.saved} <= {*step.joint.given, *step.line.pinned}
+    again = [c.op.stage for c in program.calls[program.turn :] if isinstance(c.op, Forward)]
+    assert max(again) == count - 2
 
 
 def test_a_stage_draws_and_counts_once():

@@ -112,6 +112,19 @@ def test_a_stage_that_computes_nothing_is_told():
     print_plan(_without(plan, 0, 1, 2, 3, 4, 5))  # a plan without operations prints as well
 
 
+def test_a_stage_of_which_nothing_runs_has_no_row():
+    """As one that stands for the turn."""
+    plan = plan_of(everything_kept(3), stages=3)
+    idle = _without(plan, 2, 3)
+    assert [story.executed for story in tell_stages(idle)] == [True, True, False]
+    text = print_plan(idle)
+    assert "stage1" in text
+    assert "stage2" not in text
+    assert "2 stages of 2 kinds" in text
+    forward_only = _without(plan, 3)
+    assert "stage2" in print_plan(forward_only)
+
+
 def test_operations_left_out_do_not_hide_where_a_recomputation_starts():
     plan = plan_of(schedule_of(TWICE), stages=4)
     # Leave out stage 1 wherever it runs: F_none 1, F_none 1, F_all 1 and B 1.

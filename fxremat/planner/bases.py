@@ -51,7 +51,7 @@ def by_pofo(search: Search, budget_bytes: int, link: MeasuredLink) -> Iterator[C
     # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers import pofo  # noqa: PLC0415
 
-    if len(search.chain) > POFO_STAGES:
+    if len(search.chain) - search.measured.line.ends_at_turn > POFO_STAGES:
         return
     problem = Problem(search.chain, search.costs, budget_bytes, link.link())
     found = pofo.explore(problem, slots=POFO_SLOTS, labels=POFO_LABELS)

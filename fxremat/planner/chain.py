@@ -61,7 +61,7 @@ def build_costs(
     """Seconds and bytes of each stage, the bytes from the sweep of its blocks alone.
 
     What AOTAutograd holds through the backward (tangents) or at the turn is charged to
-    the last stage's backward and to the gradients of the others.
+    the last stage's backward, be it the turn itself, and to the gradients of the others.
     """
     line = measured.line
     gradients = _gradient_bytes(line)
@@ -97,7 +97,7 @@ class _Stage:
         new_boundary = chain.nbytes({*chain.boundaries[index + 1]} - {*chain.boundaries[index]})
         plain = _without_saved(line, self.blocks, index)
         rebuild = self.sweeper.footprint(again, kept=table.of(again.inputs))
-        alone = self.sweeper.footprint(backward, kept=frozenset())
+        alone_bytes = self._backward_extra(backward)
         last = index == len(chain) - 1
         return StageCosts(
             forward_s=seconds.forward_s,
@@ -106,8 +106,8 @@ class _Stage:
             gradient_bytes=0 if last else gradient_bytes + self.surroundings.tangent_bytes,
             forward_extra_bytes=self._forward_extra(plain, new_boundary),
             keep_extra_bytes=self._forward_extra(first, chain.nbytes(chain.saved_set(index))),
-            backward_extra_bytes=self._backward_extra(backward),
-            rebuild_bytes=max(rebuild.peak_bytes, rebuild.change_bytes + alone.peak_bytes),
+            backward_extra_bytes=alone_bytes,
+            rebuild_bytes=max(rebuild.peak_bytes, rebuild.change_bytes + alone_bytes),
             options=options,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from fxremat.planner.improve import improve
 from fxremat.planner.joining import equivalent_schedules, join_schedules
 from fxremat.planner.surroundings import Caller, surroundings_of
 from fxremat.planner.sweep import Surroundings, Sweeper
+from fxremat.planner.turn import Planner, kept_over_turn
 from fxremat.simulate import simulate
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
@@ -47,9 +48,6 @@ POINTS = 32
 
 COSTS: dict[Key, CostCache] = defaultdict(CostCache)
 """Measurements by the settings under which kernels were chosen."""
-
-Planner = Callable[[Sweeps, Chain, Progress], Iterator[Schedule]]
-"""Gives schedules for budgets from the least to all that can be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,4 +321,6 @@ def line_schedules(sweeps: Sweeps, chain: Chain, progress: Progress) -> Iterator
     progress("solving", done, done)
 
 
-PLANNERS: tuple[Planner, ...] = (line_schedules, equivalent_schedules, join_schedules)
+_EACH: tuple[Planner, ...] = (line_schedules, equivalent_schedules, join_schedules)
+
+PLANNERS: tuple[Planner, ...] = (*_EACH, *map(kept_over_turn, _EACH))

@@ -47,6 +47,8 @@ class StageStory:
         rebuild_s: seconds that recomputing it once, before its backward, takes.
         rebuilt_s: seconds that its backward spends on rebuilding.
         runs: its forwards, in order.
+        executed: False where the emitted graphs run nothing of it, forward or backward: it
+            may stand for the turn.
     """
 
     index: int
@@ -61,6 +63,7 @@ class StageStory:
     rebuild_s: float
     rebuilt_s: float
     runs: tuple[Run, ...]
+    executed: bool
 
     @property
     def is_kept(self) -> bool:
@@ -118,6 +121,7 @@ def tell_stages(plan: PlanFacts) -> tuple[StageStory, ...]:
                 rebuild_s=costs.rebuild_s,
                 rebuilt_s=rebuilt_s if rebuilt_s > 1e-9 else 0.0,  # else from rounding
                 runs=tuple(runs[index]),
+                executed=index in backward_s or any(run.executed for run in runs[index]),
             )
         )
     return tuple(stories)

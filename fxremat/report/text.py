@@ -20,12 +20,12 @@ LEGEND = (
 def print_plan(plan: PlanFacts) -> str:
     """Print ``plan`` to the console, in ASCII where that is all it can show.
 
-    Returns what was printed, without colours.
+    A stage of which nothing runs has no row. Returns what was printed, without colours.
 
     Raises:
         ImportError: rich is not installed.
     """
-    stories = tell_stages(plan)
+    stories = tuple(story for story in tell_stages(plan) if story.executed)
     text = show(Group(_summary(plan, stories), Text(), _table(stories)), width=WIDTH)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
@@ -46,7 +46,7 @@ def _summary(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Table:
     grid.add_row("with everything kept", _exact(plan.baseline_peak_bytes))
     grid.add_row("predicted time", _time(plan))
     grid.add_row("lower bound", _bound(plan))
-    kinds = len({stage.kind for stage in plan.chain.stages})
+    kinds = len({plan.chain.stages[story.index].kind for story in stories})
     again = sum(len(story.again) + story.is_kept_in_part for story in stories)
     if plan.host_bytes:
         grid.add_row("host memory", _host(plan))

@@ -108,6 +108,39 @@ def llama(
     return _entry(name, build, kwargs)
 
 
+def qwen(name: str, *, vocabulary: int, width: int, layers: int, batch: int, length: int):
+    """Qwen3: norms of queries and keys, grouped queries; the loss is outside, on the logits."""
+
+    def build() -> nn.Module:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=width // 4,
+            max_position_embeddings=length,
+            use_cache=False,
+        )
+        return Qwen3ForCausalLM(config).train()
+
+    def sample(seed: int) -> tuple[Args, Kwargs]:
+        ids = _token_ids(seed, vocabulary=vocabulary, batch=batch, length=length)
+        return (), {"input_ids": ids}
+
+    return ZooModel(name=name, build=drawn_once(build), sample=sample, loss=logits_loss)
+
+
+def logits_loss(outputs: Any) -> Tensor:
+    """Cross entropy of the logits with fixed classes, outside the model."""
+    logits = outputs.logits.flatten(0, -2)
+    classes = torch.arange(len(logits), device=logits.device) % logits.shape[-1]
+    return nn.functional.cross_entropy(logits, classes)
+
+
 def t5(name: str, *, width: int, layers: int, batch: int, length: int):
     """T5: an encoder whose output every decoder block reads; dropout 0.1."""
     vocabulary = 96
@@ -228,6 +261,7 @@ ZOO = [
 BENCH = [
     llama("llama8", vocabulary=1024, width=256, inner=688, layers=8, batch=8, length=256),
     llama("llama16", vocabulary=512, width=128, inner=344, layers=16, batch=4, length=512, heads=4),
+    qwen("qwen8", vocabulary=512, width=128, layers=8, batch=4, length=256),
     clip("bench_clip", width=128, layers=8, batch=8, size=128),
     vit("vit", width=256, layers=8, batch=8, size=128, patch=8),
 ]

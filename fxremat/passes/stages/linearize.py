@@ -61,7 +61,8 @@ class Line:
 
     Attributes:
         joint: the graph.
-        stages: in forward order.
+        stages: in forward order. Where the loss is outside the graph the last one has no
+            operations: it stands for the turn.
         pinned: tensors of the forward that are kept from the moment they are computed.
         views: views of parameters and other given tensors. They take no memory, so each
             block makes its own, and none crosses a cut.
@@ -92,8 +93,16 @@ class Line:
         """The stages after each outermost branch's last; none where the line is no join."""
         return tuple(branch.stop for branch in self.segments.branches(1))
 
+    @property
+    def ends_at_turn(self) -> bool:
+        """Whether the last stage has no operations: it stands for the turn."""
+        last = self.stages[-1]
+        return not last.forward and not last.backward
+
     def name_of(self, stage: int) -> str:
         """For people and emitted code."""
+        if self.ends_at_turn and stage == len(self.stages) - 1:
+            return "turn"
         if not self.segments.ends:
             return f"stage{stage}"
         return f"{self.segments.name_of(self.segments.at(stage))}_stage{stage}"
@@ -125,6 +134,8 @@ def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bo
         branch, or a view of a given tensor; every backward node belongs to a stage whose
         saved set, input and pinned tensors hold all forward values that it reads; none
         reads a backward node of a lower stage, and none but sums one of another branch.
+        Where the loss is outside, nothing crosses the cut before the last stage but what is
+        pinned, so a schedule may hold any part of the other stages at the turn.
     """
     views = _views_of_given(joint)
     positions = locate(joint, views=views)
@@ -297,7 +308,7 @@ def _assemble(
     order = {node: index for index, node in enumerate(joint.module.graph.nodes)}
     return Line(
         joint,
-        stages,
+        (*stages, *_turn_of(joint, stages)),
         fixed,
         views,
         stage_of,
@@ -309,6 +320,17 @@ def _assemble(
         drawing=tuple(i for i in range(count) if any(map(rng.draws, forward[i]))),
         sums=placed.stages_of_sums(joint, stage_of),
     )
+
+
+def _turn_of(joint: JointGraph, stages: Sequence[StageNodes]) -> tuple[StageNodes, ...]:
+    """A stage without operations for a loss outside the graph, where there is none yet.
+
+    A loss inside leaves the gradients of its scalars to come from outside, which take no
+    memory worth a stage.
+    """
+    outside = any(n.meta["val"].numel() > 1 for n in joint.tangents)
+    there = not stages[-1].forward and not stages[-1].backward
+    return (StageNodes((), (), (), (), ()),) if outside and not there else ()
 
 
 def _views_of_given(joint: JointGraph) -> frozenset[fx.Node]:
