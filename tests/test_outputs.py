@@ -160,7 +160,7 @@ def test_a_class_of_outputs_lacks_what_is_dropped():
 
 
 def test_what_is_unused_is_only_known_with_a_loss():
-    with pytest.raises(ValueError, match="drop_unused=True needs loss="):
+    with pytest.raises(ValueError, match=r"drop_unused.*loss="):
         fxremat.compile(Two(), torch.randn(64, 8), 1.0, drop_unused=True)
 
 

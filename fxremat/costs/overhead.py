@@ -90,7 +90,7 @@ class Rehearsal:
                 torch.autograd.backward(result)
             return time.perf_counter() - begin
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch_compat.without_autotuning():
             seconds = [run()]  # warm
             while len(seconds) <= _LEAST_RUNS or (
                 sum(seconds) < _ENOUGH_S and len(seconds) <= _MOST_RUNS

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fxremat.report.facts import PlanFacts
-from fxremat.report.text import print_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,4 +25,7 @@ class Plan(PlanFacts):
 
     def explain(self) -> str:
         """Print the plan as a table, and return what was printed."""
+        # Only now: rich may be missing, and draws a random number when it is imported.
+        from fxremat.report.text import print_plan  # noqa: PLC0415
+
         return print_plan(self)
