@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-import fxremat.frontend.capture
-import fxremat.planner.search
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of, planned
-from fxremat.costs.cache import CostCache
+from fxremat.frontend import capture
+from fxremat.planner import search
 
 
 def import_seconds() -> float:
@@ -42,9 +41,9 @@ def planning_seconds(name: str) -> dict[str, Any]:
     """Seconds from the captured graph to the emitted ones, with nothing measured before."""
     entry = entry_of(name)
     torch._dynamo.reset()
-    fxremat.search.COSTS = CostCache()
+    search.COSTS.clear()
     taken: list[float] = []
-    plan_step = fxremat.capture.plan_step
+    plan_step = capture.plan_step
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
@@ -52,12 +51,12 @@ def planning_seconds(name: str) -> dict[str, Any]:
         taken.append(time.perf_counter() - begin)
         return result
 
-    fxremat.capture.plan_step = timed
+    capture.plan_step = timed
     begin = time.perf_counter()
     try:
         _, compiled = planned(entry, 0.5)
     finally:
-        fxremat.capture.plan_step = plan_step
+        capture.plan_step = plan_step
     total = time.perf_counter() - begin
     return {
         "model": name,

@@ -33,7 +33,7 @@ def call_s() -> float:
 
     def alone() -> None:
         for _ in range(_CALLS):
-            stage(list(tensors))
+            stage.forward(list(tensors))
 
     with torch_compat.real_execution():
         calls_s, alone_s = _least_s(lambda: emitted.forward(list(tensors))), _least_s(alone)

@@ -202,7 +202,9 @@ class _Walk:
     def _first(self, stage: _Stage, key: Key | None) -> dict[fx.Node, torch.Tensor]:
         """Run the first forward; its results."""
         first = stage.first
-        inputs = self._values.of(first.inputs)
+        # What runs again reads states of generators, too, which may be of an earlier stage.
+        others = frozenset(stage.whole.inputs).difference(first.nodes, first.inputs)
+        inputs = self._values.of((*first.inputs, *sorted(others, key=self._line.rank)))
         results = self._operations.run(first, inputs, keep=first.outputs, again=stage.whole)
         return self._time(first, key, inputs, results)
 
