@@ -425,8 +425,8 @@ def before_backward(outputs: object, check: Callable[[], None]) -> None:
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             node: Any = leaf.grad_fn
-            while "CompiledFunction" not in node.name() and node.next_functions:
-                node = node.next_functions[0][0]
-            if node is not None and "CompiledFunction" in node.name():
+            while node and "CompiledFunction" not in node.name():
+                node = node.next_functions[0][0] if node.next_functions else None
+            if node:
                 node.register_prehook(lambda _gradients: check())
                 return

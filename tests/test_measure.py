@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -220,40 +222,77 @@ def test_on_cuda_the_allocator_tells():
     assert took.seconds > 0
 
 
-def test_kernels_are_timed_behind_a_device_that_is_held_up(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU that is not there: launched 3 ms, run in 1 ms, and the other way round."""
-    told: list[str] = []
-    takes_s = [0.0]
+@dataclass
+class Device:
+    """A GPU that is not there: a kernel takes a while, and so does its launch."""
 
-    class Event:
-        def record(self) -> None:
-            told.append("event")
+    kernel_s: float
+    launch_s: float
+    waits: bool = False
+    told: list[str] = field(default_factory=list)
+    held_s: float = 0.0
+    delays: list[float] = field(default_factory=list)
 
-        def synchronize(self) -> None:
-            told.append("wait")
+    def delay(self, _device: torch.device, seconds: float) -> None:
+        self.told.append("delay")
+        self.delays.append(seconds)
+        self.held_s = seconds
 
-        def elapsed_time(self, _end: Event) -> float:
-            return takes_s[0] * 1e3
+    def run(self) -> None:
+        self.told.append("run")
+        time.sleep(self.launch_s + (self.held_s + self.kernel_s) * self.waits)
+        self.held_s = 0.0
 
-    def run() -> None:
-        told.append("run")
-        time.sleep(0.003)
+    def event(self) -> Any:
+        device = self
 
-    delays: list[float] = []
+        class Event:
+            def record(self) -> None:
+                device.told.append("event")
 
-    def delay(_device: torch.device, seconds: float) -> None:
-        told.append("delay")
-        delays.append(seconds)
+            def synchronize(self) -> None:
+                device.told.append("wait")
 
-    monkeypatch.setattr(measure, "_timed_event", Event)
-    monkeypatch.setattr(measure.torch_compat, "delay_device", delay)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    clock = measure.KernelClock(torch.device("cuda", 0))
-    assert clock.seconds_of(run) >= 0.003
-    assert told == ["delay", "event", "run", "event", "wait"]
-    takes_s[0] = 0.5
-    assert clock.seconds_of(run) == 0.5
-    assert delays[1] >= 2 * 0.003
+            def elapsed_time(self, _end: Event) -> float:
+                return device.kernel_s * 1e3
+
+        return Event()
+
+
+@pytest.fixture
+def clock_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], measure.KernelClock]:
+    def make(device: Device) -> measure.KernelClock:
+        monkeypatch.setattr(measure, "_timed_event", device.event)
+        monkeypatch.setattr(measure.torch_compat, "delay_device", device.delay)
+        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        return measure.KernelClock(torch.device("cuda", 0))
+
+    return make
+
+
+def test_kernels_are_timed_behind_a_device_that_is_held_up(clock_of):
+    device = Device(kernel_s=0.5, launch_s=0.0005)
+    clock = clock_of(device)
+    assert clock.seconds_of(device.run) == 0.5
+    assert device.told == ["delay", "event", "run", "event", "wait"]
+    assert device.delays[0] >= 2 * device.launch_s
+
+
+def test_what_launches_slower_than_it_runs_takes_as_long_as_the_launch(clock_of):
+    device = Device(kernel_s=0.0001, launch_s=0.004)
+    clock = clock_of(device)
+    for _ in range(3):
+        assert clock.seconds_of(device.run) >= 0.004
+    assert device.delays[-1] >= 2 * device.launch_s
+
+
+def test_what_waits_for_the_device_is_not_charged_with_the_delay(clock_of):
+    device = Device(kernel_s=0.001, launch_s=0.0002, waits=True)
+    clock = clock_of(device)
+    seconds = [clock.seconds_of(device.run) for _ in range(12)]
+    assert min(seconds) < 0.004
+    assert max(device.delays) <= measure.MOST_HELD_S
+    assert device.told.count("run") == 2 * len(seconds)
 
 
 def test_measuring_operations_resets_no_statistics(monkeypatch: pytest.MonkeyPatch):

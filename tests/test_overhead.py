@@ -36,7 +36,7 @@ def rehearsal(
         return [args.pop()]
 
     # The number makes each one the first of its kind.
-    around = Around(CPU, (next(numbers),), gradients, travels=False)
+    around = Around(CPU, (next(numbers),), (), gradients, travels=False)
     x = torch.ones(3)
     return Rehearsal(around, forward, backward, 2, (x,), (x,), calls_s)
 

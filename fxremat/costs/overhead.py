@@ -31,12 +31,14 @@ class Around:
     Attributes:
         device: of the step.
         inputs: dtype, shape, strides, … of each parameter, buffer and argument.
+        operations: what the graphs compute.
         gradients: how many the backward returns.
         travels: whether anything travels to host memory.
     """
 
     device: torch.device
     inputs: tuple[object, ...]
+    operations: tuple[str, ...]
     gradients: int
     travels: bool
 

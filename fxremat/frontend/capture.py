@@ -76,10 +76,11 @@ class StepCompiler:
             call: leads to the forward graph and returns before it runs.
         """
         assert self.latest is not None
-        planned = self.latest.planned
-        if planned.rehearsal is not None:
-            self.overhead_s = planned.rehearsal.overhead_s(call)
-        self.latest.planned = planned.with_overhead(self.overhead_s)
+        rehearsal = self.latest.planned.rehearsal
+        if rehearsal is not None:
+            self.overhead_s = rehearsal.overhead_s(call)
+        for compiled in self.compiled:  # no rehearsal stays, and with it no batch
+            compiled.planned = compiled.planned.with_overhead(self.overhead_s)
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any

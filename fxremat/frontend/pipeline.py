@@ -224,6 +224,7 @@ def _rehearsal(
     around = Around(
         device=joint.device,
         inputs=tuple(tensor_key(n.meta["val"]) for n in joint.primals),
+        operations=tuple(str(n.target) for n in (*joint.forward, *joint.backward)),
         gradients=sum(isinstance(g, fx.Node) for g in joint.backward_outputs),
         travels=planned.arena is not None,
     )
