@@ -20,10 +20,10 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())])
+    return nn.Sequential(*[m for _ in range(12) for m in (nn.Linear(32, 32), nn.GELU())])
 
 
-SAMPLE = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+SAMPLE = torch.randn(1024, 32, generator=torch.Generator().manual_seed(0))
 CHANGES: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
     "fp32_precision": (
         lambda: torch.set_float32_matmul_precision("medium"),
@@ -42,9 +42,9 @@ def test_a_setting_around_the_forward_alone_is_refused(name: str, by_backend: bo
     change, back = CHANGES[name]
     trained = model()
     call = (
-        torch.compile(trained, backend="fxremat", options={"budget": "1 MiB"}, fullgraph=True)
+        torch.compile(trained, backend="fxremat", options={"budget": 0.8}, fullgraph=True)
         if by_backend
-        else fxremat.compile(trained, SAMPLE, "1 MiB")
+        else fxremat.compile(trained, SAMPLE, 0.8)
     )
     try:
         change()
@@ -63,7 +63,7 @@ def test_a_setting_around_the_forward_alone_is_refused(name: str, by_backend: bo
 
 def test_steps_that_overlap_under_other_settings_are_told_apart():
     trained = model()
-    call = fxremat.compile(trained, SAMPLE, "1 MiB")
+    call = fxremat.compile(trained, SAMPLE, 0.8)
     change, back = CHANGES["use_deterministic_algorithms"]
     first = call(SAMPLE).sum()
     try:
@@ -74,6 +74,27 @@ def test_steps_that_overlap_under_other_settings_are_told_apart():
     first.backward()
     with pytest.raises(BackwardError, match="settings changed"):
         second.backward()
+
+
+def test_where_nothing_is_computed_again_settings_may_change():
+    """Then the backward is that of ``aot_eager`` under the same settings."""
+    trained = model()
+    change, back = CHANGES["fp32_precision"]
+
+    def gradients(call: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor | None]:
+        trained.zero_grad(set_to_none=True)
+        loss = call(SAMPLE).sum()
+        try:
+            change()
+            loss.backward()
+        finally:
+            back()
+        return [p.grad for p in trained.parameters()]
+
+    expected = gradients(torch.compile(trained, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    found = gradients(fxremat.compile(trained, SAMPLE, 1.0))
+    assert all(map(torch.equal, expected, found))
 
 
 def test_costs_are_measured_anew_under_other_settings(monkeypatch: pytest.MonkeyPatch):

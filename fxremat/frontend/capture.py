@@ -131,7 +131,7 @@ class StepCompiler:
         )
         with torch_compat.without_donated_buffers():
             run: Callable[..., Any] = backend(module, example_inputs)
-        return backward_checked(run)
+        return backward_checked(run, recomputes=any(c.planned.recomputes for c in found))
 
     def close(self) -> None:
         """Give host memory up: the graphs cannot run any more."""
@@ -184,12 +184,15 @@ def emitted(run: torch_compat.BoxedCallable) -> torch_compat.BoxedCallable:
     return call
 
 
-def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, a compiled step; its backward is refused where it could not be right."""
+def backward_checked(run: Callable[..., Any], *, recomputes: bool) -> Callable[..., Any]:
+    """``run``, a compiled step; its backward is refused where it could not be right.
+
+    Where nothing is computed again the backward may run under any settings.
+    """
 
     def call(*args: Any) -> Any:
         outputs = run(*args)
-        settings = torch_compat.kernel_settings()
+        settings = torch_compat.kernel_settings() if recomputes else {}
         torch_compat.before_backward(outputs, lambda: check_backward(settings))
         return outputs
 
@@ -200,7 +203,7 @@ def check_backward(settings: dict[str, object]) -> None:
     """A backward begins.
 
     Args:
-        settings: those of its forward.
+        settings: those of its forward that must hold; none if nothing is computed again.
 
     Raises:
         BackwardError: it is to be differentiated, or what it computes again would be computed
@@ -212,7 +215,7 @@ def check_backward(settings: dict[str, object]) -> None:
             "cannot be differentiated again. Call backward() without create_graph, or use the "
             "original model for this step"
         )
-    now = torch_compat.kernel_settings()
+    now = torch_compat.kernel_settings() if settings else {}
     changed = [name for name, value in settings.items() if now[name] != value]
     if changed:
         told = ", ".join(f"{name} was {settings[name]}, is {now[name]}" for name in changed)

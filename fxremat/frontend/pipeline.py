@@ -37,12 +37,14 @@ class Planned:
     """A plan, its graphs, and the host memory that they use, if any.
 
     Attributes:
+        recomputes: whether anything is computed twice.
         rehearsal: tells what the step takes beside its calls; it holds the step's inputs.
     """
 
     plan: Plan
     forward: ScheduleModule
     backward: ScheduleModule
+    recomputes: bool
     arena: Arena | None = None
     rehearsal: Rehearsal | None = None
 
@@ -211,7 +213,7 @@ def emit(
         exact=exact,
         budget_on=search.allocations.budget_on,
     )
-    return Planned(plan, forward, backward, arena)
+    return Planned(plan, forward, backward, chosen is not search.baseline, arena)
 
 
 def _rehearsal(
