@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from torch import fx
 
 from fxremat.costs.options import Kept, Options
 from fxremat.ir import Costs, Schedule
@@ -14,10 +11,8 @@ from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.decision import Held
 from fxremat.planner.sweep import Surroundings, Sweep, Sweeper
-
-Held = Mapping[int, frozenset[fx.Node]]
-"""For each stage of which something is kept from its first forward on: those tensors."""
 
 
 @dataclass(frozen=True, slots=True)

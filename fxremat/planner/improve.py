@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from fxremat.ir import Forward
 from fxremat.passes.joint.storage import is_tensor
-from fxremat.planner.candidate import Candidate, Held, Sweeps
+from fxremat.planner.candidate import Candidate, Sweeps
+from fxremat.planner.decision import Held
 from fxremat.planner.effects import Effect, Operations, effects_of
 
 MOST_STEPS = 150
