@@ -1,259 +1,253 @@
-"""What holding a storage would save: the recomputations that only lead to it.
+"""What holding a storage would save, the recomputations that only lead to it: compiled loops.
 
 Everything that is run again leads, step by step, to something that a backward reads. What
 every such way out of an operation goes through post-dominates it: with that held, the
 operation does not run, and what was kept for the operation alone is free. In the tree of
 nearest post-dominators both are sums over all that lies below.
+
+An effect frees at least what is said, and gains as much, as long as operations are charged
+alike in forwards and rebuilds: one that runs again several times may vanish from some of its
+calls only, which is not counted, nor is a forward that becomes a rebuild as what stands between
+it and its backward vanishes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import numpy as np
+from numba import njit
 
-from torch import fx
+from fxremat.ir.coded import BACKWARD, KINDS
+from fxremat.planner.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
+from fxremat.planner.replay import AT_TURN, BLOCK, COUNT, MOST_HELD, OP, PEAK, REBUILT, TURN
+from fxremat.planner.step import COLUMNS, At, Floats, Ints
 
-from fxremat.passes.joint.storage import is_tensor
-from fxremat.passes.stages.block import Mode, dependencies, is_getitem
-from fxremat.passes.stages.linearize import Line
-from fxremat.planner.candidate import Candidate, Sweeps
-
-_OUT = -1
-"""Stands for the backward, where all ways out end."""
+_OUT, _UNSET = -1, -2
+"""Stands for the backward, where all ways out end, and for no way looked at yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """Of holding the results of an operation that is run again.
-
-    Attributes:
-        stage: whose operation it is.
-        storages: of the results.
-        nbytes: the size of those that are not held over the turn in any case.
-        gained_s: seconds of what then need not run again.
-        freed_bytes: held over the turn for that alone.
-    """
-
-    stage: int
-    storages: frozenset[int]
-    nbytes: int
-    gained_s: float
-    freed_bytes: int
-
-    @property
-    def key(self) -> tuple[int, frozenset[int]]:
-        """Tells it from others of the same line."""
-        return self.stage, self.storages
-
-
-@dataclass(frozen=True, slots=True)
-class Operations:
-    """Forward operations of a line, by index in graph order.
-
-    Attributes:
-        nodes: the operations.
-        index: of each.
-        stage: of each.
-        group: of each, the first operation whose results it is a value or a view of, in its
-            own stage; itself, if it is none.
-        users: of each, those that read it when they are run again.
-        storages: of each that is a tensor, but for those that are always there.
-        makes: those of them that are new, not of something that it reads and is a view of.
-        settled: storages that stay in any case.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    index: dict[fx.Node, int]
-    stage: tuple[int, ...]
-    group: tuple[int, ...]
-    users: tuple[tuple[int, ...], ...]
-    storages: tuple[tuple[int, ...], ...]
-    makes: tuple[frozenset[int], ...]
-    settled: frozenset[int]
-
-    @staticmethod
-    def of(line: Line) -> Operations:
-        """Those of ``line``."""
-        joint, table = line.joint, line.joint.storages
-        given = table.of(joint.given)
-        fixed = given | table.of(line.pinned)
-        outputs = table.of(n for n in joint.forward_outputs if isinstance(n, fx.Node))
-        nodes = tuple(node for stage in line.stages for node in stage.forward)
-        index = {node: i for i, node in enumerate(nodes)}
-        stage = tuple(i for i, stage in enumerate(line.stages) for _ in stage.forward)
-        storages = tuple(
-            tuple(s for s in table.of_node[n] if s not in fixed) if is_tensor(n) else ()
-            for n in nodes
-        )
-        users: list[list[int]] = [[] for _ in nodes]
-        makes = [set(own) for own in storages]
-        for i, node in enumerate(nodes):
-            for source in dependencies(node, Mode.AGAIN):
-                if source in index:
-                    users[index[source]].append(i)
-                    makes[i].difference_update(storages[index[source]])
-        return Operations(
-            nodes=nodes,
-            index=index,
-            stage=stage,
-            group=tuple(_groups(nodes, index, stage, storages)),
-            users=tuple(map(tuple, users)),
-            storages=storages,
-            makes=tuple(map(frozenset, makes)),
-            settled=given | outputs,
-        )
-
-
-def _groups(
-    nodes: Sequence[fx.Node],
-    index: Mapping[fx.Node, int],
-    stage: Sequence[int],
-    storages: Sequence[Sequence[int]],
-) -> Iterator[int]:
-    maker: dict[tuple[int, int], int] = {}
-    for i, node in enumerate(nodes):
-        group = i
-        if is_getitem(node) and node.all_input_nodes[0] in index:
-            group = index[node.all_input_nodes[0]]
-        for storage in storages[i]:
-            group = maker.setdefault((stage[i], storage), group)
-        yield group
-
-
-def effects_of(candidate: Candidate, sweeps: Sweeps, operations: Operations) -> list[Effect]:
-    """The effect of holding the results of each operation that is run again.
+@njit(cache=True, nogil=True)
+def find_effects(
+    data: Ints,
+    seconds: Floats,
+    at: At,
+    codes: Ints,
+    calls: Ints,
+    groups: Ints,
+    nbytes: Ints,
+    worth: Floats,
+) -> int:
+    """The effect of holding the results of each operation that the last evaluation runs again.
 
     Args:
-        candidate: what runs again.
-        sweeps: made it.
-        operations: of the same line.
+        data, seconds, at, codes, calls: of that evaluation.
+        groups: ``F``, the operation of each effect, what is worth most first. It stands for all
+            whose results are values or views of its own.
+        nbytes: ``F``, the size of those that are not held over the turn in any case.
+        worth: ``F``, seconds gained a byte more, below the peak as it is counted as none.
 
-    Ensures: each frees at least what is said, and gains as much, as long as operations are charged
-        alike in forwards and rebuilds: one that runs again several times may vanish from some
-        of its calls only, which is not counted, nor is a forward that becomes a rebuild as what
-        stands between it and its backward vanishes.
+    Returns how many there are.
     """
-    again, read = _runs(candidate, sweeps, operations)
-    tree = _Tree.of(operations, again, read)
-    gained_s = dict.fromkeys(tree.parent, 0.0)
-    results: dict[int, set[int]] = {group: set() for group in tree.parent}
-    for i, seconds in again.items():
-        gained_s[operations.group[i]] += seconds
-        results[operations.group[i]].update(operations.makes[i])
-    freed_bytes = dict.fromkeys(tree.parent, 0)
-    for nbytes, users in _saved(candidate, operations, again, read):
-        above = tree.common(users)
-        if above != _OUT:
-            freed_bytes[above] += nbytes
-    tree.add_up(gained_s)
-    tree.add_up(freed_bytes)
-    table = sweeps.line.joint.storages
-    there = table.of(candidate.program.saved)
-    found = []
-    for group, seconds in gained_s.items():
-        storages = frozenset(results[group])
-        if storages and seconds > 0:
-            # What is there at the turn and made again has to be held for longer.
-            stage, nbytes = operations.stage[group], table.total(storages - there)
-            found.append(Effect(stage, storages, nbytes, seconds, freed_bytes[group]))
-    return found
-
-
-def _runs(
-    candidate: Candidate, sweeps: Sweeps, operations: Operations
-) -> tuple[dict[int, float], set[fx.Node]]:
-    """Seconds of each operation that is run again, and what backwards read themselves."""
-    index = operations.index
-    seconds: dict[int, float] = {}
-    read: set[fx.Node] = set()
-    for call in candidate.program.calls:
-        block = call.block
-        if block.mode is Mode.FIRST:
+    _note_runs(data, seconds, at, calls)
+    _build_tree(data, seconds, at)
+    _note_saved(data, at)
+    _add_up(data, seconds, at)
+    _find_room(data, at, codes, calls)
+    count = 0
+    for group in range(at.forward_count - 1, -1, -1):
+        if data[at.parent + group] == _UNSET or seconds[at.gained_s + group] <= 0.0:
             continue
-        charges = sweeps.options.parts[block.stage].charges
-        if block.mode is Mode.BACKWARD:
-            read |= block.directly
-        for node in block.nodes if block.mode is Mode.AGAIN else block.again:
-            i = index.get(node)
-            if i is None:  # a view of what is given, which any block makes for itself
-                continue
-            once_s = charges.once_s(node, rebuilds=call.rebuilds or node in block.again)
-            seconds[i] = seconds.get(i, 0.0) + once_s
-    return seconds, read
+        made, more = _results(data, at, group)
+        if made:
+            groups[count], nbytes[count] = group, more
+            more -= data[at.freed + group] + data[at.room + data[at.stage + group]]
+            worth[count] = seconds[at.gained_s + group] / max(more, 1)
+            count += 1
+    order = np.argsort(-worth[:count], kind="mergesort")
+    groups[:count] = groups[:count][order]
+    nbytes[:count] = nbytes[:count][order]
+    worth[:count] = worth[:count][order]
+    return count
 
 
-def _saved(
-    candidate: Candidate, operations: Operations, again: Container[int], read: set[fx.Node]
-) -> Iterator[tuple[int, list[int]]]:
-    """Size of each storage that is only held for operations that run again, and those."""
-    table = candidate.program.line.joint.storages
-    groups: dict[int, list[int]] = {}
-    settled = set(operations.settled)
-    for node in candidate.program.saved:
-        storages = table.of_node[node]
-        if node in read or node not in operations.index:
-            settled.update(storages)
+@njit(cache=True, nogil=True)
+def mark_results(data: Ints, at: At, group: int, held: Ints) -> None:
+    """Mark in ``held`` the tensors that lie in what holding the results of ``group`` holds."""
+    _results(data, at, group)
+    stage = data[at.stage + group]
+    stamp = data[at.marks]
+    for node in range(data[at.forward + stage], data[at.forward + stage + 1]):
+        if not data[at.tensor + node]:
             continue
-        readers = operations.users[operations.index[node]]
-        for storage in storages:
-            found = groups.setdefault(storage, [])
-            found.extend(operations.group[reader] for reader in readers if reader in again)
-    for storage, users in groups.items():
-        if storage not in settled and users:
-            yield table.nbytes[storage], users
+        inside = True
+        for k in range(data[at.storages + node], data[at.storages + node + 1]):
+            inside = inside and data[at.marked + data[k]] == stamp
+        if inside:
+            held[node] = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    """Nearest post-dominators of groups of operations that run again.
+@njit(cache=True, nogil=True)
+def _results(data: Ints, at: At, group: int) -> tuple[int, int]:
+    """Mark the storages that ``group`` makes when it runs again.
 
-    Attributes:
-        parent: the nearest group that all ways out of a group go through; groups last first.
-        depth: how many there are.
+    Returns how many they are, and the bytes of those that are not there at the turn.
     """
+    data[at.marks] += 1
+    stamp = data[at.marks]
+    count = nbytes = 0
+    for i in range(data[at.members + group], data[at.members + group + 1]):
+        if not data[at.ran + data[i]]:
+            continue
+        for k in range(data[at.makes + data[i]], data[at.makes + data[i] + 1]):
+            storage = data[k]
+            if data[at.marked + storage] != stamp:
+                data[at.marked + storage] = stamp
+                count += 1
+                if not data[at.there + storage]:
+                    nbytes += data[at.nbytes + storage]
+    return count, nbytes
 
-    parent: dict[int, int]
-    depth: dict[int, int]
 
-    @staticmethod
-    def of(operations: Operations, again: Collection[int], read: set[fx.Node]) -> _Tree:
-        """The tree of the operations ``again``."""
-        users: dict[int, list[int]] = {}
-        out: set[int] = set()
-        for i in again:
-            group = operations.group[i]
-            found = users.setdefault(group, [])
-            if operations.nodes[i] in read:
-                out.add(group)
-            for user in operations.users[i]:
-                above = operations.group[user]
-                if user in again and above != group:
-                    found.append(above)
-                    if above < group:  # a late view of an early result: no tree has it
-                        out.add(group)
-        tree = _Tree({}, {_OUT: 0})
-        for group in sorted(users, reverse=True):
-            parent = _OUT if group in out else tree.common(users[group])
-            tree.parent[group] = parent
-            tree.depth[group] = tree.depth[parent] + 1
-        return tree
+@njit(cache=True, nogil=True)
+def _note_runs(data: Ints, seconds: Floats, at: At, calls: Ints) -> None:
+    """What runs again, for how long, and what backwards read themselves."""
+    forward = at.forward_count
+    data[at.ran : at.ran + forward] = 0
+    data[at.direct : at.direct + forward] = 0
+    seconds[at.again_s : at.again_s + forward] = 0.0
+    for call in range(data[at.total + COUNT]):
+        lists = at.block + COLUMNS * calls[BLOCK, call]
+        rebuilds = calls[REBUILT, call] or data[lists + REBUILDS]
+        once_s = at.once_s + rebuilds * at.nodes
+        for i in range(data[lists + NODES], data[lists + INPUTS]):
+            node, again = data[i] // 2, data[i] % 2
+            if again and node < forward:
+                data[at.ran + node] = 1
+                seconds[at.again_s + node] += seconds[once_s + node]
+        for i in range(data[lists + DIRECT], data[lists + READS]):
+            data[at.direct + data[i]] = 1
 
-    def common(self, groups: Sequence[int]) -> int:
-        """The nearest that all ways out of all of ``groups`` go through."""
-        if not groups:
+
+@njit(cache=True, nogil=True)
+def _common(data: Ints, at: At, one: int, two: int) -> int:
+    """The nearest that all ways out of both go through; ``one`` may be unset."""
+    if one == _UNSET:
+        return two
+    while one != two:
+        if min(one, two) == _OUT:
             return _OUT
-        found = groups[0]
-        for other in groups:
-            while found != other:
-                if self.depth[found] >= self.depth[other]:
-                    found = self.parent[found]
-                else:
-                    other = self.parent[other]
-        return found
+        if data[at.depth + one] >= data[at.depth + two]:
+            one = data[at.parent + one]
+        else:
+            two = data[at.parent + two]
+    return one
 
-    def add_up(self, values: dict[int, Any]) -> None:
-        """Add to each group's value what lies below it."""
-        for group in reversed(self.parent):  # what lies below comes before, in the graph
-            if self.parent[group] != _OUT:
-                values[self.parent[group]] += values[group]
+
+@njit(cache=True, nogil=True)
+def _build_tree(data: Ints, seconds: Floats, at: At) -> None:
+    """Find for each group that runs again the nearest that all its ways out go through.
+
+    What it gains alone is summed up, too. A group that runs nothing again has no parent.
+    """
+    for group in range(at.forward_count - 1, -1, -1):
+        data[at.parent + group] = _UNSET
+        runs, out, parent, gained_s = False, False, _UNSET, 0.0
+        for i in range(data[at.members + group], data[at.members + group + 1]):
+            node = data[i]
+            if not data[at.ran + node]:
+                continue
+            runs = True
+            gained_s += seconds[at.again_s + node]
+            out = out or data[at.direct + node] == 1
+            for k in range(data[at.users + node], data[at.users + node + 1]):
+                above = data[at.group + data[k]]
+                if not data[at.ran + data[k]] or above == group:
+                    continue
+                if above < group:  # an operation before it reads a result of it: no tree has that
+                    out = True
+                elif not out:
+                    parent = _common(data, at, parent, above)
+        if runs:
+            if out or parent == _UNSET:
+                parent = _OUT
+            data[at.parent + group] = parent
+            data[at.depth + group] = 1 if parent == _OUT else data[at.depth + parent] + 1
+            data[at.freed + group] = 0
+            seconds[at.gained_s + group] = gained_s
+
+
+@njit(cache=True, nogil=True)
+def _note_saved(data: Ints, at: At) -> None:
+    """Charge what is held over the turn for operations that run again to what these lead to."""
+    storages = at.storage_count
+    data[at.there : at.there + storages] = 0
+    data[at.above : at.above + storages] = _UNSET
+    data[at.stays : at.stays + storages] = data[at.settled : at.settled + storages]
+    for node in range(at.nodes):
+        if not data[at.saved + node]:
+            continue
+        for k in range(data[at.storages + node], data[at.storages + node + 1]):
+            storage = data[k]
+            data[at.there + storage] = 1
+            if node >= at.forward_count or data[at.direct + node]:
+                data[at.stays + storage] = 1
+                continue
+            for j in range(data[at.users + node], data[at.users + node + 1]):
+                if data[at.ran + data[j]]:
+                    above = data[at.group + data[j]]
+                    data[at.above + storage] = _common(data, at, data[at.above + storage], above)
+    for storage in range(storages):
+        above = data[at.above + storage]
+        if above >= 0 and not data[at.stays + storage]:
+            data[at.freed + above] += data[at.nbytes + storage]
+
+
+@njit(cache=True, nogil=True)
+def _add_up(data: Ints, seconds: Floats, at: At) -> None:
+    """Add to what each group gains and frees what lies below it, which comes before it."""
+    for group in range(at.forward_count):
+        parent = data[at.parent + group]
+        if parent >= 0:
+            data[at.freed + parent] += data[at.freed + group]
+            seconds[at.gained_s + parent] += seconds[at.gained_s + group]
+
+
+@njit(cache=True, nogil=True)
+def _find_room(data: Ints, at: At, codes: Ints, calls: Ints) -> None:
+    """For each stage: bytes below the peak at the worst moment until it is first run again."""
+    data[at.begin : at.begin + at.stages] = -1
+    data[at.room : at.room + at.stages] = 0
+    count, turn = data[at.total + COUNT], data[at.total + TURN]
+    most = _highest(calls[PEAK, :count])
+    for call in range(count):
+        code = codes[calls[OP, call]]
+        stage = code // KINDS
+        begin = data[at.begin + stage]
+        if begin == -1:
+            data[at.begin + stage] = call
+            continue
+        again = data[at.block + COLUMNS * calls[BLOCK, call] + REBUILDS]
+        if begin == -2 or (code % KINDS == BACKWARD and not again):
+            continue
+        level = 0
+        while 2 << level <= call - begin:
+            level += 1
+        peak = max(most[level, begin], most[level, call - (1 << level)])
+        if begin < turn <= call:
+            peak = max(peak, data[at.total + AT_TURN])
+        data[at.room + stage] = data[at.total + MOST_HELD] - peak
+        data[at.begin + stage] = -2  # found
+
+
+@njit(cache=True, nogil=True)
+def _highest(values: Ints) -> Ints:
+    """Row ``i``: the greatest of each ``2^i`` values in a row."""
+    levels = 1
+    while 1 << levels <= values.size:
+        levels += 1
+    most = np.zeros((levels, values.size), dtype=np.int64)
+    most[0] = values
+    for level in range(1, levels):
+        half = 1 << (level - 1)
+        for i in range(values.size - 2 * half + 1):
+            most[level, i] = max(most[level - 1, i], most[level - 1, i + half])
+    return most

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from fxremat.ir.coded import ALL, BACKWARD, INPUT, KINDS, NONE
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
 TILE = 16
@@ -313,3 +314,62 @@ def _choose_leaf(table: Table, s: int, m: int) -> int:
         if fits and at_once_s(n, s, k) + n.prefix_s[s] == want:
             return -2 - k
     return -1
+
+
+@njit(cache=True, nogil=True)
+def read_out(table: Table, outer: Table, slots: int) -> Ints:
+    """The schedule behind an entry of the whole chain, as codes: Algorithm 2.
+
+    Args:
+        table: of all intervals.
+        outer: of those that end with the last stage.
+        slots: free beside boundary 0.
+
+    Returns:
+        codes as of ``ir.coded``, with a stack of its own since chains are deeper than one's.
+        Nothing if no choice explains the value of some interval.
+    """
+    last = table.numbers.backward_s.size - 1
+    codes = np.empty(8 * last + 8, dtype=np.int64)
+    todo = np.empty((2 * last + 4, 3), dtype=np.int64)  # intervals; ``t < s`` is a backward
+    todo[0] = np.array([0, last, slots])
+    count, waiting = 0, 1
+    while waiting:
+        waiting -= 1
+        s, t, m = todo[waiting]
+        if count + last + 4 > codes.size:
+            codes = np.append(codes, np.empty(codes.size, dtype=np.int64))
+        if t < s:
+            codes[count] = s * KINDS + BACKWARD
+            count += 1
+            continue
+        own = outer if t == last else table
+        cut = choose(own, s, t, m)
+        if cut == -1:
+            return codes[:0]
+        if cut <= s:
+            option = 0 if cut == s else -1 - cut
+            codes[count] = s * KINDS + ALL + option
+            count += 1
+            todo[waiting] = np.array([s, s - 1, 0])
+            waiting += 1
+            if s < t:
+                n = own.numbers
+                saved = n.saved[s] if option == 0 else n.option_saved[s, option - 1]
+                todo[waiting] = np.array([s + 1, t, m - in_slots(saved, own.quantum)])
+                waiting += 1
+            continue
+        codes[count] = s * KINDS + INPUT
+        count += 1
+        if s == t:
+            codes[count] = s * KINDS + ALL
+            codes[count + 1] = s * KINDS + BACKWARD
+            count += 2
+            continue
+        for stage in range(s + 1, cut):
+            codes[count] = stage * KINDS + NONE
+            count += 1
+        todo[waiting] = np.array([s, cut - 1, m])
+        todo[waiting + 1] = np.array([cut, t, m - own.step_slots[s, cut]])
+        waiting += 2
+    return codes[:count]

@@ -39,7 +39,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 
@@ -56,6 +55,7 @@ from fxremat.ir import (
     Solution,
     Solved,
 )
+from fxremat.ir.coded import Codes, decoded
 from fxremat.solvers import kernels, store_all
 from fxremat.solvers.budgets import BudgetTable
 from fxremat.solvers.kernels import Table
@@ -237,7 +237,7 @@ class RotorTable(BudgetTable):
             ValueError: the budget is above ``max_budget_bytes``.
         """
         if self.fits(budget_bytes):
-            ops = self._ops(self.slots_of(budget_bytes))
+            ops = decoded(self.codes(budget_bytes)).computations
         elif budget_bytes >= self.least_budget_bytes:
             available_bytes = min(budget_bytes - self.base_bytes, MOST_BYTES)
             ops = _least_ops(self._least, available_bytes)
@@ -251,19 +251,16 @@ class RotorTable(BudgetTable):
         row: Floats = self._outer.values[len(self.chain) - 1]
         return row
 
-    def _ops(self, slots: int) -> tuple[Compute, ...]:
-        last = len(self.chain) - 1
-        added = _Added.in_slots(self._table, self.quantum_bytes)
-        outer_added = _Added.in_slots(self._outer, self.quantum_bytes)
+    def codes(self, budget_bytes: int) -> Codes:
+        """``schedule`` as ``ir.coded`` has it, for a budget that the table ``fits``.
 
-        def pick(s: int, t: int, m: int) -> tuple[int, int]:
-            if t == last:
-                choice = kernels.choose(self._outer, s, t, m)
-                return choice, outer_added.by(s, choice)
-            choice = kernels.choose(self._table, s, t, m)
-            return choice, added.by(s, choice)
-
-        return _walk(pick, last, slots)
+        Raises:
+            ValueError: the budget is above ``max_budget_bytes``.
+        """
+        found: Codes = kernels.read_out(self._table, self._outer, self.slots_of(budget_bytes))
+        if not found.size:
+            raise AssertionError(f"no choice explains the table's value for {budget_bytes} bytes")
+        return found
 
 
 def _numbers(chain: Chain, costs: Costs, tapes_late: bool) -> Numbers:
@@ -273,43 +270,19 @@ def _numbers(chain: Chain, costs: Costs, tapes_late: bool) -> Numbers:
 
 def _least_ops(least: Least, available_bytes: int) -> tuple[Compute, ...]:
     """A schedule within ``available_bytes``, which are at least what is needed."""
-    added = _Added(_saved(least.numbers), least.numbers.step)
+    saved = np.column_stack([least.numbers.saved, least.numbers.option_saved])
+    step = least.numbers.step
 
     def pick(s: int, t: int, m: int) -> tuple[int, int]:
         choice = choose_least(least, s, t, m)
-        return choice, added.by(s, choice)
+        return choice, int(step[s, choice] if choice > s else saved[s, _option(s, choice)])
 
     return _walk(pick, len(least.memory) - 1, available_bytes)
-
-
-def _saved(numbers: Numbers) -> Ints:
-    """``(L, 1 + O)``: what ``F_all`` adds, for each of its save options from 0."""
-    return np.column_stack([numbers.saved, numbers.option_saved])
 
 
 def _staying(nbytes: Ints, away: float) -> Ints:
     """``nbytes`` without a share of them."""
     return nbytes - (nbytes * away).astype(np.int64)
-
-
-class _Added(NamedTuple):
-    """What choices add to what is held while the later part of an interval runs.
-
-    Attributes:
-        saved: see ``_saved``; both are in bytes, or both in slots.
-        step: see ``Numbers``.
-    """
-
-    saved: Ints
-    step: Ints
-
-    @staticmethod
-    def in_slots(table: Table, quantum: int) -> _Added:
-        return _Added(-(-_saved(table.numbers) // quantum), table.step_slots)
-
-    def by(self, s: int, choice: int) -> int:
-        """Of a choice for an interval from ``s`` on."""
-        return int(self.step[s, choice] if choice > s else self.saved[s, _option(s, choice)])
 
 
 def _option(s: int, choice: int) -> int:

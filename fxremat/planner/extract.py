@@ -1,0 +1,352 @@
+"""What runs in a call: compiled loops that extract blocks as ``passes.stages.block`` does.
+
+What a call runs depends on few things: its stage, mode and save option, what is asked of it, and
+what is held. Schedules differ in a few stages, so each block is extracted once and found again
+by a hash of these, of 128 bits.
+
+All numbers lie in one array of integers and one of seconds, at the places that ``At`` has: an
+array that is read as an attribute, or passed with others, has its references counted each time,
+which takes longer than what is done with it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from fxremat.planner.step import AGAIN, ARENA, BACK, COLUMNS, TABLE, At, Flags, Floats, Ints
+
+MADE, NODES, INPUTS, DIRECT, READS, END, REBUILDS = range(7)
+"""Of a block: where each of its lists begins, and whether a backward runs operations again."""
+
+TOP, BLOCKS, FOOTPRINTS, STAMP, FAILED = range(5)
+"""Of ``At.counts``: how far lists, blocks and footprints reach, the last mark that was made, and
+what was missing."""
+
+
+@njit(inline="always")
+def mixed(a: int, b: int) -> int:
+    """A hash of two numbers."""
+    x = np.uint64(a) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(b)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.int64(x ^ (x >> np.uint64(31)))
+
+
+@njit(inline="always")
+def find(data: Ints, table: int, one: int, two: int) -> int:
+    """The entry of a table of keys with this one, or the free one where it belongs."""
+    i = one & (TABLE - 1)
+    while data[table + 2 * i] != 0 and (
+        data[table + 2 * i] != one or data[table + 2 * i + 1] != two
+    ):
+        i = (i + 1) & (TABLE - 1)
+    return i
+
+
+@njit(cache=True, nogil=True)
+def make_room(data: Ints, at: At, calls: int) -> None:
+    """Forget all blocks where there may be no room for those of so many more calls."""
+    full = data[at.counts + BLOCKS] + calls > TABLE // 2
+    full = full or data[at.counts + FOOTPRINTS] + calls > TABLE // 2
+    if full or data[at.counts + TOP] + calls * at.longest > at.arena + ARENA:
+        data[at.block_key : at.block_key + 2 * TABLE] = 0
+        data[at.footprint_key : at.footprint_key + 2 * TABLE] = 0
+        data[at.counts + TOP] = at.arena
+        data[at.counts + BLOCKS] = data[at.counts + FOOTPRINTS] = 0
+
+
+@njit(cache=True, nogil=True)
+def own_nodes(data: Ints, at: At, stage: int, mode: int) -> int:
+    """Write the operations of a block's stage to ``at.own``, in order; returns how many."""
+    if mode != BACK:
+        begin, end = data[at.forward + stage], data[at.forward + stage + 1]
+    else:
+        begin, end = data[at.backward + stage], data[at.backward + stage + 1]
+    if mode != BACK or not data[at.unusual + stage]:
+        for i in range(end - begin):
+            data[at.own + i] = begin + i
+        return end - begin
+    return _with_sums(data, at, stage, begin, end)
+
+
+@njit(cache=True, nogil=True)
+def place_sums(data: Ints, at: At) -> None:
+    """Let each sum run with the backward that comes last of those that it waits for."""
+    data[at.unusual : at.unusual + at.stages] = 0
+    data[at.sum_hash : at.sum_hash + 2 * at.stages] = 0
+    for i in range(at.sum_count):
+        stage = data[data[at.sum_stages + i]]
+        for k in range(data[at.sum_stages + i], data[at.sum_stages + i + 1]):
+            if data[at.back + data[k]] > data[at.back + stage]:
+                stage = data[k]
+        data[at.sum_at + i] = stage
+        data[at.sum_hash + 2 * stage] ^= data[at.random + 2 * at.width + data[at.sums + i]]
+        data[at.sum_hash + 2 * stage + 1] ^= data[at.random + 3 * at.width + data[at.sums + i]]
+        home = data[at.sum_home + i]
+        if stage != home:
+            data[at.unusual + stage] = data[at.unusual + home] = 1
+
+
+@njit(cache=True, nogil=True)
+def _with_sums(data: Ints, at: At, stage: int, begin: int, end: int) -> int:
+    """A backward's own operations, and each sum as soon as all that it reads is there."""
+    data[at.counts + STAMP] += 1
+    missing = data[at.counts + STAMP]  # marked in ``want``: to come
+    done = -missing
+    for i in range(at.sum_count):  # sums of other stages are none of its own
+        data[at.want + data[at.sums + i]] = done
+    waiting = 0
+    for i in range(at.sum_count):
+        if data[at.sum_at + i] == stage:
+            data[at.stack + waiting] = data[at.sums + i]
+            data[at.want + data[at.sums + i]] = missing
+            waiting += 1
+    count = 0
+    for node in range(begin, end):
+        if data[at.want + node] != done and data[at.want + node] != missing:
+            data[at.want + node] = missing
+            data[at.order + count] = node
+            count += 1
+    own, count = count, 0
+    for i in range(own):
+        node = data[at.order + i]
+        data[at.own + count] = node
+        data[at.want + node] = done
+        count += 1
+        if i + 1 < own and data[at.value_of + data[at.order + i + 1]] >= 0:
+            continue  # nothing comes between an operation and its values
+        left = 0
+        for j in range(waiting):
+            reader = data[at.stack + j]
+            ready = True
+            for k in range(data[at.reads + reader], data[at.reads + reader + 1]):
+                ready = ready and data[at.want + data[k]] != missing
+            if ready:
+                data[at.own + count] = reader
+                data[at.want + reader] = done
+                count += 1
+            else:
+                data[at.stack + left] = reader
+                left += 1
+        waiting = left
+    return count
+
+
+@njit(inline="always")
+def can_give(data: Ints, at: At, mode: int, held: Flags, node: int) -> bool:
+    """Whether a block gives ``node``: a recomputation reads what is pinned or held."""
+    if data[at.tensor + node] == 0:
+        return False
+    return mode != AGAIN or (data[at.pinned + node] == 0 and held[node] == 0)
+
+
+@njit(cache=True, nogil=True)
+def block_of(
+    data: Ints, seconds: Floats, at: At, held: Flags, stage: int, mode: int, option: int
+) -> int:
+    """The block of a call; -1 for a recomputation of which nothing is asked."""
+    count = own_nodes(data, at, stage, mode)
+    data[at.counts + STAMP] += 1
+    stamp = data[at.counts + STAMP]
+    one = mixed(stage * 3 + mode, 1)
+    two = mixed(stage * 3 + mode, 2)
+    asked = 0
+    for i in range(count):
+        node = data[at.own + i]
+        if data[at.needed + node] != 0 and can_give(data, at, mode, held, node):
+            data[at.want + node] = stamp
+            asked += 1
+            one ^= data[at.random + node]
+            two ^= data[at.random + at.width + node]
+    if mode == AGAIN and asked == 0:
+        return -1
+    row = data[at.option + stage] + option - 1
+    rebuilds = mode == BACK and option > 0 and data[at.missing + row] < data[at.missing + row + 1]
+    if rebuilds:
+        one ^= mixed(option, 3)
+        two ^= mixed(option, 4)
+    if mode == AGAIN or rebuilds:
+        one ^= data[at.held_hash + 2 * stage]
+        two ^= data[at.held_hash + 2 * stage + 1]
+    if mode == BACK:
+        one ^= data[at.sum_hash + 2 * stage]
+        two ^= data[at.sum_hash + 2 * stage + 1]
+    if one == 0:
+        one = 1
+    entry = find(data, at.block_key, one, two)
+    key = at.block_key + 2 * entry
+    if data[key] == 0:
+        data[key], data[key + 1] = one, two
+        data[at.block_at + entry] = _extract(
+            data, seconds, at, held, stage, mode, row if rebuilds else -1, count
+        )
+    return data[at.block_at + entry]
+
+
+@njit(cache=True, nogil=True)
+def _extract(
+    data: Ints, seconds: Floats, at: At, held: Flags, stage: int, mode: int, row: int, count: int
+) -> int:
+    """The least block that gives what ``at.want`` marks; see ``passes.stages.block.extract``."""
+    stamp = data[at.counts + STAMP]
+    block = data[at.counts + BLOCKS]
+    data[at.counts + BLOCKS] += 1
+    _record_made(data, at, block, count)
+    if mode != AGAIN:
+        for i in range(count):
+            if data[at.draws + data[at.own + i]]:
+                data[at.want + data[at.own + i]] = stamp
+    lists = at.reads_again if mode == AGAIN else at.reads
+    inside = count  # ``data[at.own + inside:count]`` from here on are those that run
+    for i in range(count - 1, -1, -1):
+        node = data[at.own + i]
+        there = mode == AGAIN and (data[at.pinned + node] != 0 or held[node] != 0)
+        if data[at.want + node] == stamp and not there:
+            inside -= 1
+            data[at.own + inside] = node
+            for k in range(data[lists + node], data[lists + node + 1]):
+                data[at.want + data[k]] = stamp
+    rebuilds = False
+    if row >= 0:
+        rebuilds = _recompute(data, at, held, stage, row)
+    nodes = _interleave(data, at, inside, count, mode)
+    _record(data, seconds, at, block, nodes, mode, inside, count)
+    data[at.block + COLUMNS * block + REBUILDS] = rebuilds
+    return block
+
+
+@njit(cache=True, nogil=True)
+def _recompute(data: Ints, at: At, held: Flags, stage: int, row: int) -> bool:
+    """Mark the forward operations that a backward runs again; whether there are any."""
+    stamp = data[at.counts + STAMP]
+    missing = -stamp  # marked in ``chosen`` for now
+    for k in range(data[at.missing + row], data[at.missing + row + 1]):
+        data[at.chosen + data[k]] = missing
+    found = False
+    for node in range(data[at.forward + stage + 1] - 1, data[at.forward + stage] - 1, -1):
+        gone = data[at.chosen + node] == missing and held[node] == 0
+        if data[at.want + node] == stamp and (gone or data[at.tensor + node] == 0):
+            data[at.again + node] = stamp
+            found = True
+            for k in range(data[at.reads_again + node], data[at.reads_again + node + 1]):
+                data[at.want + data[k]] = stamp
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _interleave(data: Ints, at: At, inside: int, count: int, mode: int) -> int:
+    """Write to ``at.order`` what runs, each view and rebuilt tensor before its first reader.
+
+    The values of an operation with several directly follow it. Returns how many there are.
+    """
+    stamp = data[at.counts + STAMP]
+    nodes = 0
+    for i in range(inside, count):
+        data[at.stack] = data[at.own + i]
+        waiting = 1
+        while waiting:
+            node = data[at.stack + waiting - 1]
+            again = mode == AGAIN or data[at.again + node] == stamp
+            lists = at.reads_again if again else at.reads
+            before = waiting
+            for k in range(data[lists + node + 1] - 1, data[lists + node] - 1, -1):
+                source = data[k]
+                made_here = data[at.is_view + source] != 0 or data[at.again + source] == stamp
+                if made_here and data[at.chosen + source] != stamp:
+                    data[at.stack + waiting] = source
+                    waiting += 1
+            if waiting > before:
+                continue
+            waiting -= 1
+            if data[at.chosen + node] != stamp:
+                data[at.chosen + node] = stamp
+                data[at.order + nodes] = node
+                nodes += 1
+            for k in range(data[at.values + node], data[at.values + node + 1]):
+                value = data[k]
+                if data[at.again + value] == stamp and data[at.chosen + value] != stamp:
+                    data[at.chosen + value] = stamp
+                    data[at.order + nodes] = value
+                    nodes += 1
+    return nodes
+
+
+@njit(cache=True, nogil=True)
+def _record_made(data: Ints, at: At, block: int, count: int) -> None:
+    """Write the storages of what is asked of a block to the arena, and begin its lists."""
+    top = data[at.counts + TOP]
+    data[at.block + COLUMNS * block + MADE] = top
+    for i in range(count):
+        node = data[at.own + i]
+        if data[at.want + node] == data[at.counts + STAMP]:
+            for k in range(data[at.storages + node], data[at.storages + node + 1]):
+                data[top] = data[k]
+                top += 1
+    data[at.counts + TOP] = top
+
+
+@njit(cache=True, nogil=True)
+def _record(
+    data: Ints, seconds: Floats, at: At, block: int, nodes: int, mode: int, inside: int, count: int
+) -> None:
+    """Write the lists of a block to the arena.
+
+    Its nodes (twice the number, and 1 more for a recomputation), its inputs, what its own
+    operations read of the forward, storages of its inputs.
+    """
+    stamp = data[at.counts + STAMP]
+    top = data[at.counts + TOP]
+    data[at.block + COLUMNS * block + NODES] = top
+    forward_s = rebuild_s = 0.0
+    for i in range(nodes):
+        node = data[at.order + i]
+        again = mode == AGAIN or data[at.again + node] == stamp
+        data[top] = 2 * node + again
+        top += 1
+        if again:
+            if seconds[at.once_s + node] < 0 or seconds[at.once_s + at.nodes + node] < 0:
+                data[at.counts + FAILED] = 1 + node
+            forward_s += seconds[at.once_s + node]
+            rebuild_s += seconds[at.once_s + at.nodes + node]
+    seconds[at.block_s + 2 * block], seconds[at.block_s + 2 * block + 1] = forward_s, rebuild_s
+    data[at.block + COLUMNS * block + INPUTS] = top
+    data[at.counts + STAMP] += 1
+    seen = data[at.counts + STAMP]
+    for i in range(nodes):
+        node = data[at.order + i]
+        again = mode == AGAIN or data[at.again + node] == stamp
+        lists = at.reads_again if again else at.reads
+        for k in range(data[lists + node], data[lists + node + 1]):
+            source = data[k]
+            if data[at.chosen + source] != stamp and data[at.want + source] != seen:
+                data[at.want + source] = seen
+                data[top] = source
+                top += 1
+    data[at.block + COLUMNS * block + DIRECT] = top
+    if mode == BACK:
+        data[at.counts + STAMP] += 1
+        direct = data[at.counts + STAMP]
+        for i in range(inside, count):
+            node = data[at.own + i]
+            for k in range(data[at.reads + node], data[at.reads + node + 1]):
+                source = data[k]
+                if source < at.forward_count and data[at.want + source] != direct:
+                    data[at.want + source] = direct
+                    data[top] = source
+                    top += 1
+    data[at.block + COLUMNS * block + READS] = top
+    data[at.counts + STAMP] += 1
+    reads = data[at.counts + STAMP]
+    for i in range(
+        data[at.block + COLUMNS * block + INPUTS], data[at.block + COLUMNS * block + DIRECT]
+    ):
+        node = data[i]
+        for k in range(data[at.storages + node], data[at.storages + node + 1]):
+            storage = data[k]
+            if data[at.read + storage] != reads:
+                data[at.read + storage] = reads
+                data[top] = storage
+                top += 1
+    data[at.block + COLUMNS * block + END] = top
+    data[at.counts + TOP] = top

@@ -1,0 +1,352 @@
+"""What a decision does to memory and time, operation by operation: compiled loops.
+
+A schedule is read backwards: every tensor is taken from the last call before that can give it,
+every call gives only what is read later and frees what nobody reads again, as the emitted graphs
+do (``passes.emit.program``). What a block does to memory is found once for each set of storages
+that others hold.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from fxremat.ir.coded import ALL, BACKWARD, KINDS
+from fxremat.planner.extract import (
+    DIRECT,
+    END,
+    FAILED,
+    FOOTPRINTS,
+    INPUTS,
+    MADE,
+    NODES,
+    READS,
+    STAMP,
+    block_of,
+    can_give,
+    find,
+    make_room,
+    mixed,
+    own_nodes,
+    place_sums,
+)
+from fxremat.planner.step import AGAIN, BACK, COLUMNS, FIRST, UNKNOWN, At, Flags, Floats, Ints
+
+OK, UNMEASURED, UNTIMED, NEVER_COMPUTED = 0, 1, 2, 3
+"""How an evaluation ended; all but the first name a node."""
+
+LATER, RETURNED = 1, 2
+"""Why a tensor is asked for: a later call reads it; the forward returns it."""
+
+OP, PEAK, HELD, BLOCK, REBUILT = range(5)
+"""Rows of calls: the operation of the schedule that each carries out, most bytes held during it,
+bytes held after it, what runs, and whether it recomputes a stage whose backward comes next."""
+
+COUNT, TURN, MOST_HELD, AT_TURN, AT_END, ENDED, NODE = range(7)
+"""Of a total: calls, index of the first call of the backward, peak bytes, bytes at the turn and
+at the end, how the evaluation ended, and the node that it ended with."""
+
+
+@njit(cache=True, nogil=True)
+def evaluate(
+    data: Ints, seconds: Floats, at: At, codes: Ints, held: Flags, calls: Ints, call_s: Floats
+) -> float:
+    """Replay a decision; returns its seconds.
+
+    Args:
+        data, seconds, at: the step.
+        codes: the schedule.
+        held: ``(N,)``, forward tensors kept from their first computation on.
+        calls: ``(rows, C)`` for at least as many calls as there are ``codes``.
+        call_s: ``(C,)``, seconds of each.
+
+    What is true of the whole step is written to ``At.total``, what crosses the turn to
+    ``At.saved``.
+    """
+    make_room(data, at, codes.size)
+    data[at.counts + FAILED] = 0
+    _begin(data, at, codes, held)
+    last = (at.stages - 1) * KINDS + BACKWARD
+    following = -1
+    count, turn = 0, 0
+    for i in range(codes.size - 1, -1, -1):
+        stage, kind = codes[i] // KINDS, codes[i] % KINDS
+        mode = BACK
+        if kind != BACKWARD:
+            data[at.runs + stage] -= 1
+            mode = AGAIN if data[at.runs + stage] else FIRST
+        block = block_of(data, seconds, at, held, stage, mode, data[at.keeps + stage])
+        if block >= 0:
+            outputs = _give(data, at, held, stage, mode)
+            if data[at.block + COLUMNS * block + INPUTS] > data[at.block + COLUMNS * block + NODES]:
+                rebuilds = mode == AGAIN and following == stage * KINDS + BACKWARD
+                found = _footprint(data, at, block, mode, outputs)
+                calls[OP, count], calls[BLOCK, count] = i, block
+                calls[PEAK, count], calls[HELD, count] = data[found], data[found + 1]
+                calls[REBUILT, count] = rebuilds
+                call_s[count] = _seconds(data, seconds, at, block, stage, mode, rebuilds)
+                following = codes[i]
+                count += 1
+            lists = at.block + COLUMNS * block
+            for k in range(data[lists + INPUTS], data[lists + DIRECT]):
+                _ask(data, at, data[k], LATER)
+            if codes[i] == last:
+                turn = count
+                for node in range(at.nodes):
+                    data[at.saved + node] = data[at.needed + node] & LATER
+    return _end(data, at, calls, call_s, count, turn)
+
+
+@njit(inline="always")
+def _ask(data: Ints, at: At, node: int, why: int) -> None:
+    """A tensor is needed before the calls that were looked at."""
+    if data[at.needed + node] == 0:
+        for i in range(data[at.storages + node], data[at.storages + node + 1]):
+            data[at.alive + data[i]] += 1
+    data[at.needed + node] |= why
+
+
+@njit(cache=True, nogil=True)
+def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
+    """Write what is asked of a call to ``at.own``; nobody asks for it before. How many it is."""
+    outputs = 0
+    for i in range(own_nodes(data, at, stage, mode)):
+        node = data[at.own + i]
+        if data[at.needed + node] != 0 and can_give(data, at, mode, held, node):
+            data[at.needed + node] = 0
+            for k in range(data[at.storages + node], data[at.storages + node + 1]):
+                data[at.alive + data[k]] -= 1
+            data[at.own + outputs] = node
+            outputs += 1
+    return outputs
+
+
+@njit(cache=True, nogil=True)
+def _begin(data: Ints, at: At, codes: Ints, held: Flags) -> None:
+    """Nothing was looked at yet: what the step returns is asked for."""
+    data[at.needed : at.needed + at.nodes] = 0
+    data[at.saved : at.saved + at.nodes] = 0
+    data[at.alive : at.alive + at.storage_count] = 0
+    for k in range(data[at.later], data[at.later + 1]):
+        _ask(data, at, data[k], LATER)
+        data[at.saved + data[k]] = 1
+    for k in range(data[at.returned], data[at.returned + 1]):
+        _ask(data, at, data[k], RETURNED)
+    data[at.keeps : at.keeps + at.stages] = 0
+    data[at.runs : at.runs + at.stages] = 0
+    data[at.back : at.back + at.stages] = -1
+    for i in range(codes.size):
+        stage, kind = codes[i] // KINDS, codes[i] % KINDS
+        if kind == BACKWARD:
+            data[at.back + stage] = i
+            continue
+        data[at.runs + stage] += 1
+        if kind >= ALL:
+            data[at.keeps + stage] = kind - ALL
+    data[at.held_hash : at.held_hash + 2 * at.stages] = 0
+    for stage in range(at.stages):
+        for node in range(data[at.forward + stage], data[at.forward + stage + 1]):
+            if held[node]:
+                data[at.held_hash + 2 * stage] ^= data[at.random + 2 * at.width + node]
+                data[at.held_hash + 2 * stage + 1] ^= data[at.random + 3 * at.width + node]
+    place_sums(data, at)
+
+
+@njit(inline="always")
+def _seconds(
+    data: Ints, seconds: Floats, at: At, block: int, stage: int, mode: int, rebuilds: bool
+) -> float:
+    """Of a call."""
+    if mode == AGAIN:
+        return seconds[at.block_s + 2 * block + rebuilds]
+    if mode == BACK:
+        return seconds[at.backward_s + stage] + seconds[at.block_s + 2 * block + 1]
+    # Measured with all that a backward may read; a norm's input is rebuilt later.
+    total_s = seconds[at.forward_s + stage]
+    lists = at.block + COLUMNS * block
+    for k in range(data[at.inverses + stage], data[at.inverses + stage + 1]):
+        runs = False
+        for i in range(data[lists + NODES], data[lists + INPUTS]):
+            runs = runs or data[i] // 2 == data[k]
+        if not runs:
+            total_s -= seconds[at.once_s + data[k]]
+    return total_s
+
+
+@njit(cache=True, nogil=True)
+def _footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
+    """Where it says what ``block`` does to memory: peak and change in bytes.
+
+    Args:
+        data, at: where.
+        block: what runs. The first ``outputs`` of ``at.own`` are the tensors asked of it, which
+            are not asked for any more.
+        mode: of it.
+        outputs: how many.
+    """
+    one = mixed(block, 5)
+    two = mixed(block, 6)
+    for i in range(
+        data[at.block + COLUMNS * block + READS], data[at.block + COLUMNS * block + END]
+    ):
+        storage = data[i]
+        if data[at.never_freed + storage] or data[at.alive + storage] > 0:
+            one ^= data[at.random + 2 * at.width + storage]
+            two ^= data[at.random + 3 * at.width + storage]
+    if one == 0:
+        one = 1
+    entry = find(data, at.footprint_key, one, two)
+    key, found = at.footprint_key + 2 * entry, at.footprint + 2 * entry
+    if data[key] == 0:
+        data[key], data[key + 1] = one, two
+        data[at.counts + FOOTPRINTS] += 1
+        data[found], data[found + 1] = _run(data, at, block, mode, outputs)
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _run(data: Ints, at: At, block: int, mode: int, outputs: int) -> tuple[int, int]:
+    """Most bytes at any instant of a block, and bytes at its end, less those at its start."""
+    data[at.counts + STAMP] += 1
+    stamp = data[at.counts + STAMP]
+    for i in range(
+        data[at.block + COLUMNS * block + READS], data[at.block + COLUMNS * block + END]
+    ):
+        storage = data[i]
+        data[at.present + storage] = stamp
+        if data[at.never_freed + storage] or data[at.alive + storage] > 0:
+            data[at.kept + storage] = stamp
+    for i in range(outputs):
+        node = data[at.own + i]
+        for k in range(data[at.storages + node], data[at.storages + node + 1]):
+            data[at.staying + data[k]] = stamp
+    begin, end = data[at.block + COLUMNS * block + NODES], data[at.block + COLUMNS * block + INPUTS]
+    _mark_last_uses(data, at, begin, end)
+    now = peak = 0
+    previous = -1
+    for i in range(begin, end):
+        node, again = data[i] // 2, data[i] % 2
+        if data[at.value_of + node] >= 0 and data[at.value_of + node] == previous:
+            continue
+        previous = node
+        data[at.counts + STAMP] += 1
+        read = data[at.counts + STAMP]
+        lists = at.reads_again if again else at.reads
+        for k in range(data[lists + node], data[lists + node + 1]):
+            source = data[k]
+            for j in range(data[at.storages + source], data[at.storages + source + 1]):
+                data[at.read + data[j]] = read
+        second = 0
+        first_made = data[at.storages + node]
+        last_made = first_made + data[at.made_again + node]
+        if not again:
+            last_made = data[at.storages + node + 1]
+        for j in range(first_made, last_made):
+            storage = data[j]
+            if data[at.read + storage] == read:
+                continue
+            if data[at.present + storage] == stamp:
+                second += data[at.nbytes + storage]
+            else:
+                data[at.present + storage] = stamp
+                now += data[at.nbytes + storage]
+        workspace = data[at.workspace + (AGAIN if again else mode) * at.nodes + node]
+        if workspace == UNKNOWN:
+            data[at.counts + FAILED] = -1 - node
+            workspace = 0
+        peak = max(peak, now + workspace + second)
+        for k in range(data[lists + node], data[lists + node + 1]):
+            source = data[k]
+            for j in range(data[at.storages + source], data[at.storages + source + 1]):
+                now -= _released(data, at, data[j], i, stamp)
+        for j in range(first_made, last_made):
+            now -= _released(data, at, data[j], i, stamp)
+    return peak, now
+
+
+@njit(cache=True, nogil=True)
+def _mark_last_uses(data: Ints, at: At, begin: int, end: int) -> None:
+    """Note in ``at.last`` the operation of a block that reads or makes each storage last."""
+    previous = -1
+    for i in range(begin, end):
+        node, again = data[i] // 2, data[i] % 2
+        if data[at.value_of + node] >= 0 and data[at.value_of + node] == previous:
+            continue
+        previous = node
+        lists = at.reads_again if again else at.reads
+        for k in range(data[lists + node], data[lists + node + 1]):
+            source = data[k]
+            for j in range(data[at.storages + source], data[at.storages + source + 1]):
+                data[at.last + data[j]] = i
+        first_made = data[at.storages + node]
+        last_made = first_made + data[at.made_again + node]
+        if not again:
+            last_made = data[at.storages + node + 1]
+        for j in range(first_made, last_made):
+            data[at.last + data[j]] = i
+
+
+@njit(inline="always")
+def _released(data: Ints, at: At, storage: int, place: int, stamp: int) -> int:
+    """Bytes of ``storage`` if the operation at ``place`` is the last that uses it, once."""
+    stays = data[at.staying + storage] == stamp or data[at.kept + storage] == stamp
+    if stays or data[at.last + storage] != place:
+        return 0
+    data[at.last + storage] = -1
+    return data[at.nbytes + storage]
+
+
+@njit(cache=True, nogil=True)
+def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, turn: int) -> float:
+    """Turn the calls round, and add up what they hold and take."""
+    for row in range(calls.shape[0]):
+        calls[row, :count] = calls[row, :count][::-1].copy()
+    call_s[:count] = call_s[:count][::-1].copy()
+    first = count - turn
+    now = at_turn = data[at.around]
+    peak, total_s = 0, 0.0
+    for i in range(count):
+        if i == first:
+            at_turn = now + data[at.around + 1]
+            now += data[at.around + 2]
+        calls[PEAK, i] += now
+        now += calls[HELD, i]
+        calls[HELD, i] = now
+        peak = max(peak, calls[PEAK, i])
+        total_s += call_s[i]
+    at_end = now + data[at.around + 3]
+    total = at.total
+    data[total + COUNT], data[total + TURN] = count, first
+    data[total + MOST_HELD] = max(peak, at_turn, at_end)
+    data[total + AT_TURN], data[total + AT_END] = at_turn, at_end
+    data[total + ENDED], data[total + NODE] = OK, 0
+    for node in range(at.nodes):
+        if data[at.needed + node] and not data[at.given + node]:
+            data[total + ENDED], data[total + NODE] = NEVER_COMPUTED, node
+    failed = data[at.counts + FAILED]
+    if failed:
+        data[total + ENDED] = UNTIMED if failed > 0 else UNMEASURED
+        data[total + NODE] = abs(failed) - 1
+    return total_s
+
+
+@njit(cache=True, nogil=True)
+def find_lives(data: Ints, at: At, calls: Ints, last: Ints, after: Ints) -> None:
+    """When each storage is used around the turn of the last evaluation.
+
+    Args:
+        data, at, calls: of that evaluation.
+        last: ``S``, the last call of the forward that reads or gives it; -1 if none does.
+        after: ``S``, the first call of the backward that reads it; -1 if none does.
+    """
+    last[:] = after[:] = -1
+    turn = data[at.total + TURN]
+    for call in range(data[at.total + COUNT]):
+        lists = at.block + COLUMNS * calls[BLOCK, call]
+        for k in range(data[lists + READS], data[lists + END]):
+            if call < turn:
+                last[data[k]] = call
+            elif after[data[k]] == -1:
+                after[data[k]] = call
+        if call < turn:
+            for k in range(data[lists + MADE], data[lists + NODES]):
+                last[data[k]] = call

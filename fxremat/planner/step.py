@@ -1,0 +1,502 @@
+"""A measured line as integer arrays, for the compiled loops that evaluate decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from fxremat.costs.options import Options
+from fxremat.errors import CostError
+from fxremat.ir import Costs
+from fxremat.passes.joint import rng
+from fxremat.passes.joint.batchnorm import NORMALIZED_VALUES, updates_statistics
+from fxremat.passes.joint.invert import is_inverse
+from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.stages.block import Block, Mode, dependencies, is_getitem
+from fxremat.passes.stages.linearize import Line
+from fxremat.planner.sweep import Surroundings
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.uint8]
+
+FIRST, AGAIN, BACK = 0, 1, 2
+"""Modes of blocks, see ``passes.stages.block.Mode``."""
+
+UNKNOWN = -1
+"""In place of bytes or seconds that were never measured."""
+
+
+COLUMNS = 7
+"""Entries of a block, see ``planner.extract``."""
+
+TABLE = 1 << 17
+"""Entries of the tables of blocks and of footprints."""
+
+ARENA = 1 << 22
+"""Numbers that the lists of all blocks may take."""
+
+
+class At(NamedTuple):
+    """Where the numbers of a step lie, a line of ``L`` stages with ``N`` nodes and ``S`` storages.
+
+    Nodes are numbered: the forward's stage after stage, then the backward's, the views of what
+    is given, and what is given or comes from outside. A list ``i`` of lists at ``x`` goes from
+    ``data[x + i]`` to ``data[x + i + 1]``, which are places in ``data``, too.
+
+    Attributes:
+        stages, nodes, storage_count, forward_count: ``L``, ``N``, ``S``, nodes of the forward.
+        longest: numbers that the lists of a block take at most.
+        forward, backward: ``L + 1``, the first node of each stage's forward and backward.
+        reads, reads_again: lists, what running each node reads, in its own mode and again.
+        storages: lists, of each node's value.
+        made_again: ``N``, how many of these a recomputation of the node makes.
+        values: lists, of an operation with several: the nodes that pick them.
+        value_of: ``N``, the operation whose value the node picks, or -1.
+        tensor, pinned, draws, is_view, given: ``N``, what a node is.
+        nbytes, never_freed: ``S``.
+        workspace: ``3 N``, bytes in each mode.
+        once_s: ``2 N`` seconds, of a recomputation in a forward and in a rebuild.
+        forward_s, backward_s: ``L`` seconds, of a stage's whole first forward, its backward.
+        inverses: lists, of each stage: operations that its first forward was measured with and
+            seldom runs.
+        option: ``L``, the first of each stage's lists in ``missing``.
+        missing: lists, of each save option: tensors that the stage's backward rebuilds.
+        later, returned: lists, of what is read once the backward, once the forward has ended.
+        sum_count, sums, sum_stages, sum_home: how many nodes add up gradients of several
+            branches, which, lists of the stages whose gradients, the stage that has the node.
+        around: bytes given throughout, needed at the turn, held from it on, needed at the end.
+        random, width: four rows of ``width`` numbers by which sets are told apart.
+        needed: ``N``, why each tensor is asked for now.
+        saved: ``N``, whether the backward graph reads it from the forward graph.
+        alive: ``S``, how many tensors that are asked for lie in a storage.
+        want, chosen, again: ``N``, marks of nodes in a block.
+        last, present, staying, kept, read: ``S``, marks of storages in a block.
+        stack, order, own: room for nodes.
+        keeps, runs, back: ``L``, a stage's save option, forwards to come, place of its backward.
+        sum_at, unusual, sum_hash: the stage with whose backward each sum runs; whether a backward
+            runs other sums than in the line's own order; which.
+        held_hash: ``2 L``, of what each stage holds.
+        stage, users, group, members, makes, settled: see :func:`_put_operations`.
+        ran, direct, again_s, parent, depth, freed, gained_s, there, above, stays, begin, room:
+            what ``planner.effects`` finds; ``marks, marked`` are its marks.
+        block_key, block_at: table of blocks.
+        block, block_s: of each block its lists, and seconds of what it runs again in a forward
+            and in a rebuild.
+        footprint_key, footprint: table of footprints: peak and change in bytes.
+        arena: lists of blocks.
+        counts, total: see ``planner.extract`` and ``planner.replay``.
+    """
+
+    stages: int
+    nodes: int
+    storage_count: int
+    forward_count: int
+    longest: int
+    width: int
+    sum_count: int
+    forward: int
+    backward: int
+    reads: int
+    reads_again: int
+    storages: int
+    made_again: int
+    values: int
+    value_of: int
+    tensor: int
+    pinned: int
+    draws: int
+    is_view: int
+    given: int
+    nbytes: int
+    never_freed: int
+    workspace: int
+    once_s: int
+    forward_s: int
+    backward_s: int
+    inverses: int
+    option: int
+    missing: int
+    later: int
+    returned: int
+    sums: int
+    sum_stages: int
+    sum_home: int
+    around: int
+    random: int
+    needed: int
+    saved: int
+    alive: int
+    want: int
+    chosen: int
+    again: int
+    last: int
+    present: int
+    staying: int
+    kept: int
+    read: int
+    stack: int
+    order: int
+    own: int
+    keeps: int
+    runs: int
+    back: int
+    sum_at: int
+    unusual: int
+    sum_hash: int
+    held_hash: int
+    stage: int
+    users: int
+    group: int
+    members: int
+    makes: int
+    settled: int
+    ran: int
+    direct: int
+    again_s: int
+    parent: int
+    depth: int
+    freed: int
+    gained_s: int
+    there: int
+    above: int
+    stays: int
+    begin: int
+    room: int
+    marks: int
+    marked: int
+    block_key: int
+    block_at: int
+    block: int
+    block_s: int
+    footprint_key: int
+    footprint: int
+    arena: int
+    counts: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A measured line as numbers, with room to work in: not for two threads at once.
+
+    Attributes:
+        data: integers.
+        seconds: of what takes time.
+        at: where each lies.
+        number: of each node.
+        nodes: by number.
+    """
+
+    data: Ints
+    seconds: Floats
+    at: At
+    number: dict[fx.Node, int]
+    nodes: tuple[fx.Node, ...]
+
+
+class _Layout:
+    """Puts arrays one after the other."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, int] = {}
+        self._data: list[tuple[int, Ints]] = []
+        self._seconds: list[Floats] = []
+        self._size = self._seconds_size = 0
+
+    def put(self, **arrays: Iterable[int] | Ints) -> None:
+        """Integers."""
+        for name, values in arrays.items():
+            array = np.asarray(list(values) if not isinstance(values, np.ndarray) else values)
+            self.places[name] = self._size
+            self._data.append((self._size, array.astype(np.int64).ravel()))
+            self._size += array.size
+
+    def put_lists(self, **lists: Iterable[Sequence[int]]) -> None:
+        """Lists: where each begins, and all of them one after the other."""
+        for name, each in lists.items():
+            own = list(each)
+            first = self._size + len(own) + 1
+            ends = first + np.cumsum([0, *map(len, own)], dtype=np.int64)
+            self.put(**{name: np.concatenate([ends, np.array([i for o in own for i in o], int)])})
+
+    def put_seconds(self, **arrays: Floats) -> None:
+        """Seconds."""
+        for name, array in arrays.items():
+            self.places[name] = self._seconds_size
+            self._seconds.append(array.astype(np.float64).ravel())
+            self._seconds_size += array.size
+
+    def room(self, **sizes: int) -> None:
+        """Zeros."""
+        for name, size in sizes.items():
+            self.places[name] = self._size
+            self._size += size
+
+    def arrays(self) -> tuple[Ints, Floats]:
+        """All that was put."""
+        data = np.zeros(self._size, dtype=np.int64)  # no memory is touched where nothing is put
+        for place, values in self._data:
+            data[place : place + values.size] = values
+        return data, np.concatenate(self._seconds)
+
+
+def numbering(line: Line) -> dict[fx.Node, int]:
+    """The number of each node that an evaluation knows."""
+    joint = line.joint
+    nodes: dict[fx.Node, int] = {}
+    views = (n for n in joint.forward if n in line.views)
+    outside = (*joint.primals, *joint.constants, *joint.tangents)
+    for part in (
+        *(stage.forward for stage in line.stages),
+        *(stage.backward for stage in line.stages),
+        views,
+        outside,
+    ):
+        for node in part:
+            nodes.setdefault(node, len(nodes))
+    return nodes
+
+
+def step_of(
+    line: Line,
+    workspace_bytes: Callable[[fx.Node, Block], int],
+    options: Options,
+    costs: Costs,
+    surroundings: Surroundings,
+) -> Step:
+    """The numbers of a measured line."""
+    number = numbering(line)
+    nodes = tuple(number)
+    layout = _Layout()
+    _put_nodes(layout, line, number)
+    _put_stages(layout, line, number, options, costs)
+    _put_operations(layout, line, number)
+    layout.put(
+        around=(
+            surroundings.given_bytes,
+            surroundings.turn_bytes,
+            surroundings.tangent_bytes,
+            surroundings.end_bytes,
+        ),
+        workspace=_workspace(nodes, workspace_bytes),
+    )
+    layout.put_seconds(once_s=_once_s(line, options, nodes))
+    counts = {
+        "stages": len(line.stages),
+        "nodes": len(nodes),
+        "storage_count": len(line.joint.storages.nbytes),
+        "forward_count": sum(len(stage.forward) for stage in line.stages),
+        "sum_count": len(line.sums),
+    }
+    counts["width"] = max(counts["nodes"], counts["storage_count"])
+    counts["longest"] = _longest_block(line)
+    _put_room(layout, counts, dependencies=_count_reads(nodes))
+    data, seconds = layout.arrays()
+    at = At(**layout.places, **counts)
+    data[at.counts] = at.arena
+    return Step(data, seconds, at, number, nodes)
+
+
+def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
+    """What each node reads, makes and is."""
+    joint, table, nodes = line.joint, line.joint.storages, list(number)
+    forward = {node for stage in line.stages for node in stage.forward}
+    outside = {*joint.given, *joint.tangents}
+    never_freed = table.of(outside)
+    values: dict[fx.Node, list[int]] = {}
+    for node in nodes:
+        if is_getitem(node) and node in forward:
+            values.setdefault(node.all_input_nodes[0], []).append(number[node])
+
+    def ids(found: Iterable[object]) -> list[int]:
+        return list(dict.fromkeys(number[n] for n in found if isinstance(n, fx.Node)))
+
+    def read_by(node: fx.Node, mode: Mode) -> list[int]:
+        return [] if node in outside else ids(dependencies(node, mode))
+
+    def made_again(node: fx.Node) -> int:
+        count = len(table.of_node[node])
+        return min(count, NORMALIZED_VALUES) if updates_statistics(node) else count
+
+    own = {True: Mode.FIRST, False: Mode.BACKWARD}
+    layout.put_lists(
+        reads=(read_by(n, own[n in forward]) for n in nodes),
+        reads_again=(read_by(n, Mode.AGAIN) for n in nodes),
+        storages=(table.of_node[n] for n in nodes),
+        values=(values.get(n, ()) for n in nodes),
+        later=[ids(joint.backward_outputs)],
+        returned=[ids(joint.forward_outputs)],
+    )
+    layout.put(
+        made_again=map(made_again, nodes),
+        value_of=(number[n.all_input_nodes[0]] if is_getitem(n) else -1 for n in nodes),
+        tensor=map(is_tensor, nodes),
+        pinned=(n in line.pinned for n in nodes),
+        draws=(n in forward and rng.draws(n) for n in nodes),
+        is_view=(n in line.views for n in nodes),
+        given=(n in outside for n in nodes),
+        nbytes=table.nbytes,
+        never_freed=(s in never_freed for s in range(len(table.nbytes))),
+    )
+
+
+def _put_stages(
+    layout: _Layout, line: Line, number: dict[fx.Node, int], options: Options, costs: Costs
+) -> None:
+    """The stages' operations, seconds, save options and sums."""
+    forward = np.cumsum([0, *(len(s.forward) for s in line.stages)])
+    backward = np.cumsum([forward[-1], *(len(s.backward) for s in line.stages)])
+    sums = sorted(line.sums, key=lambda n: line.order[n])
+    layout.put(
+        forward=forward,
+        backward=backward,
+        option=np.cumsum([0, *map(len, options.masks)]),
+        sums=(number[n] for n in sums),
+        sum_home=(line.stage_of[n] for n in sums),
+    )
+    layout.put_lists(
+        inverses=([number[n] for n in s.forward if is_inverse(n)] for s in line.stages),
+        missing=(
+            sorted(number[n] for n in parts.missing(mask))
+            for parts, masks in zip(options.parts, options.masks, strict=True)
+            for mask in masks
+        ),
+        sum_stages=(sorted(line.sums[n]) for n in sums),
+    )
+    forward_s = np.zeros(forward[-1])
+    layout.put_seconds(
+        forward_s=np.array([s.forward_s for s in costs.stages]),
+        backward_s=np.array([s.backward_s for s in costs.stages]),
+        block_s=np.zeros(TABLE),
+        again_s=forward_s,
+        gained_s=forward_s,
+    )
+
+
+def _put_operations(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
+    """Forward operations as recomputations: what an effect is about.
+
+    ``stage`` of each; ``users``: lists of those that read it when they are run again; ``group``:
+    the first operation of its stage whose results it is a value or a view of, itself if it is
+    none; ``members``: lists of these by group; ``makes``: lists of storages that are new, not of
+    something that it reads and is a view of; ``settled``: of each storage, whether it stays in
+    any case. Storages that are always there are left out.
+    """
+    joint, table = line.joint, line.joint.storages
+    given = table.of(joint.given)
+    fixed = given | table.of(line.pinned)
+    outputs = table.of(n for n in joint.forward_outputs if isinstance(n, fx.Node))
+    nodes = [node for stage in line.stages for node in stage.forward]
+    own = [[s for s in table.of_node[n] if s not in fixed] if is_tensor(n) else [] for n in nodes]
+    users: list[list[int]] = [[] for _ in nodes]
+    members: list[list[int]] = [[] for _ in nodes]
+    makes = [dict.fromkeys(storages) for storages in own]
+    maker: dict[tuple[int, int], int] = {}
+    groups = []
+    for i, node in enumerate(nodes):
+        for source in dependencies(node, Mode.AGAIN):
+            j = number[source]
+            if j < len(nodes):
+                users[j].append(i)
+                for storage in own[j]:
+                    makes[i].pop(storage, None)
+        group = i
+        if is_getitem(node) and number[node.all_input_nodes[0]] < len(nodes):
+            group = number[node.all_input_nodes[0]]
+        for storage in own[i]:
+            group = maker.setdefault((line.stage_of[node], storage), group)
+        groups.append(group)
+        members[group].append(i)
+    layout.put(
+        stage=(line.stage_of[n] for n in nodes),
+        group=groups,
+        settled=(s in given or s in outputs for s in range(len(table.nbytes))),
+    )
+    layout.put_lists(users=users, members=members, makes=map(list, makes))
+
+
+def _put_room(layout: _Layout, counts: dict[str, int], *, dependencies: int) -> None:
+    """What evaluations write to."""
+    nodes, storages, stages = counts["nodes"], counts["storage_count"], counts["stages"]
+    layout.put(
+        random=np.random.default_rng(0).integers(
+            1, (1 << 63) - 1, size=4 * counts["width"], dtype=np.int64
+        )
+    )
+    for name in ("needed", "saved", "want", "chosen", "again", "order", "own"):
+        layout.room(**{name: nodes})
+    for name in ("ran", "direct", "parent", "depth", "freed"):
+        layout.room(**{name: counts["forward_count"]})
+    for name in ("alive", "last", "present", "staying", "kept", "read"):
+        layout.room(**{name: storages})
+    for name in ("there", "above", "stays", "marked"):
+        layout.room(**{name: storages})
+    for name in ("keeps", "runs", "back", "unusual", "begin", "room"):
+        layout.room(**{name: stages})
+    layout.room(
+        stack=nodes + dependencies,
+        sum_at=counts["sum_count"],
+        sum_hash=2 * stages,
+        held_hash=2 * stages,
+        block_key=2 * TABLE,
+        block_at=TABLE,
+        block=COLUMNS * TABLE // 2,
+        footprint_key=2 * TABLE,
+        footprint=2 * TABLE,
+        counts=8,
+        total=8,
+        marks=1,
+        arena=ARENA,
+    )
+
+
+def _longest_block(line: Line) -> int:
+    """More numbers than the lists of any block have."""
+    sums, longest = list(line.sums), 0
+    for stage in line.stages:
+        nodes = dict.fromkeys((*stage.forward, *stage.backward, *sums))
+        waiting = list(nodes)
+        while waiting:
+            views = [n for n in waiting.pop().all_input_nodes if n in line.views]
+            waiting += [n for n in views if n not in nodes]
+            nodes.update(dict.fromkeys(views))
+        storages = sum(len(line.joint.storages.of_node[n]) for n in nodes)
+        longest = max(longest, len(nodes) + 4 * _count_reads(nodes) + storages)
+    return longest + COLUMNS
+
+
+def _count_reads(nodes: Iterable[fx.Node]) -> int:
+    return sum(len(node.all_input_nodes) for node in nodes)
+
+
+def _workspace(nodes: Sequence[fx.Node], workspace_bytes: Callable[[fx.Node, Block], int]) -> Ints:
+    found = np.full((3, len(nodes)), UNKNOWN, dtype=np.int64)
+    for mode, row in ((Mode.FIRST, FIRST), (Mode.AGAIN, AGAIN), (Mode.BACKWARD, BACK)):
+        block = Block(0, mode, (), (), (), frozenset())
+        for i, node in enumerate(nodes):
+            if node.op != "call_function" or is_getitem(node):
+                continue
+            try:
+                found[row, i] = workspace_bytes(node, block)
+            except CostError:  # no block runs it so
+                continue
+    return found
+
+
+def _once_s(line: Line, options: Options, nodes: Sequence[fx.Node]) -> Floats:
+    found = np.full((2, len(nodes)), float(UNKNOWN))
+    for i, node in enumerate(nodes):
+        if node in line.views or is_getitem(node):
+            found[:, i] = 0.0
+        elif node in line.stage_of:
+            charges = options.parts[line.stage_of[node]].charges
+            if node in charges.alone_s:
+                found[0, i] = charges.once_s(node, rebuilds=False)
+                found[1, i] = charges.once_s(node, rebuilds=True)
+    return found
