@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.examples import register_profiles
+
+register_profiles()
+
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
