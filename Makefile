@@ -13,7 +13,7 @@ test: .venv/ready
 	$(PYTEST) -m "not slow and not cuda"
 
 test-slow: .venv/ready
-	$(PYTEST) -m "slow and not cuda"
+	$(PYTEST) -m "(slow or hypothesis) and not cuda" --hypothesis-profile=many
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .

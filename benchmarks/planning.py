@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of, planned
+from fxremat.costs.cache import COSTS
 from fxremat.frontend import capture
-from fxremat.planner import search
 
 
 def import_seconds() -> float:
@@ -41,7 +41,7 @@ def planning_seconds(name: str) -> dict[str, Any]:
     """Seconds from the captured graph to the emitted ones, with nothing measured before."""
     entry = entry_of(name)
     torch._dynamo.reset()
-    search.COSTS.clear()
+    COSTS.clear()
     taken: list[float] = []
     plan_step = capture.plan_step
 

@@ -19,6 +19,7 @@ from fxremat.frontend.budget import Readable
 from fxremat.frontend.capture import PlannedOnly, StepCompiler
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.frontend.sample import Sample, call_without_data, check_sample
+from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import generators_restored
 from fxremat.planner.surroundings import Caller
@@ -31,7 +32,7 @@ from fxremat.units import Counted
 def compile(
     model: nn.Module,
     sample: object,
-    budget: Readable,
+    budget: Readable | None = None,
     *,
     reserve: int | str = 0,
     optimizer: Optimizer | None = None,
@@ -43,6 +44,7 @@ def compile(
     host_dir: str | os.PathLike[str] | None = None,
     exact: bool = True,
     budget_on: Counted = "allocated",
+    plan: Plan | str | os.PathLike[str] | None = None,
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
 
@@ -81,11 +83,16 @@ def compile(
         budget_on: ``"reserved"``: the budget is for all that the device's allocator takes for
             the step, its cache and what lies fallow in it included, not for the blocks that it
             has handed out, which ``torch.cuda.max_memory_allocated`` tells. The same on a CPU.
+        plan: a plan of this step, or the file that :meth:`Plan.save` wrote it into: it is
+            followed, and nothing is measured or planned. Everything but ``host_dir`` must be
+            as it was made. ``budget`` may be left out then.
 
     Returns a module that trains exactly as ``model`` does, and shares all it has.
 
     Raises:
-        BudgetError: the budget cannot be read, or is below the least feasible one.
+        BudgetError: the budget cannot be read, is below the least feasible one, or ``plan``
+            does not keep to it.
+        PlanError: ``plan`` cannot be read, or is one of another step.
         ArgumentError: another argument cannot be read, or ``loss`` returns no scalar.
         SampleError: the model rejects the sample, or it is on another device.
         NoGradientError: nothing requires a gradient.
@@ -107,6 +114,7 @@ def compile(
         host_dir=host_dir,
         exact=exact,
         budget_on=budget_on,
+        plan=plan,
     )
     call = Sample.of(sample)
     check_sample(model, call)
@@ -136,12 +144,22 @@ def _compile(model: nn.Module, call: Sample, asked: Arguments) -> CompiledModule
             _plan_only(compiled, call)
         compiler.progress = _silent
         # Other shapes get the same bytes, also where the budget was a share or "min".
-        compiler.budget = replace(asked.budget, nbytes=compiled.plan.budget_bytes, share=None)
+        if asked.kept is None:
+            compiler.budget = replace(asked.budget, nbytes=compiled.plan.budget_bytes, share=None)
+        compiler.kept = None  # it is of this shape
     return compiled
 
 
 def _compiler(asked: Arguments, caller: Caller, progress: Progress) -> StepCompiler:
-    return StepCompiler(asked.budget, caller, progress, host=asked.host, exact=asked.exact)
+    return StepCompiler(
+        asked.budget,
+        caller,
+        progress,
+        host=asked.host,
+        exact=asked.exact,
+        kept=asked.kept,
+        store=Store.of_environment(),
+    )
 
 
 def plan(model: nn.Module, sample: object, budget: Readable, **options: Any) -> Plan:

@@ -70,6 +70,18 @@ class ScheduleError(FxrematError):
     """A schedule is not valid for its chain, or exceeds its budget."""
 
 
+class PlanError(FxrematError):
+    """A kept plan cannot be read or written, or is not one of the step that is compiled.
+
+    Attributes:
+        differs: of the step, what is not as in the plan; empty where the plan is not readable.
+    """
+
+    def __init__(self, message: str, *, differs: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.differs = differs
+
+
 class BackwardError(FxrematError):
     """The backward was asked for something a planned step cannot give."""
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+
+os.environ["FXREMAT_CACHE"] = "0"  # the user's folder is not for tests
+
+from tests.examples import register_profiles
+
+register_profiles()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.simulate.allocator import AllocatorSettings, CachingAllocator
@@ -313,7 +313,6 @@ def check_blocks(allocator: CachingAllocator, asked: dict[int, int]) -> None:
     assert rounded <= allocator.allocated_bytes <= allocator.reserved_bytes
 
 
-@settings(max_examples=150)
 @given(actions, rule_sets)
 def test_any_sequence_is_as_the_plain_one(taken: list[tuple[str, int, int]], rules):
     allocator = CachingAllocator(rules)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved
@@ -24,7 +24,6 @@ def test_named(named: Named, persistent: bool) -> None:
     assert check(named.problem, found.schedule).makespan_s == expected
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=200)
 @given(costed_chains(most=3), st.integers(0, 40))
 def test_every_sequence_beats_the_persistent_ones(costed: tuple[Chain, Costs], budget: int) -> None:
     """And what the search calls valid, in time and within the budget, the replay does too."""

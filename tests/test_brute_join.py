@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import (
@@ -24,7 +24,6 @@ from tests.joins import costed_joins, join_costs, same_branch_first, sharing_joi
 from tests.problems import NAMED, Named
 from tests.strategies import costed_chains
 
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 TINY = st.sampled_from([(1,), (3,), (1, 1), (2, 1)])
 COMPARED = {Kind.CANONICAL: True, Kind.PERSISTENT: True, Kind.ANY: False}
 """``persistent`` of the search on chains that finds the same with a single branch."""
@@ -40,7 +39,6 @@ def without_end(chain: Chain) -> Chain:
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-@settings(RELAXED, max_examples=80)
 @given(costed_chains(most=4), st.integers(0, 12))
 def test_one_branch_is_a_chain(kind: Kind, costed: tuple[Chain, Costs], spare: int) -> None:
     if len(costed[0]) < 2:
@@ -75,7 +73,6 @@ def test_named_chains(named: Named) -> None:
         assert (found.makespan_s if isinstance(found, Solved) else None) == expected_s
 
 
-@settings(RELAXED, max_examples=60)
 @given(costed_joins(lengths=TINY, most_trunk=2), st.data())
 def test_fewer_rules_are_never_worse(costed: tuple[Join, JoinCosts], data: st.DataObject) -> None:
     least = solve(JoinProblem(*costed, 0))
@@ -91,7 +88,6 @@ def test_fewer_rules_are_never_worse(costed: tuple[Join, JoinCosts], data: st.Da
 
 
 @pytest.mark.parametrize("kind", [Kind.CANONICAL, Kind.PERSISTENT])
-@settings(RELAXED, max_examples=40)
 @given(sharing_joins(most=2, most_trunk=2), st.data())
 def test_shared_storages_replay_as_planned(kind: Kind, join: Join, data: st.DataObject) -> None:
     costs = data.draw(join_costs(join))

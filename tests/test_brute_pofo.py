@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import compress, product
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp
 
@@ -12,13 +12,11 @@ from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved
 from fxremat.solvers.brute import chain as brute_chain
 from fxremat.solvers.brute import pofo as brute
 from fxremat.solvers.brute.pofo import Run, Step, Value
+from tests.examples import examples
 from tests.strategies import costed_chains
 from tests.test_pofo import problems
 
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
-
-@settings(RELAXED, max_examples=100)
 @given(costed_chains(most=5), st.integers(0, 60))
 def test_without_a_link_it_is_the_search_of_chains(
     costed: tuple[Chain, Costs], budget_bytes: int
@@ -33,7 +31,7 @@ def test_without_a_link_it_is_the_search_of_chains(
     assert found.makespan_s == expected.makespan_s
 
 
-@settings(RELAXED, max_examples=60)
+@examples(0.2)
 @given(problems(most=3))
 def test_nothing_is_faster_than_following_the_phases(problem: Problem) -> None:
     """A linear program, free to wait and to transfer when it likes, finds the same times."""

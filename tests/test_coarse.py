@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved
@@ -10,8 +10,6 @@ from fxremat.simulate.join import check
 from fxremat.solvers import join as solver
 from fxremat.solvers.join.coarse import coarsen, work_of
 from tests.joins import costed_joins, join_costs, joins_with_options, sharing_joins
-
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def refined_schedules_fit(costed: tuple[Join, JoinCosts], most_work: int, spare: int) -> None:
@@ -26,7 +24,6 @@ def refined_schedules_fit(costed: tuple[Join, JoinCosts], most_work: int, spare:
     assert abs(timeline.makespan_s - found.makespan_s) < 1e-9
 
 
-@settings(RELAXED, max_examples=150)
 @given(costed_joins(), st.integers(1, 400), st.integers(0, 12))
 def test_schedules_fit_and_take_as_long(
     costed: tuple[Join, JoinCosts], most_work: int, spare: int
@@ -34,7 +31,6 @@ def test_schedules_fit_and_take_as_long(
     refined_schedules_fit(costed, most_work, spare)
 
 
-@settings(RELAXED, max_examples=150)
 @given(joins_with_options(), st.integers(1, 400), st.integers(0, 12))
 def test_schedules_with_options_fit_and_take_as_long(
     costed: tuple[Join, JoinCosts], most_work: int, spare: int
@@ -42,7 +38,6 @@ def test_schedules_with_options_fit_and_take_as_long(
     refined_schedules_fit(costed, most_work, spare)
 
 
-@settings(RELAXED, max_examples=150)
 @given(sharing_joins(), st.integers(1, 400), st.integers(0, 12), st.data())
 def test_schedules_of_sharing_stages_fit(
     join: Join, most_work: int, spare: int, data: st.DataObject
@@ -51,7 +46,6 @@ def test_schedules_of_sharing_stages_fit(
 
 
 @given(costed_joins(), st.integers(1, 400))
-@settings(RELAXED, max_examples=100)
 def test_work_is_limited_where_it_can_be(costed: tuple[Join, JoinCosts], most_work: int) -> None:
     coarse = coarsen(*costed, most_work=most_work)
     lengths = [len(line) for line in coarse.join.lines]
@@ -60,7 +54,6 @@ def test_work_is_limited_where_it_can_be(costed: tuple[Join, JoinCosts], most_wo
 
 
 @given(costed_joins())
-@settings(RELAXED, max_examples=50)
 def test_a_small_join_stays_as_it_is(costed: tuple[Join, JoinCosts]) -> None:
     join, costs = costed
     coarse = coarsen(join, costs, most_work=1 << 40)

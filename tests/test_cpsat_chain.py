@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
@@ -13,10 +13,9 @@ from fxremat.solvers import brute, cpsat
 from fxremat.solvers.cpsat.runs import add_hint, add_runs
 from fxremat.solvers.rotor import RotorTable, least_budget
 from fxremat.solvers.rotor import solve as solve_rotor
+from tests.examples import examples
 from tests.problems import NAMED, Named, figure_2, keep_all, revolve
 from tests.strategies import chains_with_options, costed_chains, huge_chains
-
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def check_optimum(problem: Problem, *, persistent: bool) -> None:
@@ -36,19 +35,16 @@ def near_the_least(costed: tuple[Chain, Costs], spare: int) -> Problem:
     return Problem(*costed, max(0, least_budget(*costed)[0] + spare))
 
 
-@settings(RELAXED, max_examples=150)
 @given(costed_chains(most=5), st.integers(-2, 20))
 def test_persistent_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
     check_optimum(near_the_least(costed, spare), persistent=True)
 
 
-@settings(RELAXED, max_examples=150)
 @given(costed_chains(most=3), st.integers(-4, 20))
 def test_any_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
     check_optimum(near_the_least(costed, spare), persistent=False)
 
 
-@settings(RELAXED, max_examples=40)
 @given(chains_with_options(most=3), st.integers(-2, 20))
 def test_options_equal_the_exhaustive_search_and_rotor(
     costed: tuple[Chain, Costs], spare: int
@@ -70,21 +66,19 @@ def check_options(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=500)
+@examples(0.2)
 @given(chains_with_options(most=4), st.integers(-2, 20))
 def test_options_on_many(costed: tuple[Chain, Costs], spare: int) -> None:
     check_options(near_the_least(costed, spare))
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=2500)
 @given(costed_chains(), st.integers(-2, 20))
 def test_persistent_on_many(costed: tuple[Chain, Costs], spare: int) -> None:
     check_optimum(near_the_least(costed, spare), persistent=True)
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=2500)
 @given(costed_chains(most=4), st.integers(-4, 20))
 def test_any_on_many(costed: tuple[Chain, Costs], spare: int) -> None:
     check_optimum(near_the_least(costed, spare), persistent=False)
@@ -133,7 +127,6 @@ def test_a_time_limit_leaves_a_bound_and_the_best_so_far() -> None:
     assert replayed.makespan_s == found.incumbent.makespan_s >= named.any_s
 
 
-@settings(RELAXED, max_examples=60)
 @given(chains_with_options(), st.integers(-2, 20), st.booleans(), st.sampled_from([0.0, 0.01]))
 def test_with_hardly_any_time_it_is_as_good_as_rotor(
     costed: tuple[Chain, Costs], spare: int, persistent: bool, time_limit_s: float
@@ -157,7 +150,6 @@ def test_no_time_at_all_for_what_fits_no_budget() -> None:
     assert found.incumbent is None
 
 
-@settings(RELAXED, max_examples=100)
 @given(chains_with_options(), st.integers(0, 20), st.booleans())
 def test_every_schedule_of_rotor_is_one_of_the_runs(
     costed: tuple[Chain, Costs], spare: int, persistent: bool
@@ -181,7 +173,6 @@ def test_a_schedule_of_too_many_runs_is_no_hint() -> None:
     assert not add_hint(model, runs, rotor.schedule.computations)
 
 
-@settings(RELAXED, max_examples=40)
 @given(huge_chains(most=4), st.floats(0, 1), st.booleans())
 def test_sizes_and_times_of_any_magnitude(
     costed: tuple[Chain, Costs], position: float, persistent: bool

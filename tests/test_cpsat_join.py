@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved, TimedOut, join_of
@@ -13,6 +13,7 @@ from fxremat.solvers import join as solver
 from fxremat.solvers.brute import join as brute
 from fxremat.solvers.cpsat.join import default_steps, solve
 from fxremat.solvers.join.unit import UnitTable, unit_problem
+from tests.examples import examples
 from tests.joins import (
     costed_joins,
     interrupted,
@@ -25,7 +26,6 @@ from tests.joins import (
 from tests.problems import early_recomputation, keep_all
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES
 
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 SHORT = st.sampled_from([(1,), (3,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1)])
 LONGER = st.sampled_from([(4,), (3, 1), (2, 3), (3, 3), (2, 1, 1), (2, 2, 1)])
 
@@ -49,21 +49,14 @@ def equals_the_exhaustive_search(
     assert check(problem, found.schedule).makespan_s == found.makespan_s
 
 
-@settings(RELAXED, max_examples=60)
+@examples(0.2)
 @given(costed_joins(lengths=SHORT, most_trunk=2), st.integers(-2, 8))
 def test_equals_the_exhaustive_search(costed: tuple[Join, JoinCosts], spare: int) -> None:
     equals_the_exhaustive_search(costed, spare)
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=2000)
-@given(costed_joins(lengths=SHORT, most_trunk=2), st.integers(-2, 8))
-def test_equals_the_exhaustive_search_often(costed: tuple[Join, JoinCosts], spare: int) -> None:
-    equals_the_exhaustive_search(costed, spare)
-
-
-@pytest.mark.slow
-@settings(RELAXED, max_examples=50)
+@examples(0.02)
 @given(costed_joins(lengths=LONGER, most_trunk=2), st.integers(-2, 8))
 def test_equals_the_exhaustive_search_on_longer_branches(
     costed: tuple[Join, JoinCosts], spare: int
@@ -102,7 +95,7 @@ def test_unit_costs(lengths: tuple[int, ...]) -> None:
             assert found.makespan_s == expected.makespan_s
 
 
-@settings(RELAXED, max_examples=25)
+@examples(0.4)
 @given(st.data(), st.floats(0, 1))
 def test_any_magnitude(data: st.DataObject, share: float) -> None:
     join = data.draw(joins(lengths=st.sampled_from([(1, 1), (2,)]), most_trunk=1, sizes=HUGE_SIZES))
@@ -142,7 +135,6 @@ def test_too_few_steps_are_not_called_infeasible() -> None:
     assert isinstance(found.incumbent, Solved)
 
 
-@settings(RELAXED, max_examples=30)
 @given(sharing_joins(most=2, most_trunk=2), st.data())
 def test_shared_storages_are_refused(join: Join, data: st.DataObject) -> None:
     problem = JoinProblem(join, data.draw(join_costs(join)), 5)

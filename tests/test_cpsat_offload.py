@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solved, StageCosts, TimedOut
@@ -9,10 +9,9 @@ from fxremat.simulate import check
 from fxremat.solvers.brute.offload import Transfers, least_budget, shortest_s
 from fxremat.solvers.cpsat import offload
 from fxremat.solvers.offload import dp
+from tests.examples import examples
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES
 from tests.test_offload import ORDER_COSTS_TIME, TICK_S, TWO_LINKS
-
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 TICKS = st.integers(0, 5).map(float)
 UNITS = st.integers(0, 4)
@@ -75,39 +74,33 @@ HALF_LINKS = st.sampled_from([Link.symmetric(2.0), Link.symmetric(2.0, shared=Tr
 UNEQUAL_LINKS = st.sampled_from([Link(2.0, 1.0), Link(1.0, 2.0), Link(2.0, 1.0, shared=True)])
 
 
-@settings(RELAXED, max_examples=150)
 @given(problems(most=4, links=WHOLE_LINKS), st.booleans())
 def test_whole_equals_the_exhaustive_search(problem: Problem, ordered: bool) -> None:
     check_optimum(problem, interruptible=False, ordered=ordered)
 
 
-@settings(RELAXED, max_examples=60)
 @given(problems(most=4, links=UNEQUAL_LINKS, sizes=UNITS.map(lambda n: 2 * n)), st.booleans())
 def test_whole_on_unequal_lanes(problem: Problem, ordered: bool) -> None:
     check_optimum(problem, interruptible=False, ordered=ordered)
 
 
-@settings(RELAXED, max_examples=120)
 @given(problems(most=4, links=HALF_LINKS))
 def test_interruptible_equals_the_exhaustive_search(problem: Problem) -> None:
     check_optimum(problem, interruptible=True, ordered=True)
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=2500)
 @given(problems(most=5, links=WHOLE_LINKS), st.booleans())
 def test_whole_on_many(problem: Problem, ordered: bool) -> None:
     check_optimum(problem, interruptible=False, ordered=ordered)
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=2500)
 @given(problems(most=5, links=HALF_LINKS))
 def test_interruptible_on_many(problem: Problem) -> None:
     check_optimum(problem, interruptible=True, ordered=True)
 
 
-@settings(RELAXED, max_examples=60)
 @given(problems(most=4, links=WHOLE_LINKS, spare=st.just(0)), st.booleans())
 def test_infeasible_where_the_search_finds_nothing(problem: Problem, interruptible: bool) -> None:
     transfers = Transfers.INTERRUPTIBLE if interruptible else Transfers.WHOLE
@@ -128,7 +121,7 @@ def test_order_costs_time(problem: Problem) -> None:
     assert found.makespan_s > shortest_s(problem, Transfers.INTERRUPTIBLE, tick_s=TICK_S)
 
 
-@settings(RELAXED, max_examples=60)
+@examples(0.4)
 @given(problems(most=4, links=WHOLE_LINKS))
 def test_freedom_is_worth_something(problem: Problem) -> None:
     """Interruptions, and any order, can only shorten the step."""
@@ -140,7 +133,6 @@ def test_freedom_is_worth_something(problem: Problem) -> None:
 HUGE_LINKS = st.builds(Link, *[st.floats(1e6, 1e12)] * 2, st.booleans())
 
 
-@settings(RELAXED, max_examples=60)
 @given(
     problems(
         most=5,

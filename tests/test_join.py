@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import (
@@ -27,6 +27,7 @@ from fxremat.simulate.join import check, simulate
 from fxremat.solvers import JOIN_SOLVERS, rotor
 from fxremat.solvers import join as solver
 from fxremat.solvers.brute import join as brute
+from tests.examples import examples
 from tests.joins import (
     costed_joins,
     ends_dropped,
@@ -39,8 +40,6 @@ from tests.joins import (
     two_towers,
 )
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES, chains_with_options, costed_chains
-
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def exact(problem: JoinProblem) -> Solved | Infeasible:
@@ -62,38 +61,20 @@ def equals_the_exhaustive_search(costed: tuple[Join, JoinCosts], spare: int) -> 
     assert check(problem, expected.schedule).makespan_s == expected.makespan_s
 
 
-@settings(RELAXED, max_examples=200)
+@examples(0.5)
 @given(costed_joins(), st.integers(-1, 12))
 def test_equals_the_exhaustive_search(costed: tuple[Join, JoinCosts], spare: int) -> None:
-    equals_the_exhaustive_search(costed, spare)
-
-
-@pytest.mark.slow
-@settings(RELAXED, max_examples=2500)
-@given(costed_joins(), st.integers(-1, 12))
-def test_equals_the_exhaustive_search_often(costed: tuple[Join, JoinCosts], spare: int) -> None:
     equals_the_exhaustive_search(costed, spare)
 
 
 FEW = st.sampled_from([(1,), (2,), (3,), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 1, 1)])
 
 
-@settings(RELAXED, max_examples=150)
 @given(joins_with_options(lengths=FEW), st.integers(-1, 12))
 def test_options_equal_the_exhaustive_search(costed: tuple[Join, JoinCosts], spare: int) -> None:
     equals_the_exhaustive_search(costed, spare)
 
 
-@pytest.mark.slow
-@settings(RELAXED, max_examples=2000)
-@given(joins_with_options(lengths=FEW), st.integers(-1, 12))
-def test_options_equal_the_exhaustive_search_often(
-    costed: tuple[Join, JoinCosts], spare: int
-) -> None:
-    equals_the_exhaustive_search(costed, spare)
-
-
-@settings(RELAXED, max_examples=150)
 @given(chains_with_options(), st.integers(-1, 20))
 def test_a_single_branch_is_rotor_with_options(costed: tuple[Chain, Costs], spare: int) -> None:
     chain, costs = costed
@@ -116,7 +97,7 @@ LONG = st.sampled_from([(3, 3, 2), (4, 2, 1), (4, 3, 1), (2, 2, 3), (3, 1, 4)])
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=30)
+@examples(0.02)
 @given(costed_joins(lengths=LONG, most_trunk=2), st.integers(-1, 6))
 def test_equals_the_exhaustive_search_on_longer_branches(
     costed: tuple[Join, JoinCosts], spare: int
@@ -124,7 +105,6 @@ def test_equals_the_exhaustive_search_on_longer_branches(
     equals_the_exhaustive_search(costed, spare)
 
 
-@settings(RELAXED, max_examples=150)
 @given(
     costed_joins(lengths=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (1, 1, 1)])), st.data()
 )
@@ -140,7 +120,6 @@ def test_is_not_always_the_best_persistent_one_but_never_better(
     assert check(problem, best.schedule).makespan_s == best.makespan_s
 
 
-@settings(RELAXED, max_examples=300)
 @given(costed_joins())
 def test_least_budget_is_what_its_schedule_needs(costed: tuple[Join, JoinCosts]) -> None:
     least_bytes, schedule = solver.least_budget(*costed)
@@ -150,7 +129,6 @@ def test_least_budget_is_what_its_schedule_needs(costed: tuple[Join, JoinCosts])
         assert exact(JoinProblem(*costed, least_bytes - 1)) == Infeasible(least_bytes)
 
 
-@settings(RELAXED, max_examples=300)
 @given(costed_chains(), st.integers(-1, 20))
 def test_a_single_branch_is_rotor(costed: tuple[Chain, Costs], spare: int) -> None:
     chain, costs = costed
@@ -170,7 +148,6 @@ def test_a_single_branch_is_rotor(costed: tuple[Chain, Costs], spare: int) -> No
     assert solver.solve(whole) == rotor.solve(whole, slots=200)
 
 
-@settings(RELAXED, max_examples=150)
 @given(sharing_joins(), st.data())
 def test_shared_storages_are_safe(join: Join, data: st.DataObject) -> None:
     costs = data.draw(join_costs(join))
@@ -186,7 +163,6 @@ def test_shared_storages_are_safe(join: Join, data: st.DataObject) -> None:
 LONGER = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
 
-@settings(RELAXED, max_examples=150)
 @given(st.data(), st.integers(1, 60), st.floats(0, 1))
 def test_any_magnitude(data: st.DataObject, slots: int, share: float) -> None:
     join = data.draw(joins(lengths=LONGER, sizes=HUGE_SIZES))
@@ -204,7 +180,6 @@ def test_any_magnitude(data: st.DataObject, slots: int, share: float) -> None:
         assert solver.solve(less, slots=slots) == Infeasible(least_bytes)
 
 
-@settings(RELAXED, max_examples=60)
 @given(costed_joins(), st.integers(5, 40))
 def test_one_table_answers_every_smaller_budget(costed: tuple[Join, JoinCosts], spare: int) -> None:
     least_bytes, _ = solver.least_budget(*costed)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved, chain_of, join_of
@@ -12,11 +12,9 @@ from fxremat.solvers.join import equiv
 from tests.joins import costed_joins, two_towers
 from tests.problems import keep_all
 
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 LONGER = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
-@settings(RELAXED, max_examples=300)
 @given(costed_joins(lengths=LONGER), st.integers(0, 40))
 def test_its_schedules_fit_and_are_no_better_than_the_join(
     costed: tuple[Join, JoinCosts], spare: int
@@ -36,7 +34,6 @@ def test_its_schedules_fit_and_are_no_better_than_the_join(
     assert best.makespan_s <= found.makespan_s
 
 
-@settings(RELAXED, max_examples=100)
 @given(costed_joins(lengths=LONGER))
 def test_the_chain_needs_at_least_what_the_join_does(costed: tuple[Join, JoinCosts]) -> None:
     problem = JoinProblem(*costed, 0)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Forward, Infeasible, Keep, Solved
@@ -18,7 +18,6 @@ from fxremat.solvers.brute import join as brute
 from fxremat.solvers.join.unit import UnitTable, equiv_chain, least_slots, unit_problem
 from tests.griewank import checkpoint_schedules_steps, forward_steps, pyrevolve_steps
 
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 MOST_STEPS, MOST_CHECKPOINTS = 60, 12
 
 
@@ -119,7 +118,6 @@ def test_theorem_2() -> None:
 TIMES = st.integers(0, 9).map(lambda n: n / 4)
 
 
-@settings(RELAXED, max_examples=100)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.data())
 def test_any_times(lengths: list[int], data: st.DataObject) -> None:
     forward_s, backward_s, turn_s = (data.draw(TIMES) for _ in range(3))

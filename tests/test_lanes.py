@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.errors import ScheduleError
@@ -310,7 +310,6 @@ def recount(problem: Problem, events: list[Event], now: float, *, fluid: bool) -
     return total
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=300)
 @given(moved(), st.booleans(), st.integers(0, 12))
 def test_random_schedules_hold_what_a_recount_says(
     drawn: tuple[Problem, Schedule], fluid: bool, less: int
@@ -352,7 +351,6 @@ def test_random_schedules_hold_what_a_recount_says(
     assert begins == sorted(begins)
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=200)
 @given(moved(), st.booleans())
 def test_the_peak_is_reached(drawn: tuple[Problem, Schedule], fluid: bool) -> None:
     """An event's peak is the most that the recount finds while it runs."""

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxremat.ir import (
@@ -30,6 +30,7 @@ from fxremat.solvers.offload import conv, dp, greedy, vdnn
 from fxremat.solvers.offload.bounds import lower_bounds
 from fxremat.solvers.offload.line import activations, line_of
 from fxremat.solvers.offload.phases import plan
+from tests.examples import examples
 from tests.offloads import (
     BACKLOG,
     EARLY_RETURN,
@@ -43,7 +44,6 @@ from tests.offloads import (
     with_budget,
 )
 
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 BYTE_SLOTS = 1 << 20
 """More slots than any small budget has bytes, so that each is one byte."""
 
@@ -123,7 +123,6 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@settings(RELAXED, max_examples=200)
 @given(problem=problems())
 @example(problem=ORDER_COSTS_TIME)
 @example(problem=TWO_LINKS)
@@ -133,13 +132,11 @@ def test_equals_the_exhaustive_search(name: str, problem: Problem) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
-@settings(RELAXED, max_examples=2500)
 @given(problem=problems(most=6))
 def test_equals_the_exhaustive_search_often(name: str, problem: Problem) -> None:
     CHECKS[name](problem)
 
 
-@settings(RELAXED, max_examples=300)
 @given(problem=problems(most=8, double=True))
 @example(problem=EARLY_RETURN)
 @example(problem=BACKLOG)
@@ -148,13 +145,11 @@ def test_the_recurrence_equals_all_subsets(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=2500)
 @given(problem=problems(most=9, double=True))
 def test_the_recurrence_equals_all_subsets_often(problem: Problem) -> None:
     check_recurrence(problem)
 
 
-@settings(RELAXED, max_examples=100)
 @given(problem=problems(most=4, double=True))
 def test_directions_of_different_speed(problem: Problem) -> None:
     check_partial(problem)
@@ -162,7 +157,7 @@ def test_directions_of_different_speed(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=1000)
+@examples(0.4)
 @given(problem=problems(double=True))
 def test_directions_of_different_speed_often(problem: Problem) -> None:
     check_partial(problem)
@@ -195,7 +190,6 @@ def test_two_partition(parts: list[int], splits: bool) -> None:
     assert greedily.makespan_s == pytest.approx(2.0)
 
 
-@settings(RELAXED, max_examples=200)
 @given(problem=problems(most=6), slots=st.integers(1, 30))
 def test_rounding_keeps_the_promise(problem: Problem, slots: int) -> None:
     exact = solved(problem, dp.solve, fluid=True, slots=BYTE_SLOTS)
@@ -204,7 +198,6 @@ def test_rounding_keeps_the_promise(problem: Problem, slots: int) -> None:
     solved(problem, dp.solve, slots=slots)
 
 
-@settings(RELAXED, max_examples=200)
 @given(problem=huge())
 def test_sizes_and_times_of_any_magnitude(problem: Problem) -> None:
     bounds = lower_bounds(problem)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 from torch import nn
@@ -25,6 +25,7 @@ from fxremat.costs.options import (
 )
 from fxremat.ir import Backward, Forward, Keep, Schedule
 from fxremat.passes.stages.block import Mode
+from tests.examples import examples
 from tests.harness import capture, captured, run_emitted
 from tests.models.bits import assert_bitwise_equal
 
@@ -60,7 +61,6 @@ def recomputed_s(given_numbers: Numbers, kept: int) -> float:
     return sum(given_numbers.operations[k].seconds for k in ran)
 
 
-@settings(deadline=None, max_examples=300)
 @given(numbers())
 def test_the_search_finds_the_pareto_set(given_numbers: Numbers):
     masks = range(1 << len(given_numbers.nbytes))
@@ -85,7 +85,7 @@ def all_the_time_it_takes() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("all_the_time_it_takes")
-@settings(deadline=None, max_examples=25)
+@examples(0.2)
 @given(numbers(most=8))
 @example(
     Numbers(
@@ -103,7 +103,6 @@ def test_cpsat_finds_points_of_the_same_set(given_numbers: Numbers):
         assert seconds == pytest.approx(best_s, abs=1e-5)
 
 
-@settings(deadline=None, max_examples=300)
 @given(numbers(most=8))
 @example(Numbers(nbytes=(0, 0), operations=(Operation(3, 0, 0.0),), required=3))
 def test_the_greedy_search_spans_the_curve_and_beats_nothing(given_numbers: Numbers):

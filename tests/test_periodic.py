@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
@@ -15,7 +15,6 @@ from fxremat.solvers import periodic, rotor, store_all
 from tests.problems import keep_all
 from tests.strategies import costed_chains, huge_chains
 
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 PLENTY = 1 << 60
 
 
@@ -88,20 +87,11 @@ def check_peaks(chain: Chain, costs: Costs) -> None:
         assert periodic.solve(Problem(chain, costs, min(peaks) - 1)) == least
 
 
-@settings(RELAXED, max_examples=150)
 @given(costed_chains() | huge_chains())
 def test_fits_exactly_where_the_replay_does(costed: tuple[Chain, Costs]) -> None:
     check_peaks(*costed)
 
 
-@pytest.mark.slow
-@settings(RELAXED, max_examples=3000)
-@given(costed_chains() | huge_chains())
-def test_fits_exactly_where_the_replay_does_on_many(costed: tuple[Chain, Costs]) -> None:
-    check_peaks(*costed)
-
-
-@settings(RELAXED, max_examples=200)
 @given(costed_chains(), st.integers(1, 6))
 def test_rotor_is_never_slower(costed: tuple[Chain, Costs], segments: int) -> None:
     chain, costs = costed
@@ -114,7 +104,6 @@ def test_rotor_is_never_slower(costed: tuple[Chain, Costs], segments: int) -> No
     check(problem, best.schedule)
 
 
-@settings(RELAXED, max_examples=100)
 @given(costed_chains(), st.integers(0, 40))
 def test_one_segment_keeps_everything(costed: tuple[Chain, Costs], budget_bytes: int) -> None:
     problem = Problem(*costed, budget_bytes)

@@ -89,8 +89,8 @@ def test_the_plan_tells_what_was_chosen(name: str):
     for begin, end in parts:  # each branch, and the trunk; a line is all trunk
         own = [stage for stage in backwards if begin <= stage < end]
         assert own == sorted(own, reverse=True)
-    assert plan.forward_code == result.forward.code
-    assert plan.backward_code == result.backward.code
+    assert plan.forward_code == result.graphs.forward.code
+    assert plan.backward_code == result.graphs.backward.code
 
 
 def test_a_budget_too_small_names_the_least_and_what_needs_it():

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 import fxremat
 from fxremat import torch_compat
+from fxremat.costs import cache
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, boundary_after, measure_line, stage_blocks
 from fxremat.costs.measure import resident_bytes
 from fxremat.passes.stages.blocks import BlockCache
-from fxremat.planner import search
 from fxremat.planner.footprint import requests_of, run, steps_of
 from fxremat.report.plan import Plan
 from tests.harness import captured, search_quickly, silent
@@ -116,7 +116,7 @@ def test_compiling_takes_the_budget_and_the_largest_stage(
     name: str, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ):
     search_quickly(monkeypatch)
-    monkeypatch.setattr(search, "COSTS", defaultdict(CostCache))
+    monkeypatch.setattr(cache, "COSTS", defaultdict(CostCache))
     entry = ZOO[name]
     model = entry.build()
     args, kwargs = entry.sample(0)

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxremat.ir import (
@@ -26,8 +26,6 @@ from fxremat.solvers.brute import pofo as brute
 from tests.plain_pofo import plain_pofo
 from tests.problems import keep_all
 from tests.strategies import SIZES, any_costs, costed_chains, huge_chains, paper_costs
-
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 RATES = st.sampled_from([0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
 """Bytes a second. A byte takes a power of two of seconds: sums are exact in any order."""
@@ -183,7 +181,6 @@ def copies_across_the_turn() -> Problem:
     return Problem(Chain.from_sizes(sizes, [2, 1, 7, 0]), costs, 13, Link.symmetric(0.5))
 
 
-@settings(RELAXED, max_examples=400)
 @given(problems(most=4))
 @example(copies_across_the_turn())
 @example(both_at_once())
@@ -193,13 +190,11 @@ def test_equals_the_exhaustive_search(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(RELAXED, max_examples=2500)
 @given(problems(most=6))
 def test_equals_the_exhaustive_search_often(problem: Problem) -> None:
     check_all(problem)
 
 
-@settings(RELAXED, max_examples=100)
 @given(problems(most=4))
 def test_least_budget_is_the_least(problem: Problem) -> None:
     least = least_bytes(problem)
@@ -241,7 +236,6 @@ def test_both_at_once() -> None:
     assert pure_offloading_s(problem) == 13.5
 
 
-@settings(RELAXED, max_examples=100)
 @given(costed_chains(), st.integers(0, 20))
 def test_without_a_link_it_is_rotor(costed: tuple[Chain, Costs], spare: int) -> None:
     problem = Problem(*costed, rotor.least_budget(*costed)[0] + spare)
@@ -310,7 +304,6 @@ def test_few_labels_still_give_a_schedule(labels: int) -> None:
     replayed(problem, solved, fluid=True)
 
 
-@settings(RELAXED, max_examples=100)
 @given(
     huge_chains(most=16),
     st.builds(Link, st.floats(1e3, 1e12), st.floats(1e3, 1e12), st.booleans()),

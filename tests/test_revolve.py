@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from fxremat.ir import Chain, Costs, Forward, Infeasible, Keep, Problem, Solved, StageCosts
@@ -14,8 +14,6 @@ from fxremat.solvers.sequences import base_bytes
 from tests import griewank, problems
 from tests.problems import NAMED, Named
 from tests.strategies import SECONDS, costed_chains, huge_chains
-
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def exact(problem: Problem) -> Solved | Infeasible:
@@ -47,16 +45,8 @@ def check_optimum(chain: Chain, costs: Costs, spare: int) -> None:
     assert best.makespan_s <= found.makespan_s
 
 
-@settings(RELAXED, max_examples=300)
 @given(costed_chains(), st.integers(-1, 20))
 def test_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
-    check_optimum(*costed, spare)
-
-
-@pytest.mark.slow
-@settings(RELAXED, max_examples=4000)
-@given(costed_chains(), st.integers(-1, 20))
-def test_equals_the_exhaustive_search_on_many(costed: tuple[Chain, Costs], spare: int) -> None:
     check_optimum(*costed, spare)
 
 
@@ -99,13 +89,11 @@ def closed(problem: Problem) -> int | None:
     return revolve._checkpoints(problem.costs, numbers, free_bytes)
 
 
-@settings(RELAXED, max_examples=400)
 @given(equal_stages(6), st.integers(-1, 30))
 def test_equal_stages_equal_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
     check_optimum(*costed, spare)
 
 
-@settings(RELAXED, max_examples=300)
 @given(equal_stages(30), st.integers(0, 40))
 def test_the_closed_form_equals_the_recurrence(costed: tuple[Chain, Costs], spare: int) -> None:
     problem = Problem(*costed, least_budget(*costed) + spare)
@@ -165,7 +153,6 @@ def test_a_long_chain_needs_no_table() -> None:
     check(problem, found.schedule)
 
 
-@settings(RELAXED, max_examples=100)
 @given(huge_chains(), st.integers(1, 60), st.floats(0, 1))
 def test_rounding_keeps_the_promise(
     costed: tuple[Chain, Costs], slots: int, position: float

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxremat.ir import Chain, Costs, Forward, Infeasible, Keep, Problem, Solved, StageCosts
@@ -16,11 +16,10 @@ from fxremat.simulate import check, simulate
 from fxremat.solvers import brute, rotor, store_all
 from fxremat.solvers.kernels import TILE
 from fxremat.solvers.rotor import RotorTable, least_budget
+from tests.examples import examples
 from tests.plain_rotor import plain_rotor
 from tests.problems import NAMED, Named, figure_2, keep_all, second_way
 from tests.strategies import chains_with_options, costed_chains, huge_chains
-
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def exact(problem: Problem) -> Solved | Infeasible:
@@ -30,12 +29,21 @@ def exact(problem: Problem) -> Solved | Infeasible:
     return solution
 
 
-@settings(RELAXED, max_examples=2000)
+@examples(2)
 @given(costed_chains(), st.integers(-1, 20))
 @example((figure_2(3).problem.chain, figure_2(3).problem.costs), 1)
 @example((second_way().problem.chain, second_way().problem.costs), 0)
 def test_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -> None:
-    chain, costs = costed
+    check_optimum(*costed, spare)
+
+
+@examples(2)
+@given(chains_with_options(), st.integers(-1, 20))
+def test_equals_the_exhaustive_search_with_options(costed: tuple[Chain, Costs], spare: int) -> None:
+    check_optimum(*costed, spare)
+
+
+def check_optimum(chain: Chain, costs: Costs, spare: int) -> None:
     least_bytes, _ = least_budget(chain, costs)
     problem = Problem(chain, costs, max(0, least_bytes + spare))
     found, expected = exact(problem), brute.solve(problem)
@@ -49,13 +57,6 @@ def test_equals_the_exhaustive_search(costed: tuple[Chain, Costs], spare: int) -
     assert check(problem, expected.schedule).makespan_s == expected.makespan_s
 
 
-@settings(RELAXED, max_examples=1000)
-@given(chains_with_options(), st.integers(-1, 20))
-def test_equals_the_exhaustive_search_with_options(costed: tuple[Chain, Costs], spare: int) -> None:
-    test_equals_the_exhaustive_search.hypothesis.inner_test(costed, spare)
-
-
-@settings(RELAXED, max_examples=500)
 @given(st.one_of(costed_chains(), chains_with_options()))
 def test_least_budget_is_the_least(costed: tuple[Chain, Costs]) -> None:
     chain, costs = costed
@@ -88,7 +89,6 @@ def test_a_budget_that_fits_all_recomputes_nothing() -> None:
     assert less.makespan_s > found.makespan_s
 
 
-@settings(RELAXED, max_examples=300)
 @given(huge_chains(), st.integers(1, 60), st.floats(0, 1))
 def test_rounding_keeps_the_promise(
     costed: tuple[Chain, Costs], slots: int, position: float
@@ -105,7 +105,6 @@ def test_rounding_keeps_the_promise(
     assert timeline.makespan_s == found.makespan_s
 
 
-@settings(RELAXED, max_examples=150)
 @given(costed_chains(), st.integers(1, 40), st.integers(0, 40))
 def test_one_table_answers_every_budget(
     costed: tuple[Chain, Costs], slots: int, spare: int
@@ -175,7 +174,6 @@ def test_tiles_equal_the_plain_recurrence(count: int, times_the_least: float) ->
         check(Problem(chain, costs, bytes_here), found.schedule)
 
 
-@settings(RELAXED, max_examples=100)
 @given(costed_chains(), st.integers(30, 140), st.booleans())
 def test_rows_of_several_blocks_equal_the_plain_recurrence(
     costed: tuple[Chain, Costs], slots: int, too_large: bool
@@ -214,7 +212,6 @@ def test_relieved_tables_equal_the_plain_recurrence(count: int, away: float) -> 
             assert found == plain or away
 
 
-@settings(RELAXED, max_examples=200)
 @given(chains_with_options(), st.integers(0, 20))
 def test_all_that_is_kept_may_be_away(costed: tuple[Chain, Costs], spare: int) -> None:
     """Then only what a stage needs while it runs counts, and what rebuilds keep."""
@@ -252,7 +249,6 @@ def test_sizes_that_do_not_add_up_are_refused() -> None:
         least_budget(chain, costs)
 
 
-@settings(RELAXED, max_examples=100)
 @given(costed_chains() | huge_chains(), st.integers(1, 5))
 def test_rounding_does_not_cost_a_budget_that_fits_all(
     costed: tuple[Chain, Costs], slots: int

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.costs import cost
-from fxremat.planner import search
+from fxremat.costs import cache
+from fxremat.costs.cost import Measured
+from fxremat.frontend import pipeline
+from fxremat.ir import StageSeconds
+from fxremat.passes.stages.linearize import Line
 from tests.models import ZOO
 from tests.models.reference import reference_step
 from tests.trials import attempt
@@ -26,7 +29,7 @@ def made_up_costs(
     """Seconds of stages and operations that have little to do with the real ones."""
     draw = random.Random(request.param)
     known: dict[float, float] = {}
-    measure_line = search.measure_line
+    measure_line = pipeline.measure_line
 
     def made_up(seconds: float) -> float:
         """The same for what is measured once, as that takes equal seconds."""
@@ -34,17 +37,18 @@ def made_up_costs(
             known[seconds] = seconds * draw.lognormvariate(0, 1.2)
         return known[seconds]
 
-    def measure(*args: Any, **options: Any) -> cost.Measured:
-        measured = measure_line(*args, **options)
-        stages = (map(made_up, (s.forward_s, s.rebuild_s, s.backward_s)) for s in measured.stages)
-        return replace(
-            measured,
-            stages=tuple(cost.StageSeconds(*seconds) for seconds in stages),
-            again_s={node: made_up(seconds) for node, seconds in measured.again_s.items()},
+    def measure(line: Line, *args: Any, **options: Any) -> Measured:
+        costs = measure_line(line, *args, **options).costs
+        stages = (map(made_up, (s.forward_s, s.rebuild_s, s.backward_s)) for s in costs.stages)
+        costs = replace(
+            costs,
+            stages=tuple(StageSeconds(*seconds) for seconds in stages),
+            again_s=tuple((node, made_up(seconds)) for node, seconds in costs.again_s),
         )
+        return Measured.of(line, costs)
 
-    monkeypatch.setattr(search, "measure_line", measure)
-    monkeypatch.setattr(search, "COSTS", defaultdict(cost.CostCache))
+    monkeypatch.setattr(pipeline, "measure_line", measure)
+    monkeypatch.setattr(cache, "COSTS", defaultdict(cache.CostCache))
     yield
     torch._dynamo.reset()
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import fxremat
 from fxremat import torch_compat
+from fxremat.costs import cache
 from fxremat.costs.cache import CostCache
 from fxremat.errors import BackwardError
-from fxremat.planner import search
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -99,7 +99,7 @@ def test_where_nothing_is_computed_again_settings_may_change():
 
 def test_costs_are_measured_anew_under_other_settings(monkeypatch: pytest.MonkeyPatch):
     caches: dict[object, CostCache] = defaultdict(CostCache)
-    monkeypatch.setattr(search, "COSTS", caches)
+    monkeypatch.setattr(cache, "COSTS", caches)
     change, back = CHANGES["use_deterministic_algorithms"]
     fxremat.plan(model(), SAMPLE, 1.0)
     torch._dynamo.reset()
@@ -111,6 +111,19 @@ def test_costs_are_measured_anew_under_other_settings(monkeypatch: pytest.Monkey
     first, second = caches.values()
     assert first.seconds.keys() == second.seconds.keys()
     assert first.seconds is not second.seconds
+
+
+def test_costs_are_measured_anew_with_other_threads():
+    """An operation may take another workspace then, not only other seconds."""
+    before = torch.get_num_threads()
+    found = cache.cost_cache()
+    assert found is cache.cost_cache()
+    torch.set_num_threads(before + 1)
+    try:
+        assert cache.cost_cache() is not found
+    finally:
+        torch.set_num_threads(before)
+    assert cache.cost_cache() is found
 
 
 def test_nothing_is_tried_out_inside_a_step_and_the_users_setting_stays():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.errors import ScheduleError
@@ -180,7 +180,6 @@ def test_check_holds_the_peak_against_the_budget() -> None:
         check(Problem(chain, costs, 1332), keep_all)
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=300)
 @given(costed_chains(), st.data())
 def test_random_walks_hold_what_a_recount_says(
     costed: tuple[Chain, Costs], data: st.DataObject

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.errors import ScheduleError
@@ -31,7 +31,6 @@ from tests.joins import costed_joins, two_towers
 from tests.strategies import costed_chains
 
 KEEPS = {"none": Keep.NONE, "ck": Keep.INPUT, "all": Keep.ALL}
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def schedule(text: str) -> Schedule:
@@ -151,7 +150,6 @@ def test_check_holds_the_peak_against_the_budget() -> None:
         check(replace(problem, budget_bytes=peak - 1), everything)
 
 
-@settings(RELAXED, max_examples=200)
 @given(costed_chains(), st.integers(0, 30))
 def test_one_branch_replays_as_the_chain_does(costed: tuple[Chain, Costs], spare: int) -> None:
     chain, costs = costed
@@ -167,7 +165,6 @@ def test_one_branch_replays_as_the_chain_does(costed: tuple[Chain, Costs], spare
     assert mine == simulate_chain(chain, costs, found.schedule)  # type: ignore[union-attr]
 
 
-@settings(RELAXED, max_examples=200)
 @given(costed_joins(), st.data())
 def test_any_order_of_branches_leaves_nothing_behind(
     costed: tuple[Join, JoinCosts], data: st.DataObject

@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.errors import ArgumentError
@@ -19,11 +19,10 @@ from fxremat.simulate import check
 from fxremat.solvers import JOIN_SOLVERS, SOLVERS
 from fxremat.solvers.join import JoinPlans
 from fxremat.solvers.rotor import RotorTable
+from tests.examples import examples
 from tests.joins import two_towers
 from tests.problems import NAMED, Named, keep_all
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES, SIZES, any_costs, paper_costs
-
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 PERSISTENT = ("rotor", "join", "equiv_chain", "pofo", "cpsat", "brute")
 """Optimal among memory-persistent schedules of a chain without a link."""
@@ -87,7 +86,7 @@ def test_named(named: Named, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOLVERS)
-@settings(RELAXED, max_examples=40)
+@examples(0.2)
 @given(lines(), st.integers(0, 60))
 def test_without_a_link(name: str, costed: tuple[Chain, Costs], budget_bytes: int) -> None:
     problem = Problem(*costed, budget_bytes)
@@ -119,7 +118,7 @@ LINKS = st.builds(Link.symmetric, st.sampled_from([0.5, 1.0, 4.0]), shared=st.bo
 
 
 @pytest.mark.parametrize("name", SOLVERS)
-@settings(RELAXED, max_examples=40)
+@examples(0.2)
 @given(lines(), LINKS, st.integers(0, 60))
 def test_with_a_link(name: str, costed: tuple[Chain, Costs], link: Link, budget_bytes: int) -> None:
     problem = Problem(*costed, budget_bytes, link)
@@ -138,7 +137,7 @@ def test_with_a_link(name: str, costed: tuple[Chain, Costs], link: Link, budget_
 
 
 @pytest.mark.parametrize("name", [name for name in SOLVERS if name not in EXPONENTIAL])
-@settings(RELAXED, max_examples=25)
+@examples(0.2)
 @given(
     lines(most=12, sizes=HUGE_SIZES, seconds=HUGE_SECONDS),
     st.none() | st.builds(Link.symmetric, st.floats(1e6, 1e12), shared=st.booleans()),

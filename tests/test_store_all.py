@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Backward, Chain, Costs, Forward, Infeasible, Keep, Problem, Schedule, Solved
@@ -9,8 +8,6 @@ from fxremat.simulate import check, simulate
 from fxremat.solvers import rotor, store_all
 from tests.problems import keep_all
 from tests.strategies import costed_chains, huge_chains
-
-RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def everything(count: int) -> Schedule:
@@ -30,20 +27,11 @@ def check_peak(chain: Chain, costs: Costs) -> None:
         assert store_all.solve(less) == Infeasible(replayed.peak_bytes)
 
 
-@settings(RELAXED, max_examples=150)
 @given(costed_chains() | huge_chains())
 def test_fits_exactly_where_the_one_schedule_does(costed: tuple[Chain, Costs]) -> None:
     check_peak(*costed)
 
 
-@pytest.mark.slow
-@settings(RELAXED, max_examples=3000)
-@given(costed_chains() | huge_chains())
-def test_fits_exactly_where_the_one_schedule_does_on_many(costed: tuple[Chain, Costs]) -> None:
-    check_peak(*costed)
-
-
-@settings(RELAXED, max_examples=200)
 @given(costed_chains(), st.integers(0, 9))
 def test_rotor_is_never_slower(costed: tuple[Chain, Costs], spare: int) -> None:
     peak_bytes = simulate(*costed, everything(len(costed[0]))).peak_bytes

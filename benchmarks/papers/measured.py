@@ -123,7 +123,7 @@ def parameter_gradients(compiled: fxremat.CompiledModule) -> dict[int, int]:
 
     Costs have them among all that the backward holds; the emitted graph tells them apart.
     """
-    backward = compiled._latest.planned.backward
+    backward = compiled._latest.planned.graphs.backward
     (output,) = (node for node in backward.graph.nodes if node.op == "output")
     found: dict[int, int] = {}
     for node in output.all_input_nodes:

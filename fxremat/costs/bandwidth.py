@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fxremat.ir import Link
+from fxremat.ir import MeasuredLink
 from fxremat.runtime import transfer
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.memory import folder_of
 from fxremat.runtime.slots import ALIGNMENT_BYTES
 from fxremat.runtime.views import tensor_in
+
+__all__ = ["MeasuredLink", "know_link", "link_key", "measure_link", "pieces_of"]
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 """Size of a tensor that is moved: as that of an activation. Smaller where room is short."""
@@ -42,37 +42,10 @@ _BESIDE = 0.8
 is done copying would compute the rest undisturbed."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredLink:
-    """Bandwidths of a link, and what transfers cost those who compute.
+LinkKey = tuple[torch.device, str, int, int]
+"""Device, folder of the host memory, size and number of the pieces that are moved."""
 
-    Attributes:
-        offload_bytes_per_s: from device to host memory, alone.
-        prefetch_bytes_per_s: from host memory to device, alone.
-        both_bytes_per_s: both directions together, half the bytes each way.
-        slowdown: time of computations with transfers under way over their time without,
-            at least 1.
-        shared: one transfer at a time, whatever its direction.
-        offload_call_s: what the calls that start an offload and await it take of those who
-            compute, however little is moved. On CUDA the host has that time.
-        prefetch_call_s: the same of a prefetch.
-    """
-
-    offload_bytes_per_s: float
-    prefetch_bytes_per_s: float
-    both_bytes_per_s: float
-    slowdown: float
-    shared: bool
-    offload_call_s: float = 0.0
-    prefetch_call_s: float = 0.0
-
-    def link(self) -> Link:
-        """What the solvers plan with: each direction alone.
-
-        A step offloads in its forward and prefetches in its backward, so that the two
-        directions meet only around the turn.
-        """
-        return Link(self.offload_bytes_per_s, self.prefetch_bytes_per_s, self.shared)
+_known: dict[LinkKey, MeasuredLink] = {}
 
 
 def measure_link(
@@ -94,12 +67,29 @@ def measure_link(
     Raises:
         HostMemoryError: the host memory cannot be had.
     """
+    key = link_key(device, host_dir=host_dir, host_limit_bytes=host_limit_bytes)
+    if key not in _known:
+        _known[key] = _measure(*key)
+    return _known[key]
+
+
+def link_key(
+    device: torch.device | str,
+    *,
+    host_dir: str | os.PathLike[str] | None = None,
+    host_limit_bytes: int | None = None,
+) -> LinkKey:
+    """What :func:`measure_link` would measure."""
     device = torch.device(device)
     if device.type == "cuda":
         index: int | None = device.index
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    piece_bytes, pieces = pieces_of(device, host_limit_bytes)
-    return _measure(device, folder_of(host_dir), piece_bytes, pieces)
+    return device, folder_of(host_dir), *pieces_of(device, host_limit_bytes)
+
+
+def know_link(key: LinkKey, link: MeasuredLink) -> None:
+    """Take ``link`` for what was measured."""
+    _known[key] = link
 
 
 def pieces_of(device: torch.device, host_limit_bytes: int | None) -> tuple[int, int]:
@@ -119,7 +109,6 @@ def pieces_of(device: torch.device, host_limit_bytes: int | None) -> tuple[int, 
     return piece_bytes, max(1, min(PIECES, room // piece_bytes))
 
 
-@functools.cache
 def _measure(device: torch.device, folder: str, piece_bytes: int, pieces: int) -> MeasuredLink:
     bench = _Bench(device, folder, piece_bytes, pieces)
     times: dict[str, list[float]] = {}

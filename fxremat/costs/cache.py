@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
+import torch
+
+from fxremat import torch_compat
 from fxremat.passes.stages.signature import Key
 
 
@@ -10,7 +15,7 @@ class CostCache:
 
     One cache serves all models of a process, so that plans of one model for several
     budgets rest on the same figures. It holds for one choice of the settings that choose
-    kernels (``torch_compat.kernel_settings``).
+    kernels, and for one number of threads (:func:`measuring_settings`).
     """
 
     def __init__(self) -> None:
@@ -19,3 +24,17 @@ class CostCache:
         self.workspace_bytes: dict[Key, int] = {}
         self.result_bytes: dict[Key, tuple[int, ...]] = {}
         self.as_traced: dict[Key, bool] = {}
+
+
+COSTS: dict[Key, CostCache] = defaultdict(CostCache)
+"""Measurements of this process by the settings under which they were made."""
+
+
+def measuring_settings() -> dict[str, object]:
+    """All settings of the process that measurements depend on, by name."""
+    return {"torch.get_num_threads": torch.get_num_threads(), **torch_compat.kernel_settings()}
+
+
+def cost_cache() -> CostCache:
+    """Measurements under the settings that hold now."""
+    return COSTS[tuple(measuring_settings().items())]

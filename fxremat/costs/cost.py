@@ -17,7 +17,8 @@ from fxremat.costs.measure import KernelClock
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import CostError
-from fxremat.passes.joint.storage import StorageTable
+from fxremat.ir import RecordedCosts, StageSeconds
+from fxremat.passes.joint.storage import is_tensor
 from fxremat.passes.stages.block import Block, Mode, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
@@ -28,17 +29,8 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class StageSeconds:
-    """Measured seconds of one stage, with those of its call in emitted code."""
-
-    forward_s: float
-    rebuild_s: float
-    backward_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of a line.
+    """A line and what it costs.
 
     Attributes:
         line: the line, its storages as large as they really are.
@@ -46,6 +38,7 @@ class Measured:
         again_s: seconds of each operation that a recomputation may run, alone.
         workspace_bytes: peak of an operation beyond its arguments and results.
         displaced: storages with tensors whose strides are not those of the trace.
+        costs: the same as plain data.
     """
 
     line: Line
@@ -53,6 +46,40 @@ class Measured:
     again_s: Mapping[fx.Node, float]
     workspace_bytes: Callable[[fx.Node, Block], int]
     displaced: frozenset[int]
+    costs: RecordedCosts
+
+    @staticmethod
+    def of(line: Line, costs: RecordedCosts) -> Measured:
+        """``line`` as it was measured.
+
+        Raises:
+            CostError: ``costs`` are those of another graph.
+        """
+        nodes, table = tuple(line.joint.module.graph.nodes), line.joint.storages
+        counts = len(costs.stages), len(costs.storage_bytes)
+        wanted = len(line.stages), len(table.nbytes)
+        if counts != wanted:
+            raise CostError(
+                f"these costs are of {counts[0]} stages and {counts[1]} storages, the graph has "
+                f"{wanted[0]} and {wanted[1]}: they are of another graph, measure this one"
+            )
+        sized = replace(table, nbytes=costs.storage_bytes)
+        known = {(nodes[i], Mode(mode)): nbytes for i, mode, nbytes in costs.workspace_bytes}
+
+        def workspace_bytes(node: fx.Node, block: Block) -> int:
+            found = known.get((node, block.mode_of(node)))
+            if found is None:
+                raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
+            return found
+
+        return Measured(
+            replace(line, joint=replace(line.joint, storages=sized)),
+            costs.stages,
+            {nodes[i]: seconds for i, seconds in costs.again_s},
+            workspace_bytes,
+            frozenset(costs.displaced),
+            costs,
+        )
 
 
 def measure_line(
@@ -90,21 +117,7 @@ def measure_line(
             progress("measuring", index, len(line.stages))
             stages.append(walk.stage(index))
         progress("measuring", len(line.stages), len(line.stages))
-    sized = replace(line, joint=replace(line.joint, storages=walk.real_storages()))
-
-    known: dict[tuple[fx.Node, Mode], int] = {}  # asked for again and again
-
-    def workspace_bytes(node: fx.Node, block: Block) -> int:
-        asked = node, block.mode_of(node)
-        if asked not in known:
-            key = walk.keys(node, block)
-            if key not in cache.workspace_bytes:
-                raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
-            known[asked] = cache.workspace_bytes[key]
-        return known[asked]
-
-    displaced = frozenset(walk.displaced)
-    return Measured(sized, tuple(stages), walk.again_s, workspace_bytes, displaced)
+    return Measured.of(line, walk.costs(stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +266,27 @@ class _Walk:
             for storage, size in zip(storages, sizes, strict=False):
                 self._sizes[storage] = max(self._sizes.get(storage, 0), size)
 
-    def real_storages(self) -> StorageTable:
-        """The storages with their measured sizes, where larger than traced."""
-        table = self._line.joint.storages
-        sizes = tuple(max(n, self._sizes.get(i, 0)) for i, n in enumerate(table.nbytes))
-        return replace(table, nbytes=sizes)
+    def costs(self, stages: Sequence[StageSeconds]) -> RecordedCosts:
+        """All that was found."""
+        order, table = self._line.order, self._line.joint.storages
+        workspaces: dict[tuple[int, str], int] = {}
+        for stage in self._stages:
+            for block in (stage.first, stage.whole, stage.backward):
+                for node in block.nodes:
+                    if is_getitem(node):
+                        continue
+                    # Views of given tensors are part of any block.
+                    modes = Mode if node in self._line.views else (block.mode_of(node),)
+                    found = self._cache.workspace_bytes[self.keys(node, block)]
+                    workspaces.update({(order[node], mode.value): found for mode in modes})
+        return RecordedCosts(
+            tuple(stages),
+            tuple(sorted((order[node], seconds) for node, seconds in self.again_s.items())),
+            tuple((index, mode, found) for (index, mode), found in sorted(workspaces.items())),
+            # As measured, where larger than traced.
+            tuple(max(n, self._sizes.get(i, 0)) for i, n in enumerate(table.nbytes)),
+            tuple(sorted(self.displaced)),
+        )
 
 
 def stage_blocks(line: Line, blocks: BlockCache, index: int) -> tuple[Block, Block, Block]:
@@ -277,10 +306,7 @@ def boundary_after(line: Line, index: int) -> Sequence[fx.Node]:
 
 def backward_results(line: Line, index: int) -> Sequence[fx.Node]:
     """Tensors of a stage's backward that other stages or the step's results read."""
-    returned = {n for n in line.joint.backward_outputs if isinstance(n, fx.Node)}
-    return [
-        node
-        for node in line.stages[index].backward
-        if isinstance(node.meta.get("val"), torch.Tensor)
-        and (node in returned or any(line.stage_of.get(u) != index for u in node.users))
-    ]
+    stage = line.stages[index]
+    own = [node for node in stage.backward if is_tensor(node)]
+    # The output node, too, is of no stage.
+    return [node for node in own if any(line.stage_of.get(u) != index for u in node.users)]

@@ -16,7 +16,8 @@ from torch import nn
 from fxremat.errors import ArgumentError, BudgetError
 from fxremat.frontend.budget import Budget, Readable
 from fxremat.planner.transfers import HostMemory
-from fxremat.units import Counted, parse_bytes
+from fxremat.report.plan import Plan
+from fxremat.units import Counted, format_bytes, parse_bytes
 
 Offload = Literal["auto", "only", "conv", False]
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
@@ -48,6 +49,7 @@ class Arguments:
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan.
         budget_on: what the budget is for.
+        kept: a plan to follow, which keeps to the budget.
     """
 
     budget: Budget
@@ -59,10 +61,11 @@ class Arguments:
     host: HostMemory | None
     exact: bool
     budget_on: Counted
+    kept: Plan | None = None
 
     @staticmethod
     def read(
-        budget: Readable,
+        budget: Readable | None,
         *,
         reserve: int | str = 0,
         optimizer: Optimizer | None = None,
@@ -74,15 +77,18 @@ class Arguments:
         host_dir: str | os.PathLike[str] | None = None,
         exact: bool = True,
         budget_on: Counted = "allocated",
+        plan: Plan | str | os.PathLike[str] | None = None,
     ) -> Arguments:
         """Check all arguments but the model and the sample; nothing is changed.
 
         Raises:
-            BudgetError: the budget cannot be read.
-            ArgumentError: another one cannot.
+            BudgetError: the budget cannot be read, or ``plan`` does not keep to it.
+            PlanError: ``plan`` is no file that holds one.
+            ArgumentError: another one cannot be read.
         """
+        kept = _read_plan(plan)
         arguments = Arguments(
-            budget=Budget.read(budget),
+            budget=_read_budget(budget, kept),
             reserve_bytes=_read_bytes("reserve", reserve, most=MOST_BYTES),
             optimizer=_read_optimizer(optimizer),
             loss=_read_loss(loss),
@@ -91,6 +97,7 @@ class Arguments:
             host=_read_host(offload, host_limit, host_dir),
             exact=_read_bool("exact", exact),
             budget_on=_read_counted(budget_on),
+            kept=kept,
         )
         if arguments.drop_unused and loss is None:
             _refuse("drop_unused", drop_unused, "False without loss=, which says what is used")
@@ -131,6 +138,38 @@ def read_model(model: object) -> nn.Module:
 def _refuse(argument: str, value: object, must_be: str) -> NoReturn:
     message = f"{argument} is {_shown.repr(value)}: must be {must_be}"
     raise ArgumentError(message, argument=argument, value=value)
+
+
+def _read_plan(value: object) -> Plan | None:
+    if value is None or isinstance(value, Plan):
+        return value
+    if not isinstance(value, (str, os.PathLike)):
+        _refuse("plan", value, "a fxremat.Plan, the path of a file that Plan.save wrote, or None")
+    return Plan.load(value)
+
+
+def _read_budget(value: Readable | None, kept: Plan | None) -> Budget:
+    """The budget, in bytes where there is a plan, which must keep to it."""
+    if kept is None:
+        if value is None:
+            raise BudgetError("budget is None: give one, such as '6 GiB', or a plan= to follow")
+        return Budget.read(value)
+    if value is None:
+        return Budget(kept.budget_bytes, nbytes=kept.budget_bytes)
+    budget = Budget.read(value)
+    if budget.nbytes is not None:
+        nbytes = budget.nbytes
+    elif budget.share is not None:
+        nbytes = int(budget.share * kept.baseline_peak_bytes)
+    else:
+        nbytes = kept.least_budget_bytes
+    if kept.counted_bytes > nbytes:
+        raise BudgetError(
+            f"budget {value!r} is {nbytes} bytes ({format_bytes(nbytes)}), but the step of plan= "
+            f"takes {kept.counted_bytes} ({format_bytes(kept.counted_bytes)}): leave budget out, "
+            "or leave plan= out to plan for this budget"
+        )
+    return Budget(value, nbytes=nbytes)
 
 
 def _read_bool(argument: str, value: object) -> bool:

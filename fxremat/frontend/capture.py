@@ -16,9 +16,11 @@ from fxremat.costs.cost import Progress
 from fxremat.errors import BackwardError
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planned, plan_step
+from fxremat.frontend.store import Store
 from fxremat.passes.emit.code import ScheduleModule
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
+from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 
 
@@ -56,6 +58,8 @@ class StepCompiler:
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan.
         overhead_s: what a step takes beside its calls, once that is known.
+        kept: a plan that the first graph follows.
+        store: costs and plans that other processes have found.
     """
 
     budget: Budget
@@ -68,6 +72,8 @@ class StepCompiler:
     host: HostMemory | None = None
     exact: bool = True
     overhead_s: float = 0.0
+    kept: Plan | None = None
+    store: Store = field(default_factory=lambda: Store(None))
 
     def measure_overhead(self, call: Callable[[], object]) -> None:
         """Find what a step takes beside its calls, for the latest plan and those to come.
@@ -76,9 +82,12 @@ class StepCompiler:
             call: leads to the forward graph and returns before it runs.
         """
         assert self.latest is not None
-        rehearsal = self.latest.planned.rehearsal
-        if rehearsal is not None:
-            self.overhead_s = rehearsal.overhead_s(call)
+        planned = self.latest.planned
+        if planned.rehearsal is None:
+            self.overhead_s = planned.plan.overhead_s
+        else:
+            self.overhead_s = planned.rehearsal.overhead_s(call)
+            planned.note_overhead(self.overhead_s)
         for compiled in self.compiled:  # no rehearsal stays, and with it no batch
             compiled.planned = compiled.planned.with_overhead(self.overhead_s)
 
@@ -107,12 +116,14 @@ class StepCompiler:
                     progress=self.progress,
                     host=self.host,
                     exact=self.exact,
+                    kept=self.kept,
+                    store=self.store,
                 )
             # A rehearsal needs the way in, which is there once all is compiled.
             found.append(Compiled(result if self.dry else result.with_overhead(self.overhead_s)))
             self.compiled.append(found[-1])
             self.latest = found[-1]
-            return result.forward, result.backward
+            return result.graphs.forward, result.graphs.backward
 
         def compile_forward(graph: ScheduleModule, _inputs: object) -> Callable[..., Any]:
             torch_compat.allow_retained_graphs()
@@ -131,13 +142,14 @@ class StepCompiler:
         )
         with torch_compat.without_donated_buffers():
             run: Callable[..., Any] = backend(module, example_inputs)
-        return backward_checked(run, recomputes=any(c.planned.recomputes for c in found))
+        return backward_checked(run, recomputes=any(c.planned.graphs.recomputes for c in found))
 
     def close(self) -> None:
         """Give host memory up: the graphs cannot run any more."""
         for compiled in self.compiled:
-            if compiled.planned.arena is not None:
-                compiled.planned.arena.close()
+            arena = compiled.planned.graphs.arena
+            if arena is not None:
+                arena.close()
 
     def _forward(self, graph: fx.GraphModule, compiled: Compiled) -> Callable[..., Any]:
         run = emitted(graph.forward)
@@ -145,8 +157,8 @@ class StepCompiler:
         def forward(args: list[Any]) -> Any:
             if self.dry:
                 raise PlannedOnly
-            if compiled.planned.arena is not None:
-                cuda_graph.refuse_host_memory(compiled.planned.arena.nbytes)
+            if compiled.planned.graphs.arena is not None:
+                cuda_graph.refuse_host_memory(compiled.planned.graphs.arena.nbytes)
             self.latest = compiled
             return run(args)
 

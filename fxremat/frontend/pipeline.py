@@ -2,81 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.cost import Progress
+from fxremat.costs.bandwidth import know_link, link_key, measure_link
+from fxremat.costs.cache import cost_cache
+from fxremat.costs.cost import Measured, Progress, measure_line
 from fxremat.costs.overhead import Around, Rehearsal
 from fxremat.costs.synthetic import Synthesizer
+from fxremat.errors import CostError, PlanError
 from fxremat.frontend.budget import Budget
-from fxremat.passes.emit.code import ScheduleModule
-from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.passes.emit.travel import Move, Travel
+from fxremat.frontend.emission import Graphs, follow
+from fxremat.frontend.origin import differences, key_of, origin_of_costs, origin_of_plan, version_of
+from fxremat.frontend.store import Store
+from fxremat.frontend.ways import StepGraph, Way, emit, fastest
+from fxremat.ir import MeasuredLink, Origin, RecordedCosts
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.digest import Digests, digest
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.linearize import linearize
 from fxremat.passes.stages.signature import tensor_key
 from fxremat.planner.allocations import settings_of
-from fxremat.planner.candidate import Candidate
-from fxremat.planner.search import Search
-from fxremat.planner.surroundings import Caller
-from fxremat.planner.transfers import HostMemory, Moved, Transfers
-from fxremat.report.frontier import frontier_of
+from fxremat.planner.surroundings import Caller, surroundings_of
+from fxremat.planner.sweep import Surroundings
+from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
-from fxremat.runtime.arena import Arena
-from fxremat.runtime.slots import assign_slots
 from fxremat.simulate.allocator import AllocatorSettings
+
+LOG = logging.getLogger("fxremat")
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, its graphs, and the host memory that they use, if any.
+    """A plan and its graphs.
 
     Attributes:
-        recomputes: whether anything is computed twice.
         rehearsal: tells what the step takes beside its calls; it holds the step's inputs.
+            ``None`` where that is known, or will not be.
+        note_overhead: keeps what was told.
     """
 
     plan: Plan
-    forward: ScheduleModule
-    backward: ScheduleModule
-    recomputes: bool
-    arena: Arena | None = None
+    graphs: Graphs
     rehearsal: Rehearsal | None = None
+    note_overhead: Callable[[float], None] = lambda _seconds: None
 
     def with_overhead(self, seconds: float) -> Planned:
         """The same, of a step that takes ``seconds`` beside its calls."""
         return replace(self, plan=self.plan.with_overhead(seconds), rehearsal=None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """Schedules of one graph of the step.
-
-    Attributes:
-        search: all of them.
-        transfers: those with storages that travel; ``None``: none may.
-        exact: the graph computes every value as it was traced.
-    """
-
-    search: Search
-    transfers: Transfers | None
-    exact: bool
-
-    @property
-    def least_bytes(self) -> int:
-        """The least feasible budget."""
-        return (self.transfers or self.search).least_bytes
-
-    def fastest_within(self, budget_bytes: int) -> Moved:
-        """The fastest that fits."""
-        if self.transfers is not None:
-            return self.transfers.fastest_within(budget_bytes)
-        return Moved.of(self.search.fastest_within(budget_bytes), (), None)
 
 
 def plan_step(
@@ -90,6 +70,9 @@ def plan_step(
     host: HostMemory | None = None,
     exact: bool = True,
     allocator: AllocatorSettings | None = None,
+    costs: RecordedCosts | None = None,
+    kept: Plan | None = None,
+    store: Store | None = None,
 ) -> Planned:
     """Plan one captured step.
 
@@ -104,116 +87,240 @@ def plan_step(
         exact: gradients must be bitwise those without a plan; else inputs of norms may be
             rebuilt from outputs where that is faster, or fits where nothing else does.
         allocator: rules that hold in place of those of the device's allocator.
+        costs: of the step as it was traced, to be taken for what was measured.
+        kept: a plan to follow, instead of making one.
+        store: costs and plans that are known; ``None``: there are none.
 
     Raises:
         BudgetError: no schedule that was found fits the budget.
+        PlanError: ``kept`` is not of this step.
         HostMemoryError: the host memory cannot be had.
         CaptureError, GraphError, CostError: as the passes raise them.
     """
-    ways: list[_Way] = []
-    for as_traced in (True,) if exact else (True, False):
+    mutated = torch_compat.mutated_primals(module)
+    step = _Step(
+        module,
+        forward_output_count,
+        inputs,
+        mutated,
+        digest(module, forward_output_count=forward_output_count, mutated_primals=mutated),
+        budget,
+        caller,
+        progress,
+        host,
+        exact,
+        allocator,
+        costs,
+        store or Store(None),
+    )
+    return step.planned() if kept is None else step.followed(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A captured step, and what it is planned for; see :func:`plan_step`."""
+
+    module: fx.GraphModule
+    forward_output_count: int
+    inputs: Mapping[int, torch.Tensor]
+    mutated: Sequence[int]
+    digests: Digests
+    budget: Budget
+    caller: Caller
+    progress: Progress
+    host: HostMemory | None
+    exact: bool
+    allocator: AllocatorSettings | None
+    costs: RecordedCosts | None
+    store: Store
+
+    def graph(self, *, exact: bool) -> StepGraph:
+        """The step's graph as it was traced, or, not ``exact``, with norms undone."""
         joint = build_joint_graph(
-            module,
-            forward_output_count=forward_output_count,
-            mutated_primals=torch_compat.mutated_primals(module),
-            exact=as_traced,
+            self.module,
+            forward_output_count=self.forward_output_count,
+            mutated_primals=self.mutated,
+            exact=exact,
         )
-        if not as_traced and not any(map(is_inverse, joint.forward)):
-            break
-        real = {joint.primals[i]: tensor for i, tensor in inputs.items()}
-        rules = allocator or settings_of(joint.device)
-        search = Search.of(joint, real=real, caller=caller, progress=progress, allocator=rules)
-        transfers = None if host is None else Transfers.of(search, host)
-        ways.append(_Way(search, transfers, as_traced))
-    full_bytes = ways[0].search.counted_bytes(ways[0].search.baseline)
-    least = min(ways, key=lambda way: way.least_bytes)
-    resolved = budget.resolve(
-        full_bytes=full_bytes,
-        least_bytes=least.least_bytes,
-        needed_by=(least.transfers or least.search).describe_least(),
-    )
-    way, found = _fastest(ways, resolved)
-    planned = emit(
-        way.search,
-        found,
-        resolved,
-        least_bytes=least.least_bytes,
-        baseline=ways[0].search.baseline,
-        baseline_bytes=full_bytes,
-        host=host,
-        exact=way.exact,
-    )
-    joint = way.search.measured.line.joint
-    if joint.device.type == "cuda":
-        torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
-    return replace(planned, rehearsal=_rehearsal(planned, joint, inputs))
+        line = linearize(joint)
+        real = {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
+        origin = origin_of_costs(self.digests, joint.device)
+        return StepGraph(line, BlockCache(line), real, exact, origin)
 
+    def planned(self) -> Planned:
+        """Find the best plan, or know it."""
+        traced = self.graph(exact=True)
+        measured = self._measured(traced)
+        surroundings = self._surroundings(traced, measured)
+        origin = self._origin(traced, surroundings)
+        found = self._known(traced, origin)
+        if found is None:
+            found = self._made(traced, measured, surroundings, origin)
+        return self._with_overhead(found, traced)
 
-def _fastest(ways: list[_Way], budget_bytes: int) -> tuple[_Way, Moved]:
-    """The fastest within a budget, and the way it goes; the exact one where it is as fast."""
-    fitting = [way for way in ways if way.least_bytes <= budget_bytes]
-    found = [(way, way.fastest_within(budget_bytes)) for way in fitting]
-    first, chosen = found[0]
-    if chosen.candidate is first.search.baseline and not chosen.moves:
-        return first, chosen  # everything fits
-    return min(found, key=lambda pair: pair[1].total_s)
+    def followed(self, kept: Plan) -> Planned:
+        """Follow a plan that was kept.
 
+        Raises:
+            PlanError: it is of another step.
+        """
+        graph = self.graph(exact=kept.exact)
+        if kept.origin is None or kept.measured is None:
+            raise PlanError("this plan was not made of a model: compile without plan=")
+        now = replace(graph.origin, options=kept.origin.options, held=kept.origin.held)
+        if now == kept.origin:
+            surroundings = self._surroundings(graph, Measured.of(graph.line, kept.measured))
+            now = self._origin(graph, surroundings)
+        told = tuple(differences(kept.origin, now))
+        if told:
+            raise PlanError(
+                f"the plan is not one of this step: {'; '.join(told)}. Compile as the plan was "
+                "made, or leave plan= out to plan again",
+                differs=told,
+            )
+        return Planned(kept, self._follow(kept, graph))
 
-def emit(
-    search: Search,
-    found: Moved,
-    budget_bytes: int,
-    *,
-    least_bytes: int,
-    baseline: Candidate,
-    baseline_bytes: int,
-    host: HostMemory | None = None,
-    exact: bool = True,
-) -> Planned:
-    """Write the graphs of a schedule, and the plan that tells of them.
+    def _follow(self, plan: Plan, graph: StepGraph) -> Graphs:
+        return follow(plan, graph.line, graph.blocks, device=graph.device, host=self.host)
 
-    Args:
-        search: where the schedule was found.
-        found: the schedule, and what travels.
-        budget_bytes: what it keeps to.
-        least_bytes: the least feasible budget.
-        baseline: nothing recomputed, everything computed as it was traced.
-        baseline_bytes: its peak, of what the budget is for.
-        host: memory to which storages travel.
-        exact: ``search`` is of the graph as it was traced.
-    """
-    chosen = found.candidate
-    taken = search.allocations.of(chosen.program, found.sweep, found.moves)
-    arena, travel = _lay_out(found.moves, search, host)
-    forward, backward = rewrite(chosen.program, found.sweep.peaks_bytes, BlockModules(), travel)
-    # The bound is one of recomputation alone, of the operations as they were traced.
-    bounded = exact and not host
-    bound_s = search.lower_bound_s(budget_bytes) if bounded else baseline.total_s
-    plan = Plan(
-        budget_bytes=budget_bytes,
-        least_budget_bytes=least_bytes,
-        predicted_peak_bytes=taken.allocated_bytes,
-        predicted_reserved_bytes=taken.reserved_bytes,
-        predicted_held_bytes=found.sweep.peak_bytes,
-        predicted_s=found.total_s,
-        baseline_peak_bytes=baseline_bytes,
-        baseline_s=baseline.total_s,
-        lower_bound_s=min(bound_s, found.total_s),
-        local_search_s=0.0 if host else search.gained_s(budget_bytes),
-        host_bytes=travel.nbytes if travel else 0,
-        schedule=chosen.schedule,
-        held_bytes=_held_bytes(chosen),
-        timeline=found.timeline,
-        chain=search.chain,
-        costs=search.costs,
-        frontier=frontier_of(search.points()),
-        forward_code=forward.code,
-        backward_code=backward.code,
-        branch_ends=search.sweeps.line.segments.ends,
-        exact=exact,
-        budget_on=search.allocations.budget_on,
-    )
-    return Planned(plan, forward, backward, chosen is not search.baseline, arena)
+    def _measured(self, graph: StepGraph) -> Measured:
+        """What ``graph`` costs: given, known, or measured now."""
+        key = key_of(graph.origin, exact=graph.exact)
+        known = self.costs if graph.exact else None
+        if known is not None:
+            return Measured.of(graph.line, known)
+        known = self.store.get("costs", key, RecordedCosts)
+        if known is not None:
+            try:
+                return Measured.of(graph.line, known)
+            except CostError as error:
+                LOG.warning("known costs are ignored: %s", error)
+        measured = measure_line(
+            graph.line, graph.blocks, real=graph.real, cache=cost_cache(), progress=self.progress
+        )
+        self.store.put("costs", key, RecordedCosts, measured.costs)
+        return measured
+
+    def _surroundings(self, graph: StepGraph, measured: Measured) -> Surroundings:
+        return surroundings_of(measured.line.joint, graph.real, self.caller)
+
+    def _rules(self, graph: StepGraph) -> AllocatorSettings | None:
+        return self.allocator or settings_of(graph.device)
+
+    def _origin(self, graph: StepGraph, surroundings: Surroundings) -> Origin:
+        """What a plan would hold for."""
+        host, caller = self.host, self.caller
+        options = {
+            "exact": self.exact,
+            "offload": _offload_of(host),
+            "host_limit": host.limit_bytes if host else None,
+            "budget_on": caller.budget_on,
+            "reserve": caller.reserve_bytes,
+            "accumulate": caller.accumulate,
+            "optimizer": f"{sum(caller.held_bytes)} bytes",
+            "loss": None if caller.loss_bytes is None else f"{caller.loss_bytes} bytes",
+        }
+        return origin_of_plan(
+            graph.origin,
+            options=options,
+            surroundings=surroundings,
+            allocator=self._rules(graph),
+        )
+
+    def _plan_key(self, origin: Origin) -> str:
+        return key_of(
+            origin,
+            budget=(self.budget.nbytes, self.budget.share),
+            host_dir=self.host.folder if self.host else None,
+            ortools=version_of("ortools"),
+        )
+
+    def _known(self, traced: StepGraph, origin: Origin) -> Planned | None:
+        """A plan that was made before of such a step."""
+        if self.costs is not None:
+            return None
+        plan = self.store.get("plan", self._plan_key(origin), Plan)
+        if plan is None:
+            return None
+        graph = traced if plan.exact else self.graph(exact=False)
+        try:
+            return Planned(plan, self._follow(plan, graph))
+        except PlanError as error:
+            LOG.warning("a known plan is ignored: %s", error)
+            return None
+
+    def _made(
+        self, traced: StepGraph, measured: Measured, surroundings: Surroundings, origin: Origin
+    ) -> Planned:
+        """Search for the best plan."""
+        ways = [self._way(traced, measured, surroundings)]
+        if not self.exact:
+            undone = self.graph(exact=False)
+            if any(map(is_inverse, undone.line.joint.forward)):
+                measured = self._measured(undone)
+                ways.append(self._way(undone, measured, self._surroundings(undone, measured)))
+        first = ways[0].search
+        full_bytes = first.counted_bytes(first.baseline)
+        least = min(ways, key=lambda way: way.least_bytes)
+        resolved = self.budget.resolve(
+            full_bytes=full_bytes,
+            least_bytes=least.least_bytes,
+            needed_by=least.describe_least(),
+        )
+        way, found = fastest(ways, resolved)
+        plan, graphs = emit(
+            way,
+            found,
+            resolved,
+            least_bytes=least.least_bytes,
+            baseline=first.baseline,
+            baseline_bytes=full_bytes,
+            host=self.host,
+            origin=origin,
+        )
+        if traced.device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
+        if self.costs is None:
+            self.store.put("plan", self._plan_key(origin), Plan, plan)
+        return Planned(plan, graphs)
+
+    def _way(self, graph: StepGraph, measured: Measured, surroundings: Surroundings) -> Way:
+        if self.host is not None:
+            self._find_link(graph, self.host)
+        return Way.of(
+            graph,
+            measured,
+            surroundings,
+            host=self.host,
+            progress=self.progress,
+            allocator=self._rules(graph),
+            budget_on=self.caller.budget_on,
+        )
+
+    def _find_link(self, graph: StepGraph, host: HostMemory) -> None:
+        """Let the link to ``host`` be known: given, kept, or measured now."""
+        folder, limit = host.folder, host.limit_bytes
+        key = link_key(graph.device, host_dir=folder, host_limit_bytes=limit)
+        name = key_of(replace(graph.origin, operations="", code="", inputs=()), link=key[1:])
+        link = self.costs.link if self.costs else self.store.get("link", name, MeasuredLink)
+        if link is not None:
+            know_link(key, link)
+            return
+        with torch_compat.real_execution(), torch.no_grad():
+            link = measure_link(graph.device, host_dir=folder, host_limit_bytes=limit)
+        self.store.put("link", name, MeasuredLink, link)
+
+    def _with_overhead(self, planned: Planned, graph: StepGraph) -> Planned:
+        """``planned`` with what the step takes beside its calls, or a way to find that."""
+        key = key_of(graph.origin, overhead_of=planned.graphs.arena is not None)
+        known = self.store.get("overhead", key, float)
+        if known is not None:
+            return planned.with_overhead(known)
+        return replace(
+            planned,
+            rehearsal=_rehearsal(planned, graph.line.joint, self.inputs),
+            note_overhead=lambda seconds: self.store.put("overhead", key, float, seconds),
+        )
 
 
 def _rehearsal(
@@ -228,12 +335,12 @@ def _rehearsal(
         inputs=tuple(tensor_key(n.meta["val"]) for n in joint.primals),
         operations=tuple(str(n.target) for n in (*joint.forward, *joint.backward)),
         gradients=sum(isinstance(g, fx.Node) for g in joint.backward_outputs),
-        travels=planned.arena is not None,
+        travels=planned.graphs.arena is not None,
     )
     return Rehearsal(
         around,
-        planned.forward.forward,
-        planned.backward.forward,
+        planned.graphs.forward.forward,
+        planned.graphs.backward.forward,
         outputs=len(joint.forward_outputs),
         primals=tuple(primals.values()),
         tangents=tuple(tangents.values()),
@@ -241,24 +348,10 @@ def _rehearsal(
     )
 
 
-def _lay_out(
-    moves: tuple[Move, ...], search: Search, host: HostMemory | None
-) -> tuple[Arena | None, Travel | None]:
-    """Host memory for a step, and where in it each storage goes."""
-    if host is None or not moves:
-        return None, None
-    slots = assign_slots([m.nbytes for m in moves])  # all are on the host at the turn
-    arena = Arena.create(
-        slots.total_bytes,
-        device=search.sweeps.surroundings.device,
-        host_dir=host.folder,
-        limit=host.limit,
-    )
-    offsets = dict(zip((m.storage for m in moves), slots.offsets, strict=True))
-    return arena, Travel(moves, offsets, slots.total_bytes, arena.id)
-
-
-def _held_bytes(chosen: Candidate) -> tuple[int, ...]:
-    line = chosen.program.line
-    table = line.joint.storages
-    return tuple(table.total(table.of(chosen.held.get(i, ()))) for i in range(len(line.stages)))
+def _offload_of(host: HostMemory | None) -> str | bool:
+    """What ``offload=`` was."""
+    if host is None:
+        return False
+    if host.conv:
+        return "conv"
+    return "only" if host.only else "auto"

@@ -8,8 +8,15 @@ boundary ``l``.
 from fxremat.ir.chain import Chain, Stage, Storage
 from fxremat.ir.costs import Costs, SaveOption, StageCosts
 from fxremat.ir.join import Join, JoinCosts, JoinProblem, chain_of, join_of
-from fxremat.ir.link import Link
+from fxremat.ir.link import Link, MeasuredLink
 from fxremat.ir.problem import Infeasible, Problem, Solution, Solved, TimedOut
+from fxremat.ir.recorded import (
+    Origin,
+    RecordedCosts,
+    RecordedDecision,
+    RecordedMove,
+    StageSeconds,
+)
 from fxremat.ir.schedule import (
     Activations,
     Backward,
@@ -45,17 +52,23 @@ __all__ = [
     "Keep",
     "Lane",
     "Link",
+    "MeasuredLink",
     "Offload",
     "Op",
+    "Origin",
     "Part",
     "Prefetch",
     "Problem",
+    "RecordedCosts",
+    "RecordedDecision",
+    "RecordedMove",
     "SaveOption",
     "Schedule",
     "Solution",
     "Solved",
     "Stage",
     "StageCosts",
+    "StageSeconds",
     "Storage",
     "TimedOut",
     "Timeline",

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from fxremat.ir import Chain, Costs, Schedule, Timeline
+from fxremat.ir import (
+    Chain,
+    Costs,
+    Origin,
+    RecordedCosts,
+    RecordedDecision,
+    Schedule,
+    Timeline,
+)
 from fxremat.report.frontier import Frontier
 from fxremat.units import Counted
 
@@ -43,6 +51,9 @@ class PlanFacts:
             from outputs (``compile(exact=False)``).
         budget_on: what all budgets and the frontier are for: ``"allocated"`` bytes or
             ``"reserved"`` ones.
+        decision: what each stage keeps, and what travels; the schedule has the rest.
+        origin: what the plan holds for; ``None`` for one that was not made of a model.
+        measured: what was measured of the graph; ``None`` likewise.
     """
 
     budget_bytes: int
@@ -68,6 +79,9 @@ class PlanFacts:
     exact: bool = True
     budget_on: Counted = "allocated"
     overhead_s: float = 0.0
+    decision: RecordedDecision = field(default_factory=RecordedDecision, repr=False)
+    origin: Origin | None = field(default=None, repr=False)
+    measured: RecordedCosts | None = field(default=None, repr=False)
 
     @property
     def counted_bytes(self) -> int:

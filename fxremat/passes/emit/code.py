@@ -24,6 +24,9 @@ WIDTH = 100
 PRIMALS = "primals"
 """AOTAutograd's name for parameters, buffers and inputs; here the list of them."""
 
+ARENA = "ARENA"
+"""A step's host memory in the code: its number is another in each process."""
+
 _serial = count()
 
 
@@ -59,6 +62,8 @@ class ScheduleModule(fx.GraphModule):
         scope: dict[str, Any] = {"inf": float("inf"), "nan": float("nan"), "torch": torch}
         scope |= {_bare_name(n): n.target for n in self.graph.nodes if _is_transfer(n)}
         scope["device"] = torch.device
+        for node in filter(_opens_arena, self.graph.nodes):
+            scope[ARENA] = node.args[0]
         exec(compile(source, file_name, "exec"), scope)
         # Tracebacks show the emitted lines.
         linecache.cache[file_name] = (len(source), None, source.splitlines(True), file_name)
@@ -172,7 +177,10 @@ class _Renderer:
         """An operation of the runtime, as a call of its bare name."""
         comment = f"  # {node.meta[COMMENT]}" if COMMENT in node.meta else ""
         result = f"{node.name} = " if isinstance(node.meta.get("val"), torch.Tensor) else ""
-        arguments = ", ".join(map(self._write, node.args))
+        written = list(map(self._write, node.args))
+        if _opens_arena(node):
+            written[0] = ARENA
+        arguments = ", ".join(written)
         self._lines.append(f"{result}{_bare_name(node)}({arguments}){comment}")
         dead = self._last_read_by(node, node.all_input_nodes)
         if dead:
@@ -244,6 +252,10 @@ class _Renderer:
 def _is_transfer(node: fx.Node) -> bool:
     """Whether the node calls the runtime."""
     return node.op == "call_function" and node.target is not operator.getitem
+
+
+def _opens_arena(node: fx.Node) -> bool:
+    return _is_transfer(node) and _bare_name(node) == "open_arena"
 
 
 def _bare_name(node: fx.Node) -> str:

@@ -1,0 +1,155 @@
+"""From what was decided to the graphs that AOTAutograd runs, and the decision as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxremat.errors import PlanError, ScheduleError
+from fxremat.ir import Lane, RecordedDecision, RecordedMove
+from fxremat.passes.emit.code import ScheduleModule
+from fxremat.passes.emit.program import Program, build_program
+from fxremat.passes.emit.rewrite import BlockModules, rewrite
+from fxremat.passes.emit.travel import Move, Travel
+from fxremat.passes.stages.block import Mode
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.linearize import Line
+from fxremat.planner.transfers import HostMemory
+from fxremat.report.plan import Plan
+from fxremat.runtime.arena import Arena
+from fxremat.runtime.slots import assign_slots
+
+Tensors = Mapping[int, frozenset[fx.Node]]
+"""Tensors of stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """The graphs of a step, and the host memory that they use, if any.
+
+    Attributes:
+        recomputes: whether anything is computed twice.
+        host_bytes: of host memory that a step takes.
+    """
+
+    forward: ScheduleModule
+    backward: ScheduleModule
+    recomputes: bool
+    arena: Arena | None = None
+    host_bytes: int = 0
+
+
+def write_graphs(
+    program: Program,
+    peaks_bytes: Sequence[int],
+    moves: tuple[Move, ...],
+    *,
+    device: torch.device,
+    host: HostMemory | None,
+) -> Graphs:
+    """Emit a program.
+
+    Args:
+        program: the calls.
+        peaks_bytes: most memory held during each, for people.
+        moves: what travels, to ``host``.
+        device: of the step.
+        host: memory to which storages travel.
+
+    Raises:
+        HostMemoryError: that memory cannot be had.
+    """
+    arena, travel = None, None
+    if host is not None and moves:
+        slots = assign_slots([m.nbytes for m in moves])  # all are on the host at the turn
+        arena = Arena.create(
+            slots.total_bytes, device=device, host_dir=host.folder, limit=host.limit
+        )
+        offsets = dict(zip((m.storage for m in moves), slots.offsets, strict=True))
+        travel = Travel(moves, offsets, slots.total_bytes, arena.id)
+    forward, backward = rewrite(program, peaks_bytes, BlockModules(), travel)
+    blocks = (call.block for call in program.calls)
+    recomputes = any(block.mode is Mode.AGAIN or block.again for block in blocks)
+    return Graphs(forward, backward, recomputes, arena, travel.nbytes if travel else 0)
+
+
+def record_decision(
+    line: Line, *, missing: Tensors, held: Tensors, moves: Sequence[Move]
+) -> RecordedDecision:
+    """What each stage of ``line`` keeps, and what travels, as plain data.
+
+    Args:
+        line: the stages.
+        missing: for stages that do not keep everything, what their backwards rebuild.
+        held: what stages keep from their first forward on.
+        moves: what travels.
+    """
+
+    def numbers(tensors: Tensors) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        return tuple((i, tuple(sorted(map(order, tensors[i])))) for i in sorted(tensors))
+
+    order = line.order.__getitem__
+    recorded = (
+        RecordedMove(
+            m.storage,
+            m.nbytes,
+            tuple(map(order, m.nodes)),
+            m.offload,
+            m.release,
+            m.prefetch,
+            m.wait,
+        )
+        for m in moves
+    )
+    return RecordedDecision(numbers(missing), numbers(held), tuple(recorded))
+
+
+def follow(
+    plan: Plan, line: Line, blocks: BlockCache, *, device: torch.device, host: HostMemory | None
+) -> Graphs:
+    """Emit what a kept plan says.
+
+    Args:
+        plan: of this step.
+        line: the stages.
+        blocks: blocks of ``line``.
+        device: of the step.
+        host: memory to which storages may travel.
+
+    Raises:
+        PlanError: what is emitted is not what the plan says.
+        HostMemoryError: the host memory cannot be had.
+    """
+    nodes = tuple(line.joint.module.graph.nodes)
+    decision = plan.decision
+
+    def tensors(numbers: tuple[tuple[int, tuple[int, ...]], ...]) -> Tensors:
+        return {stage: frozenset(nodes[i] for i in found) for stage, found in numbers}
+
+    def move(m: RecordedMove) -> Move:
+        own = tuple(nodes[i] for i in m.nodes)
+        return Move(m.storage, m.nbytes, own, m.offload, m.release, m.prefetch, m.wait)
+
+    peaks = [event.peak_bytes for event in plan.timeline.events if event.lane is Lane.COMPUTE]
+    try:
+        missing, held = tensors(decision.missing), tensors(decision.held)
+        program = build_program(line, plan.schedule, blocks, missing, held)
+        moves = tuple(map(move, decision.moves))
+        graphs = write_graphs(program, peaks, moves, device=device, host=host)
+    except (LookupError, ScheduleError) as error:
+        raise _unlike(plan) from error
+    if (graphs.forward.code, graphs.backward.code) != (plan.forward_code, plan.backward_code):
+        if graphs.arena is not None:
+            graphs.arena.close()
+        raise _unlike(plan)
+    return graphs
+
+
+def _unlike(plan: Plan) -> PlanError:
+    return PlanError(
+        f"the plan for {plan.budget_bytes} bytes does not lead to the code that it holds: it was "
+        "changed, or written by another fxremat. Leave plan= out to plan again, and save that plan"
+    )

@@ -1,0 +1,206 @@
+"""The graphs of a step, their schedules, and from the chosen one to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from fxremat.costs.cost import Measured, Progress
+from fxremat.frontend.emission import Graphs, record_decision, write_graphs
+from fxremat.ir import Origin, RecordedCosts
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.linearize import Line
+from fxremat.planner.candidate import Candidate
+from fxremat.planner.search import PLANNERS, Search
+from fxremat.planner.sweep import Surroundings
+from fxremat.planner.transfers import HostMemory, Moved, Transfers
+from fxremat.report.frontier import frontier_of
+from fxremat.report.plan import Plan
+from fxremat.simulate.allocator import AllocatorSettings
+from fxremat.units import Counted
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """One way to compute the step.
+
+    Attributes:
+        line: its graph, cut into stages.
+        blocks: of ``line``.
+        real: values of primals, where known.
+        exact: every value is computed as it was traced.
+        origin: what costs of it hold for.
+    """
+
+    line: Line
+    blocks: BlockCache
+    real: Mapping[fx.Node, torch.Tensor]
+    exact: bool
+    origin: Origin
+
+    @property
+    def device(self) -> torch.device:
+        """Of the step."""
+        return self.line.joint.device
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Schedules of one graph of the step.
+
+    Attributes:
+        search: all of them.
+        transfers: those with storages that travel; ``None``: none may.
+        exact: the graph computes every value as it was traced.
+    """
+
+    search: Search
+    transfers: Transfers | None
+    exact: bool
+
+    @staticmethod
+    def of(
+        graph: StepGraph,
+        measured: Measured,
+        surroundings: Surroundings,
+        *,
+        host: HostMemory | None,
+        progress: Progress,
+        allocator: AllocatorSettings | None,
+        budget_on: Counted,
+    ) -> Way:
+        """Those of ``graph``.
+
+        Args:
+            graph: what to schedule.
+            measured: what it costs.
+            surroundings: what is held beside it.
+            host: memory to which storages may travel; ``None``: none may.
+            progress: told how far solving has come.
+            allocator: the rules of the device's.
+            budget_on: what the budget is for.
+
+        Raises:
+            HostMemoryError: the host memory cannot be had.
+        """
+        search = Search.over(
+            measured,
+            graph.blocks,
+            surroundings,
+            progress=progress,
+            planners=PLANNERS,
+            allocator=allocator,
+            budget_on=budget_on,
+        )
+        return Way(search, Transfers.of(search, host) if host else None, graph.exact)
+
+    @property
+    def least_bytes(self) -> int:
+        """The least feasible budget."""
+        return (self.transfers or self.search).least_bytes
+
+    @property
+    def costs(self) -> RecordedCosts:
+        """All measurements that the schedules rest on."""
+        link = self.transfers.link if self.transfers else None
+        return replace(self.search.measured.costs, link=link)
+
+    def describe_least(self) -> str:
+        """What the least feasible budget is needed for."""
+        return (self.transfers or self.search).describe_least()
+
+    def fastest_within(self, budget_bytes: int) -> Moved:
+        """The fastest that fits."""
+        if self.transfers is not None:
+            return self.transfers.fastest_within(budget_bytes)
+        return Moved.of(self.search.fastest_within(budget_bytes), (), None)
+
+
+def fastest(ways: Sequence[Way], budget_bytes: int) -> tuple[Way, Moved]:
+    """The fastest within a budget, and the way it goes; the exact one where it is as fast."""
+    fitting = [way for way in ways if way.least_bytes <= budget_bytes]
+    found = [(way, way.fastest_within(budget_bytes)) for way in fitting]
+    first, chosen = found[0]
+    if chosen.candidate is first.search.baseline and not chosen.moves:
+        return first, chosen  # everything fits
+    return min(found, key=lambda pair: pair[1].total_s)
+
+
+def emit(
+    way: Way,
+    found: Moved,
+    budget_bytes: int,
+    *,
+    least_bytes: int,
+    baseline: Candidate,
+    baseline_bytes: int,
+    host: HostMemory | None,
+    origin: Origin,
+) -> tuple[Plan, Graphs]:
+    """Write the graphs of a schedule, and the plan that tells of them.
+
+    Args:
+        way: where the schedule was found.
+        found: the schedule, and what travels.
+        budget_bytes: what it keeps to.
+        least_bytes: the least feasible budget.
+        baseline: nothing recomputed, everything computed as it was traced.
+        baseline_bytes: its peak, of what the budget is for.
+        host: memory to which storages travel.
+        origin: what the plan holds for.
+    """
+    search, chosen = way.search, found.candidate
+    line = chosen.program.line
+    taken = search.allocations.of(chosen.program, found.sweep, found.moves)
+    graphs = write_graphs(
+        chosen.program,
+        found.sweep.peaks_bytes,
+        found.moves,
+        device=search.sweeps.surroundings.device,
+        host=host,
+    )
+    # The bound is one of recomputation alone, of the operations as they were traced.
+    bounded = way.exact and not host
+    bound_s = search.lower_bound_s(budget_bytes) if bounded else baseline.total_s
+    plan = Plan(
+        budget_bytes=budget_bytes,
+        least_budget_bytes=least_bytes,
+        predicted_peak_bytes=taken.allocated_bytes,
+        predicted_reserved_bytes=taken.reserved_bytes,
+        predicted_held_bytes=found.sweep.peak_bytes,
+        predicted_s=found.total_s,
+        baseline_peak_bytes=baseline_bytes,
+        baseline_s=baseline.total_s,
+        lower_bound_s=min(bound_s, found.total_s),
+        local_search_s=0.0 if host else search.gained_s(budget_bytes),
+        host_bytes=graphs.host_bytes,
+        schedule=chosen.schedule,
+        held_bytes=_held_bytes(chosen),
+        timeline=found.timeline,
+        chain=search.chain,
+        costs=search.costs,
+        frontier=frontier_of(search.points()),
+        forward_code=graphs.forward.code,
+        backward_code=graphs.backward.code,
+        branch_ends=line.segments.ends,
+        exact=way.exact,
+        budget_on=search.allocations.budget_on,
+        decision=record_decision(
+            line,
+            missing=search.sweeps.options.missing(chosen.kept),
+            held=chosen.held,
+            moves=found.moves,
+        ),
+        origin=origin,
+        measured=way.costs,
+    )
+    return plan, graphs
+
+
+def _held_bytes(chosen: Candidate) -> tuple[int, ...]:
+    line = chosen.program.line
+    table = line.joint.storages
+    return tuple(table.total(table.of(chosen.held.get(i, ()))) for i in range(len(line.stages)))

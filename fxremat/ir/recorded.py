@@ -1,0 +1,98 @@
+"""What was measured of a graph, what was decided for it, and what that holds for, as plain data.
+
+Operations are told by their index among the nodes of the joint graph, storages by their index
+in its table: the same for the same graph in any process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxremat.ir.link import MeasuredLink
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Measured seconds of one stage, with those of its call in emitted code."""
+
+    forward_s: float
+    rebuild_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCosts:
+    """All that planning a graph needs to be measured; the same costs give the same plan.
+
+    Attributes:
+        stages: seconds of each stage.
+        again_s: operations that a recomputation may run, and seconds of each, alone.
+        workspace_bytes: operations, how each runs, and its peak beyond arguments and results.
+        storage_bytes: of each storage, as large as it really is.
+        displaced: storages with tensors whose strides are not those of the trace.
+        link: to host memory, where storages may travel.
+    """
+
+    stages: tuple[StageSeconds, ...]
+    again_s: tuple[tuple[int, float], ...]
+    workspace_bytes: tuple[tuple[int, str, int], ...]
+    storage_bytes: tuple[int, ...]
+    displaced: tuple[int, ...]
+    link: MeasuredLink | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedMove:
+    """A storage that travels; places are indices of calls, see ``passes.emit.travel.Move``."""
+
+    storage: int
+    nbytes: int
+    nodes: tuple[int, ...]
+    offload: int
+    release: int
+    prefetch: int
+    wait: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedDecision:
+    """What a plan decides beside the order of computations, which its schedule is.
+
+    Attributes:
+        missing: stages that do not keep everything, and the tensors that their backwards rebuild.
+        held: stages that keep tensors from their first forward on, and those tensors.
+        moves: storages that travel.
+    """
+
+    missing: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    held: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    moves: tuple[RecordedMove, ...] = ()
+
+
+Facts = tuple[tuple[str, str], ...]
+"""Names and what they stand for, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a plan holds for: a step, where it runs, and what was asked for.
+
+    Attributes:
+        operations: digest of the traced operations, and of who reads whom.
+        code: digest of the whole trace: with sizes, dtypes, strides, constants and names.
+        inputs: dtype and shape of each parameter, buffer and argument.
+        device: its name.
+        versions: of the packages.
+        settings: what chooses kernels, and the number of threads.
+        options: what ``compile`` was asked for.
+        held: bytes that the caller of the step holds, and the rules of the allocator.
+    """
+
+    operations: str
+    code: str
+    inputs: tuple[str, ...]
+    device: str
+    versions: Facts
+    settings: Facts
+    options: Facts
+    held: Facts

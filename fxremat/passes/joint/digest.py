@@ -1,0 +1,134 @@
+"""What makes two traced steps the same, as digests that any process computes alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Of a traced step.
+
+    Attributes:
+        operations: of the operations, and of who reads whom.
+        code: of the whole trace: with sizes, dtypes, strides, storages, devices, constants of
+            operations and names of nodes, which emitted code has. Values of tensors are left out.
+        inputs: dtype and shape of each parameter, buffer and argument.
+    """
+
+    operations: str
+    code: str
+    inputs: tuple[str, ...]
+
+
+def digest(
+    module: fx.GraphModule, *, forward_output_count: int, mutated_primals: Sequence[int]
+) -> Digests:
+    """Describe AOTAutograd's joint graph.
+
+    Args:
+        module: the traced joint graph.
+        forward_output_count: how many of its outputs belong to the forward.
+        mutated_primals: indices of the primals that the forward mutates.
+    """
+    writer = _Writer()
+    lines = [writer.line(node) for node in module.graph.nodes]
+    counts = f"{forward_output_count} {sorted(mutated_primals)}"
+    inputs = [
+        _shape(node.meta.get("val"))
+        for node in module.graph.find_nodes(op="placeholder")
+        if not torch_compat.is_tangent(node)
+    ]
+    return Digests(
+        operations=_sum(edges for edges, _ in lines),
+        code=_sum([counts, *(whole for _, whole in lines)]),
+        inputs=tuple(inputs),
+    )
+
+
+def _sum(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _Writer:
+    """Writes nodes in their order: nodes, storages and sequence numbers by first mention."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[fx.Node, int] = {}
+        self._storages: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+
+    def line(self, node: fx.Node) -> tuple[str, str]:
+        """Which operation reads what; and all that there is to say."""
+        self._nodes[node] = len(self._nodes)
+        target = _name(node.target) if node.op == "call_function" else node.op
+        sources = [self._nodes[source] for source in node.all_input_nodes]
+        number = torch_compat.sequence_number(node)
+        whole = (
+            target,
+            node.name,
+            str(node.target) if node.op == "get_attr" else "",
+            written(node.args, self._reference),
+            written(dict(node.kwargs), self._reference),
+            written(node.meta.get("val"), self._reference, self._tensor),
+            # Numbers differ from process to process, equal ones do not.
+            "" if number is None else str(self._numbers.setdefault(number, len(self._numbers))),
+            str(torch_compat.is_backward_node(node)),
+        )
+        return f"{target} {sources}", repr(whole)
+
+    def _reference(self, node: fx.Node) -> str:
+        return f"%{self._nodes[node]}"
+
+    def _tensor(self, tensor: torch.Tensor) -> str:
+        if tensor.layout is not torch.strided:
+            return f"{_shape(tensor)} {tensor.layout}"
+        key = torch_compat.storage_key(tensor)
+        storage = self._storages.setdefault(key, len(self._storages))
+        nbytes = tensor.untyped_storage().nbytes()
+        strides, offset = tuple(tensor.stride()), tensor.storage_offset()
+        return f"{_shape(tensor)} {strides} {offset} of {storage} {nbytes} {tensor.device}"
+
+
+def _shape(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def written(
+    value: object,
+    node: Callable[[fx.Node], str],
+    tensor: Callable[[torch.Tensor], str] = repr,
+) -> str:
+    """An argument or a value of an operation as text: 1, 1.0 and True differ, 0.0 and -0.0 too."""
+    if isinstance(value, fx.Node):
+        return node(value)
+    if isinstance(value, torch.Tensor):
+        return tensor(value)
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(written(item, node, tensor) for item in value)}]"
+    if isinstance(value, dict):
+        items = (f"{name}: {written(value[name], node, tensor)}" for name in value)
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return f"slice{written(parts, node, tensor)}"
+    if isinstance(value, float):
+        return value.hex()
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    return f"{type(value).__name__} {value}"  # a dtype, a device, a layout, a memory format
+
+
+def _name(target: object) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"

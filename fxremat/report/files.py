@@ -1,0 +1,74 @@
+"""Files of JSON: each is written whole or not at all, and read without trust."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from fxremat.report.codec import FormatError
+
+VERSION = 1
+"""Of all that is written. Raised when the form of any of it changes."""
+
+_GZIP = b"\x1f\x8b"
+_LEVEL = 1  # five times as small, and not five times as slow
+
+
+def pack(kind: str, contents: dict[str, Any], *, packed: bool) -> bytes:
+    """``contents`` under the name of their kind, the same bytes for the same contents."""
+    head = {"format": f"fxremat {kind}", "version": VERSION}
+    text = json.dumps({**head, **contents}, allow_nan=False, separators=(",", ":"))
+    data = text.encode()
+    return gzip.compress(data, _LEVEL, mtime=0) if packed else data
+
+
+def unpack(kind: str, data: bytes) -> dict[str, Any]:
+    """What :func:`pack` was given.
+
+    Raises:
+        FormatError: it was not given that, or the data is damaged.
+    """
+    try:
+        text = gzip.decompress(data) if data.startswith(_GZIP) else data
+        found = json.loads(text, parse_constant=_refuse_constant)
+    except (OSError, EOFError, zlib.error) as error:
+        raise FormatError(f"it is damaged: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"it is no JSON: {error}") from error
+    if not isinstance(found, dict) or found.pop("format", None) != f"fxremat {kind}":
+        raise FormatError(f"it is no {kind} of fxremat")
+    version = found.pop("version", None)
+    if version != VERSION:
+        raise FormatError(f"it is of format {version}, this fxremat reads format {VERSION}")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that others find whole or not at all, whatever happens meanwhile.
+
+    Raises:
+        OSError: it cannot be written; what was there before still is.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
+PARTIAL = ".part"
+"""How names of files end that are being written."""
