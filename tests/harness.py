@@ -26,11 +26,12 @@ from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
-from fxremat.planner import bases, search
-from fxremat.planner.surroundings import Caller, surroundings_of
-from fxremat.planner.sweep import Surroundings, Sweep, Sweeper
+from fxremat.planner import bases, pool
+from fxremat.planner.footprint import Footprints
+from fxremat.planner.surroundings import Caller, Surroundings, surroundings_of
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
+from tests.plain_sweep import Sweep, sweep
 
 if TYPE_CHECKING:
     import pytest
@@ -75,8 +76,8 @@ class Captured:
         return BlockCache(self.line)
 
     @functools.cached_property
-    def sweeper(self) -> Sweeper:
-        return Sweeper(self.measured.line, self.measured.workspace_bytes)
+    def footprints(self) -> Footprints:
+        return Footprints(self.measured.line, self.measured.workspace_bytes)
 
     @property
     def surroundings(self) -> Surroundings:
@@ -94,7 +95,7 @@ class Captured:
         return build_program(self.measured.line, schedule, self.blocks, missing, held)
 
     def sweep(self, program: Program) -> Sweep:
-        return self.sweeper.sweep(program, bare(self.joint))
+        return sweep(program, self.footprints, bare(self.joint))
 
 
 def silent(_what: str, _done: int, _total: int) -> None:
@@ -294,6 +295,6 @@ def zoo(*names: str) -> list[ZooModel]:
 
 def search_quickly(patch: pytest.MonkeyPatch) -> None:
     """Local search sets out from few candidates."""
-    patch.setattr(search, "STARTS", 3)
-    patch.setattr(search, "CLOSER", 1)
+    patch.setattr(pool, "STARTS", 3)
+    patch.setattr(pool, "CLOSER", 1)
     patch.setattr(bases, "AWAY", bases.AWAY[::4])

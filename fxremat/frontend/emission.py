@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
 
 from fxremat.errors import PlanError, ScheduleError
 from fxremat.ir import Lane, RecordedDecision, RecordedMove
@@ -17,13 +16,11 @@ from fxremat.passes.emit.travel import Move, Travel
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.decision import Tensors
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.slots import assign_slots
-
-Tensors = Mapping[int, frozenset[fx.Node]]
-"""Tensors of stages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from fxremat.costs.cache import measuring_settings
 from fxremat.ir import Origin
 from fxremat.ir.recorded import Facts
 from fxremat.passes.joint.digest import Digests
-from fxremat.planner.sweep import Surroundings
+from fxremat.planner.surroundings import Surroundings
 from fxremat.simulate.allocator import AllocatorSettings
 
 

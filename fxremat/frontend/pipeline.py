@@ -30,8 +30,7 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import linearize
 from fxremat.passes.stages.signature import tensor_key
 from fxremat.planner.allocations import settings_of
-from fxremat.planner.surroundings import Caller, surroundings_of
-from fxremat.planner.sweep import Surroundings
+from fxremat.planner.surroundings import Caller, Surroundings, surroundings_of
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings

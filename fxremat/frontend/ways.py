@@ -13,9 +13,10 @@ from fxremat.frontend.emission import Graphs, record_decision, write_graphs
 from fxremat.ir import Origin, RecordedCosts
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.candidate import Candidate
-from fxremat.planner.search import PLANNERS, Search
-from fxremat.planner.sweep import Surroundings
+from fxremat.planner.decision import Tensors
+from fxremat.planner.pool import Candidate
+from fxremat.planner.search import Search
+from fxremat.planner.surroundings import Surroundings
 from fxremat.planner.transfers import HostMemory, Moved, Transfers
 from fxremat.report.frontier import frontier_of
 from fxremat.report.plan import Plan
@@ -91,7 +92,6 @@ class Way:
             graph.blocks,
             surroundings,
             progress=progress,
-            planners=PLANNERS,
             allocator=allocator,
             budget_on=budget_on,
         )
@@ -116,7 +116,7 @@ class Way:
         """The fastest that fits."""
         if self.transfers is not None:
             return self.transfers.fastest_within(budget_bytes)
-        return Moved.of(self.search.fastest_within(budget_bytes), (), None)
+        return Moved.stays(self.search.fastest_within(budget_bytes), self.search.evaluator)
 
 
 def fastest(ways: Sequence[Way], budget_bytes: int) -> tuple[Way, Moved]:
@@ -153,13 +153,14 @@ def emit(
         origin: what the plan holds for.
     """
     search, chosen = way.search, found.candidate
-    line = chosen.program.line
-    taken = search.allocations.of(chosen.program, found.sweep, found.moves)
+    line, evaluation = search.measured.line, found.evaluation
+    decision, program = search.evaluator.decision(chosen), search.evaluator.program(chosen)
+    taken = search.allocations.of(chosen, evaluation.peak_bytes, lambda: program, found.moves)
     graphs = write_graphs(
-        chosen.program,
-        found.sweep.peaks_bytes,
+        program,
+        evaluation.peaks_bytes,
         found.moves,
-        device=search.sweeps.surroundings.device,
+        device=search.setting.surroundings.device,
         host=host,
     )
     # The bound is one of recomputation alone, of the operations as they were traced.
@@ -170,15 +171,15 @@ def emit(
         least_budget_bytes=least_bytes,
         predicted_peak_bytes=taken.allocated_bytes,
         predicted_reserved_bytes=taken.reserved_bytes,
-        predicted_held_bytes=found.sweep.peak_bytes,
+        predicted_held_bytes=evaluation.peak_bytes,
         predicted_s=found.total_s,
         baseline_peak_bytes=baseline_bytes,
         baseline_s=baseline.total_s,
         lower_bound_s=min(bound_s, found.total_s),
         local_search_s=0.0 if host else search.gained_s(budget_bytes),
         host_bytes=graphs.host_bytes,
-        schedule=chosen.schedule,
-        held_bytes=_held_bytes(chosen),
+        schedule=decision.schedule,
+        held_bytes=_held_bytes(line, decision.held),
         timeline=found.timeline,
         chain=search.chain,
         costs=search.costs,
@@ -190,8 +191,8 @@ def emit(
         budget_on=search.allocations.budget_on,
         decision=record_decision(
             line,
-            missing=search.sweeps.options.missing(chosen.kept),
-            held=chosen.held,
+            missing=decision.missing,
+            held=decision.held,
             moves=found.moves,
         ),
         origin=origin,
@@ -200,7 +201,6 @@ def emit(
     return plan, graphs
 
 
-def _held_bytes(chosen: Candidate) -> tuple[int, ...]:
-    line = chosen.program.line
+def _held_bytes(line: Line, held: Tensors) -> tuple[int, ...]:
     table = line.joint.storages
-    return tuple(table.total(table.of(chosen.held.get(i, ()))) for i in range(len(line.stages)))
+    return tuple(table.total(table.of(held.get(i, ()))) for i in range(len(line.stages)))

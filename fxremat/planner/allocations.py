@@ -1,6 +1,6 @@
 """What a step asks of the device's allocator, in order, and what it is handed out for that.
 
-The sweep adds up what a step holds. An allocator that rounds, splits and keeps blocks hands out
+An evaluation adds up what a step holds. An allocator that rounds, splits and keeps blocks hands out
 more: which is found by replaying every request of the emitted graphs in its model
 (``simulate.allocator``).
 """
@@ -8,7 +8,7 @@ more: which is found by replaying every request of the emitted graphs in its mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +16,8 @@ import torch
 from fxremat import torch_compat
 from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.travel import Move
-from fxremat.planner.footprint import WORKSPACE, Request
-from fxremat.planner.sweep import Surroundings, Sweep, Sweeper
+from fxremat.planner.footprint import WORKSPACE, Footprints, Request
+from fxremat.planner.surroundings import Surroundings
 from fxremat.simulate.allocator import AllocatorSettings, CachingAllocator
 from fxremat.units import Counted
 
@@ -81,20 +81,20 @@ class Requests:
 
 
 def requests_of_step(
-    program: Program, surroundings: Surroundings, sweeper: Sweeper, moves: Sequence[Move] = ()
+    program: Program, surroundings: Surroundings, footprints: Footprints, moves: Sequence[Move] = ()
 ) -> Requests:
     """What the graphs of ``program`` ask for.
 
     A workspace is one request right after the results of its operation, and so is what a loss
     outside the model takes, after the tangents.
 
-    Ensures: the sums of the requests so far are what ``sweeper`` says is held.
+    Ensures: the sums of the requests so far are what an evaluation says is held.
     """
     calls = []
     for index, call in enumerate(program.calls):
         released = [(m.storage, -m.nbytes) for m in moves if m.release == index < program.turn]
         fetched = [(m.storage, m.nbytes) for m in moves if m.prefetch == index]
-        calls.append((*released, *fetched, *sweeper.requests(call.block, kept=call.kept)))
+        calls.append((*released, *fetched, *footprints.requests(call.block, kept=call.kept)))
     at_turn = [(m.storage, -m.nbytes) for m in moves if m.release == program.turn]
     each = surroundings.tangent_each_bytes
     tangents = _whole((*each, surroundings.tangent_bytes - sum(each)))
@@ -162,38 +162,37 @@ class Allocations:
     """What programs of one line take; remembers each that was asked for.
 
     Attributes:
-        sweeper: of the line.
+        footprints: of the line.
         surroundings: of the step.
         settings: the rules of the device's allocator; ``None``: it hands out what is asked
             for, and takes no more from the device.
         budget_on: what the budget is for.
     """
 
-    sweeper: Sweeper
+    footprints: Footprints
     surroundings: Surroundings
     settings: AllocatorSettings | None = None
     budget_on: Counted = "allocated"
-    known: dict[tuple[int, tuple[Move, ...]], tuple[Program, Allocated]] = field(
-        default_factory=dict
-    )
+    known: dict[tuple[Hashable, tuple[Move, ...]], Allocated] = field(default_factory=dict)
 
-    def of(self, program: Program, sweep: Sweep, moves: tuple[Move, ...] = ()) -> Allocated:
-        """What ``program`` takes.
+    def of(
+        self,
+        key: Hashable,
+        peak_bytes: int,
+        program: Callable[[], Program],
+        moves: tuple[Move, ...] = (),
+    ) -> Allocated:
+        """What a program takes.
 
         Args:
-            program: the calls.
-            sweep: their memory with ``moves``.
+            key: by which it is remembered, alive as long as this is.
+            peak_bytes: the sum of what it holds at most, with ``moves``.
+            program: makes it, if it has to be looked at.
             moves: what travels.
         """
         if self.settings is None:
-            return Allocated(sweep.peak_bytes, sweep.peak_bytes)
-        key = (id(program), moves)  # the entry keeps the program, so its id, alive
-        if key not in self.known:
-            requests = requests_of_step(program, self.surroundings, self.sweeper, moves)
-            self.known[key] = program, replay_requests(requests, self.settings)
-        return self.known[key][1]
-
-    def counted_bytes(self, program: Program, sweep: Sweep, moves: tuple[Move, ...] = ()) -> int:
-        """What the budget is for."""
-        taken = self.of(program, sweep, moves)
-        return taken.counted_bytes(self.budget_on)
+            return Allocated(peak_bytes, peak_bytes)
+        if (key, moves) not in self.known:
+            requests = requests_of_step(program(), self.surroundings, self.footprints, moves)
+            self.known[key, moves] = replay_requests(requests, self.settings)
+        return self.known[key, moves]

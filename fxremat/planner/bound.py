@@ -21,7 +21,7 @@ from fxremat.costs.cost import Measured, backward_results
 from fxremat.passes.stages.block import Mode, dependencies, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.sweep import Surroundings
+from fxremat.planner.surroundings import Surroundings
 
 MOST_MOMENTS = 12
 """Moments of the backward that are looked at beside the turn."""

@@ -14,7 +14,8 @@ from fxremat.passes.stages.block import Block, Mode, candidates
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.signature import block_key
-from fxremat.planner.sweep import Surroundings, Sweeper
+from fxremat.planner.footprint import Footprints
+from fxremat.planner.surroundings import Surroundings
 
 
 def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) -> Chain:
@@ -54,11 +55,11 @@ def build_costs(
     measured: Measured,
     chain: Chain,
     blocks: BlockCache,
-    sweeper: Sweeper,
+    footprints: Footprints,
     surroundings: Surroundings,
     options: Options | None = None,
 ) -> Costs:
-    """Seconds and bytes of each stage, the bytes from the sweep of its blocks alone.
+    """Seconds and bytes of each stage, the bytes from its blocks alone.
 
     What AOTAutograd holds through the backward (tangents) or at the turn is charged to
     the last stage's backward, be it the turn itself, and to the gradients of the others.
@@ -68,7 +69,7 @@ def build_costs(
     number = _numbering(line, options)
     stages = []
     for index in range(len(chain)):
-        stage = _Stage(measured, chain, blocks, sweeper, surroundings, index)
+        stage = _Stage(measured, chain, blocks, footprints, surroundings, index)
         found = []
         for parts, mask in options.of(index) if options else ():
             kept = tuple(number[s] for s in parts.kept_storages(mask))
@@ -84,7 +85,7 @@ class _Stage:
     measured: Measured
     chain: Chain
     blocks: BlockCache
-    sweeper: Sweeper
+    footprints: Footprints
     surroundings: Surroundings
     index: int
 
@@ -96,7 +97,7 @@ class _Stage:
         first, again, backward = stage_blocks(line, self.blocks, index)
         new_boundary = chain.nbytes({*chain.boundaries[index + 1]} - {*chain.boundaries[index]})
         plain = _without_saved(line, self.blocks, index)
-        rebuild = self.sweeper.footprint(again, kept=table.of(again.inputs))
+        rebuild = self.footprints.of(again, kept=table.of(again.inputs))
         alone_bytes = self._backward_extra(backward)
         last = index == len(chain) - 1
         return StageCosts(
@@ -116,11 +117,11 @@ class _Stage:
         line = self.measured.line
         table = line.joint.storages
         pinned = table.total(table.of(line.stages[self.index].pinned) - table.of(line.joint.given))
-        footprint = self.sweeper.footprint(block, kept=table.of(block.inputs))
+        footprint = self.footprints.of(block, kept=table.of(block.inputs))
         return max(footprint.peak_bytes - held_bytes - pinned, 0)
 
     def _backward_extra(self, block: Block) -> int:
-        extra = self.sweeper.footprint(block, kept=frozenset()).peak_bytes
+        extra = self.footprints.of(block, kept=frozenset()).peak_bytes
         if self.index == len(self.chain) - 1:
             around = self.surroundings
             extra = max(extra + around.tangent_bytes, around.turn_bytes)

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
-from fxremat.costs.options import Kept
 from fxremat.ir import Schedule
-from fxremat.passes.emit.travel import Move
 
-Held = Mapping[int, frozenset[fx.Node]]
-"""For each stage of which something is kept from its first forward on: those tensors."""
+Tensors = Mapping[int, frozenset[fx.Node]]
+"""Tensors of stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The order of stage computations, what each forward keeps, and what travels when.
+    """The order of stage computations, and what each forward keeps.
 
     Attributes:
-        schedule: the computations in order; what its save options keep is in ``kept``.
-        kept: what each stage keeps, of those that do not keep everything.
+        schedule: the computations in order.
+        missing: for each stage of whose saved set not all is kept: what its backward rebuilds.
         held: tensors that a stage keeps from its first forward on, whatever the schedule.
-        moves: storages that travel to host memory and back.
     """
 
     schedule: Schedule
-    kept: Kept
-    held: Held = field(default_factory=dict)
-    moves: tuple[Move, ...] = ()
+    missing: Tensors
+    held: Tensors

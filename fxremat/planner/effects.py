@@ -19,7 +19,7 @@ from numba import njit
 from fxremat.ir.coded import BACKWARD, KINDS
 from fxremat.planner.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
 from fxremat.planner.replay import AT_TURN, BLOCK, COUNT, MOST_HELD, OP, PEAK, REBUILT, TURN
-from fxremat.planner.step import COLUMNS, At, Floats, Ints
+from fxremat.planner.step import COLUMNS, At, Flags, Floats, Ints
 
 _OUT, _UNSET = -1, -2
 """Stands for the backward, where all ways out end, and for no way looked at yet."""
@@ -70,7 +70,7 @@ def find_effects(
 
 
 @njit(cache=True, nogil=True)
-def mark_results(data: Ints, at: At, group: int, held: Ints) -> None:
+def mark_results(data: Ints, at: At, group: int, held: Flags) -> None:
     """Mark in ``held`` the tensors that lie in what holding the results of ``group`` holds."""
     _results(data, at, group)
     stage = data[at.stage + group]

@@ -30,7 +30,7 @@ def mixed(a: int, b: int) -> int:
     x = np.uint64(a) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(b)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.int64(x ^ (x >> np.uint64(31)))
+    return int(np.int64(x ^ (x >> np.uint64(31))))
 
 
 @njit(inline="always")
@@ -66,7 +66,7 @@ def own_nodes(data: Ints, at: At, stage: int, mode: int) -> int:
     if mode != BACK or not data[at.unusual + stage]:
         for i in range(end - begin):
             data[at.own + i] = begin + i
-        return end - begin
+        return int(end - begin)
     return _with_sums(data, at, stage, begin, end)
 
 
@@ -181,7 +181,8 @@ def block_of(
         data[at.block_at + entry] = _extract(
             data, seconds, at, held, stage, mode, row if rebuilds else -1, count
         )
-    return data[at.block_at + entry]
+    block: int = data[at.block_at + entry]
+    return block
 
 
 @njit(cache=True, nogil=True)
@@ -213,7 +214,7 @@ def _extract(
     nodes = _interleave(data, at, inside, count, mode)
     _record(data, seconds, at, block, nodes, mode, inside, count)
     data[at.block + COLUMNS * block + REBUILDS] = rebuilds
-    return block
+    return int(block)
 
 
 @njit(cache=True, nogil=True)

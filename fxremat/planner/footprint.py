@@ -10,6 +10,7 @@ from torch import fx
 from fxremat.passes.joint import batchnorm
 from fxremat.passes.joint.storage import StorageTable
 from fxremat.passes.stages.block import Block, Mode, is_getitem
+from fxremat.passes.stages.linearize import Line
 
 WorkspaceBytes = Callable[[fx.Node, Block], int]
 """Peak bytes of an operation beyond its arguments and results."""
@@ -120,3 +121,23 @@ def run(requests: tuple[Request, ...]) -> Footprint:
         now += nbytes
         peak = max(peak, now)
     return Footprint(peak, now)
+
+
+class Footprints:
+    """Footprints of blocks of one line; what each block asks for is found once."""
+
+    def __init__(self, line: Line, workspace_bytes: WorkspaceBytes) -> None:
+        self._storages = line.joint.storages
+        self._workspace_bytes = workspace_bytes
+        self._steps: dict[int, tuple[Block, tuple[Step, ...]]] = {}
+
+    def of(self, block: Block, *, kept: frozenset[int]) -> Footprint:
+        """What ``block`` does to memory while others hold the storages ``kept``."""
+        return run(self.requests(block, kept=kept))
+
+    def requests(self, block: Block, *, kept: frozenset[int]) -> tuple[Request, ...]:
+        """What ``block`` asks of the allocator while others hold the storages ``kept``."""
+        if id(block) not in self._steps:  # the entry keeps the block, so its id, alive
+            steps = steps_of(block, self._storages, self._workspace_bytes)
+            self._steps[id(block)] = (block, steps)
+        return requests_of(self._steps[id(block)][1], self._storages, kept=kept & block.reads)

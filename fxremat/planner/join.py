@@ -16,7 +16,7 @@ from torch import fx
 
 from fxremat.ir import Chain, Costs, Join, JoinCosts, Schedule, StageCosts
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.sweep import Surroundings
+from fxremat.planner.surroundings import Surroundings
 
 TRUNK = -1
 """In place of the number of a branch."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
 from fxremat.costs.cost import Progress
 from fxremat.ir import (
     Backward,
-    Chain,
     Forward,
     Join,
     JoinCosts,
@@ -16,10 +15,11 @@ from fxremat.ir import (
     Schedule,
     Solved,
 )
+from fxremat.ir.coded import Codes, coded
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.stages.firsts import any_order
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.candidate import Sweeps
+from fxremat.planner.generators import Setting, ceilings
 from fxremat.planner.join import Branching, branchings_of, build_join, build_join_costs
 from fxremat.simulate import simulate as simulate_chain
 from fxremat.simulate.join import simulate
@@ -38,15 +38,14 @@ CHAIN_SLOTS = 500
 
 
 def join_schedules(
-    sweeps: Sweeps, stages: Chain, progress: Progress, *, most_choices: int = MOST_CHOICES
-) -> Iterator[Schedule]:
+    setting: Setting, progress: Progress, *, most_choices: int = MOST_CHOICES
+) -> Iterator[Codes]:
     """Schedules of the join solver, for budgets from the least to all that can be used.
 
     Stages have the numbers that they have on the line. Nothing where the line is no join.
 
     Args:
-        sweeps: makes candidates.
-        stages: of the line.
+        setting: what schedules are asked for.
         progress: told of each table.
         most_choices: looked at to fill a table; where that is too few for the stages as they
             are, neighbours are merged.
@@ -54,45 +53,42 @@ def join_schedules(
     # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers.join.coarse import with_turn  # noqa: PLC0415
 
-    line = sweeps.line
+    line = setting.line
     for branching in branchings_of(line):
-        join, costs = _join_of(sweeps, stages, branching)
+        join, costs = _join_of(setting, branching)
         found = _solve_join(join, costs, progress, most_choices)
         yield from _in_orders(line, map(branching.on_line, found))
         if len(join.trunk) > 1 and branching.ends[-1] == line.branch_ends[-1]:
-            turn = with_turn(join, costs, extra_bytes=_turn_bytes(sweeps))
+            turn = with_turn(join, costs, extra_bytes=_turn_bytes(setting))
             found = map(turn.refine, _solve_join(turn.join, turn.costs, progress, most_choices))
             yield from _in_orders(line, map(branching.on_line, found))
 
 
-def equivalent_schedules(sweeps: Sweeps, stages: Chain, progress: Progress) -> Iterator[Schedule]:
+def equivalent_schedules(setting: Setting, progress: Progress) -> Iterator[Codes]:
     """Those of the chain whose stages are the branches' stages as far from the trunk.
 
     Nothing where the line is no join.
     """
-    line = sweeps.line
+    line = setting.line
     for branching in branchings_of(line):
-        join, costs = _join_of(sweeps, stages, branching)
+        join, costs = _join_of(setting, branching)
         found = _solve_equivalent(join, costs, progress)
         yield from _in_orders(line, map(branching.on_line, found))
 
 
-def _join_of(sweeps: Sweeps, stages: Chain, branching: Branching) -> tuple[Join, JoinCosts]:
-    costs = build_join_costs(sweeps.costs, sweeps.line, branching, sweeps.surroundings)
-    return build_join(stages, branching), costs
+def _join_of(setting: Setting, branching: Branching) -> tuple[Join, JoinCosts]:
+    costs = build_join_costs(setting.costs, setting.line, branching, setting.surroundings)
+    return build_join(setting.chain, branching), costs
 
 
-def _turn_bytes(sweeps: Sweeps) -> int:
+def _turn_bytes(setting: Setting) -> int:
     """Peak of the trunk, forward and back, beyond what is held before, with everything kept."""
-    start = sweeps.line.branch_ends[-1]
-    kept = sweeps.candidate(keep_all(len(sweeps.line.stages)))
-    held_bytes, peaks = sweeps.surroundings.given_bytes, [kept.sweep.turn_bytes]
-    for call, peak, held in zip(
-        kept.program.calls, kept.sweep.peaks_bytes, kept.sweep.held_bytes, strict=True
-    ):
-        if call.op.stage >= start:
+    start, kept = setting.line.branch_ends[-1], setting.kept
+    held_bytes, peaks = setting.surroundings.given_bytes, [kept.turn_bytes]
+    for op, peak, held in zip(kept.ops, kept.peaks_bytes, kept.held_bytes, strict=True):
+        if op.stage >= start:
             peaks.append(peak)
-        elif isinstance(call.op, Forward):
+        elif isinstance(op, Forward):
             held_bytes = held
     return max(peaks) - held_bytes
 
@@ -108,7 +104,7 @@ def _solve_join(
     least_bytes, least = least_budget(coarse.join, coarse.costs)
     yield coarse.refine(least)
     full_bytes = simulate(join, costs, keep_all(len(join))).peak_bytes
-    for done, ceiling in enumerate(_ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
+    for done, ceiling in enumerate(ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
         progress("solving the join", done, done + 1)
         plans = JoinPlans.build(coarse.join, coarse.costs, max_budget_bytes=ceiling, slots=slots)
         for budget_bytes in plans.distinct_budgets():
@@ -136,7 +132,7 @@ def _solve_equivalent(join: Join, costs: JoinCosts, progress: Progress) -> Itera
     yield as_join_schedule(problem, least)
     full = keep_all(len(level.chain))
     full_bytes = simulate_chain(level.chain, level.costs, full).peak_bytes
-    for done, ceiling in enumerate(_ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
+    for done, ceiling in enumerate(ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
         progress("solving the equivalent chain", done, done + 1)
         table = RotorTable.build(
             level.chain, level.costs, max_budget_bytes=ceiling, slots=CHAIN_SLOTS
@@ -147,15 +143,7 @@ def _solve_equivalent(join: Join, costs: JoinCosts, progress: Progress) -> Itera
                 yield as_join_schedule(problem, solution.schedule)
 
 
-def _ceilings(full_bytes: int, least_bytes: int, floor_bytes: int) -> Iterator[int]:
-    """Ever lower budgets, so that rounding stays small relative to each."""
-    ceiling = full_bytes
-    while ceiling > least_bytes:
-        yield ceiling
-        ceiling = floor_bytes + (ceiling - floor_bytes) // 4
-
-
-def _in_orders(line: Line, schedules: Iterator[Schedule]) -> Iterator[Schedule]:
+def _in_orders(line: Line, schedules: Iterable[Schedule]) -> Iterator[Codes]:
     """Each with branches run forward in the order of the graph, and as it is where allowed.
 
     Branches are independent of each other, so until the backward begins their forwards may be
@@ -163,9 +151,9 @@ def _in_orders(line: Line, schedules: Iterator[Schedule]) -> Iterator[Schedule]:
     """
     free = any_order(line)
     for schedule in schedules:
-        yield in_graph_order(line, schedule)
+        yield coded(in_graph_order(line, schedule))
         if free:
-            yield schedule
+            yield coded(schedule)
 
 
 def in_graph_order(line: Line, schedule: Schedule) -> Schedule:

@@ -15,9 +15,9 @@ from itertools import accumulate
 
 from torch import fx
 
-from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.travel import Move
-from fxremat.planner.sweep import Sweep
+from fxremat.planner.evaluation import Evaluation
+from fxremat.planner.step import Step
 from fxremat.runtime.slots import slot_bytes
 
 SMALL_SHARE = 1 / 256
@@ -38,55 +38,50 @@ class _Life:
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """What could be away over the turn of a program.
+    """What could be away over the turn of a decision.
 
     Attributes:
-        program: the calls.
-        sweep: their memory, everything on the device.
+        evaluation: of the decision, everything on the device.
         lives: storages, the one that is read again last first, small ones after all others.
     """
 
-    program: Program
-    sweep: Sweep
+    evaluation: Evaluation
     lives: tuple[_Life, ...]
 
     @staticmethod
-    def of(program: Program, sweep: Sweep, fixed: frozenset[int]) -> Movable:
-        """Storages that cross the turn, but for ``fixed`` ones."""
-        table = program.line.joint.storages
-        nodes: dict[int, list[fx.Node]] = {}
-        for node in program.saved:
-            for storage in table.of_node[node]:
-                if storage not in fixed:
-                    nodes.setdefault(storage, []).append(node)
-        last = dict.fromkeys(nodes, -1)
-        for index in range(program.turn):
-            block = program.calls[index].block
-            for storage in block.reads | table.of(block.outputs):
-                if storage in last:
-                    last[storage] = index
-        after: dict[int, int] = {}
-        for index in range(program.turn, len(program.calls)):
-            for storage in program.calls[index].block.reads & nodes.keys():
-                after.setdefault(storage, index)
+    def of(evaluation: Evaluation, step: Step, fixed: frozenset[int]) -> Movable:
+        """Storages that cross the turn, but for ``fixed`` ones.
+
+        Args:
+            evaluation: of a decision.
+            step: what it was found of.
+            fixed: storages that stay.
+        """
+        sizes = step.data[step.at.nbytes : step.at.nbytes + step.at.storage_count]
         lives = [
-            _Life(s, table.nbytes[s], tuple(nodes[s]), last[s], after[s])
-            for s in nodes
-            if s in after
+            _Life(
+                x.storage,
+                int(sizes[x.storage]),
+                tuple(step.nodes[i] for i in x.nodes),
+                x.last,
+                x.next,
+            )
+            for x in evaluation.lives
+            if x.storage not in fixed
         ]
         small_bytes = SMALL_SHARE * sum(life.nbytes for life in lives)
         lives.sort(key=lambda x: (x.nbytes <= small_bytes, -x.next, x.last, x.storage))
-        return Movable(program, sweep, tuple(lives))
+        return Movable(evaluation, tuple(lives))
 
     @property
     def least_bytes(self) -> int:
         """The least peak that moving can lead to."""
-        turn_bytes = self.sweep.turn_bytes - sum(life.nbytes for life in self.lives)
+        turn_bytes = self.evaluation.turn_bytes - sum(life.nbytes for life in self.lives)
         calls = (
             nbytes - sum(life.nbytes for life in self.lives if life.last < index < life.next)
-            for index, nbytes in enumerate(self.sweep.peaks_bytes)
+            for index, nbytes in enumerate(self.evaluation.peaks_bytes)
         )
-        return max(turn_bytes, self.sweep.end_bytes, *calls)
+        return max(turn_bytes, self.evaluation.end_bytes, *calls)
 
     def moves(self, budget_bytes: int, host_bytes: int | None = None) -> tuple[Move, ...] | None:
         """What to move so that the peak is within ``budget_bytes``, ``None`` if nothing does.
@@ -103,7 +98,7 @@ class Movable:
         # All of them are there at once, at the turn.
         if host_bytes is not None and sum(slot_bytes(x.nbytes) for x in away) > host_bytes:
             return None
-        turn = self.program.turn
+        turn = self.evaluation.turn
         return tuple(
             Move(
                 storage=life.storage,
@@ -122,11 +117,11 @@ class Movable:
 
         The turn lies within: who is away at all is away then.
         """
-        if self.sweep.end_bytes > budget_bytes:
+        if self.evaluation.end_bytes > budget_bytes:
             return None
         away: dict[_Life, tuple[int, int]] = {}
-        instants: list[tuple[int, int | None]] = [(self.sweep.turn_bytes, None)]
-        instants.extend((nbytes, i) for i, nbytes in enumerate(self.sweep.peaks_bytes))
+        instants: list[tuple[int, int | None]] = [(self.evaluation.turn_bytes, None)]
+        instants.extend((nbytes, i) for i, nbytes in enumerate(self.evaluation.peaks_bytes))
         for nbytes, call in sorted(instants, key=lambda x: -x[0]):
             if not self._make_room(nbytes - budget_bytes, call, away):
                 return None
@@ -136,7 +131,7 @@ class Movable:
         self, missing_bytes: int, call: int | None, away: dict[_Life, tuple[int, int]]
     ) -> bool:
         """Send storages away until ``call`` (the turn, if None) has room."""
-        turn = self.program.turn
+        turn = self.evaluation.turn
         for life, (begin, end) in away.items():
             if call is None or begin <= call < end:
                 missing_bytes -= life.nbytes
@@ -157,21 +152,21 @@ class Movable:
         return False
 
 
-def swept(sweep: Sweep, moves: Sequence[Move]) -> Sweep:
-    """The memory of a program whose storages travel, from what it is when they stay.
+def moved(evaluation: Evaluation, moves: Sequence[Move]) -> Evaluation:
+    """The memory of a decision whose storages travel, from what it is when they stay.
 
     Args:
-        sweep: with everything on the device.
-        moves: of the program.
+        evaluation: with everything on the device.
+        moves: what travels.
     """
-    changes = [0] * (len(sweep.peaks_bytes) + 1)
+    changes = [0] * (len(evaluation.peaks_bytes) + 1)
     for move in moves:
         changes[move.release] += move.nbytes
         changes[move.prefetch] -= move.nbytes
     away = list(accumulate(changes[:-1]))
     return replace(
-        sweep,
-        peaks_bytes=tuple(map(operator.sub, sweep.peaks_bytes, away)),
-        held_bytes=tuple(map(operator.sub, sweep.held_bytes, away)),
-        turn_bytes=sweep.turn_bytes - sum(m.nbytes for m in moves),
+        evaluation,
+        peaks_bytes=tuple(map(operator.sub, evaluation.peaks_bytes, away)),
+        held_bytes=tuple(map(operator.sub, evaluation.held_bytes, away)),
+        turn_bytes=evaluation.turn_bytes - sum(m.nbytes for m in moves),
     )

@@ -156,12 +156,14 @@ def _seconds(
     data: Ints, seconds: Floats, at: At, block: int, stage: int, mode: int, rebuilds: bool
 ) -> float:
     """Of a call."""
+    total_s: float = seconds[at.forward_s + stage]
     if mode == AGAIN:
-        return seconds[at.block_s + 2 * block + rebuilds]
+        total_s = seconds[at.block_s + 2 * block + rebuilds]
+        return total_s
     if mode == BACK:
-        return seconds[at.backward_s + stage] + seconds[at.block_s + 2 * block + 1]
+        total_s = seconds[at.backward_s + stage] + seconds[at.block_s + 2 * block + 1]
+        return total_s
     # Measured with all that a backward may read; a norm's input is rebuilt later.
-    total_s = seconds[at.forward_s + stage]
     lists = at.block + COLUMNS * block
     for k in range(data[at.inverses + stage], data[at.inverses + stage + 1]):
         runs = False
@@ -292,7 +294,8 @@ def _released(data: Ints, at: At, storage: int, place: int, stamp: int) -> int:
     if stays or data[at.last + storage] != place:
         return 0
     data[at.last + storage] = -1
-    return data[at.nbytes + storage]
+    nbytes: int = data[at.nbytes + storage]
+    return nbytes
 
 
 @njit(cache=True, nogil=True)

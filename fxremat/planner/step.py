@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from fxremat.costs.cost import Measured
 from fxremat.costs.options import Options
-from fxremat.errors import CostError
 from fxremat.ir import Costs
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.batchnorm import NORMALIZED_VALUES, updates_statistics
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.joint.storage import is_tensor
-from fxremat.passes.stages.block import Block, Mode, dependencies, is_getitem
+from fxremat.passes.stages.block import Mode, dependencies, is_getitem
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.sweep import Surroundings
+from fxremat.planner.surroundings import Surroundings
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -263,14 +263,9 @@ def numbering(line: Line) -> dict[fx.Node, int]:
     return nodes
 
 
-def step_of(
-    line: Line,
-    workspace_bytes: Callable[[fx.Node, Block], int],
-    options: Options,
-    costs: Costs,
-    surroundings: Surroundings,
-) -> Step:
+def step_of(measured: Measured, options: Options, costs: Costs, surroundings: Surroundings) -> Step:
     """The numbers of a measured line."""
+    line = measured.line
     number = numbering(line)
     nodes = tuple(number)
     layout = _Layout()
@@ -284,7 +279,7 @@ def step_of(
             surroundings.tangent_bytes,
             surroundings.end_bytes,
         ),
-        workspace=_workspace(nodes, workspace_bytes),
+        workspace=_workspace(measured, number),
     )
     layout.put_seconds(once_s=_once_s(line, options, nodes))
     counts = {
@@ -475,17 +470,12 @@ def _count_reads(nodes: Iterable[fx.Node]) -> int:
     return sum(len(node.all_input_nodes) for node in nodes)
 
 
-def _workspace(nodes: Sequence[fx.Node], workspace_bytes: Callable[[fx.Node, Block], int]) -> Ints:
-    found = np.full((3, len(nodes)), UNKNOWN, dtype=np.int64)
-    for mode, row in ((Mode.FIRST, FIRST), (Mode.AGAIN, AGAIN), (Mode.BACKWARD, BACK)):
-        block = Block(0, mode, (), (), (), frozenset())
-        for i, node in enumerate(nodes):
-            if node.op != "call_function" or is_getitem(node):
-                continue
-            try:
-                found[row, i] = workspace_bytes(node, block)
-            except CostError:  # no block runs it so
-                continue
+def _workspace(measured: Measured, number: dict[fx.Node, int]) -> Ints:
+    found = np.full((3, len(number)), UNKNOWN, dtype=np.int64)
+    nodes = tuple(measured.line.joint.module.graph.nodes)
+    rows = {Mode.FIRST.value: FIRST, Mode.AGAIN.value: AGAIN, Mode.BACKWARD.value: BACK}
+    for index, mode, nbytes in measured.costs.workspace_bytes:
+        found[rows[mode], number[nodes[index]]] = nbytes
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -12,7 +12,6 @@ from fxremat import torch_compat
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.storage import StorageTable, allocated_bytes
-from fxremat.planner.sweep import Surroundings
 from fxremat.units import Counted
 
 LOSS_FACTOR = 3
@@ -22,6 +21,31 @@ cross entropy keeps its logarithms, their gradient and that of its input."""
 
 SCALARS = 4
 """Numbers that a step holds beside all else: the loss, its gradient, and their like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Memory of a step that no block allocates.
+
+    Attributes:
+        given_bytes: held throughout: parameters, buffers, inputs, constants, gradients
+            that are accumulated into, and what the caller reserves.
+        turn_bytes: needed at the turn, by a loss outside the model.
+        tangent_bytes: gradients of the outputs, held through the backward.
+        end_bytes: needed once the backward has returned, beside all gradients.
+        device: of the step.
+        given_each_bytes: of ``given_bytes``, what is known one by one: each was asked of the
+            device's allocator by itself.
+        tangent_each_bytes: the same of ``tangent_bytes``.
+    """
+
+    given_bytes: int
+    turn_bytes: int
+    tangent_bytes: int
+    end_bytes: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    given_each_bytes: tuple[int, ...] = ()
+    tangent_each_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from fxremat.costs.bandwidth import MeasuredLink
 from fxremat.ir import Copy, Event, Idle, Lane, Timeline
-from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.travel import Move
-from fxremat.planner.sweep import Sweep
+from fxremat.passes.stages.linearize import Line
+from fxremat.planner.evaluation import Evaluation
 
 
 @dataclass(slots=True)
@@ -61,18 +61,16 @@ class _Lanes:
 
 
 def replay(
-    program: Program,
-    seconds: Sequence[float],
-    sweep: Sweep,
+    evaluation: Evaluation,
+    line: Line,
     moves: Sequence[Move] = (),
     link: MeasuredLink | None = None,
 ) -> Timeline:
     """Predict when each call and each copy runs.
 
     Args:
-        program: the calls.
-        seconds: of each.
-        sweep: of the program with ``moves``.
+        evaluation: of a decision with ``moves``.
+        line: what it is one of.
         moves: what travels.
         link: how fast; needed if anything moves.
 
@@ -81,7 +79,7 @@ def replay(
         follows them.
     """
     assert link is not None or not moves
-    return _Replay(program, tuple(seconds), sweep, link, _by_place(moves)).run()
+    return _Replay(evaluation, line, link, _by_place(moves)).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +105,8 @@ def _by_place(moves: Sequence[Move]) -> dict[int, _Places]:
 
 @dataclass(slots=True)
 class _Replay:
-    program: Program
-    seconds: tuple[float, ...]
-    sweep: Sweep
+    evaluation: Evaluation
+    line: Line
     link: MeasuredLink | None
     places: dict[int, _Places]
     events: list[Event] = field(default_factory=list)
@@ -120,15 +117,15 @@ class _Replay:
         lanes = None if self.link is None else _Lanes(self.link)
         nothing = _Places()
         now = 0.0
-        for index, call in enumerate(self.program.calls):
+        for index, op in enumerate(self.evaluation.ops):
             idle = Idle()
             if lanes is not None:
                 now, idle = self._transfer(lanes, self.places.get(index, nothing), index, now)
-            end_s = now + self.seconds[index]
+            end_s = now + self.evaluation.seconds[index]
             if lanes is not None:
-                end_s = lanes.compute_end_s(now, self.seconds[index])
-            peak, held = self.sweep.peaks_bytes[index], self.sweep.held_bytes[index]
-            self.events.append(Event(call.op, now, end_s, peak, held, Lane.COMPUTE, idle))
+                end_s = lanes.compute_end_s(now, self.evaluation.seconds[index])
+            peak, held = self.evaluation.peaks_bytes[index], self.evaluation.held_bytes[index]
+            self.events.append(Event(op, now, end_s, peak, held, Lane.COMPUTE, idle))
             now = end_s
         return Timeline(tuple(self.events))
 
@@ -149,9 +146,9 @@ class _Replay:
 
     def _issue(self, lanes: _Lanes, move: Move, lane: Lane, index: int, ready_s: float) -> float:
         begin, end = lanes.copy(move.nbytes, lane, ready_s=ready_s)
-        line = self.program.line
+        line = self.line
         owner = line.joint.storages.owner[move.storage]
         what = Copy(owner.name, line.stage_of.get(owner, 0), move.nbytes)
-        held = self.sweep.held_bytes[index - 1] if index else 0
+        held = self.evaluation.held_bytes[index - 1] if index else 0
         self.events.append(Event(what, begin, end, held, held, lane))
         return end

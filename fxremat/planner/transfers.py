@@ -9,7 +9,7 @@ least peak (recomputation alone), and schedules made for the budget (``bases``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -18,12 +18,15 @@ from fxremat import torch_compat
 from fxremat.costs.bandwidth import MeasuredLink, measure_link
 from fxremat.ir import Timeline
 from fxremat.passes.emit.travel import Move
+from fxremat.passes.stages.linearize import Line
 from fxremat.planner import bases
-from fxremat.planner.candidate import Candidate
-from fxremat.planner.moves import Movable, swept
+from fxremat.planner.allocations import Allocated
+from fxremat.planner.evaluation import Evaluation
+from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.moves import Movable, moved
 from fxremat.planner.policy import conv_inputs
+from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
-from fxremat.planner.sweep import Sweep
 from fxremat.planner.timing import replay
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.slots import slot_bytes
@@ -67,15 +70,15 @@ class Moved:
     """A candidate with storages that travel.
 
     Attributes:
-        candidate: the calls.
+        candidate: the decision without them.
         moves: what travels, when.
-        sweep: memory with that.
+        evaluation: with that.
         timeline: predicted.
     """
 
     candidate: Candidate
     moves: tuple[Move, ...]
-    sweep: Sweep
+    evaluation: Evaluation
     timeline: Timeline
 
     @property
@@ -84,12 +87,22 @@ class Moved:
         return self.timeline.makespan_s
 
     @staticmethod
-    def of(candidate: Candidate, moves: tuple[Move, ...], link: MeasuredLink | None) -> Moved:
-        """Predict what ``moves`` do to a candidate."""
-        program = candidate.program
-        sweep = swept(candidate.sweep, moves) if moves else candidate.sweep
-        timeline = replay(program, candidate.seconds, sweep, moves, link)
-        return Moved(candidate, moves, sweep, timeline)
+    def of(
+        candidate: Candidate,
+        evaluation: Evaluation,
+        line: Line,
+        moves: tuple[Move, ...] = (),
+        link: MeasuredLink | None = None,
+    ) -> Moved:
+        """Predict what ``moves`` do to a candidate, of which ``evaluation`` is without them."""
+        if moves:
+            evaluation = moved(evaluation, moves)
+        return Moved(candidate, moves, evaluation, replay(evaluation, line, moves, link))
+
+    @staticmethod
+    def stays(candidate: Candidate, evaluator: Evaluator) -> Moved:
+        """A candidate of which nothing travels."""
+        return Moved.of(candidate, evaluator.evaluation(candidate), evaluator.line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +132,29 @@ class Transfers:
         Raises:
             HostMemoryError: there is no host memory to measure with.
         """
-        device = search.sweeps.surroundings.device
+        device = search.setting.surroundings.device
         with torch_compat.real_execution(), torch.no_grad():
             link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
-        candidates = (search.baseline,) if host.only else bases.of_search(search)
+        pools = (search.pool, *search.alone)
+        candidates = (search.baseline,) if host.only else bases.of_pools(pools)
         settled = search.settled
         if host.conv:
             joint = search.measured.line.joint
             settled |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint)
-        movable = tuple(_movable(candidate, settled) for candidate in candidates)
+        movable = tuple(_movable(candidate, search, settled) for candidate in candidates)
         return Transfers(search, host, link, settled, movable, candidates)
 
     @property
     def least_bytes(self) -> int:
         """The least feasible budget."""
         return self._least()[0]
+
+    @property
+    def _line(self) -> Line:
+        return self.search.measured.line
+
+    def _movable(self, candidate: Candidate) -> Movable:
+        return _movable(candidate, self.search, self.settled)
 
     def _least(self) -> tuple[int, Movable, Candidate, tuple[Move, ...]]:
         """It, and what it was found with."""
@@ -145,16 +166,23 @@ class Transfers:
                 break
             moves = base.moves(least, self.host.limit_bytes)
             assert moves is not None
-            counted = max(least, self._counted_bytes(base, moves))
+            counted = max(least, self._counted_bytes(candidate, base, moves))
             if best is None or counted < best[0]:
                 best = counted, base, candidate, moves
         assert best is not None
         return best
 
-    def _counted_bytes(self, base: Movable, moves: tuple[Move, ...]) -> int:
+    def _counted_bytes(self, candidate: Candidate, base: Movable, moves: tuple[Move, ...]) -> int:
         """Of the peak with ``moves``: what the budget is for."""
-        return self.search.allocations.counted_bytes(
-            base.program, swept(base.sweep, moves) if moves else base.sweep, moves
+        taken = self.allocated(candidate, moved(base.evaluation, moves).peak_bytes, moves)
+        return taken.counted_bytes(self.search.allocations.budget_on)
+
+    def allocated(
+        self, candidate: Candidate, peak_bytes: int, moves: tuple[Move, ...]
+    ) -> Allocated:
+        """What a candidate takes of the device when ``moves`` lower its peak to ``peak_bytes``."""
+        return self.search.allocations.of(
+            candidate, peak_bytes, lambda: self.search.evaluator.program(candidate), moves
         )
 
     def _least_bytes(self, base: Movable) -> int:
@@ -162,7 +190,7 @@ class Transfers:
         limit = self.host.limit_bytes
         if limit is None or base.moves(least, limit) is not None:
             return least
-        most = base.sweep.peak_bytes
+        most = base.evaluation.peak_bytes
         while least < most:  # more room hardly ever takes more of the host
             middle = (least + most) // 2
             if base.moves(middle, limit) is None:
@@ -224,10 +252,10 @@ class Transfers:
             moves = base.moves(aim_bytes, self.host.limit_bytes)
             if moves is None:
                 return None
-            found = Moved.of(candidate, moves, self.link)
+            found = Moved.of(candidate, base.evaluation, self._line, moves, self.link)
             if best is not None and found.total_s >= best.total_s:
                 return None
-            over_bytes = self._counted_bytes(base, moves) - budget_bytes
+            over_bytes = self._counted_bytes(candidate, base, moves) - budget_bytes
             if over_bytes <= 0:
                 return found
             aim_bytes -= over_bytes
@@ -242,13 +270,15 @@ class Transfers:
         if self.host.only:
             return
         before_s = math.inf
-        for start, higher in bases.climbs(self.search, budget_bytes):
-            found = self._moved(_movable(start, self.settled), start, budget_bytes)
+        evaluator = self.search.evaluator
+        for codes in bases.relieved(self.search.setting, budget_bytes):
+            start = evaluator.candidate(codes)
+            found = self._moved(self._movable(start), start, budget_bytes)
             if found is not None:
                 if found.total_s > before_s:
                     return
                 before_s = found.total_s
-            found = self._top(found, higher, budget_bytes)
+            found = self._top(found, evaluator.climb(start), budget_bytes)
             if found is not None:
                 yield found
                 if self._is_enough(found):
@@ -258,7 +288,7 @@ class Transfers:
         return found is not None and found.total_s <= ENOUGH * self.search.baseline.total_s
 
     def _top(
-        self, best: Moved | None, higher: Iterator[Candidate], budget_bytes: int
+        self, best: Moved | None, higher: Iterable[Candidate], budget_bytes: int
     ) -> Moved | None:
         """The fastest of a climb."""
         fruitless = 0
@@ -267,7 +297,7 @@ class Transfers:
                 break
             if best is not None and candidate.total_s >= best.total_s:
                 continue
-            found = self._moved(_movable(candidate, self.settled), candidate, budget_bytes, best)
+            found = self._moved(self._movable(candidate), candidate, budget_bytes, best)
             faster = _faster(best, found)
             fruitless = 0 if faster is not best else fruitless + 1
             best = faster
@@ -279,21 +309,22 @@ class Transfers:
         Within a limit of host memory it may fit where what is chosen for a larger budget
         does not: other storages travel then, and not always fewer bytes.
         """
-        _, _, candidate, moves = self._least()
-        return Moved.of(candidate, moves, self.link)
+        _, base, candidate, moves = self._least()
+        return Moved.of(candidate, base.evaluation, self._line, moves, self.link)
 
     def _without_moves(self, budget_bytes: int) -> Moved | None:
         """The best of all candidates, of which only some are bases."""
         search = self.search
         if self.host.only or budget_bytes < search.least_bytes:
             return None
-        return Moved.of(search.fastest_within(budget_bytes), (), None)
+        return Moved.stays(search.fastest_within(budget_bytes), search.evaluator)
 
     def _by_time(self, budget_bytes: int) -> list[tuple[Movable, Candidate]]:
         pairs = list(zip(self.movable, self.candidates, strict=True))
         if not self.host.only:
-            for candidate in bases.by_pofo(self.search, budget_bytes, self.link):
-                pairs.append((_movable(candidate, self.settled), candidate))
+            for codes in bases.by_pofo(self.search.setting, budget_bytes, self.link):
+                candidate = self.search.evaluator.candidate(codes)
+                pairs.append((self._movable(candidate), candidate))
         return sorted(pairs, key=lambda pair: pair[1].total_s)
 
 
@@ -304,5 +335,6 @@ def _faster(best: Moved | None, found: Moved | None) -> Moved | None:
     return best
 
 
-def _movable(candidate: Candidate, settled: frozenset[int]) -> Movable:
-    return Movable.of(candidate.program, candidate.sweep, settled)
+def _movable(candidate: Candidate, search: Search, settled: frozenset[int]) -> Movable:
+    evaluator = search.evaluator
+    return Movable.of(evaluator.evaluation(candidate), evaluator.step, settled)

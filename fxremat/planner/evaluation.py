@@ -1,0 +1,62 @@
+"""What an evaluation finds: memory and time of a decision, call by call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxremat.ir import Compute
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A storage that crosses the turn, used last by call ``last`` and next by call ``next``.
+
+    Attributes:
+        storage: which.
+        nodes: numbers of the tensors in it that the backward reads.
+        last: -1 if no call of the forward uses it.
+    """
+
+    storage: int
+    nodes: tuple[int, ...]
+    last: int
+    next: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Memory and time of the calls that carry a decision out.
+
+    Attributes:
+        ops: the operation of the schedule that each call carries out.
+        turn: index of the first call of the backward.
+        peaks_bytes: most memory held during each call.
+        held_bytes: memory held after each call.
+        turn_bytes: most memory held at the turn.
+        end_bytes: most memory held after the last call.
+        seconds: of each call.
+        lives: storages that are there at the turn and read after it.
+    """
+
+    ops: tuple[Compute, ...]
+    turn: int
+    peaks_bytes: tuple[int, ...]
+    held_bytes: tuple[int, ...]
+    turn_bytes: int
+    end_bytes: int
+    seconds: tuple[float, ...]
+    lives: tuple[Life, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory held at any instant of the step."""
+        return max((self.turn_bytes, self.end_bytes, *self.peaks_bytes))
+
+    def describe_peak(self) -> str:
+        """Where the peak is."""
+        peak = self.peak_bytes
+        if peak == self.turn_bytes:
+            return "the turn between forward and backward"
+        if peak == self.end_bytes:
+            return "the end of the backward, when all gradients are there"
+        return f"operation {self.ops[self.peaks_bytes.index(peak)]}"

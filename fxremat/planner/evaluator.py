@@ -1,0 +1,199 @@
+"""Evaluates decisions of one measured line, exactly as their graphs would run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxremat.costs.cost import Measured
+from fxremat.costs.options import Options
+from fxremat.errors import CostError, ScheduleError
+from fxremat.ir import Costs
+from fxremat.ir.coded import Codes, coded, decoded
+from fxremat.passes.emit.program import Program, build_program, keep_all
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.linearize import Line
+from fxremat.planner.decision import Decision, Tensors
+from fxremat.planner.evaluation import Evaluation, Life
+from fxremat.planner.pool import Candidate
+from fxremat.planner.step import Flags, Floats, Ints, Step, step_of
+from fxremat.planner.surroundings import Surroundings
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Makes candidates of decisions. Not for two threads at once.
+
+    Attributes:
+        line: the stages.
+        blocks: of ``line``.
+        options: what stages may keep.
+        costs: of the stages.
+        surroundings: memory beside the graphs.
+        step: all of that as numbers.
+    """
+
+    line: Line
+    blocks: BlockCache
+    options: Options
+    costs: Costs
+    surroundings: Surroundings
+    step: Step
+
+    @staticmethod
+    def of(
+        measured: Measured,
+        blocks: BlockCache,
+        options: Options,
+        costs: Costs,
+        surroundings: Surroundings,
+    ) -> Evaluator:
+        """That of a measured line."""
+        step = step_of(measured, options, costs, surroundings)
+        return Evaluator(measured.line, blocks, options, costs, surroundings, step)
+
+    def keep_all(self) -> Candidate:
+        """Nothing recomputed."""
+        return self.candidate(coded(keep_all(len(self.line.stages))))
+
+    def candidate(self, codes: Codes, held: bytes = b"") -> Candidate:
+        """A decision evaluated.
+
+        Args:
+            codes: the schedule.
+            held: a bit for each node that is kept from its first computation on, none if empty.
+
+        Raises:
+            CostError: it runs an operation that was never measured.
+            ScheduleError: it reads what nothing computes.
+        """
+        _calls, _call_s, total_s = self._replay(codes, self._flags(held))
+        peak_bytes = self._totals()["peak_bytes"]
+        return Candidate(codes, held, peak_bytes, total_s)
+
+    def climb(self, start: Candidate) -> list[Candidate]:
+        """What local search finds from ``start`` on, each faster than the one before."""
+        from fxremat.planner.climb import MOST_STEPS, climb  # noqa: PLC0415
+
+        step = self.step
+        found = np.zeros((MOST_STEPS, step.at.nodes), dtype=np.uint8)
+        found_bytes, found_s = np.zeros(MOST_STEPS, dtype=np.int64), np.zeros(MOST_STEPS)
+        count = climb(
+            step.data,
+            step.seconds,
+            step.at,
+            start.codes,
+            self._flags(start.held),
+            found,
+            found_bytes,
+            found_s,
+        )
+        self._check()
+        held = np.packbits(found[:count], axis=1)
+        return [
+            Candidate(start.codes, held[i].tobytes(), int(found_bytes[i]), float(found_s[i]))
+            for i in range(count)
+        ]
+
+    def evaluation(self, candidate: Candidate) -> Evaluation:
+        """All that is found of a candidate."""
+        from fxremat.planner.replay import HELD, OP, PEAK  # noqa: PLC0415
+
+        calls, call_s, _total_s = self._replay(candidate.codes, self._flags(candidate.held))
+        totals = self._totals()
+        count = totals["calls"]
+        ops = decoded(candidate.codes).computations
+        return Evaluation(
+            ops=tuple(ops[i] for i in calls[OP, :count].tolist()),
+            turn=totals["turn"],
+            peaks_bytes=tuple(calls[PEAK, :count].tolist()),
+            held_bytes=tuple(calls[HELD, :count].tolist()),
+            turn_bytes=totals["turn_bytes"],
+            end_bytes=totals["end_bytes"],
+            seconds=tuple(call_s[:count].tolist()),
+            lives=self._lives(calls),
+        )
+
+    def decision(self, candidate: Candidate) -> Decision:
+        """What a candidate stands for."""
+        schedule = decoded(candidate.codes)
+        missing = self.options.missing(self.options.kept_by(schedule))
+        return Decision(schedule, missing, self._held(candidate))
+
+    def program(self, candidate: Candidate) -> Program:
+        """The calls that carry a candidate out."""
+        found = self.decision(candidate)
+        return build_program(self.line, found.schedule, self.blocks, found.missing, found.held)
+
+    def held_bits(self, held: Tensors) -> bytes:
+        """``held`` with a bit for each node."""
+        flags = np.zeros(self.step.at.nodes, dtype=np.uint8)
+        flags[[self.step.number[node] for nodes in held.values() for node in nodes]] = 1
+        return np.packbits(flags).tobytes()
+
+    def _held(self, candidate: Candidate) -> Tensors:
+        found: dict[int, list[int]] = {}
+        for i in np.flatnonzero(self._flags(candidate.held)).tolist():
+            found.setdefault(self.line.stage_of[self.step.nodes[i]], []).append(i)
+        nodes = self.step.nodes
+        return {stage: frozenset(nodes[i] for i in own) for stage, own in sorted(found.items())}
+
+    def _flags(self, held: bytes) -> Flags:
+        nodes = self.step.at.nodes
+        if not held:
+            return np.zeros(nodes, dtype=np.uint8)
+        return np.unpackbits(np.frombuffer(held, dtype=np.uint8), count=nodes)
+
+    def _replay(self, codes: Codes, held: Flags) -> tuple[Ints, Floats, float]:
+        # Loading numba takes longer than all else in the package: not at import.
+        from fxremat.planner.replay import evaluate  # noqa: PLC0415
+
+        calls, call_s = np.zeros((5, codes.size), dtype=np.int64), np.zeros(codes.size)
+        step = self.step
+        total_s = evaluate(step.data, step.seconds, step.at, codes, held, calls, call_s)
+        self._check()
+        return calls, call_s, float(total_s)
+
+    def _totals(self) -> dict[str, int]:
+        names = ("calls", "turn", "peak_bytes", "turn_bytes", "end_bytes", "ended", "node")
+        total = self.step.at.total
+        values = self.step.data[total : total + len(names)].tolist()
+        return dict(zip(names, values, strict=True))
+
+    def _check(self) -> None:
+        """Raise what the last evaluation found wrong."""
+        from fxremat.planner.replay import NEVER_COMPUTED, UNTIMED  # noqa: PLC0415
+
+        totals = self._totals()
+        if not totals["ended"]:
+            return
+        node = self.step.nodes[totals["node"]]
+        if totals["ended"] == NEVER_COMPUTED:
+            raise ScheduleError(f"{node.name} is read but no operation computes it")
+        what = "timed" if totals["ended"] == UNTIMED else "measured in this way"
+        raise CostError(
+            f"{node.name} ({node.target}) is run by a schedule but was never {what}; "
+            "please report this model"
+        )
+
+    def _lives(self, calls: Ints) -> tuple[Life, ...]:
+        from fxremat.planner.replay import find_lives  # noqa: PLC0415
+
+        step, at = self.step, self.step.at
+        last = np.zeros(at.storage_count, dtype=np.int64)
+        after = np.zeros(at.storage_count, dtype=np.int64)
+        find_lives(step.data, at, calls, last, after)
+        nodes: dict[int, list[int]] = {}
+        for node in np.flatnonzero(step.data[at.saved : at.saved + at.nodes]).tolist():
+            for storage in self._storages(node):
+                if after[storage] >= 0:
+                    nodes.setdefault(storage, []).append(node)
+        return tuple(
+            Life(storage, tuple(own), int(last[storage]), int(after[storage]))
+            for storage, own in nodes.items()
+        )
+
+    def _storages(self, node: int) -> Sequence[int]:
+        return self.line.joint.storages.of_node[self.step.nodes[node]]

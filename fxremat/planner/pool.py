@@ -1,0 +1,76 @@
+"""Decisions that no other beats in both peak and seconds."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fxremat.ir.coded import Codes
+
+STARTS = 10
+"""Members that local search sets out from, evenly over their peaks."""
+
+CLOSER = 4
+"""More of them near the least peak, where time falls steeply: each half as far from it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A decision as numbers, and what its evaluation comes to.
+
+    Attributes:
+        codes: the schedule, see ``ir.coded``.
+        held: a bit for each node of the step: kept from its first computation on.
+        peak_bytes: exact, of the graphs that would be emitted.
+        total_s: of the step.
+    """
+
+    codes: Codes
+    held: bytes
+    peak_bytes: int
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Candidates by ascending peak and falling time.
+
+    Attributes:
+        members: the last one is the baseline: nothing recomputed. Nothing beats it where it
+            fits, be it free.
+    """
+
+    members: tuple[Candidate, ...]
+
+    @staticmethod
+    def of(baseline: Candidate, candidates: Iterable[Candidate]) -> Pool:
+        """The best of ``candidates``, and the baseline."""
+        found: list[Candidate] = []
+        for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.total_s)):
+            if candidate.peak_bytes >= baseline.peak_bytes:
+                break
+            if not found or candidate.total_s < found[-1].total_s:
+                found.append(candidate)
+        return Pool((*found, baseline))
+
+    @property
+    def baseline(self) -> Candidate:
+        """Nothing recomputed."""
+        return self.members[-1]
+
+    def starts(self) -> tuple[Candidate, ...]:
+        """Members that local search sets out from; never the baseline."""
+        members = self.members[:-1]
+        if len(members) <= STARTS + CLOSER:
+            return members
+        low, high = members[0].peak_bytes, members[-1].peak_bytes
+        wanted = [low + (high - low) * i // (STARTS - 1) for i in range(STARTS)]
+        wanted += [low + ((wanted[1] - low) >> halved) for halved in range(1, CLOSER + 1)]
+        peaks = [c.peak_bytes for c in members]
+        return tuple(members[i - 1] for i in sorted({bisect_right(peaks, n) for n in wanted}))
+
+    def thinned(self, most: int) -> tuple[Candidate, ...]:
+        """At most so many, evenly, the first and the last among them."""
+        last = len(self.members) - 1
+        return tuple(self.members[i] for i in sorted({last * i // (most - 1) for i in range(most)}))
