@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from fxremat.costs.cost import Progress
 from fxremat.ir import (
-    Backward,
+    Compute,
     Forward,
     Join,
     JoinCosts,
     JoinProblem,
     Schedule,
-    Solved,
 )
-from fxremat.ir.coded import Codes, coded
+from fxremat.ir.coded import BACKWARD, KINDS, Codes, coded, decoded
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.stages.firsts import any_order
 from fxremat.passes.stages.linearize import Line
@@ -56,12 +57,13 @@ def join_schedules(
     line = setting.line
     for branching in branchings_of(line):
         join, costs = _join_of(setting, branching)
-        found = _solve_join(join, costs, progress, most_choices)
-        yield from _in_orders(line, map(branching.on_line, found))
+        yield from _in_orders(line, _solve_join(join, costs, branching, progress, most_choices))
         if len(join.trunk) > 1 and branching.ends[-1] == line.branch_ends[-1]:
             turn = with_turn(join, costs, extra_bytes=_turn_bytes(setting))
-            found = map(turn.refine, _solve_join(turn.join, turn.costs, progress, most_choices))
-            yield from _in_orders(line, map(branching.on_line, found))
+            found = _solve_join(
+                turn.join, turn.costs, branching, progress, most_choices, refine=turn.refine
+            )
+            yield from _in_orders(line, found)
 
 
 def equivalent_schedules(setting: Setting, progress: Progress) -> Iterator[Codes]:
@@ -72,8 +74,8 @@ def equivalent_schedules(setting: Setting, progress: Progress) -> Iterator[Codes
     line = setting.line
     for branching in branchings_of(line):
         join, costs = _join_of(setting, branching)
-        found = _solve_equivalent(join, costs, progress)
-        yield from _in_orders(line, map(branching.on_line, found))
+        coder = _Coder(branching.on_line)
+        yield from _in_orders(line, map(coder.codes, _solve_equivalent(join, costs, progress)))
 
 
 def _join_of(setting: Setting, branching: Branching) -> tuple[Join, JoinCosts]:
@@ -93,24 +95,48 @@ def _turn_bytes(setting: Setting) -> int:
     return max(peaks) - held_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Coder:
+    """Codes of schedules of which each operation alone is known to be some of the line's."""
+
+    on_line: Callable[[Schedule], Schedule]
+    known: dict[Compute, list[int]] = field(default_factory=dict)
+
+    def codes(self, ops: Iterable[Compute]) -> Codes:
+        """Of the whole schedule."""
+        codes: list[int] = []
+        for op in ops:
+            own = self.known.get(op)
+            if own is None:
+                own = self.known[op] = coded(self.on_line(Schedule((op,)))).tolist()
+            codes += own
+        return np.array(codes, dtype=np.int64)
+
+
 def _solve_join(
-    join: Join, costs: JoinCosts, progress: Progress, most_choices: int
-) -> Iterator[Schedule]:
+    join: Join,
+    costs: JoinCosts,
+    branching: Branching,
+    progress: Progress,
+    most_choices: int,
+    *,
+    refine: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+) -> Iterator[Codes]:
+    """Schedules of ``join`` as those of the line; ``refine`` gives one of the branching's join."""
     from fxremat.solvers.join import JoinPlans, least_budget  # noqa: PLC0415
     from fxremat.solvers.join.coarse import coarsen  # noqa: PLC0415
 
     coarse = coarsen(join, costs, most_work=most_choices // LEAST_SLOTS)
     slots = _slots(coarse.join, most_choices)
+    coder = _Coder(lambda schedule: branching.on_line(refine(coarse.refine(schedule))))
     least_bytes, least = least_budget(coarse.join, coarse.costs)
-    yield coarse.refine(least)
+    yield coder.codes(least.computations)
     full_bytes = simulate(join, costs, keep_all(len(join))).peak_bytes
     for done, ceiling in enumerate(ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
         progress("solving the join", done, done + 1)
         plans = JoinPlans.build(coarse.join, coarse.costs, max_budget_bytes=ceiling, slots=slots)
         for budget_bytes in plans.distinct_budgets():
-            solution = plans.schedule(budget_bytes)
-            if isinstance(solution, Solved):
-                yield coarse.refine(solution.schedule)
+            yield coder.codes(plans.operations(budget_bytes))
 
 
 def _slots(join: Join, most_choices: int) -> int:
@@ -122,14 +148,16 @@ def _slots(join: Join, most_choices: int) -> int:
     return max(min(room, most_choices // work_of(lengths), MOST_SLOTS), min(LEAST_SLOTS, room), 1)
 
 
-def _solve_equivalent(join: Join, costs: JoinCosts, progress: Progress) -> Iterator[Schedule]:
+def _solve_equivalent(
+    join: Join, costs: JoinCosts, progress: Progress
+) -> Iterator[Sequence[Compute]]:
     from fxremat.solvers.join.equiv import as_join_schedule, equivalent_chain  # noqa: PLC0415
     from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
 
     problem = JoinProblem(join, costs, 0)
     level = equivalent_chain(problem)
     least_bytes, least = least_budget(level.chain, level.costs)
-    yield as_join_schedule(problem, least)
+    yield as_join_schedule(problem, least).computations
     full = keep_all(len(level.chain))
     full_bytes = simulate_chain(level.chain, level.costs, full).peak_bytes
     for done, ceiling in enumerate(ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
@@ -138,27 +166,31 @@ def _solve_equivalent(join: Join, costs: JoinCosts, progress: Progress) -> Itera
             level.chain, level.costs, max_budget_bytes=ceiling, slots=CHAIN_SLOTS
         )
         for budget_bytes in table.distinct_budgets():
-            solution = table.schedule(budget_bytes)
-            if isinstance(solution, Solved):
-                yield as_join_schedule(problem, solution.schedule)
+            schedule = decoded(table.codes(budget_bytes))
+            yield as_join_schedule(problem, schedule).computations
 
 
-def _in_orders(line: Line, schedules: Iterable[Schedule]) -> Iterator[Codes]:
+def _in_orders(line: Line, schedules: Iterable[Codes]) -> Iterator[Codes]:
     """Each with branches run forward in the order of the graph, and as it is where allowed.
 
     Branches are independent of each other, so until the backward begins their forwards may be
     put in any order that keeps each branch's. What is held at the turn is the same.
     """
     free = any_order(line)
-    for schedule in schedules:
-        yield coded(in_graph_order(line, schedule))
+    segment = np.array([line.segments.at(stage) for stage in range(len(line.stages))])
+    for codes in schedules:
+        yield in_graph_order(segment, codes)
         if free:
-            yield coded(schedule)
+            yield codes
 
 
-def in_graph_order(line: Line, schedule: Schedule) -> Schedule:
-    """``schedule`` with the segments run forward one after the other, as the line has them."""
-    ops = schedule.computations
-    before = list(takewhile(lambda op: not isinstance(op, Backward), ops))
-    before.sort(key=lambda op: line.segments.at(op.stage))
-    return Schedule((*before, *ops[len(before) :]))
+def in_graph_order(segment: Codes, codes: Codes) -> Codes:
+    """A schedule with the segments run forward one after the other, as the line has them.
+
+    Args:
+        segment: of each stage.
+        codes: the schedule.
+    """
+    turn = int(np.argmax(codes % KINDS == BACKWARD))
+    order = np.argsort(segment[codes[:turn] // KINDS], kind="stable")
+    return np.concatenate([codes[:turn][order], codes[turn:]])

@@ -156,14 +156,12 @@ def _seconds(
     data: Ints, seconds: Floats, at: At, block: int, stage: int, mode: int, rebuilds: bool
 ) -> float:
     """Of a call."""
-    total_s: float = seconds[at.forward_s + stage]
     if mode == AGAIN:
-        total_s = seconds[at.block_s + 2 * block + rebuilds]
-        return total_s
+        return float(seconds[at.block_s + 2 * block + rebuilds])
     if mode == BACK:
-        total_s = seconds[at.backward_s + stage] + seconds[at.block_s + 2 * block + 1]
-        return total_s
+        return float(seconds[at.backward_s + stage] + seconds[at.block_s + 2 * block + 1])
     # Measured with all that a backward may read; a norm's input is rebuilt later.
+    total_s = float(seconds[at.forward_s + stage])
     lists = at.block + COLUMNS * block
     for k in range(data[at.inverses + stage], data[at.inverses + stage + 1]):
         runs = False

@@ -148,7 +148,7 @@ def _lower_block(out: Floats, late: Floats, early: Floats, begin: int) -> None:
 
 
 @njit(inline="always")
-def _lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
+def lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
     """Lower ``out`` to the sum of two rows, which is nowhere below ``bound``."""
     size = out.size
     blocks = size // BLOCK
@@ -189,7 +189,7 @@ def _try_cuts(table: Table, s: int, t: int, cuts: tuple[int, int], begin: int) -
             continue
         begin = min(begin, start)
         late_row = values[late, start - shift : end - shift]
-        _lower(out[start:], late_row, values[early, start:], bound)
+        lower(out[start:], late_row, values[early, start:], bound)
     return begin
 
 

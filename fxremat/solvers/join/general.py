@@ -56,6 +56,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxremat.ir import (
+    Compute,
     Infeasible,
     Join,
     JoinCosts,
@@ -213,15 +214,16 @@ class JoinPlans(BudgetTable):
         """
         if self.budget_is_too_small(budget_bytes):
             return Infeasible(self.least_budget_bytes)
-        if self.fits(budget_bytes):
-            ops = walk.table_ops(
-                self.join, self._lines, self._tables, self._table, self.slots_of(budget_bytes)
-            )
-        else:
-            ops = walk.least_ops(
-                self.join, self._lines, self._least, budget_bytes - self.base_bytes
-            )
+        ops = self.operations(budget_bytes)
         return Solved(Schedule(ops), walk.seconds(self.join, self.costs, ops))
+
+    def operations(self, budget_bytes: int) -> tuple[Compute, ...]:
+        """Those of ``schedule``, for a budget that is not too small."""
+        if self.fits(budget_bytes):
+            slots = self.slots_of(budget_bytes)
+            return walk.table_ops(self.join, self._lines, self._tables, self._table, slots)
+        available_bytes = budget_bytes - self.base_bytes
+        return walk.least_ops(self.join, self._lines, self._least, available_bytes)
 
     @property
     def root(self) -> Floats:
@@ -295,9 +297,18 @@ def _fill_join(
         numbers,
         quantum=quantum,
         values=np.empty((states, slots + 1)),
-        branch=np.concatenate([table.values for table in tables[:-1]]),
+        branch=np.concatenate([_with_forwards(table) for table in tables[:-1]]),
         branch_row=np.array([0, *np.cumsum(rows[:-1], dtype=np.int64)], dtype=np.int64),
         trunk=tables[-1].values,
     )
     kernels.fill(table)
     return table
+
+
+def _with_forwards(table: Table) -> Floats:
+    """The values of all intervals, and the time of running each forward before."""
+    prefix_s = table.numbers.prefix_s
+    first, last = np.triu_indices(len(prefix_s) - 1)  # in the order of the rows
+    takes = prefix_s[last + 1] - prefix_s[first]
+    found: Floats = table.values - prefix_s[first][:, None] + takes[:, None]
+    return found

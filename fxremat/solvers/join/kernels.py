@@ -23,7 +23,7 @@ from fxremat.solvers.join.states import (
     turn_costs,
     up,
 )
-from fxremat.solvers.kernels import row_of
+from fxremat.solvers.kernels import lower, row_of
 from fxremat.solvers.numbers import Floats, Ints
 
 
@@ -35,7 +35,7 @@ class JoinTable(NamedTuple):
         quantum: bytes of a slot.
         values: ``(states, slots + 1)``. A row never increases with ``m``.
         branch: ``(rows, slots' + 1)``, rotor's values of every branch's intervals, one
-            branch after the other, ``prefix_s`` of their start in it.
+            branch after the other, and the time of running the interval forward before.
         branch_row: ``(k,)``, where those of each branch begin.
         trunk: ``(T (T + 1) / 2, slots' + 1)``, rotor's values of the trunk.
     """
@@ -59,9 +59,9 @@ def _lower(out: Floats, inner: Floats, row: Floats, begin: int, shift: int, more
     if out[begin] <= inner[size - 1 - shift] + row[min(last, size - 1 + more)]:
         return  # rows never increase: no entry would be lower
     middle = max(begin, min(size, row.size - more))
-    for m in range(begin, middle):
-        value = inner[m - shift] + row[m + more]
-        out[m] = value if value < out[m] else out[m]
+    if begin < middle:
+        late, early = inner[begin - shift : middle - shift], row[begin + more : middle + more]
+        lower(out[begin:middle], late, early, late[-1] + early[-1])
     for m in range(middle, size):
         value = inner[m - shift] + row[last]
         out[m] = value if value < out[m] else out[m]
@@ -90,15 +90,11 @@ def _fill_branch(table: JoinTable, state: tuple[int, int, int], p: Ints, b: int)
             value = inner[m - shift] + takes
             out[m] = value if value < out[m] else out[m]
 
-    bare = np.empty(table.branch.shape[1])
     for cut in range(s + 1, count + 1):
         inner = values[after_cut(n, state, b, cut - s)]
-        takes = n.prefix_s[b, cut] - n.prefix_s[b, s]
         row = table.branch[table.branch_row[b] + row_of(s, cut - 1, count)]
-        for m in range(bare.size):
-            bare[m] = row[m] - n.prefix_s[b, s] + takes
         begin = up(n.turn_gradient[t] + n.sweep[b, s, cut], quantum)
-        _lower(out, inner, bare, begin, up(n.step[b, s, cut], quantum), more_slots)
+        _lower(out, inner, row, begin, up(n.step[b, s, cut], quantum), more_slots)
 
 
 @njit(cache=True, nogil=True)
@@ -191,10 +187,8 @@ def choose(table: JoinTable, state: tuple[int, int, int], m: int) -> tuple[int, 
             if m < max(shift, begin) or at < 0:
                 continue
             inner = after_cut(n, state, b, cut - s)
-            takes = n.prefix_s[b, cut] - n.prefix_s[b, s]
             row = table.branch_row[b] + row_of(s, cut - 1, n.lengths[b])
-            bare = table.branch[row, at] - n.prefix_s[b, s] + takes
-            if values[inner, m - shift] + bare == want:
+            if values[inner, m - shift] + table.branch[row, at] == want:
                 return CUT, b, cut
     step = np.empty(turns + 1, dtype=np.int64)
     sweep = np.empty(turns + 1, dtype=np.int64)

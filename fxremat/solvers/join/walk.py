@@ -46,8 +46,9 @@ class _Walk(NamedTuple):
     """What a walk reads off: all sizes in bytes, or all in slots.
 
     Attributes:
-        join: the join.
-        numbers: its arrays.
+        first: of each line, the number of its first stage, and that of all stages.
+        lengths: of the branches.
+        numbers: the join's arrays.
         choose: the choice for a state and what is available to it.
         pick: the choice for a segment, as ``kernels.choose`` of the chain solvers.
         saved: of each line's stages, for each of its save options from 0.
@@ -56,7 +57,8 @@ class _Walk(NamedTuple):
         more: what branch ``b``'s backward has more than its forward, see ``general``.
     """
 
-    join: Join
+    first: tuple[int, ...]
+    lengths: tuple[int, ...]
     numbers: JoinNumbers
     choose: Callable[[_State], _Choice]
     pick: Callable[[_Segment], int]
@@ -86,7 +88,8 @@ def table_ops(
         return chains.choose(tables[item.line], item.s, item.t, min(item.available, last))
 
     walk = _Walk(
-        join,
+        join.first_stages,
+        tuple(map(len, join.branches)),
         numbers,
         choose,
         pick,
@@ -113,7 +116,8 @@ def least_ops(
         return chain_least.choose_least(parts[item.line], item.s, item.t, item.available)
 
     walk = _Walk(
-        join,
+        join.first_stages,
+        tuple(map(len, join.branches)),
         numbers,
         choose,
         pick,
@@ -173,11 +177,9 @@ def _more_bytes(table: JoinTable | JoinLeast, state: _State, b: int) -> int:
 
 
 def _ops(walk: _Walk, available: int) -> tuple[Compute, ...]:
-    join = walk.join
-    first = join.first_stages
     ops: list[Compute] = []
-    start = (0,) * len(join.branches)
-    todo: list[_State | _Segment | Compute] = [_State(start, 0, len(join.trunk) - 1, available)]
+    start, trunk = (0,) * len(walk.lengths), walk.first[-1] - walk.first[-2]
+    todo: list[_State | _Segment | Compute] = [_State(start, 0, trunk - 1, available)]
     while todo:
         item = todo.pop()
         if isinstance(item, _State):
@@ -186,7 +188,6 @@ def _ops(walk: _Walk, available: int) -> tuple[Compute, ...]:
             todo += reversed(_expand_segment(walk, item, ops))
         else:
             ops.append(item)
-    assert all(0 <= op.stage < first[-1] for op in ops)
     return tuple(ops)
 
 
@@ -195,8 +196,8 @@ def _expand_state(
 ) -> list[_State | _Segment | Compute]:
     """Append the forwards of a state's choice; returns what follows them, in order."""
     choice, b, cut = walk.choose(state)
-    first = walk.join.first_stages
-    trunk = len(walk.join.branches)
+    first = walk.first
+    trunk = len(walk.lengths)
     p, h, t, available = state
     if choice == TRUNK:
         return [_Segment(trunk, 0, t, available)]
@@ -226,9 +227,9 @@ def _append_sweep(first: int, s: int, cut: int, ops: list[Compute]) -> None:
 
 def _append_turn(walk: _Walk, state: _State, cut: int, ops: list[Compute]) -> None:
     """From the heads to the branches' ends, in the order that needs least, and to the cut."""
-    first = walk.join.first_stages
+    first = walk.first
     for b in turn_order(walk.numbers, np.array(state.p, dtype=np.int64)).tolist():
-        end = len(walk.join.branches[b])
+        end = walk.lengths[b]
         if state.p[b] < end:
             _append_sweep(first[b], state.p[b], end, ops)
     ops += [Forward(first[-2] + j, Keep.NONE) for j in range(cut)]
@@ -239,7 +240,7 @@ def _expand_segment(
 ) -> list[_State | _Segment | Compute]:
     """As ``_expand_state``, for an interval of a line: Algorithm 2 of the rotor paper."""
     line, s, t, available = item
-    first = walk.join.first_stages[line]
+    first = walk.first[line]
     cut = walk.pick(item)
     if cut == -1:
         raise AssertionError(f"no choice explains the value of {item}")
