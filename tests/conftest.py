@@ -1,7 +1,8 @@
-"""Fixtures of several test files."""
+"""Fixtures of several test files, and how a run of the suite is set up."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -12,6 +13,19 @@ os.environ["FXREMAT_CACHE"] = "0"  # the user's folder is not for tests
 from tests.examples import register_profiles
 
 register_profiles()
+
+# A whole collection walks a million objects of torch and of captured graphs: rarely, then.
+gc.set_threshold(5_000, 10, 100)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process has all tests of a model, so that it is captured once, and else whole files."""
+    from tests.models import ZOO
+
+    for item in items:
+        name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+        item.add_marker(pytest.mark.xdist_group(name if name in ZOO else item.path.stem))
 
 
 @pytest.fixture
