@@ -24,8 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.models import ZOO
 
     for item in items:
-        name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
-        item.add_marker(pytest.mark.xdist_group(name if name in ZOO else item.path.stem))
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        models = [value for value in values if isinstance(value, str) and value in ZOO]
+        item.add_marker(pytest.mark.xdist_group(models[0] if models else item.path.stem))
 
 
 @pytest.fixture

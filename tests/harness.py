@@ -169,9 +169,13 @@ def _like(traced: Tensor, seed: int) -> Tensor:
     return made.copy_(torch.randn(traced.shape, generator=generator))
 
 
-@functools.cache
-def captured(name: str, *, input_gradients: bool = False) -> Captured:
+def captured(name: str, *, input_gradients: bool = True) -> Captured:
     """The step of a zoo model; captured once a process."""
+    return _captured(name, input_gradients)
+
+
+@functools.cache
+def _captured(name: str, input_gradients: bool) -> Captured:
     entry = ZOO[name]
     model = entry.build()
     args, kwargs = entry.sample(0)
