@@ -1,7 +1,7 @@
 # For a newcomer: `make demo` and `make test`. Both make their own environment in .venv.
 
 PYTHON ?= python3
-PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
+PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 
 .PHONY: demo test test-slow lint format clean
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,15 +19,20 @@ register_profiles()
 gc.set_threshold(*gc.get_threshold()[:2], 100)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process has all tests of a model, so that it is captured once, and else whole files."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs all tests of a model, so that it is captured once, and else whole files."""
+    from xdist.scheduler import LoadScopeScheduling
+
     from tests.models import ZOO
 
-    for item in items:
-        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        models = [value for value in values if isinstance(value, str) and value in ZOO]
-        item.add_marker(pytest.mark.xdist_group(models[0] if models else item.path.stem))
+    class ByModel(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            values = test.partition("[")[2].rstrip("]").split("-")
+            return next((value for value in values if value in ZOO), file)
+
+    return ByModel(config, log)
 
 
 @pytest.fixture
