@@ -149,6 +149,25 @@ def boxed_code(graph: fx.Graph) -> None:
     graph.set_codegen(_BoxedCodeGen())
 
 
+class GraphOfModules(fx.GraphModule):
+    """A graph that calls graphs: these keep their code when its own is written anew."""
+
+    def _recompile_submodules(self) -> list[Any]:
+        return []
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of ``graph`` whose code is written when it is first asked for."""
+    from torch.fx._lazy_graph_module import (  # noqa: PLC0415
+        _make_graph_module,
+        _use_lazy_graph_module,
+    )
+
+    with _use_lazy_graph_module(True):
+        made: fx.GraphModule = _make_graph_module(root, graph)
+    return made
+
+
 class AllocationLog:
     """What a device's allocator did between entering and leaving the context.
 

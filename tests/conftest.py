@@ -1,9 +1,11 @@
-"""Fixtures of several test files."""
+"""Fixtures of several test files, and how a run of the suite is set up."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,25 @@ os.environ["FXREMAT_CACHE"] = "0"  # the user's folder is not for tests
 from tests.examples import register_profiles
 
 register_profiles()
+
+# A whole collection walks a million objects of torch and of captured graphs: rarely, then.
+gc.set_threshold(*gc.get_threshold()[:2], 100)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs all tests of a model, so that it is captured once, and else whole files."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    from tests.models import ZOO
+
+    class ByModel(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            values = test.partition("[")[2].rstrip("]").split("-")
+            return next((value for value in values if value in ZOO), file)
+
+    return ByModel(config, log)
 
 
 @pytest.fixture

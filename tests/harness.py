@@ -44,8 +44,7 @@ SEED = 7
 class Captured:
     """One training step as AOTAutograd traced it, with real values to run it on.
 
-    ``traced`` is the joint graph before any pass of ours; ``values`` are its primals, then
-    its tangents.
+    ``traced`` is the joint graph before any pass of ours; ``ran`` is what it computes, by seed.
     """
 
     traced: fx.GraphModule
@@ -55,6 +54,7 @@ class Captured:
     real: dict[int, Tensor]
     joint: JointGraph
     tangents: list[Tensor] = field(default_factory=list)
+    ran: dict[int, Ran] = field(default_factory=dict)
 
     @functools.cached_property
     def line(self) -> Line:
@@ -170,9 +170,13 @@ def _like(traced: Tensor, seed: int) -> Tensor:
     return made.copy_(torch.randn(traced.shape, generator=generator))
 
 
-@functools.cache
-def captured(name: str, *, input_gradients: bool = False) -> Captured:
+def captured(name: str, *, input_gradients: bool = True) -> Captured:
     """The step of a zoo model; captured once a process."""
+    return _captured(name, input_gradients)
+
+
+@functools.cache
+def _captured(name: str, input_gradients: bool) -> Captured:
     entry = ZOO[name]
     model = entry.build()
     args, kwargs = entry.sample(0)
@@ -201,7 +205,13 @@ class Ran:
 
 
 def run_traced(step: Captured, *, seed: int = SEED) -> Ran:
-    """The joint graph as AOTAutograd traced it, node by node: the truth."""
+    """The joint graph as AOTAutograd traced it, node by node: the truth, found once a seed."""
+    if seed not in step.ran:
+        step.ran[seed] = _interpreted(step, seed)
+    return step.ran[seed]
+
+
+def _interpreted(step: Captured, seed: int) -> Ran:
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         results = fx.Interpreter(step.traced).run(

@@ -10,6 +10,7 @@ from fxremat.planner.surroundings import Caller
 from tests.harness import captured, silent
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize(
     "name", ["gpt", "unet", "resnet50", "siamese_resnet", "triplet", "composed"]
 )

@@ -49,7 +49,7 @@ def path_of(line: Line, stage: int) -> tuple[int, ...]:
 
 @every_join
 def test_no_activation_of_a_branch_is_read_in_another(name: str):
-    line = captured(name, input_gradients=True).line
+    line = captured(name).line
     for node in line.joint.forward:
         if not is_tensor(node) or node in line.pinned or node in line.views:
             continue
@@ -62,7 +62,7 @@ def test_no_activation_of_a_branch_is_read_in_another(name: str):
 
 @every_join
 def test_only_sums_read_gradients_of_another_branch(name: str):
-    line = captured(name, input_gradients=True).line
+    line = captured(name).line
     backward = set(line.joint.backward)
     for node in line.joint.backward:
         sources = [n for n in node.all_input_nodes if n in backward]

@@ -111,29 +111,26 @@ def out_of_memory() -> CostError:
     return error
 
 
-@pytest.mark.parametrize(
-    ("error", "told_as", "words"),
-    [
-        (CostError("operation mm cannot be run alone"), "failed", "CostError: operation mm"),
-        (RuntimeError("CUDA error: an illegal access"), "failed", "RuntimeError: CUDA error"),
-        (torch.OutOfMemoryError("CUDA out of memory"), "skipped", "does not fit"),
-        (out_of_memory(), "skipped", "does not fit"),
-        (HostMemoryError("pinned: none", asked_bytes=1), "skipped", "does not fit"),
-    ],
-    ids=["CostError", "CUDA error", "out of memory", "wrapped", "host memory"],
-)
-def test_a_contender_that_fails_is_a_row_and_not_the_end(
-    error: Exception, told_as: str, words: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(
-        gpu, "PEERS", {"eager": PEERS["eager"], "bad": failing(error), "again": PEERS["eager"]}
-    )
+FAILURES: dict[str, tuple[Exception, str, str]] = {
+    "CostError": (CostError("operation mm cannot be run alone"), "failed", "CostError: operation"),
+    "CUDA error": (RuntimeError("CUDA error: an illegal access"), "failed", "RuntimeError: CUDA"),
+    "out of memory": (torch.OutOfMemoryError("CUDA out of memory"), "skipped", "does not fit"),
+    "wrapped": (out_of_memory(), "skipped", "does not fit"),
+    "host memory": (HostMemoryError("pinned: none", asked_bytes=1), "skipped", "does not fit"),
+}
+"""What a contender raises, how its row tells it, and in which words."""
+
+
+def test_contenders_that_fail_are_rows_and_not_the_end(monkeypatch: pytest.MonkeyPatch):
+    bad = {name: failing(error) for name, (error, _, _) in FAILURES.items()}
+    monkeypatch.setattr(gpu, "PEERS", {"eager": PEERS["eager"], **bad, "again": PEERS["eager"]})
     monkeypatch.setattr(gpu, "PLANS", ())
     rows: list[Row] = []
     bench(rows.append).run()
     found = {row["what"]: row for row in rows}
-    assert words in found["bad"][told_as]
-    assert words in line(found["bad"])[-1]
+    for name, (_, told_as, words) in FAILURES.items():
+        assert words in found[name][told_as]
+        assert words in line(found[name])[-1]
     assert found["again"]["seconds"]
     assert found["again"]["base"] == "eager"
 
@@ -190,7 +187,7 @@ def child(tmp_path: Path, code: str) -> list[str]:
 def test_rows_of_a_process_are_there_however_it_ends(ending: str, why: str | None, tmp_path: Path):
     code = f"append(path, {{'first': 1}})\nappend(path, {{'second': 2}})\n{ending}\n"
     rows: list[Row] = []
-    seconds = 600.0 if why != "stopped after" else 10.0
+    seconds = 600.0 if why != "stopped after" else 5.0
     told = run_part(child(tmp_path, code), settings={}, seconds=seconds, add=rows.append)
     assert rows == [{"first": 1}, {"second": 2}]
     assert told is None if why is None else why in str(told)

@@ -48,6 +48,8 @@ def interrupted(run: Callable[[], object], after_s: float, start: Callable[[floa
         finally:
             start(0)
     except KeyboardInterrupt:
+        # One that hits where an exception is being handled leaves its frames in a circle.
+        gc.collect(1)
         return True
     return False
 

@@ -99,7 +99,7 @@ def middling(**options: bool) -> tuple[nn.Module, fxremat.CompiledModule]:
 
 def test_gradients_are_up_to_rounding_within_the_budget(exact: list[Tensor], monkeypatch):
     # As if convolutions were so dear that rebuilding from results always pays.
-    monkeypatch.setattr("fxremat.frontend.pipeline._fastest", _always_rebuilt)
+    monkeypatch.setattr("fxremat.frontend.pipeline.fastest", _always_rebuilt)
     model, call = middling(exact=False)
     assert not call.plan.exact
     assert "up to rounding" in call.plan.explain()
@@ -116,7 +116,7 @@ def _always_rebuilt(ways, budget_bytes):
 
 
 def test_statistics_and_outputs_keep_their_bits(monkeypatch):
-    monkeypatch.setattr("fxremat.frontend.pipeline._fastest", _always_rebuilt)
+    monkeypatch.setattr("fxremat.frontend.pipeline.fastest", _always_rebuilt)
     model, call = middling(exact=False)
     eager = network()
     assert torch.equal(call(X), eager(X))

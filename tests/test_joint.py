@@ -59,7 +59,7 @@ def test_results_of_an_operation_follow_it(name: str):
 @every_model
 def test_what_it_computes_is_what_was_traced(name: str):
     """With every pass of the joint graph, run as one graph."""
-    step = captured(name, input_gradients=True)
+    step = captured(name)
     truth = run_traced(step)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(SEED)
@@ -74,7 +74,7 @@ def test_what_it_computes_is_what_was_traced(name: str):
 
 @every_model
 def test_one_gradient_for_each_primal_that_asks(name: str):
-    step = captured(name, input_gradients=True)
+    step = captured(name)
     joint = step.joint
     for primal, gradient, value in zip(
         joint.primals, joint.backward_outputs, step.primals, strict=True

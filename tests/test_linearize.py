@@ -31,7 +31,7 @@ def test_every_forward_operation_is_in_one_stage_in_order(name: str):
 
 @every_model
 def test_every_backward_operation_is_in_one_stage_in_a_valid_order(name: str):
-    line = captured(name, input_gradients=True).line
+    line = captured(name).line
     nodes = [n for stage in reversed(line.stages) for n in stage.backward]
     assert len(set(nodes)) == len(nodes)
     assert set(nodes) == set(line.joint.backward)
@@ -44,7 +44,7 @@ def test_every_backward_operation_is_in_one_stage_in_a_valid_order(name: str):
 
 @every_model
 def test_what_a_backward_reads_is_at_hand(name: str):
-    line = captured(name, input_gradients=True).line
+    line = captured(name).line
     for stage in line.stages:
         hand = {*stage.saved, *stage.boundary, *line.pinned, *line.joint.given, *line.views}
         hand.update(line.joint.tangents, line.joint.backward)

@@ -11,6 +11,7 @@ import torch
 from tests.models import BENCH, ZOO, ZooModel
 from tests.models.bits import assert_bitwise_equal, bitwise_equal, first_difference
 from tests.models.reference import StepResult, reference_step, run_step, train
+from tests.trials import reference
 
 every_model = pytest.mark.parametrize("name", ZOO)
 
@@ -60,31 +61,31 @@ def test_draws_says_whether_the_seed_matters(name: str):
 def test_reference_repeats_itself_and_is_the_model(name: str):
     entry = ZOO[name]
     before = torch.get_rng_state()
-    first = reference_step(entry, input_gradients=True)
-    # A fresh model; the code that was compiled for the first one is taken again.
+    first = reference(name)
+    # A fresh model; the code that was compiled for the first one is taken again if it is there.
     assert_bitwise_equal(first, reference_step(entry, input_gradients=True))
     assert torch.equal(before, torch.get_rng_state())
     _assert_same_function(entry, first, run_step(entry, entry.build(), input_gradients=True))
 
 
-def _assert_same_function(entry: ZooModel, reference: StepResult, eager: StepResult) -> None:
+def _assert_same_function(entry: ZooModel, expected: StepResult, eager: StepResult) -> None:
     """Eager may accumulate in another order, and in bfloat16 computes gradients elsewhere.
 
     What this is for: a reference that is wrong, as ``aot_eager`` is for ``inplace``.
     """
     coarse = entry.autocast is not None or entry.name.startswith("autocast")
     share = 0.1 if coarse else 1e-5
-    assert reference.differentiable == eager.differentiable
-    pairs = {"loss": (reference.loss, eager.loss)}
+    assert expected.differentiable == eager.differentiable
+    pairs = {"loss": (expected.loss, eager.loss)}
     for name, gradient in eager.gradients.items():
-        pairs[name] = (reference.gradients[name], gradient)
+        pairs[name] = (expected.gradients[name], gradient)
     for name, buffer in eager.buffers.items():
-        pairs[name] = (reference.buffers[name], buffer)
-    for name, (got, expected) in pairs.items():
-        assert (got is None) == (expected is None), name
-        if got is not None:
-            error = (got.double() - expected.double()).norm()
-            assert error <= share * expected.double().norm(), f"{name}: {error}"
+        pairs[name] = (expected.buffers[name], buffer)
+    for name, (compiled, plain) in pairs.items():
+        assert (compiled is None) == (plain is None), name
+        if compiled is not None:
+            error = (compiled.double() - plain.double()).norm()
+            assert error <= share * plain.double().norm(), f"{name}: {error}"
 
 
 def test_training_repeats_itself_and_accumulates():

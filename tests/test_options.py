@@ -80,7 +80,7 @@ def test_the_search_finds_the_pareto_set(given_numbers: Numbers):
 def all_the_time_it_takes() -> Iterator[None]:
     """Proofs to the end, on a busy machine too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SOLVE_S", 60.0)
+        patch.setattr(module, "SOLVE_WORK", 60.0)
         yield
 
 

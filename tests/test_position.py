@@ -31,7 +31,7 @@ def test_forward_positions_are_the_order_of_operations(name: str):
 
 @models
 def test_descending_positions_are_a_valid_order(name: str):
-    joint = captured(name, input_gradients=True).joint
+    joint = captured(name).joint
     positions = locate(joint)
     assert positions.backward.keys() == set(joint.backward)
     assert all(0 <= p < positions.count for p in positions.backward.values())

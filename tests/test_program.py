@@ -34,7 +34,7 @@ def schedules(count: int) -> dict[str, Schedule]:
 
 @every_model
 def test_any_schedule_gives_the_same_bits(name: str):
-    step = captured(name, input_gradients=True)
+    step = captured(name)
     truth = run_traced(step)
     modules = BlockModules()
     for label, schedule in schedules(len(step.line.stages)).items():
@@ -45,7 +45,7 @@ def test_any_schedule_gives_the_same_bits(name: str):
 
 @pytest.mark.parametrize("name", [n for n, entry in ZOO.items() if entry.draws])
 def test_another_seed_gives_other_bits(name: str):
-    step = captured(name, input_gradients=True)
+    step = captured(name)
     program = step.program(periodic(len(step.line.stages), 3))
     first, second = (run_emitted(step, program, seed=seed) for seed in (1, 2))
     assert not bitwise_equal(first.gradients, second.gradients)

@@ -24,7 +24,10 @@ LARGE = (
     "inception", "gru", "siamese_resnet", "triplet", "triplet_resnet", "image_recipe", "composed",
     "coca", "two_texts", "unet", "hf_vit", "autocast_around",
 )  # fmt: skip
-"""Two budgets of these are tried each time, all six and their training in the slow suite."""
+"""Two budgets of these are tried each time, and their training in the slow suite."""
+
+DENSE = ("gpt", "siamese", "wavenet")
+"""A line, a join and one with skips: all budgets of these are tried each time."""
 
 every_model = pytest.mark.parametrize("name", ZOO)
 quick = pytest.mark.usefixtures("quick_search")
@@ -52,19 +55,43 @@ def check_all(tried: list[Tried]) -> None:
     assert tried[-1].predicted_bytes == tried[-1].full_bytes
 
 
+def used_shares(name: str, tried: list[Tried]) -> list[float]:
+    """Measured peak over budget wherever the budget is below the full peak."""
+    less = [t for t in tried if t.budget_bytes < t.full_bytes]
+    used = [t.measured_bytes / t.budget_bytes for t in less]
+    print(f"{name}: {', '.join(f'{share:.3f}' for share in used)}")
+    return used
+
+
 @quick
-@every_model
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in DENSE])
 def test_same_bits_within_the_budget(name: str):
     if name in LARGE:
         check_order(attempt_all(name, (0.0, 0.4)))
     else:
-        check_all(attempt_all(name, SHARES))
+        check_all(attempt_all(name, (0.0, 0.4, 1.0)))
+
+
+@quick
+@pytest.mark.parametrize("name", DENSE)
+def test_memory_paid_for_is_used(name: str):
+    """Within six budgets, all with the same bits."""
+    tried = attempt_all(name, SHARES)
+    check_all(tried)
+    assert median(used_shares(name, tried)) >= 0.9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LARGE)
+@every_model
 def test_same_bits_within_six_budgets(name: str):
+    """As above, but searched to the end."""
     check_all(attempt_all(name, SHARES))
+
+
+@pytest.mark.slow
+def test_memory_paid_for_is_used_over_the_zoo():
+    used = [used_shares(name, attempt_all(name, SHARES[:-1])) for name in ZOO]
+    assert median(itertools.chain(*used)) >= 0.9
 
 
 @quick
@@ -100,23 +127,3 @@ def test_accumulated_training_is_the_same_and_fits(name: str):
     model = entry.build()
     reference = train(entry, model, compile_reference(entry, model), steps=2, accumulate=3)
     assert_bitwise_equal(ours, reference)
-
-
-def used_shares(names: tuple[str, ...], shares: tuple[float, ...]) -> list[float]:
-    """Measured peak over budget wherever the budget is below the full peak."""
-    used = []
-    for name in names:
-        for tried in attempt_all(name, shares):
-            if tried.budget_bytes < tried.full_bytes:
-                used.append(tried.measured_bytes / tried.budget_bytes)
-                print(f"{name}: {tried.measured_bytes} of {tried.budget_bytes}, {used[-1]:.3f}")
-    return used
-
-
-def test_memory_paid_for_is_used():
-    assert median(used_shares(("gpt", "siamese", "wavenet"), SHARES[:-1])) >= 0.9
-
-
-@pytest.mark.slow
-def test_memory_paid_for_is_used_over_the_zoo():
-    assert median(used_shares(tuple(ZOO), SHARES[:-1])) >= 0.9

@@ -30,7 +30,7 @@ ARENA = "ARENA"
 _serial = count()
 
 
-class ScheduleModule(fx.GraphModule):
+class ScheduleModule(torch_compat.GraphOfModules):
     """A graph of calls to stage submodules whose code takes its inputs in one list.
 
     The code empties the list it is given, passes each submodule a list of its own, and

@@ -46,7 +46,7 @@ def build_joint_graph(
     graph = fx.Graph()
     output = graph.graph_copy(module.graph, {})
     graph.output(output)
-    owner = fx.GraphModule(module, graph)
+    owner = torch_compat.graph_module(module, graph)
     _erase_detach(graph)
     _gather_getitems(graph)
     _eliminate_dead_code(graph)
@@ -55,11 +55,13 @@ def build_joint_graph(
     if not exact:
         invert.rebuild_norm_inputs(graph)
     _keep_old_values(graph, forward_output_count, mutated_primals)
-    if merge_duplicates(_classify(owner, forward_output_count, mutated_primals)):
-        _gather_getitems(graph)
-    rng.record_states(graph, _classify(owner, forward_output_count, mutated_primals).forward)
-    graph.lint()
     joint = _classify(owner, forward_output_count, mutated_primals)
+    if merge_duplicates(joint):
+        _gather_getitems(graph)
+        joint = _classify(owner, forward_output_count, mutated_primals)
+    if rng.record_states(graph, joint.forward):
+        joint = _classify(owner, forward_output_count, mutated_primals)
+    graph.lint()
     _verify(joint)
     return joint
 

@@ -13,12 +13,15 @@ from fxremat.errors import GraphError
 from fxremat.runtime import rng
 
 
-def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
+def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> bool:
     """Put a recorded state before each random draw of the forward.
 
     Ensures: the draw ``op(*args)`` reads ``draw(state, device, op, *args)``; a state
     that no recomputation reads costs nothing, because nobody asks for it then.
+
+    Returns whether there is any.
     """
+    found = False
     for node in list(forward):
         if node.op == "call_function" and torch_compat.draws_random_numbers(node):
             device = _device_of_draw(node)
@@ -29,6 +32,8 @@ def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
             operation: Any = node.target
             node.args = (state, str(device), operation, *node.args)
             node.target = rng.draw
+            found = True
+    return found
 
 
 def is_state(node: fx.Node) -> bool:
