@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, measure_line
+from fxremat.costs.options import Options, find_options
 from fxremat.ir import Backward, Forward, Keep, Schedule
 from fxremat.passes.emit.program import Program, build_program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
@@ -27,8 +28,13 @@ from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool
+from fxremat.planner.chain import build_chain, build_costs
+from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
+from fxremat.planner.generators import Generator
+from fxremat.planner.search import GENERATORS, Search
 from fxremat.planner.surroundings import Caller, Surroundings, surroundings_of
+from fxremat.simulate.allocator import AllocatorSettings
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
 from tests.plain_sweep import Sweep, sweep
@@ -38,6 +44,9 @@ if TYPE_CHECKING:
 
 COSTS = CostCache()
 SEED = 7
+
+NOTHING_ELSE = Caller(loss_bytes=0)
+"""A caller who holds nothing and computes no loss."""
 
 
 @dataclass
@@ -79,11 +88,28 @@ class Captured:
     def footprints(self) -> Footprints:
         return Footprints(self.measured.line, self.measured.workspace_bytes)
 
+    @functools.cached_property
+    def options(self) -> Options:
+        return find_options(self.measured, self.blocks)
+
     @property
     def surroundings(self) -> Surroundings:
         """As of a caller who holds nothing and computes no loss."""
+        return self.around(NOTHING_ELSE)
+
+    def around(self, caller: Caller) -> Surroundings:
+        """What is held around the graphs."""
         real = {self.joint.primals[i]: t for i, t in self.real.items()}
-        return surroundings_of(self.joint, real, Caller(loss_bytes=0))
+        return surroundings_of(self.measured.line.joint, real, caller)
+
+    def evaluator(self, around: Surroundings | None = None) -> Evaluator:
+        """Of decisions, with tangents and nothing else around them if not told otherwise."""
+        around = around or bare(self.joint)
+        chain = build_chain(self.measured.line, self.blocks, self.options)
+        costs = build_costs(
+            self.measured, chain, self.blocks, self.footprints, around, self.options
+        )
+        return Evaluator.of(self.measured, self.blocks, self.options, costs, around)
 
     def program(
         self,
@@ -296,6 +322,31 @@ def random_schedule(stage_count: int, seed: int) -> Schedule:
         ]  # fmt: skip
 
     return Schedule(tuple(between(0, stage_count - 1)))
+
+
+def searched(
+    step: Captured,
+    *,
+    caller: Caller = NOTHING_ELSE,
+    generators: Sequence[Generator] = GENERATORS,
+    allocator: AllocatorSettings | None = None,
+) -> Search:
+    """All candidates of a step."""
+    return Search.over(
+        step.measured,
+        step.blocks,
+        step.around(caller),
+        progress=silent,
+        generators=generators,
+        allocator=allocator,
+        budget_on=caller.budget_on,
+    )
+
+
+@functools.cache
+def search_of(name: str) -> Search:
+    """All candidates of a zoo model's step; found once a process."""
+    return searched(captured(name))
 
 
 def zoo(*names: str) -> list[ZooModel]:

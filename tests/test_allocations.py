@@ -1,20 +1,23 @@
-"""What a step asks of the allocator: the sums are the sweep's, and no more is handed out twice."""
+"""What a step asks of the allocator: the sums are the evaluation's; no more is handed out twice."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch.fx import Node
 
+from fxremat.ir.coded import coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.travel import Move
 from fxremat.planner import allocations
 from fxremat.planner.allocations import Allocations, replay_requests, requests_of_step, settings_of
+from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.footprint import Request
-from fxremat.planner.moves import Movable, swept
-from fxremat.planner.sweep import Surroundings, Sweep
+from fxremat.planner.moves import Movable, moved
+from fxremat.planner.surroundings import Surroundings
 from fxremat.simulate.allocator import AllocatorSettings
 from tests.harness import Captured, captured, periodic, random_schedule
 
@@ -22,11 +25,35 @@ models = pytest.mark.parametrize("name", ["gpt_logits", "siamese", "unet", "buff
 GROWING = AllocatorSettings(expandable_segments=True)
 
 
-def programs(step: Captured) -> list[Program]:
+@dataclass(frozen=True)
+class Carried:
+    """A schedule carried out, and what could travel."""
+
+    program: Program
+    evaluation: Evaluation
+    movable: Movable
+
+    def moves(self, share: float) -> tuple[Move, ...]:
+        """Transfers that lower the peak by a share of what they can."""
+        most = self.evaluation.peak_bytes
+        return self.movable.moves(most - int(share * (most - self.movable.least_bytes))) or ()
+
+
+@functools.cache
+def carried_out(name: str) -> list[Carried]:
+    step = captured(name)
     count = len(step.line.stages)
     schedules = [keep_all(count), periodic(count, 2)]
     schedules += [random_schedule(count, seed) for seed in range(4)]
-    return [step.program(schedule) for schedule in schedules]
+    evaluator, joint = step.evaluator(around(step)), step.joint
+    returned = (n for n in (*joint.forward_outputs, *joint.backward_outputs) if isinstance(n, Node))
+    fixed = joint.storages.of((*joint.given, *joint.tangents, *step.line.pinned, *returned))
+    found = []
+    for schedule in schedules:
+        evaluation = evaluator.evaluation(evaluator.candidate(coded(schedule)))
+        movable = Movable.of(evaluation, evaluator.step, fixed)
+        found.append(Carried(step.program(schedule), evaluation, movable))
+    return found
 
 
 def around(step: Captured) -> Surroundings:
@@ -49,8 +76,10 @@ def sums(requests: tuple[Request, ...], now: int) -> tuple[int, int]:
     return peak, now
 
 
-def check(program: Program, sweep: Sweep, found: Surroundings, step: Captured, moves=()) -> None:
-    asked = requests_of_step(program, found, step.sweeper, moves)
+def check(step: Captured, carried: Carried, moves: tuple[Move, ...] = ()) -> None:
+    found = around(step)
+    evaluation = moved(carried.evaluation, moves)
+    asked = requests_of_step(carried.program, found, step.footprints, moves)
     now = sum(asked.given_bytes) + asked.unplaced_bytes
     assert now == found.given_bytes
     peaks, held = [], []
@@ -58,50 +87,31 @@ def check(program: Program, sweep: Sweep, found: Surroundings, step: Captured, m
         if index == asked.turn_index:
             turn, now = sums(asked.turn, now)
             if not moves:
-                assert turn == sweep.turn_bytes
+                assert turn == evaluation.turn_bytes
         peak, now = sums(requests, now)
         peaks.append(peak)
         held.append(now)
-    assert held == list(sweep.held_bytes)
-    assert sums(asked.end, now) == (sweep.end_bytes, sweep.end_bytes - found.end_bytes)
-    assert sums(tuple(asked), found.given_bytes)[0] == sweep.peak_bytes
+    assert held == list(evaluation.held_bytes)
+    assert sums(asked.end, now) == (evaluation.end_bytes, evaluation.end_bytes - found.end_bytes)
+    assert sums(tuple(asked), found.given_bytes)[0] == evaluation.peak_bytes
     if not moves:
         # A call's peak may be before its first operation: then it is what was held before.
         assert [max(p, h) for p, h in zip(peaks, held, strict=True)] == [
-            max(p, h) for p, h in zip(sweep.peaks_bytes, sweep.held_bytes, strict=True)
+            max(p, h) for p, h in zip(evaluation.peaks_bytes, evaluation.held_bytes, strict=True)
         ]
 
 
 @models
-def test_the_sums_of_requests_are_the_sweep(name: str):
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_sums_of_requests_are_the_evaluation(name: str, share: float):
+    """Whatever travels."""
     step = captured(name)
-    found = around(step)
-    for program in programs(step):
-        check(program, step.sweeper.sweep(program, found), found, step)
-
-
-def moved(program: Program, sweep: Sweep, share: float) -> tuple[Move, ...]:
-    """Transfers that lower the peak by a share of what they can."""
-    joint, line = program.line.joint, program.line
-    returned = (n for n in (*joint.forward_outputs, *joint.backward_outputs) if isinstance(n, Node))
-    fixed = joint.storages.of((*joint.given, *joint.tangents, *line.pinned, *returned))
-    movable = Movable.of(program, sweep, fixed)
-    budget = sweep.peak_bytes - int(share * (sweep.peak_bytes - movable.least_bytes))
-    return movable.moves(budget) or ()
-
-
-@models
-@pytest.mark.parametrize("share", [0.3, 1.0])
-def test_the_sums_of_requests_are_the_sweep_with_what_travels(name: str, share: float):
-    step = captured(name)
-    found = around(step)
     travelling = 0
-    for program in programs(step):
-        sweep = step.sweeper.sweep(program, found)
-        moves = moved(program, sweep, share)
+    for carried in carried_out(name):
+        moves = carried.moves(share)
         travelling += len(moves)
-        check(program, swept(sweep, moves), found, step, moves)
-    assert travelling
+        check(step, carried, moves)
+    assert bool(travelling) == (share > 0)
 
 
 @models
@@ -111,11 +121,10 @@ def test_more_is_handed_out_than_asked_for_and_a_third_step_takes_no_more(
 ):
     step = captured(name)
     found = around(step)
-    for program in programs(step):
-        sweep = step.sweeper.sweep(program, found)
-        for moves in ((), moved(program, sweep, 1.0)):
-            peak = swept(sweep, moves).peak_bytes
-            asked = requests_of_step(program, found, step.sweeper, moves)
+    for carried in carried_out(name):
+        for moves in ((), carried.moves(1.0)):
+            peak = moved(carried.evaluation, moves).peak_bytes
+            asked = requests_of_step(carried.program, found, step.footprints, moves)
             taken = replay_requests(asked, rules)
             assert peak <= taken.allocated_bytes <= taken.reserved_bytes
             with monkeypatch.context() as patch:
@@ -146,23 +155,30 @@ def test_an_allocator_that_is_not_torchs_is_told_of(
 
 
 def test_an_allocator_without_rules_hands_out_what_is_asked_for():
-    step = captured("gpt_logits")
-    program = programs(step)[0]
-    sweep = step.sweeper.sweep(program, step.surroundings)
-    plain = Allocations(step.sweeper, step.surroundings)
-    assert plain.of(program, sweep).allocated_bytes == sweep.peak_bytes
-    assert plain.of(program, sweep).reserved_bytes == sweep.peak_bytes
+    step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
+    plain = Allocations(step.footprints, around(step))
+    taken = plain.of("all", carried.evaluation.peak_bytes, lambda: carried.program)
+    assert taken.allocated_bytes == taken.reserved_bytes == carried.evaluation.peak_bytes
 
 
 def test_the_budget_is_for_what_is_allocated_or_for_what_is_reserved():
-    step = captured("gpt_logits")
-    program = programs(step)[0]
-    sweep = step.sweeper.sweep(program, step.surroundings)
-    rules = AllocatorSettings()
-    counted = [
-        Allocations(step.sweeper, step.surroundings, rules, on).counted_bytes(program, sweep)
-        for on in ("allocated", "reserved")
-    ]
-    taken = Allocations(step.sweeper, step.surroundings, rules).of(program, sweep)
+    step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
+    found = Allocations(step.footprints, around(step), AllocatorSettings())
+    taken = found.of("all", carried.evaluation.peak_bytes, lambda: carried.program)
+    counted = [taken.counted_bytes(on) for on in ("allocated", "reserved")]
     assert counted == [taken.allocated_bytes, taken.reserved_bytes]
     assert counted[0] < counted[1]
+
+
+def test_a_program_is_replayed_once_with_the_same_moves():
+    step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
+    found = Allocations(step.footprints, around(step), AllocatorSettings())
+    moves, made = carried.moves(1.0), []
+
+    def program() -> Program:
+        made.append(carried.program)
+        return carried.program
+
+    plain, travelling, again = (found.of("all", 0, program, m) for m in ((), moves, ()))
+    assert len(made) == 2
+    assert again == plain != travelling

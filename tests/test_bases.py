@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import islice, pairwise
-
 import pytest
 
 from fxremat.ir import Solved
+from fxremat.ir.coded import decoded
 from fxremat.planner import bases
 from fxremat.planner.transfers import HostMemory
 from fxremat.solvers.rotor import RotorTable
-from tests.test_transfers import budgets, search_of, transfers
+from tests.harness import search_of
+from tests.test_transfers import budgets, transfers
 
 models = pytest.mark.parametrize("name", ["gpt", "unet"])
 
@@ -22,27 +22,24 @@ def middle_bytes(name: str) -> int:
 
 
 @models
-def test_the_first_climb_is_that_of_recomputation_alone(name: str):
+def test_the_first_base_is_that_of_recomputation_alone(name: str):
     search, budget = search_of(name), middle_bytes(name)
     table = RotorTable.build(search.chain, search.costs, max_budget_bytes=budget, slots=500)
     solved = table.schedule(budget)
     assert isinstance(solved, Solved)
-    start, _ = next(bases.climbs(search, budget))
-    assert start.schedule == solved.schedule
+    assert decoded(next(bases.relieved(search.setting, budget))) == solved.schedule
 
 
 @models
-def test_every_climb_keeps_more_and_goes_up(name: str):
+def test_every_base_is_another_and_the_last_keeps_everything(name: str):
     search, budget = search_of(name), middle_bytes(name)
-    starts = []
-    for start, higher in bases.climbs(search, budget):
-        starts.append(start)
-        for before, after in pairwise([start, *islice(higher, 5)]):
-            assert after.total_s < before.total_s
-    assert len({start.schedule for start in starts}) == len(starts) > 2
+    evaluator = search.evaluator
+    found = [evaluator.candidate(codes) for codes in bases.relieved(search.setting, budget)]
+    assert len({start.codes.tobytes() for start in found}) == len(found) > 2
     # All that is kept over the turn may be away at last: nothing is left to run again.
-    assert starts[-1].total_s == search.baseline.total_s
-    assert starts[0].sweep.turn_bytes < starts[-1].sweep.turn_bytes
+    assert found[-1].total_s == search.baseline.total_s
+    first, last = evaluator.evaluation(found[0]), evaluator.evaluation(found[-1])
+    assert first.turn_bytes < last.turn_bytes
 
 
 @models
@@ -54,19 +51,21 @@ def test_plans_gain_by_them(name: str, monkeypatch: pytest.MonkeyPatch):
     gained = []
     for budget in budgets(found)[:4]:
         with monkeypatch.context() as patched:
-            patched.setattr(bases, "climbs", lambda *_: iter(()))
+            patched.setattr(bases, "relieved", lambda *_: iter(()))
             without = found.fastest_within(budget)
         moved = found.fastest_within(budget)
-        assert moved.sweep.peak_bytes <= budget
+        assert moved.evaluation.peak_bytes <= budget
         assert moved.total_s <= without.total_s
         gained.append(without.total_s - moved.total_s)
     assert max(gained) > 0.001 * search.baseline.total_s
 
 
-def test_the_search_gives_some_candidates_of_every_planner():
+def test_some_candidates_of_every_generator_are_bases():
     search = search_of("unet")
-    found = bases.of_search(search)
-    assert len(set(map(id, found))) == len(found)
+    pools = (search.pool, *search.alone)
+    found = bases.of_pools(pools)
+    assert len(set(found)) == len(found) <= bases.MOST * len(pools)
+    for pool in pools:
+        assert {pool.members[0], pool.baseline} <= set(found)
     assert search.baseline in found
     assert search.least in found
-    assert len(found) <= bases.MOST * (1 + len(search.alone))

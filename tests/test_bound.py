@@ -5,20 +5,15 @@ from __future__ import annotations
 import pytest
 
 from fxremat.planner.bound import Moment, Recomputation, Relaxation
-from fxremat.planner.search import Search
-from fxremat.planner.surroundings import Caller
-from tests.harness import captured, silent
+from tests.harness import search_of
 
 
-@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize(
     "name", ["gpt", "unet", "resnet50", "siamese_resnet", "triplet", "composed"]
 )
 def test_no_candidate_is_below_the_bound_of_its_own_peak(name: str):
-    step = captured(name)
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    search = Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
-    every = search.frontier
+    search = search_of(name)
+    every = search.pool.members
     for candidate in every[:: max(len(every) // 8, 1)]:
         bound_s = search.lower_bound_s(candidate.peak_bytes)
         assert search.baseline.total_s <= bound_s <= candidate.total_s * (1 + 1e-9)

@@ -13,6 +13,7 @@ from fxremat.planner.chain import build_chain, build_costs
 from fxremat.simulate import simulate
 from tests.harness import Captured, captured, periodic, random_schedule
 from tests.models import ZOO
+from tests.plain_sweep import sweep
 
 every_model = pytest.mark.parametrize("name", ZOO)
 
@@ -22,7 +23,7 @@ def chain_of(step: Captured) -> Chain:
 
 
 def costs_of(step: Captured, chain: Chain) -> Costs:
-    return build_costs(step.measured, chain, step.blocks, step.sweeper, step.surroundings)
+    return build_costs(step.measured, chain, step.blocks, step.footprints, step.surroundings)
 
 
 @every_model
@@ -61,7 +62,7 @@ def test_the_solvers_model_is_near_the_exact_sweep(name: str):
     schedules += [random_schedule(count, seed) for seed in range(4)]
     for schedule in schedules:
         modelled = simulate(chain, costs, schedule).peak_bytes
-        exact = step.sweeper.sweep(step.program(schedule), step.surroundings).peak_bytes
+        exact = sweep(step.program(schedule), step.footprints, step.surroundings).peak_bytes
         assert 0.95 * exact <= modelled <= 1.5 * exact
 
 
@@ -99,7 +100,7 @@ def test_the_turn_is_charged_with_the_loss_and_nothing_else():
     step = captured("lora")
     chain = chain_of(step)
     around = replace(step.surroundings, turn_bytes=3 * step.surroundings.tangent_bytes)
-    costs = build_costs(step.measured, chain, step.blocks, step.sweeper, around)
+    costs = build_costs(step.measured, chain, step.blocks, step.footprints, around)
     *_, last, turn = costs.stages
     assert chain.stages[-1].name == "turn"
     assert chain.saved_set(len(chain) - 1) == frozenset()

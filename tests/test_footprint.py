@@ -86,14 +86,13 @@ def inputs_of(step, block) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kept_inputs", [True, False])
 def test_a_block_takes_what_its_steps_say(name: str, kept_inputs: bool):
     step = captured(name)
-    assert step.measured
     line = step.measured.line
     for index in range(1, len(line.stages) - 1):
         for block in stage_blocks(line, step.blocks, index):
             if not block.nodes:
                 continue
             kept = block.reads if kept_inputs else NOTHING
-            predicted = step.sweeper.footprint(block, kept=kept)
+            predicted = step.footprints.of(block, kept=kept)
             with torch.no_grad():
                 assert allocated(step, block, kept_inputs) == predicted, (index, block.mode)
 

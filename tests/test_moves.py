@@ -9,25 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxremat.ir.coded import coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.travel import Move
-from fxremat.planner.moves import Movable, swept
-from fxremat.planner.sweep import Sweep
+from fxremat.planner.moves import Movable, moved
 from tests.harness import captured, periodic, random_schedule
 
 NAMES = ("gpt", "resnet50", "unet")
 
 
 @functools.cache
-def movable(name: str, kind: str = "all") -> Movable:
+def movable(name: str, kind: str = "all") -> tuple[Movable, Program]:
+    """What could be away, and the program that it is about."""
     step = captured(name)
     count = len(step.line.stages)
     schedules = {"all": keep_all(count), "periodic": periodic(count, 3)}
     schedule = schedules[kind] if kind in schedules else random_schedule(count, int(kind))
-    program = step.program(schedule)
-    joint = step.joint
+    evaluator, joint = step.evaluator(), step.joint
+    evaluation = evaluator.evaluation(evaluator.candidate(coded(schedule)))
     fixed = joint.storages.of((*joint.given, *joint.tangents, *step.line.pinned))
-    return Movable.of(program, step.sweep(program), fixed)
+    return Movable.of(evaluation, evaluator.step, fixed), step.program(schedule)
 
 
 def readers(program: Program, storage: int) -> list[int]:
@@ -40,11 +41,11 @@ def readers(program: Program, storage: int) -> list[int]:
     ]
 
 
-def check_places(found: Movable, moves: tuple[Move, ...]) -> None:
-    turn = found.program.turn
+def check_places(program: Program, moves: tuple[Move, ...]) -> None:
+    turn = program.turn
     for move in moves:
         assert move.offload <= move.release <= turn <= move.prefetch <= move.wait
-        used = readers(found.program, move.storage)
+        used = readers(program, move.storage)
         assert max(i for i in used if i < turn) + 1 == move.offload
         assert min(i for i in used if i >= turn) == move.wait
 
@@ -56,15 +57,15 @@ models = pytest.mark.parametrize("name", NAMES)
 @kinds
 @models
 def test_every_budget_down_to_the_least_is_kept(name: str, kind: str):
-    found = movable(name, kind)
-    least, full = found.least_bytes, found.sweep.peak_bytes
+    found, program = movable(name, kind)
+    least, full = found.least_bytes, found.evaluation.peak_bytes
     assert least < full if kind == "all" else least <= full
     for part in range(9):
         budget = least + (full - least) * part // 8
         moves = found.moves(budget)
         assert moves is not None
-        check_places(found, moves)
-        assert swept(found.sweep, moves).peak_bytes <= budget
+        check_places(program, moves)
+        assert moved(found.evaluation, moves).peak_bytes <= budget
     assert found.moves(least - 1) is None
     assert found.moves(full) == ()
     assert kind != "all" or found.moves(least)
@@ -72,8 +73,8 @@ def test_every_budget_down_to_the_least_is_kept(name: str, kind: str):
 
 @models
 def test_more_room_never_takes_more_of_the_host(name: str):
-    found = movable(name)
-    least, full = found.least_bytes, found.sweep.peak_bytes
+    found, _ = movable(name)
+    least, full = found.least_bytes, found.evaluation.peak_bytes
     taken = []
     for part in range(17):
         moves = found.moves(least + (full - least) * part // 16)
@@ -85,8 +86,8 @@ def test_more_room_never_takes_more_of_the_host(name: str):
 
 @models
 def test_the_limit_of_the_host_is_kept(name: str):
-    found = movable(name)
-    budget = (found.least_bytes + found.sweep.peak_bytes) // 2
+    found, _ = movable(name)
+    budget = (found.least_bytes + found.evaluation.peak_bytes) // 2
     moves = found.moves(budget)
     assert moves
     taken = sum(move.nbytes for move in moves)
@@ -95,8 +96,8 @@ def test_the_limit_of_the_host_is_kept(name: str):
 
 
 def test_what_is_read_last_goes_first():
-    found = movable("gpt")
-    peaks = found.sweep.peaks_bytes
+    found, _ = movable("gpt")
+    peaks = found.evaluation.peaks_bytes
     fullest = peaks.index(max(peaks))
     moves = found.moves(max(peaks) - 1)
     assert moves
@@ -108,17 +109,19 @@ def test_what_is_read_last_goes_first():
 
 @given(st.data())
 def test_random_memory_is_kept_within_any_budget(data: st.DataObject):
-    """The sweep is made up: peaks anywhere, not where a real step has them."""
-    real = movable("gpt")
-    count = len(real.sweep.peaks_bytes)
+    """Memory is made up: peaks anywhere, not where a real step has them."""
+    real, program = movable("gpt")
+    count = len(real.evaluation.peaks_bytes)
     peaks = data.draw(st.lists(st.integers(0, 1 << 24), min_size=count, max_size=count))
     turn_bytes = data.draw(st.integers(0, 1 << 24))
-    sweep = Sweep(tuple(peaks), (0,) * count, turn_bytes, end_bytes=0)
-    found = replace(real, sweep=sweep)
-    least, full = found.least_bytes, sweep.peak_bytes
+    evaluation = replace(
+        real.evaluation, peaks_bytes=tuple(peaks), turn_bytes=turn_bytes, end_bytes=0
+    )
+    found = replace(real, evaluation=evaluation)
+    least, full = found.least_bytes, evaluation.peak_bytes
     budget = data.draw(st.integers(max(least, 0), max(full, least, 0)))
     moves = found.moves(budget)
     assert moves is not None
-    check_places(found, moves)
-    assert swept(sweep, moves).peak_bytes <= budget
+    check_places(program, moves)
+    assert moved(evaluation, moves).peak_bytes <= budget
     assert least <= 0 or found.moves(least - 1) is None

@@ -10,25 +10,14 @@ from fxremat.errors import BudgetError
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planned, plan_step
 from fxremat.ir import Backward, Forward, Keep
-from fxremat.planner.search import Search
+from fxremat.ir.coded import decoded
 from fxremat.planner.surroundings import Caller
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
-from tests.harness import captured, silent
+from tests.harness import captured, search_of, searched, silent
 
 NAMES = ("gpt", "unet", "siamese")
 by_model = pytest.mark.parametrize("name", NAMES)
-
-
-def search_of(name: str) -> Search:
-    step = captured(name)
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    return Search.of(step.joint, real=real, caller=Caller(), progress=silent)
-
-
-@pytest.fixture(scope="module")
-def searches() -> dict[str, Search]:
-    return {name: search_of(name) for name in NAMES}
 
 
 def planned(name: str, budget: int | float | str) -> Planned:
@@ -44,15 +33,15 @@ def planned(name: str, budget: int | float | str) -> Planned:
 
 
 @by_model
-def test_the_best_within_each_budget_fits_and_gets_no_worse(searches: dict[str, Search], name: str):
-    search = searches[name]
-    least, full = search.least.sweep.peak_bytes, search.baseline.sweep.peak_bytes
+def test_the_best_within_each_budget_fits_and_gets_no_worse(name: str):
+    search = search_of(name)
+    least, full = search.least.peak_bytes, search.baseline.peak_bytes
     chosen = []
     for share in (0.0, 0.1, 0.3, 0.5, 0.8, 1.0):
         budget_bytes = least + int(share * (full - least))
         best = search.fastest_within(budget_bytes)
         assert best.peak_bytes <= budget_bytes
-        solved = [c for c in search.solved if c.peak_bytes <= budget_bytes]
+        solved = [c for c in search.solved.members if c.peak_bytes <= budget_bytes]
         if best is not search.baseline:
             assert best.total_s <= min(c.total_s for c in solved)
             assert search.gained_s(budget_bytes) >= 0
@@ -64,11 +53,12 @@ def test_the_best_within_each_budget_fits_and_gets_no_worse(searches: dict[str, 
 
 
 @by_model
-def test_nothing_is_recomputed_in_the_baseline(searches: dict[str, Search], name: str):
-    search = searches[name]
+def test_nothing_is_recomputed_in_the_baseline(name: str):
+    search = search_of(name)
     stages = range(len(search.chain))
     forwards = [Forward(i, Keep.ALL) for i in stages]
-    assert search.baseline.schedule.ops == (*forwards, *(Backward(i) for i in reversed(stages)))
+    backwards = [Backward(i) for i in reversed(stages)]
+    assert decoded(search.baseline.codes).ops == (*forwards, *backwards)
 
 
 @by_model
@@ -115,12 +105,11 @@ def test_measuring_and_solving_are_told_of():
 
 
 def test_what_the_caller_reserves_is_in_every_peak():
-    step = captured("siamese")
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    plain = Search.of(step.joint, real=real, caller=Caller(), progress=silent)
-    kept = Search.of(step.joint, real=real, caller=Caller(reserve_bytes=4096), progress=silent)
-    assert kept.baseline.sweep.peak_bytes == plain.baseline.sweep.peak_bytes + 4096
-    assert kept.least.sweep.peak_bytes == plain.least.sweep.peak_bytes + 4096
+    plain = search_of("siamese")
+    caller = Caller(loss_bytes=0, reserve_bytes=4096)
+    kept = searched(captured("siamese"), caller=caller)
+    assert kept.baseline.peak_bytes == plain.baseline.peak_bytes + 4096
+    assert kept.least.peak_bytes == plain.least.peak_bytes + 4096
 
 
 ALLOCATORS = {
@@ -194,15 +183,7 @@ def test_without_an_allocator_of_its_own_a_device_hands_out_what_is_asked_for():
 
 @by_model
 def test_a_larger_budget_never_gets_a_slower_schedule_where_peaks_are_replayed(name: str):
-    step = captured(name)
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    search = Search.of(
-        step.joint,
-        real=real,
-        caller=Caller(),
-        progress=silent,
-        allocator=AllocatorSettings(),
-    )
+    search = searched(captured(name), allocator=AllocatorSettings())
     least, full = search.least_bytes, search.counted_bytes(search.baseline)
     before = None
     for part in range(41):
@@ -214,4 +195,4 @@ def test_a_larger_budget_never_gets_a_slower_schedule_where_peaks_are_replayed(n
         before = found
     assert before is search.baseline
     # No more was replayed than what could be chosen.
-    assert len(search.allocations.known) <= len(search.frontier)
+    assert len(search.allocations.known) <= len(search.pool.members)

@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.planner.surroundings import LOSS_FACTOR, SCALARS, Caller, surroundings_of
-from fxremat.planner.sweep import Surroundings
+from fxremat.planner.surroundings import (
+    LOSS_FACTOR,
+    SCALARS,
+    Caller,
+    Surroundings,
+    surroundings_of,
+)
 from tests.harness import Captured, capture
 
 WIDTH, ROWS = 8, 4

@@ -10,20 +10,21 @@ import pytest
 
 from fxremat.costs.bandwidth import MeasuredLink
 from fxremat.ir import Copy, Event, Lane, Timeline
-from fxremat.passes.emit.program import keep_all
 from fxremat.passes.emit.travel import Move
-from fxremat.planner.moves import Movable, swept
+from fxremat.planner.moves import Movable, moved
 from fxremat.planner.timing import replay
 from tests.harness import captured
 
 
 @functools.cache
 def whole() -> Movable:
+    """Of a step that keeps everything; every call takes a second."""
     step = captured("gpt")
-    program = step.program(keep_all(len(step.line.stages)))
-    joint = step.joint
+    evaluator, joint = step.evaluator(), step.joint
+    evaluation = evaluator.evaluation(evaluator.keep_all())
     fixed = joint.storages.of((*joint.given, *joint.tangents, *step.line.pinned))
-    return Movable.of(program, step.sweep(program), fixed)
+    found = Movable.of(evaluation, evaluator.step, fixed)
+    return replace(found, evaluation=replace(evaluation, seconds=(1.0,) * len(evaluation.ops)))
 
 
 def link(
@@ -33,17 +34,14 @@ def link(
 
 
 def timeline(moves: tuple[Move, ...], speed: MeasuredLink | None) -> Timeline:
-    """Every call takes a second."""
-    found = whole()
-    sweep = swept(found.sweep, moves)
-    return replay(found.program, [1.0] * len(found.program.calls), sweep, moves, speed)
+    return replay(moved(whole().evaluation, moves), captured("gpt").line, moves, speed)
 
 
 def one_move() -> Move:
     """The largest storage of the first call that has one, away as long as can be."""
     found = whole()
     life = min(found.lives, key=lambda x: (x.last, -x.nbytes))
-    turn = found.program.turn
+    turn = found.evaluation.turn
     return Move(life.storage, life.nbytes, life.nodes, life.last + 1, turn, turn, life.next)
 
 
@@ -53,17 +51,17 @@ def copies(events: Timeline, lane: Lane) -> list[Event]:
 
 def test_without_moves_calls_run_one_after_the_other():
     found = timeline((), None)
-    count = len(whole().program.calls)
+    count = len(whole().evaluation.ops)
     assert [e.start_s for e in found.events] == list(range(count))
     assert found.makespan_s == count
-    assert found.peak_bytes == max(whole().sweep.peaks_bytes)
+    assert found.peak_bytes == max(whole().evaluation.peaks_bytes)
 
 
 def test_calls_of_transfers_take_time_however_fast_the_link():
     move = one_move()
     speed = replace(link(1e18), offload_call_s=0.25, prefetch_call_s=0.5)
     found = timeline((move,), speed)
-    assert found.makespan_s == pytest.approx(len(whole().program.calls) + 0.75)
+    assert found.makespan_s == pytest.approx(len(whole().evaluation.ops) + 0.75)
     starts = [e.start_s for e in found.events if e.lane is Lane.COMPUTE]
     assert starts[move.offload] == pytest.approx(move.offload + 0.25)
     assert starts[move.wait] == pytest.approx(move.wait + 0.75)
@@ -72,13 +70,13 @@ def test_calls_of_transfers_take_time_however_fast_the_link():
 def test_a_fast_link_costs_nothing():
     move = one_move()
     found = timeline((move,), link(1e15))
-    assert found.makespan_s == pytest.approx(len(whole().program.calls))
+    assert found.makespan_s == pytest.approx(len(whole().evaluation.ops))
     assert found.idle.total_s == pytest.approx(0, abs=1e-6)
 
 
 def test_the_step_waits_for_what_is_late():
     move = one_move()
-    count, turn = len(whole().program.calls), whole().program.turn
+    count, turn = len(whole().evaluation.ops), whole().evaluation.turn
     seconds = 100.0
     found = timeline((move,), link(move.nbytes / seconds))
     (away,), (back,) = copies(found, Lane.D2H), copies(found, Lane.H2D)
@@ -92,7 +90,7 @@ def test_the_step_waits_for_what_is_late():
 
 def test_copies_on_one_lane_queue_and_lanes_of_their_own_do_not():
     found = whole()
-    turn = found.program.turn
+    turn = found.evaluation.turn
     moves = tuple(
         Move(x.storage, x.nbytes, x.nodes, x.last + 1, turn, turn, x.next)
         for x in sorted(found.lives, key=lambda x: (x.last, x.storage))
@@ -112,14 +110,14 @@ def test_computing_is_slower_beside_copies():
     seconds = 2.0  # done long before the turn
     found = timeline((move,), link(move.nbytes / seconds, back_per_s=1e15, slowdown=1.5))
     # Three seconds of computing take... two beside the copy are worth 2 / 1.5 alone.
-    assert found.makespan_s == pytest.approx(len(whole().program.calls) + 2.0 - 2.0 / 1.5)
+    assert found.makespan_s == pytest.approx(len(whole().evaluation.ops) + 2.0 - 2.0 / 1.5)
 
 
-def test_bytes_are_those_of_the_sweep():
+def test_bytes_are_those_of_the_evaluation():
     move = one_move()
     found = whole()
     events = [e for e in timeline((move,), link(1e9)).events if not isinstance(e.op, Copy)]
     away = range(move.release, move.prefetch)
     for index, event in enumerate(events):
         less = move.nbytes if index in away else 0
-        assert event.peak_bytes == found.sweep.peaks_bytes[index] - less
+        assert event.peak_bytes == found.evaluation.peaks_bytes[index] - less

@@ -9,26 +9,20 @@ import pytest
 
 from fxremat.costs.bandwidth import MeasuredLink
 from fxremat.ir import Copy, Forward
-from fxremat.planner.allocations import Allocations
-from fxremat.planner.search import Search, line_schedules
+from fxremat.ir.coded import decoded
+from fxremat.planner.generators import chain_schedules
+from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory, Moved, Transfers
 from fxremat.runtime.slots import slot_bytes
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
-from tests.harness import captured, silent
+from tests.harness import captured, search_of, searched
 
 FAST, SLOW = 1e12, 1e6
 """Bytes a second: everything arrives at once, nothing ever does."""
 
 models = pytest.mark.parametrize("name", ["gpt", "resnet50"])
-
-
-@functools.cache
-def search_of(name: str) -> Search:
-    step = captured(name)
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    return Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
 
 
 def transfers(
@@ -56,7 +50,7 @@ def test_both_are_never_slower_than_one(name: str, speed: float):
     assert both.least_bytes <= min(only.least_bytes, search.least.peak_bytes)
     for budget in budgets(both):
         found = both.fastest_within(budget)
-        assert found.sweep.peak_bytes <= budget
+        assert found.evaluation.peak_bytes <= budget
         if budget >= search.least.peak_bytes:
             assert found.total_s <= search.fastest_within(budget).total_s * (1 + 1e-9)
         if budget >= only.least_bytes:
@@ -66,18 +60,9 @@ def test_both_are_never_slower_than_one(name: str, speed: float):
 @pytest.mark.parametrize("name", ["siamese", "image_recipe"])
 @pytest.mark.parametrize("speed", [1e8, 1e9])
 def test_on_a_join_never_slower_than_on_its_line_or_without(name: str, speed: float):
-    step = captured(name)
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    line = Search.of(
-        step.joint,
-        real=real,
-        caller=Caller(loss_bytes=0),
-        progress=silent,
-        planners=(line_schedules,),
-    )
+    line = searched(captured(name), generators=(chain_schedules,))
     whole = transfers(name, speed, HostMemory())
-    link = whole.link
-    alone = replace(Transfers.of(line, HostMemory()), link=link)
+    alone = transfers(name, speed, HostMemory(), line)
     assert whole.least_bytes <= min(alone.least_bytes, whole.search.least.peak_bytes)
     for budget in budgets(alone):
         found = whole.fastest_within(budget)
@@ -108,7 +93,7 @@ def test_transfers_alone_run_each_forward_once(name: str):
     found = transfers(name, 1e9, HostMemory(only=True))
     for budget in budgets(found):
         moved = found.fastest_within(budget)
-        forwards = [op for op in moved.candidate.schedule if isinstance(op, Forward)]
+        forwards = [op for op in decoded(moved.candidate.codes) if isinstance(op, Forward)]
         assert len(forwards) == len(found.search.chain)
 
 
@@ -121,7 +106,7 @@ def test_no_more_of_the_host_than_allowed(name: str):
     assert found.least_bytes > free.least_bytes
     moved = found.fastest_within(found.least_bytes)
     assert 0 < sum(m.nbytes for m in moved.moves) <= limit
-    assert moved.sweep.peak_bytes <= found.least_bytes
+    assert moved.evaluation.peak_bytes <= found.least_bytes
 
 
 @models
@@ -144,7 +129,7 @@ def test_every_budget_from_the_least_is_met_within_a_limit(name: str):
     least, most = found.least_bytes, found.search.baseline.peak_bytes
     for budget in range(least, most, max((most - least) // 50, 1)):
         moved = found.fastest_within(budget)
-        assert moved.sweep.peak_bytes <= budget
+        assert moved.evaluation.peak_bytes <= budget
         assert sum(slot_bytes(m.nbytes) for m in moved.moves) <= limit
 
 
@@ -161,31 +146,29 @@ def test_only_inputs_of_convolutions_travel_if_asked():
     assert any("convolution" in name for name in readers)
 
 
-@functools.cache
-def replayed(name: str, counted: Counted) -> Search:
-    """Candidates on a device whose allocator hands out more than is asked for."""
-    plain = search_of(name)
-    found = Allocations(
-        plain.allocations.sweeper, plain.allocations.surroundings, AllocatorSettings(), counted
-    )
-    return replace(plain, allocations=found)
-
-
 @models
 @pytest.mark.parametrize("only", [False, True])
-def test_more_travels_where_more_is_handed_out_than_asked_for(name: str, only: bool):
-    for counted in ("allocated", "reserved"):
-        search = replayed(name, counted)
-        found = transfers(name, 1e9, HostMemory(only=only), search)
-        plain = transfers(name, 1e9, HostMemory(only=only))
-        assert found.least_bytes > plain.least_bytes
-        least, full = found.least_bytes, search.counted_bytes(search.baseline)
-        for part in range(5):
-            budget = least + (full - least) * part // 4
-            moved = found.fastest_within(budget)
-            program = moved.candidate.program
-            taken = search.allocations.counted_bytes(program, moved.sweep, moved.moves)
-            assert moved.sweep.peak_bytes <= taken <= budget
-            if budget >= search.least_bytes and not only:
-                without = search.fastest_within(budget)
-                assert moved.total_s <= without.total_s * (1 + 1e-9)
+@pytest.mark.parametrize("counted", ["allocated", "reserved"])
+def test_more_travels_where_more_is_handed_out_than_asked_for(
+    name: str, only: bool, counted: Counted
+):
+    """On a device whose allocator hands out more than is asked for."""
+    search = replayed(name, counted)
+    found = transfers(name, 1e9, HostMemory(only=only), search)
+    assert found.least_bytes > transfers(name, 1e9, HostMemory(only=only)).least_bytes
+    least, full = found.least_bytes, search.counted_bytes(search.baseline)
+    for part in range(5):
+        budget = least + (full - least) * part // 4
+        moved = found.fastest_within(budget)
+        peak = moved.evaluation.peak_bytes
+        taken = found.allocated(moved.candidate, peak, moved.moves)
+        assert peak <= taken.counted_bytes(counted) <= budget
+        if budget >= search.least_bytes and not only:
+            without = search.fastest_within(budget)
+            assert moved.total_s <= without.total_s * (1 + 1e-9)
+
+
+@functools.cache
+def replayed(name: str, counted: Counted) -> Search:
+    caller = Caller(loss_bytes=0, budget_on=counted)
+    return searched(captured(name), caller=caller, allocator=AllocatorSettings())

@@ -5,6 +5,8 @@ An operation of stage ``i`` is ``i * KINDS`` and what it is.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,9 +31,7 @@ def coded(schedule: Schedule) -> Codes:
 
 def decoded(codes: Codes) -> Schedule:
     """The schedule that ``codes`` stand for."""
-    numbers = codes.tolist()
-    ops = {code: _op_of(code) for code in set(numbers)}
-    return Schedule(tuple(ops[code] for code in numbers))
+    return Schedule(tuple(map(_op_of, codes.tolist())))
 
 
 def _code_of(op: Compute) -> int:
@@ -40,6 +40,7 @@ def _code_of(op: Compute) -> int:
     return op.stage * KINDS + _OF_KEEP[op.keep] + op.option
 
 
+@functools.cache
 def _op_of(code: int) -> Compute:
     stage, kind = divmod(code, KINDS)
     if kind == BACKWARD:

@@ -9,7 +9,7 @@ from fxremat.ir import Compute
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A storage that crosses the turn, used last by call ``last`` and next by call ``next``.
+    """A storage made in the forward and read after the turn, by calls ``last`` and ``next``.
 
     Attributes:
         storage: which.
@@ -35,7 +35,7 @@ class Evaluation:
         turn_bytes: most memory held at the turn.
         end_bytes: most memory held after the last call.
         seconds: of each call.
-        lives: storages that are there at the turn and read after it.
+        lives: storages that cross the turn, but for those that are given.
     """
 
     ops: tuple[Compute, ...]

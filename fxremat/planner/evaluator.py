@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +52,13 @@ class Evaluator:
         """That of a measured line."""
         step = step_of(measured, options, costs, surroundings)
         return Evaluator(measured.line, blocks, options, costs, surroundings, step)
+
+    @property
+    def count(self) -> int:
+        """Evaluations so far."""
+        from fxremat.planner.extract import EVALUATIONS  # noqa: PLC0415
+
+        return int(self.step.data[self.step.at.counts + EVALUATIONS])
 
     def keep_all(self) -> Candidate:
         """Nothing recomputed."""
@@ -185,15 +191,13 @@ class Evaluator:
         last = np.zeros(at.storage_count, dtype=np.int64)
         after = np.zeros(at.storage_count, dtype=np.int64)
         find_lives(step.data, at, calls, last, after)
+        used, needed = last.tolist(), after.tolist()
         nodes: dict[int, list[int]] = {}
-        for node in np.flatnonzero(step.data[at.saved : at.saved + at.nodes]).tolist():
-            for storage in self._storages(node):
-                if after[storage] >= 0:
+        for node in np.flatnonzero(step.data[at.saved : at.saved + at.forward_count]).tolist():
+            for storage in step.storages[node]:
+                if needed[storage] >= 0:
                     nodes.setdefault(storage, []).append(node)
         return tuple(
-            Life(storage, tuple(own), int(last[storage]), int(after[storage]))
+            Life(storage, tuple(own), used[storage], needed[storage])
             for storage, own in nodes.items()
         )
-
-    def _storages(self, node: int) -> Sequence[int]:
-        return self.line.joint.storages.of_node[self.step.nodes[node]]

@@ -19,9 +19,9 @@ from fxremat.planner.step import AGAIN, ARENA, BACK, COLUMNS, TABLE, At, Flags, 
 MADE, NODES, INPUTS, DIRECT, READS, END, REBUILDS = range(7)
 """Of a block: where each of its lists begins, and whether a backward runs operations again."""
 
-TOP, BLOCKS, FOOTPRINTS, STAMP, FAILED = range(5)
-"""Of ``At.counts``: how far lists, blocks and footprints reach, the last mark that was made, and
-what was missing."""
+TOP, BLOCKS, FOOTPRINTS, STAMP, FAILED, EVALUATIONS = range(6)
+"""Of ``At.counts``: how far lists, blocks and footprints reach, the last mark that was made,
+what was missing, and how many evaluations there were."""
 
 
 @njit(inline="always")

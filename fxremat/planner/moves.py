@@ -9,7 +9,7 @@ reader lacks any. What is read again last goes first: it has most time to travel
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -77,10 +77,9 @@ class Movable:
     def least_bytes(self) -> int:
         """The least peak that moving can lead to."""
         turn_bytes = self.evaluation.turn_bytes - sum(life.nbytes for life in self.lives)
-        calls = (
-            nbytes - sum(life.nbytes for life in self.lives if life.last < index < life.next)
-            for index, nbytes in enumerate(self.evaluation.peaks_bytes)
-        )
+        spans = ((life.last + 1, life.next, life.nbytes) for life in self.lives)
+        away = away_bytes(self.evaluation, spans)
+        calls = [n - gone for n, gone in zip(self.evaluation.peaks_bytes, away, strict=True)]
         return max(turn_bytes, self.evaluation.end_bytes, *calls)
 
     def moves(self, budget_bytes: int, host_bytes: int | None = None) -> tuple[Move, ...] | None:
@@ -123,6 +122,8 @@ class Movable:
         instants: list[tuple[int, int | None]] = [(self.evaluation.turn_bytes, None)]
         instants.extend((nbytes, i) for i, nbytes in enumerate(self.evaluation.peaks_bytes))
         for nbytes, call in sorted(instants, key=lambda x: -x[0]):
+            if nbytes <= budget_bytes:
+                break
             if not self._make_room(nbytes - budget_bytes, call, away):
                 return None
         return away
@@ -152,6 +153,20 @@ class Movable:
         return False
 
 
+def away_bytes(evaluation: Evaluation, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Bytes that are away during each call.
+
+    Args:
+        evaluation: of the calls.
+        spans: the first call, the call after the last, and bytes.
+    """
+    changes = [0] * (len(evaluation.peaks_bytes) + 1)
+    for begin, end, nbytes in spans:
+        changes[begin] += nbytes
+        changes[end] -= nbytes
+    return list(accumulate(changes[:-1]))
+
+
 def moved(evaluation: Evaluation, moves: Sequence[Move]) -> Evaluation:
     """The memory of a decision whose storages travel, from what it is when they stay.
 
@@ -159,11 +174,8 @@ def moved(evaluation: Evaluation, moves: Sequence[Move]) -> Evaluation:
         evaluation: with everything on the device.
         moves: what travels.
     """
-    changes = [0] * (len(evaluation.peaks_bytes) + 1)
-    for move in moves:
-        changes[move.release] += move.nbytes
-        changes[move.prefetch] -= move.nbytes
-    away = list(accumulate(changes[:-1]))
+    spans = ((move.release, move.prefetch, move.nbytes) for move in moves)
+    away = away_bytes(evaluation, spans)
     return replace(
         evaluation,
         peaks_bytes=tuple(map(operator.sub, evaluation.peaks_bytes, away)),

@@ -14,6 +14,7 @@ from fxremat.ir.coded import ALL, BACKWARD, KINDS
 from fxremat.planner.extract import (
     DIRECT,
     END,
+    EVALUATIONS,
     FAILED,
     FOOTPRINTS,
     INPUTS,
@@ -64,6 +65,7 @@ def evaluate(
     """
     make_room(data, at, codes.size)
     data[at.counts + FAILED] = 0
+    data[at.counts + EVALUATIONS] += 1
     _begin(data, at, codes, held)
     last = (at.stages - 1) * KINDS + BACKWARD
     following = -1

@@ -191,6 +191,7 @@ class Step:
         at: where each lies.
         number: of each node.
         nodes: by number.
+        storages: of the value of each forward node.
     """
 
     data: Ints
@@ -198,6 +199,7 @@ class Step:
     at: At
     number: dict[fx.Node, int]
     nodes: tuple[fx.Node, ...]
+    storages: tuple[tuple[int, ...], ...]
 
 
 class _Layout:
@@ -295,7 +297,8 @@ def step_of(measured: Measured, options: Options, costs: Costs, surroundings: Su
     data, seconds = layout.arrays()
     at = At(**layout.places, **counts)
     data[at.counts] = at.arena
-    return Step(data, seconds, at, number, nodes)
+    storages = tuple(line.joint.storages.of_node[n] for n in nodes[: at.forward_count])
+    return Step(data, seconds, at, number, nodes, storages)
 
 
 def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:

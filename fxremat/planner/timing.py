@@ -1,4 +1,4 @@
-"""When the calls of a program run, and the copies of its moves beside them."""
+"""When the calls of a decision run, and the copies of its moves beside them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fxremat.costs.bandwidth import MeasuredLink
-from fxremat.ir import Copy, Event, Idle, Lane, Timeline
+from fxremat.ir import Copy, Event, Idle, Lane, MeasuredLink, Timeline
 from fxremat.passes.emit.travel import Move
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.evaluation import Evaluation
+
+_NO_WAIT = Idle()
 
 
 @dataclass(slots=True)
@@ -79,6 +80,15 @@ def replay(
         follows them.
     """
     assert link is not None or not moves
+    events: list[Event] = []
+    _Replay(evaluation, line, link, _by_place(moves), events).run()
+    return Timeline(tuple(events))
+
+
+def makespan_s(
+    evaluation: Evaluation, line: Line, moves: Sequence[Move], link: MeasuredLink
+) -> float:
+    """Seconds of :func:`replay`."""
     return _Replay(evaluation, line, link, _by_place(moves)).run()
 
 
@@ -109,25 +119,26 @@ class _Replay:
     line: Line
     link: MeasuredLink | None
     places: dict[int, _Places]
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] | None = None
     copied_s: dict[int, float] = field(default_factory=dict)
     back_s: dict[int, float] = field(default_factory=dict)
 
-    def run(self) -> Timeline:
+    def run(self) -> float:
+        """Note all events, if there is a list for them; returns when the last ends."""
         lanes = None if self.link is None else _Lanes(self.link)
-        nothing = _Places()
         now = 0.0
         for index, op in enumerate(self.evaluation.ops):
-            idle = Idle()
-            if lanes is not None:
-                now, idle = self._transfer(lanes, self.places.get(index, nothing), index, now)
+            idle = _NO_WAIT
+            if index in self.places and lanes is not None:
+                now, idle = self._transfer(lanes, self.places[index], index, now)
             end_s = now + self.evaluation.seconds[index]
             if lanes is not None:
                 end_s = lanes.compute_end_s(now, self.evaluation.seconds[index])
-            peak, held = self.evaluation.peaks_bytes[index], self.evaluation.held_bytes[index]
-            self.events.append(Event(op, now, end_s, peak, held, Lane.COMPUTE, idle))
+            if self.events is not None:
+                peak, held = self.evaluation.peaks_bytes[index], self.evaluation.held_bytes[index]
+                self.events.append(Event(op, now, end_s, peak, held, Lane.COMPUTE, idle))
             now = end_s
-        return Timeline(tuple(self.events))
+        return max([now, *self.copied_s.values(), *self.back_s.values()])
 
     def _transfer(self, lanes: _Lanes, here: _Places, index: int, now: float) -> tuple[float, Idle]:
         """Issue the copies at a place; returns when the call there can begin."""
@@ -146,6 +157,8 @@ class _Replay:
 
     def _issue(self, lanes: _Lanes, move: Move, lane: Lane, index: int, ready_s: float) -> float:
         begin, end = lanes.copy(move.nbytes, lane, ready_s=ready_s)
+        if self.events is None:
+            return end
         line = self.line
         owner = line.joint.storages.owner[move.storage]
         what = Copy(owner.name, line.stage_of.get(owner, 0), move.nbytes)

@@ -27,7 +27,7 @@ from fxremat.planner.moves import Movable, moved
 from fxremat.planner.policy import conv_inputs
 from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
-from fxremat.planner.timing import replay
+from fxremat.planner.timing import makespan_s, replay
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.slots import slot_bytes
 from fxremat.units import format_bytes
@@ -252,12 +252,12 @@ class Transfers:
             moves = base.moves(aim_bytes, self.host.limit_bytes)
             if moves is None:
                 return None
-            found = Moved.of(candidate, base.evaluation, self._line, moves, self.link)
-            if best is not None and found.total_s >= best.total_s:
+            found_s = makespan_s(base.evaluation, self._line, moves, self.link)
+            if best is not None and found_s >= best.total_s:
                 return None
             over_bytes = self._counted_bytes(candidate, base, moves) - budget_bytes
             if over_bytes <= 0:
-                return found
+                return Moved.of(candidate, base.evaluation, self._line, moves, self.link)
             aim_bytes -= over_bytes
         return None
 
