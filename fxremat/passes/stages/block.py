@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -41,7 +41,8 @@ class Block:
         inputs: tensors from outside, by role and then in graph order.
         outputs: tensors asked for, likewise.
         reads: storages of the inputs.
-        again: those of ``nodes`` that a backward recomputes.
+        again: those of ``nodes`` that a backward recomputes, in the order of the forward: sums
+            over them are the same in any process.
         directly: what others of ``nodes`` read, from outside or inside.
     """
 
@@ -51,7 +52,7 @@ class Block:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     reads: frozenset[int]
-    again: frozenset[fx.Node] = frozenset()
+    again: Set[fx.Node] = frozenset()
     directly: frozenset[fx.Node] = frozenset()
 
     def mode_of(self, node: fx.Node) -> Mode:
@@ -144,7 +145,7 @@ def extract(
         inputs=(),
         outputs=tuple(sorted((n for n in nodes if n in wanted), key=line.rank)),
         reads=frozenset(),
-        again=frozenset(again),
+        again=dict.fromkeys(again).keys(),
     )
     inputs = {n for node in nodes for n in block.sources(node) if n not in chosen}
     return replace(

@@ -1,0 +1,119 @@
+"""Frozen data as JSON and back: the same values, and nothing but them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.ir import Backward, Copy, Event, Forward, Keep, Lane, Schedule, Storage, Timeline
+from fxremat.report.codec import FormatError, decode, encode
+from tests.examples import examples
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All kinds of fields that plans have."""
+
+    name: str
+    seconds: tuple[float, ...]
+    pairs: tuple[tuple[int, str], ...] = ()
+    kind: Literal["a", "b"] = "a"
+    last: Storage | None = None
+    kept: bool = False
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+sizes = st.builds(
+    Sizes,
+    st.text(max_size=5),
+    st.lists(finite, max_size=4).map(tuple),
+    st.lists(st.tuples(st.integers(), st.text(max_size=3)), max_size=3).map(tuple),
+    st.sampled_from(["a", "b"]),
+    st.none() | st.builds(Storage, st.integers(0), st.text(max_size=3)),
+    st.booleans(),
+)
+
+
+@examples(1)
+@given(sizes)
+def test_values_come_back_to_the_last_bit(value: Sizes):
+    text = json.dumps(encode(Sizes, value), allow_nan=False)
+    found = decode(Sizes, json.loads(text))
+    assert found == value
+    assert [x.hex() for x in found.seconds] == [x.hex() for x in value.seconds]  # -0.0, too
+
+
+def test_classes_among_others_are_told_by_their_names():
+    ops = (Forward(0, Keep.INPUT), Forward(1, Keep.ALL, 2), Backward(1))
+    assert decode(Schedule, encode(Schedule, Schedule(ops))) == Schedule(ops)
+    copy = Event(Copy("x", 0, 4), 0.0, 1.0, 4, 0, Lane.D2H)
+    assert decode(Timeline, encode(Timeline, Timeline((copy,)))) == Timeline((copy,))
+
+
+GOOD = encode(Sizes, Sizes("x", (1.0,), ((1, "y"),), last=Storage(3, "z")))
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"name": 1}, ".name"),
+        ({"seconds": 1.0}, ".seconds"),
+        ({"seconds": [1.0, "2.0"]}, ".seconds[1]"),
+        ({"seconds": [True]}, ".seconds[0]"),
+        ({"pairs": [[1, "y", 2]]}, ".pairs[0]"),
+        ({"pairs": [["1", "y"]]}, ".pairs[0][0]"),
+        ({"kind": "c"}, ".kind"),
+        ({"kind": ["a"]}, ".kind"),
+        ({"last": {"nbytes": 1.5, "name": ""}}, ".last.nbytes"),
+        ({"kept": 0}, ".kept"),
+        ({"more": 0}, "more"),
+    ],
+)
+def test_other_forms_are_refused_with_their_place(change: dict[str, object], place: str):
+    with pytest.raises(FormatError) as caught:
+        decode(Sizes, {**GOOD, **change})
+    assert place in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [None, [], "x", {}, {"name": "x"}])
+def test_what_is_no_object_of_these_fields_is_refused(data: object):
+    with pytest.raises(FormatError):
+        decode(Sizes, data)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        {"stage": 0},
+        {"is": "Event", "stage": 0},
+        {"is": ["Forward"], "stage": 0},
+        {"is": "Forward", "stage": 0, "keep": "much", "option": 0},
+        {"is": "Forward", "stage": 0, "keep": ["all"], "option": 0},
+    ],
+)
+def test_other_classes_and_members_are_refused(op: object):
+    with pytest.raises(FormatError):
+        decode(Schedule, {"ops": [op]})
+
+
+def test_values_that_a_class_refuses_are_refused():
+    @dataclass(frozen=True)
+    class Positive:
+        number: int
+
+        def __post_init__(self) -> None:
+            if self.number <= 0:
+                raise ValueError("not positive")
+
+    with pytest.raises(FormatError, match="not positive"):
+        decode(Positive, {"number": 0})
+
+
+def test_types_without_a_form_are_the_programmers_mistake():
+    with pytest.raises(TypeError):
+        encode(set, set())

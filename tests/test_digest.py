@@ -1,0 +1,69 @@
+"""What makes two traced steps the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxremat.passes.joint.digest import Digests, digest
+from tests.harness import capture
+
+
+class Model(nn.Module):
+    def __init__(self, *, slope: float = 0.1, tanh: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        self.slope, self.tanh = slope, tanh
+        self.layer = nn.Linear(8, 8, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.leaky_relu(self.layer(x), self.slope)
+        return torch.dropout(y.tanh() if self.tanh else y, 0.5, True) * 2
+
+
+def digests(model: nn.Module, x: Tensor) -> Digests:
+    step = capture(model, (x,))
+    return digest(step.traced, forward_output_count=step.output_count, mutated_primals=step.mutated)
+
+
+X = torch.randn(4, 8)
+
+
+@pytest.fixture(scope="module")
+def first() -> Digests:
+    return digests(Model(), X)
+
+
+def test_another_capture_is_the_same_whatever_its_values(first: Digests):
+    nn.Linear(3, 3)(torch.randn(2, 3)).sum().backward()  # sequence numbers go on
+    assert digests(Model(), torch.randn(4, 8)) == first
+
+
+def test_another_operation_is_another_model(first: Digests):
+    other = digests(Model(tanh=True), X)
+    assert other.operations != first.operations
+    assert other.code != first.code
+    assert other.inputs == first.inputs
+    assert digests(Model(bias=False), X).operations != first.operations
+
+
+def test_sizes_and_dtypes_are_told_of_the_inputs(first: Digests):
+    longer = digests(Model(), torch.randn(6, 8))
+    assert longer.operations == first.operations
+    assert longer.code != first.code
+    changed = [(a, b) for a, b in zip(first.inputs, longer.inputs, strict=True) if a != b]
+    assert changed == [("float32[4, 8]", "float32[6, 8]")]
+    double = digests(Model().double(), X.double())
+    assert double.code != first.code
+    assert all("float64" in shape for shape in double.inputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [(Model(slope=0.2), X), (Model(), torch.randn(8, 4).T), (Model(), torch.randn(9, 8)[:4])],
+    ids=["a constant", "strides", "a part of a larger storage"],
+)
+def test_the_code_is_of_all_that_a_kernel_sees(first: Digests, model: nn.Module, x: Tensor):
+    other = digests(model, x)
+    assert (other.operations, other.inputs) == (first.operations, first.inputs)
+    assert other.code != first.code
