@@ -18,12 +18,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from fxremat.planner.candidate import Candidate
 
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of
 from fxremat.planner import allocations
 from fxremat.planner.allocations import Allocated, Allocations, Requests, requests_of_step
-from fxremat.planner.candidate import Candidate
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Caller
 from fxremat.simulate.allocator import AllocatorSettings

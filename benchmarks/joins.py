@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fxremat.planner.candidate import Candidate
 
 from benchmarks.common import RESULTS, interleave, ratios, save, show
 from benchmarks.steps import entry_of
 from benchmarks.unit_joins import figure_7
 from fxremat.costs.measure import seconds_of
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.planner.candidate import Candidate
 from fxremat.planner.joining import equivalent_schedules
 from fxremat.planner.search import PLANNERS, Planner, Search, line_schedules
 from fxremat.planner.surroundings import Caller

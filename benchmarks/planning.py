@@ -1,5 +1,7 @@
-"""How long planning and importing take.
+"""How long planning takes, and what of it; how long importing takes.
 
+Seconds of CPU of one thread, with nothing known of any model, from the captured graph to the
+emitted ones, for half of the peak of keeping everything.
 Run: python -m benchmarks.planning [model …]
 """
 
@@ -10,14 +12,29 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of, planned
 from fxremat.costs.cache import COSTS
-from fxremat.frontend import capture
+from fxremat.frontend import capture, pipeline
+from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.search import GENERATORS, Search
+
+MODELS = (
+    "gpt16",
+    "llama8",
+    *(f"llama_narrow{layers}" for layers in (8, 16, 32, 64)),
+    "densenet121",
+    "gru48",
+    "encoder_twice",
+)
 
 
 def import_seconds() -> float:
@@ -37,50 +54,111 @@ def import_seconds() -> float:
     return statistics.median(runs)
 
 
+class Clock:
+    """CPU seconds of what is timed, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.evaluations = 0
+
+    def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, timed."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.process_time()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.process_time() - begin
+
+        return call
+
+    def steps(self, name: str, generate: Callable[..., Iterator[Any]]) -> Callable[..., Any]:
+        """A generator function, its own time alone."""
+
+        def call(*args: Any) -> Iterator[Any]:
+            found = generate(*args)
+            following = self.timed(name, lambda: next(found, None))
+            while (item := following()) is not None:
+                yield item
+
+        return call
+
+    def searched(self, over: Callable[..., Search]) -> Callable[..., Search]:
+        """``over``, its generators and evaluations timed."""
+        generators = [self.steps("tables", generator) for generator in GENERATORS]
+
+        def call(*args: Any, **kwargs: Any) -> Search:
+            found = self.timed("search", over)(*args, generators=generators, **kwargs)
+            self.evaluations += found.evaluator.count
+            return found
+
+        return call
+
+
 def planning_seconds(name: str) -> dict[str, Any]:
-    """Seconds from the captured graph to the emitted ones, with nothing measured before."""
+    """One row."""
     entry = entry_of(name)
     torch._dynamo.reset()
     COSTS.clear()
-    taken: list[float] = []
-    plan_step = capture.plan_step
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        result = plan_step(*args, **kwargs)
-        taken.append(time.perf_counter() - begin)
-        return result
-
-    capture.plan_step = timed
-    begin = time.perf_counter()
-    try:
+    clock = Clock()
+    patches = (
+        (capture, "plan_step", "planning"),
+        (pipeline, "measure_line", "measuring"),
+        (pipeline, "emit", "emission"),
+        (Evaluator, "candidate", "evaluating"),
+        (Evaluator, "climb", "climbing"),
+    )
+    with ExitStack() as stack:
+        for owner, attribute, what in patches:
+            run = clock.timed(what, getattr(owner, attribute))
+            stack.enter_context(mock.patch.object(owner, attribute, run))
+        stack.enter_context(mock.patch.object(Search, "over", clock.searched(Search.over)))
+        begin = time.process_time()
         _, compiled = planned(entry, 0.5)
-    finally:
-        capture.plan_step = plan_step
-    total = time.perf_counter() - begin
+        total_s = time.process_time() - begin
+    seconds = clock.seconds
+    evaluated_s = seconds["evaluating"] + seconds["climbing"]
     return {
         "model": name,
-        "planning_s": taken[0],
-        "total_s": total,
         "stages": len(compiled.plan.chain),
+        "capture_s": total_s - seconds["planning"],
+        "planning_s": seconds["planning"],
+        "measuring_s": seconds["measuring"],
+        "tables_s": seconds["tables"],
+        "evaluations": clock.evaluations,
+        "evaluation_us": 1e6 * evaluated_s / max(clock.evaluations, 1),
+        "search_s": seconds["search"] - seconds["tables"],
+        "emission_s": seconds["emission"],
     }
+
+
+def row(found: dict[str, Any]) -> list[str]:
+    """As it is printed."""
+    names = ("capture", "planning", "measuring", "tables", "search", "emission")
+    return [
+        found["model"],
+        str(found["stages"]),
+        *(f"{found[f'{name}_s']:.2f}" for name in names),
+        f"{found['evaluations']} x {found['evaluation_us']:.0f}",
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=["gpt16", "llama8", "densenet121"])
+    parser.add_argument("models", nargs="*", default=MODELS)
     options = parser.parse_args()
-    planned(entry_of("tied"), 1.0)  # the solver's kernels are loaded
+    torch.set_num_threads(1)
+    for name in ("tied", "inception"):  # kernels are loaded, or compiled
+        planned(entry_of(name), "min")
     results = [planning_seconds(name) for name in options.models]
-    seconds = import_seconds()
+    columns = ("capture s", "planning s", "measuring", "tables", "search", "emission")
     show(
-        "Planning time",
-        ["model", "stages", "planning s", "with capture s"],
-        [
-            [r["model"], str(r["stages"]), f"{r['planning_s']:.2f}", f"{r['total_s']:.2f}"]
-            for r in results
-        ],
+        "Planning, seconds of CPU",
+        ["model", "stages", *columns, "evaluations x us"],
+        [row(found) for found in results],
     )
+    seconds = import_seconds()
     print(f"importing fxremat beyond torch: {seconds:.3f} s")
     save("planning", {"models": results, "import_s": seconds})
 

@@ -12,52 +12,14 @@ import statistics
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import fxremat
 from benchmarks.common import Spread, interleave, save, show
-from benchmarks.steps import Step, make_step
+from benchmarks.steps import Step, entry_of, make_step
 from fxremat.ir import Copy
-from tests.models import BENCH
-from tests.models.gpt import GPTConfig, gpt_entry
-from tests.models.recurrent import UnrolledGRU
-from tests.models.zoo import ZooModel, drawn_once, seeded, sum_of_squares
+from tests.models.zoo import ZooModel
 
-
-class Residual(nn.Module):
-    """Blocks of a norm, two small layers and a sum."""
-
-    def __init__(self, *, blocks: int = 60, width: int = 16) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)
-            )
-            for _ in range(blocks)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(rows, width)``, in and out."""
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def _entry(name: str, build: Any, shape: tuple[int, ...]) -> ZooModel:
-    def sample(seed: int) -> tuple[tuple[Tensor], dict[str, Any]]:
-        with seeded(seed):
-            return (torch.randn(*shape),), {}
-
-    return ZooModel(name=name, build=drawn_once(build), sample=sample, loss=sum_of_squares)
-
-
-_TINY_GPT = GPTConfig(vocabulary=64, context=32, width=32, heads=2, blocks=12)
-ENTRIES = {
-    "blocks60": _entry("blocks60", Residual, (8, 16)),
-    "gru48": _entry("gru48", lambda: UnrolledGRU(steps=48), (8, 48, 16)),
-    "gpt12_tiny": gpt_entry("gpt12_tiny", _TINY_GPT, batch=2, length=32),
-    "gpt16": BENCH["gpt16"],
-}
+NAMES = ("blocks60", "gru48", "gpt12_tiny", "gpt16")
 
 
 def planned(entry: ZooModel, budget: int | float | str, **options: Any) -> tuple[Step, Any]:
@@ -125,11 +87,11 @@ def line(row: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(ENTRIES))
+    parser.add_argument("models", nargs="*", default=NAMES)
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row for name in options.models for row in measure(ENTRIES[name], options.rounds)]
+    rows = [row for name in options.models for row in measure(entry_of(name), options.rounds)]
     columns = ["", "calls", "transfers", "beside ms", "predicted ms", "measured ms", "÷"]
     show("Predicted and measured seconds of a step", columns, [line(row) for row in rows])
     save("predicted", {"rounds": options.rounds, "threads": 1, "rows": rows})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import fxremat
+from benchmarks.entries import ENTRIES
 from fxremat.costs.measure import seconds_of
 from tests.models import BENCH, ZOO
 from tests.models.reference import compile_reference
@@ -33,8 +34,8 @@ class Step:
 
 
 def entry_of(name: str) -> ZooModel:
-    """A benchmark configuration, or a zoo model."""
-    return BENCH[name] if name in BENCH else ZOO[name]
+    """A model by name: of benchmarks alone, a benchmark configuration, or of the zoo."""
+    return {**ZOO, **BENCH, **ENTRIES}[name]
 
 
 def make_step(entry: ZooModel, model: torch.nn.Module, call: Callable[..., Any]) -> Step:

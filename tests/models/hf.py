@@ -82,6 +82,7 @@ def llama(
     batch: int,
     length: int,
     heads: int = 8,
+    key_value_heads: int | None = None,
     **flags: bool,
 ):
     """Llama: RMSNorm, rotary positions, gated MLP."""
@@ -95,7 +96,7 @@ def llama(
             intermediate_size=inner,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=heads,
+            num_key_value_heads=key_value_heads or heads,
             max_position_embeddings=max(256, length),
             use_cache=False,
         )
