@@ -22,7 +22,7 @@ from fxremat.passes.joint.storage import is_tensor
 from fxremat.passes.stages.block import Block, Mode, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
-from fxremat.passes.stages.signature import Key, block_key
+from fxremat.passes.stages.signature import Key
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how much of it, and of how much."""
@@ -145,8 +145,7 @@ class _Stage:
         stage, boundary = line.stages[index], frozenset(boundary_after(line, index))
         wanted = boundary.intersection(stage.forward).union(stage.saved) - line.pinned
         whole = blocks(index, Mode.AGAIN, wanted)
-        storages = line.joint.storages
-        timed = tuple(block_key(b, storages) if b.nodes else None for b in three)
+        timed = tuple(blocks.key(b) if b.nodes else None for b in three)
         return _Stage(*three, whole, boundary | line.pinned, timed)
 
 

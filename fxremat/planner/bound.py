@@ -9,9 +9,10 @@ bound is the greatest over a few moments at which memory is fullest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from torch import fx
 
@@ -82,27 +83,52 @@ class Relaxation:
         solvers = optional.find("ortools.linear_solver.pywraplp")
         if solvers is None:
             return 0.0
-        return max(self._solve(moment, budget_bytes, solvers) for moment in self.moments)
+        programs = _Programs(self, solvers)
+        return max(programs.least_s(moment, budget_bytes) for moment in self.moments)
 
-    def _solve(self, moment: Moment, budget_bytes: int, pywraplp: ModuleType) -> float:
-        """Hold or compute again what is read after ``moment``."""
-        solver = pywraplp.Solver.CreateSolver("GLOP")
-        maker = {s: i for i, operation in enumerate(self.operations) for s in operation.makes}
-        held = {s: solver.NumVar(0.0, 1.0, f"held{s}") for s in maker}
-        runs = [solver.NumVar(0.0, 1.0, f"runs{i}") for i in range(len(self.operations))]
-        for storage in moment.required - moment.anyway:
-            solver.Add(held[storage] + runs[maker[storage]] >= 1)
-        for operation, run in zip(self.operations, runs, strict=True):
-            for storage in (operation.reads & maker.keys()) - moment.anyway:
-                solver.Add(held[storage] + runs[maker[storage]] >= run)
-        unit = max(sum(self.nbytes[s] for s in maker), 1)  # coefficients near one
-        room_bytes = max(budget_bytes - moment.occupied_bytes, 0)
-        solver.Add(sum(self.nbytes[s] / unit * h for s, h in held.items()) <= room_bytes / unit)
-        cost = zip(self.operations, runs, strict=True)
-        solver.Minimize(sum(operation.seconds * run for operation, run in cost))
-        if solver.Solve() != pywraplp.Solver.OPTIMAL:
+
+class _Programs:
+    """Linear programs of all moments: to hold or compute again what is read after each.
+
+    They differ in which constraints count, and in the bytes that are left.
+    """
+
+    def __init__(self, relaxation: Relaxation, pywraplp: ModuleType) -> None:
+        self._optimal = pywraplp.Solver.OPTIMAL
+        self._solver = solver = pywraplp.Solver.CreateSolver("GLOP")
+        operations, nbytes = relaxation.operations, relaxation.nbytes
+        maker = {s: i for i, operation in enumerate(operations) for s in operation.makes}
+        runs = [solver.NumVar(0.0, 1.0, "") for _ in operations]
+        held = {s: solver.NumVar(0.0, 1.0, "") for s in maker}
+        self._there = {s: self._at_least_0({held[s]: 1.0, runs[i]: 1.0}) for s, i in maker.items()}
+        self._read = [
+            (s, self._at_least_0({held[s]: 1.0, runs[maker[s]]: 1.0, run: -1.0}))
+            for operation, run in zip(operations, runs, strict=True)
+            for s in sorted(operation.reads & maker.keys())
+        ]
+        self._unit = max(sum(nbytes[s] for s in maker), 1)  # coefficients near one
+        self._room = self._at_least_0({h: -nbytes[s] / self._unit for s, h in held.items()})
+        for operation, run in zip(operations, runs, strict=True):
+            solver.Objective().SetCoefficient(run, operation.seconds)
+        solver.Objective().SetMinimization()
+
+    def _at_least_0(self, terms: Mapping[Any, float]) -> Any:
+        """A sum of variables that is never negative."""
+        constraint = self._solver.Constraint(0.0, self._solver.infinity())
+        for variable, coefficient in terms.items():
+            constraint.SetCoefficient(variable, coefficient)
+        return constraint
+
+    def least_s(self, moment: Moment, budget_bytes: int) -> float:
+        """Seconds that are computed again after ``moment``, at least."""
+        for storage, constraint in self._there.items():
+            constraint.SetLb(float(storage in moment.required and storage not in moment.anyway))
+        for storage, constraint in self._read:
+            constraint.SetLb(-1.0 if storage in moment.anyway else 0.0)
+        self._room.SetLb(-max(budget_bytes - moment.occupied_bytes, 0) / self._unit)
+        if self._solver.Solve() != self._optimal:
             return 0.0
-        return max(float(solver.Objective().Value()), 0.0) * (1 - 1e-9)
+        return max(float(self._solver.Objective().Value()), 0.0) * (1 - 1e-9)
 
 
 def _moments(

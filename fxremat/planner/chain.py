@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxremat.costs.cost import Measured, boundary_after, stage_blocks
+from fxremat.costs.cost import Measured, backward_results, boundary_after, stage_blocks
 from fxremat.costs.options import Options
 from fxremat.ir import Chain, Costs, SaveOption, Stage, StageCosts, Storage
-from fxremat.passes.stages.block import Block, Mode, candidates
+from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
-from fxremat.passes.stages.linearize import Line
-from fxremat.passes.stages.signature import block_key
-from fxremat.planner.footprint import Footprints
-from fxremat.planner.surroundings import Surroundings
+from fxremat.passes.stages.linearize import Line, StageNodes
+from fxremat.planner.evaluator import Alone, Evaluator
 
 
 def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) -> Chain:
@@ -29,7 +28,7 @@ def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) 
     kinds: dict[object, int] = {}
     stages = []
     for index, stage in enumerate(line.stages):
-        key = tuple(block_key(b, table) for b in stage_blocks(line, blocks, index))
+        key = tuple(map(blocks.key, stage_blocks(line, blocks, index)))
         kind = kinds.setdefault(key, len(kinds))
         stages.append(Stage(line.name_of(index), ids(stage.saved), kind))
     boundaries = [ids(stage.boundary) for stage in line.stages]
@@ -52,30 +51,32 @@ def _numbering(line: Line, options: Options | None) -> dict[int, int]:
 
 
 def build_costs(
-    measured: Measured,
-    chain: Chain,
-    blocks: BlockCache,
-    footprints: Footprints,
-    surroundings: Surroundings,
-    options: Options | None = None,
+    measured: Measured, chain: Chain, evaluator: Evaluator, *, options: bool = True
 ) -> Costs:
-    """Seconds and bytes of each stage, the bytes from its blocks alone.
+    """Seconds and bytes of each stage, the bytes from its calls alone.
 
     What AOTAutograd holds through the backward (tangents) or at the turn is charged to
     the last stage's backward, be it the turn itself, and to the gradients of the others.
+
+    Args:
+        measured: the line.
+        chain: its stages.
+        evaluator: of the line.
+        options: with the stages' save options.
     """
     line = measured.line
     gradients = _gradient_bytes(line)
-    number = _numbering(line, options)
+    number = _numbering(line, evaluator.options if options else None)
     stages = []
     for index in range(len(chain)):
-        stage = _Stage(measured, chain, blocks, footprints, surroundings, index)
-        found = []
-        for parts, mask in options.of(index) if options else ():
+        stage = _Stage(measured, chain, evaluator, index)
+        found: list[SaveOption] = []
+        for parts, mask in evaluator.options.of(index) if options else ():
             kept = tuple(number[s] for s in parts.kept_storages(mask))
-            found.append(stage.option(kept, parts.missing(mask), parts.recompute_s(mask)))
+            found.append(stage.option(len(found) + 1, kept, parts.recompute_s(mask)))
         stages.append(stage.costs(gradients[index], tuple(found)))
-    return Costs(tuple(stages), surroundings.given_bytes + _pinned_bytes(line))
+    fixed_bytes = evaluator.surroundings.given_bytes + _pinned_bytes(line)
+    return Costs(tuple(stages), fixed_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,78 +85,75 @@ class _Stage:
 
     measured: Measured
     chain: Chain
-    blocks: BlockCache
-    footprints: Footprints
-    surroundings: Surroundings
+    evaluator: Evaluator
     index: int
 
     def costs(self, gradient_bytes: int, options: tuple[SaveOption, ...]) -> StageCosts:
         """Of the stage, the gradients in memory after it being ``gradient_bytes``."""
-        line, chain, index = self.measured.line, self.chain, self.index
-        table = line.joint.storages
-        seconds = self.measured.stages[index]
-        first, again, backward = stage_blocks(line, self.blocks, index)
+        chain, index = self.chain, self.index
+        seconds, saved = self.measured.stages[index], self._own.saved
         new_boundary = chain.nbytes({*chain.boundaries[index + 1]} - {*chain.boundaries[index]})
-        plain = _without_saved(line, self.blocks, index)
-        rebuild = self.footprints.of(again, kept=table.of(again.inputs))
-        alone_bytes = self._backward_extra(backward)
+        passed_on = self._passed_on
+        rebuild = self.evaluator.alone(index, Mode.AGAIN, saved, kept=True)
+        alone_bytes = self._backward_extra(0)
         last = index == len(chain) - 1
+        tangent_bytes = self.evaluator.surroundings.tangent_bytes
         return StageCosts(
             forward_s=seconds.forward_s,
             backward_s=seconds.backward_s,
             rebuild_s=seconds.rebuild_s,
-            gradient_bytes=0 if last else gradient_bytes + self.surroundings.tangent_bytes,
-            forward_extra_bytes=self._forward_extra(plain, new_boundary),
-            keep_extra_bytes=self._forward_extra(first, chain.nbytes(chain.saved_set(index))),
+            gradient_bytes=0 if last else gradient_bytes + tangent_bytes,
+            forward_extra_bytes=self._forward_extra(passed_on, new_boundary),
+            keep_extra_bytes=self._forward_extra(
+                passed_on.union(saved), chain.nbytes(chain.saved_set(index))
+            ),
             backward_extra_bytes=alone_bytes,
             rebuild_bytes=max(rebuild.peak_bytes, rebuild.change_bytes + alone_bytes),
             options=options,
         )
 
-    def _forward_extra(self, block: Block, held_bytes: int) -> int:
-        """Peak of a first forward beyond its input, pinned tensors and ``held_bytes``."""
-        line = self.measured.line
-        table = line.joint.storages
-        pinned = table.total(table.of(line.stages[self.index].pinned) - table.of(line.joint.given))
-        footprint = self.footprints.of(block, kept=table.of(block.inputs))
-        return max(footprint.peak_bytes - held_bytes - pinned, 0)
-
-    def _backward_extra(self, block: Block) -> int:
-        extra = self.footprints.of(block, kept=frozenset()).peak_bytes
-        if self.index == len(self.chain) - 1:
-            around = self.surroundings
-            extra = max(extra + around.tangent_bytes, around.turn_bytes)
-        return extra
-
-    def option(
-        self, kept: tuple[int, ...], missing: frozenset[fx.Node], recompute_s: float
-    ) -> SaveOption:
-        """What keeping ``kept`` takes, so that the backward rebuilds the tensors ``missing``."""
-        _, _, backward = stage_blocks(self.measured.line, self.blocks, self.index)
-        rebuilding = self.blocks(self.index, Mode.BACKWARD, frozenset(backward.outputs), missing)
-        line, index = self.measured.line, self.index
-        own = frozenset(rebuilding.inputs).intersection(candidates(line, index, Mode.FIRST))
-        keeping = self.blocks(index, Mode.FIRST, own | _passed_on(line, self.blocks, index))
+    def option(self, option: int, kept: tuple[int, ...], recompute_s: float) -> SaveOption:
+        """What keeping the storages ``kept`` takes."""
+        # What of its own the backward then reads is what the first forward keeps.
+        inputs = self._backward(option).inputs
+        own = frozenset(inputs).intersection(n for n in self._own.forward if is_tensor(n))
         held_bytes = self.chain.nbytes(self.chain.added(self.index, kept))
         return SaveOption(
             kept,
             recompute_s,
-            self._forward_extra(keeping, held_bytes),
-            self._backward_extra(rebuilding),
+            self._forward_extra(own | self._passed_on, held_bytes),
+            self._backward_extra(option),
         )
 
+    @property
+    def _own(self) -> StageNodes:
+        return self.measured.line.stages[self.index]
 
-def _without_saved(line: Line, blocks: BlockCache, index: int) -> Block:
-    first, _, _ = stage_blocks(line, blocks, index)
-    kept = frozenset(first.outputs) - frozenset(line.stages[index].saved)
-    return blocks(index, first.mode, kept | _passed_on(line, blocks, index))
+    @property
+    def _passed_on(self) -> frozenset[fx.Node]:
+        """What a first forward gives whatever is kept: its boundary and pinned tensors."""
+        line, own = self.measured.line, self._own
+        boundary = frozenset(own.forward).intersection(boundary_after(line, self.index))
+        return boundary.union(own.pinned, (n for n in own.saved if n in line.pinned))
 
+    def _forward_extra(self, asked: Iterable[fx.Node], held_bytes: int) -> int:
+        """Peak of a first forward beyond its input, pinned tensors and ``held_bytes``."""
+        line = self.measured.line
+        table = line.joint.storages
+        pinned = table.total(table.of(self._own.pinned) - table.of(line.joint.given))
+        found = self.evaluator.alone(self.index, Mode.FIRST, asked, kept=True)
+        return max(found.peak_bytes - held_bytes - pinned, 0)
 
-def _passed_on(line: Line, blocks: BlockCache, index: int) -> frozenset[fx.Node]:
-    """What a first forward gives whatever is kept: its boundary and pinned tensors."""
-    first, _, _ = stage_blocks(line, blocks, index)
-    passed_on = frozenset(n for n in first.outputs if n in line.pinned)
-    return passed_on | frozenset(first.outputs).intersection(boundary_after(line, index))
+    def _backward(self, option: int) -> Alone:
+        asked = backward_results(self.measured.line, self.index)
+        return self.evaluator.alone(self.index, Mode.BACKWARD, asked, option=option, kept=False)
+
+    def _backward_extra(self, option: int) -> int:
+        extra = self._backward(option).peak_bytes
+        if self.index == len(self.chain) - 1:
+            around = self.evaluator.surroundings
+            extra = max(extra + around.tangent_bytes, around.turn_bytes)
+        return extra
 
 
 def _pinned_bytes(line: Line) -> int:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from torch import fx
 
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import Options
 from fxremat.errors import CostError, ScheduleError
-from fxremat.ir import Costs
 from fxremat.ir.coded import Codes, coded, decoded
 from fxremat.passes.emit.program import Program, build_program, keep_all
+from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision import Decision, Tensors
 from fxremat.planner.evaluation import Evaluation, Life
 from fxremat.planner.pool import Candidate
-from fxremat.planner.step import Flags, Floats, Ints, Step, step_of
+from fxremat.planner.step import MODES, Flags, Floats, Ints, Step, step_of
 from fxremat.planner.surroundings import Surroundings
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """What a single call does to memory.
+
+    Attributes:
+        peak_bytes: most bytes at any instant, less those at the start; never negative.
+        change_bytes: bytes at the end, less those at the start.
+        inputs: what it reads.
+    """
+
+    peak_bytes: int
+    change_bytes: int
+    inputs: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +46,6 @@ class Evaluator:
         line: the stages.
         blocks: of ``line``.
         options: what stages may keep.
-        costs: of the stages.
         surroundings: memory beside the graphs.
         step: all of that as numbers.
     """
@@ -37,7 +53,6 @@ class Evaluator:
     line: Line
     blocks: BlockCache
     options: Options
-    costs: Costs
     surroundings: Surroundings
     step: Step
 
@@ -46,12 +61,11 @@ class Evaluator:
         measured: Measured,
         blocks: BlockCache,
         options: Options,
-        costs: Costs,
         surroundings: Surroundings,
     ) -> Evaluator:
         """That of a measured line."""
-        step = step_of(measured, options, costs, surroundings)
-        return Evaluator(measured.line, blocks, options, costs, surroundings, step)
+        step = step_of(measured, options, surroundings)
+        return Evaluator(measured.line, blocks, options, surroundings, step)
 
     @property
     def count(self) -> int:
@@ -121,6 +135,37 @@ class Evaluator:
             seconds=tuple(call_s[:count].tolist()),
             lives=self._lives(calls),
         )
+
+    def alone(
+        self, stage: int, mode: Mode, asked: Iterable[fx.Node], *, option: int = 0, kept: bool
+    ) -> Alone:
+        """A single call, where nothing is held beside.
+
+        Args:
+            stage: of the call.
+            mode: how it runs.
+            asked: what it gives.
+            option: the save option of the stage, for a backward.
+            kept: its inputs stay; else each goes after its last reader.
+        """
+        from fxremat.planner.replay import run_alone  # noqa: PLC0415
+
+        step = self.step
+        inputs = np.zeros(step.at.nodes, dtype=np.int64)
+        numbers = np.array([step.number[node] for node in asked], dtype=np.int64)
+        peak, change, count = run_alone(
+            step.data,
+            step.seconds,
+            step.at,
+            stage,
+            MODES[mode],
+            option,
+            numbers,
+            kept,
+            inputs,
+        )
+        self._check()
+        return Alone(peak, change, tuple(step.nodes[i] for i in inputs[:count].tolist()))
 
     def decision(self, candidate: Candidate) -> Decision:
         """What a candidate stands for."""

@@ -8,6 +8,7 @@ that others hold.
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
 from fxremat.ir.coded import ALL, BACKWARD, KINDS
@@ -187,9 +188,9 @@ def _footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
     """
     one = mixed(block, 5)
     two = mixed(block, 6)
-    for i in range(
-        data[at.block + COLUMNS * block + READS], data[at.block + COLUMNS * block + END]
-    ):
+    lists = at.block + COLUMNS * block
+    begin, end = data[lists + READS], data[lists + END]
+    for i in range(begin, end):
         storage = data[i]
         if data[at.never_freed + storage] or data[at.alive + storage] > 0:
             one ^= data[at.random + 2 * at.width + storage]
@@ -201,22 +202,27 @@ def _footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
     if data[key] == 0:
         data[key], data[key + 1] = one, two
         data[at.counts + FOOTPRINTS] += 1
+        data[at.counts + STAMP] += 1
+        for i in range(begin, end):
+            storage = data[i]
+            if data[at.never_freed + storage] or data[at.alive + storage] > 0:
+                data[at.kept + storage] = data[at.counts + STAMP]
         data[found], data[found + 1] = _run(data, at, block, mode, outputs)
     return found
 
 
 @njit(cache=True, nogil=True)
 def _run(data: Ints, at: At, block: int, mode: int, outputs: int) -> tuple[int, int]:
-    """Most bytes at any instant of a block, and bytes at its end, less those at its start."""
-    data[at.counts + STAMP] += 1
+    """Most bytes at any instant of a block, and bytes at its end, less those at its start.
+
+    Requires: storages that others hold are marked in ``at.kept`` with the current stamp, and
+        what is asked of the block is first in ``at.own``.
+    """
     stamp = data[at.counts + STAMP]
     for i in range(
         data[at.block + COLUMNS * block + READS], data[at.block + COLUMNS * block + END]
     ):
-        storage = data[i]
-        data[at.present + storage] = stamp
-        if data[at.never_freed + storage] or data[at.alive + storage] > 0:
-            data[at.kept + storage] = stamp
+        data[at.present + data[i]] = stamp
     for i in range(outputs):
         node = data[at.own + i]
         for k in range(data[at.storages + node], data[at.storages + node + 1]):
@@ -317,19 +323,76 @@ def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, turn: int)
         peak = max(peak, calls[PEAK, i])
         total_s += call_s[i]
     at_end = now + data[at.around + 3]
-    total = at.total
-    data[total + COUNT], data[total + TURN] = count, first
-    data[total + MOST_HELD] = max(peak, at_turn, at_end)
-    data[total + AT_TURN], data[total + AT_END] = at_turn, at_end
-    data[total + ENDED], data[total + NODE] = OK, 0
+    data[at.total + COUNT], data[at.total + TURN] = count, first
+    data[at.total + MOST_HELD] = max(peak, at_turn, at_end)
+    data[at.total + AT_TURN], data[at.total + AT_END] = at_turn, at_end
+    _conclude(data, at)
+    return total_s
+
+
+@njit(cache=True, nogil=True)
+def _conclude(data: Ints, at: At) -> None:
+    """Write how an evaluation ended."""
+    data[at.total + ENDED], data[at.total + NODE] = OK, 0
     for node in range(at.nodes):
         if data[at.needed + node] and not data[at.given + node]:
-            data[total + ENDED], data[total + NODE] = NEVER_COMPUTED, node
+            data[at.total + ENDED], data[at.total + NODE] = NEVER_COMPUTED, node
     failed = data[at.counts + FAILED]
     if failed:
-        data[total + ENDED] = UNTIMED if failed > 0 else UNMEASURED
-        data[total + NODE] = abs(failed) - 1
-    return total_s
+        data[at.total + ENDED] = UNTIMED if failed > 0 else UNMEASURED
+        data[at.total + NODE] = abs(failed) - 1
+
+
+@njit(cache=True, nogil=True)
+def run_alone(
+    data: Ints,
+    seconds: Floats,
+    at: At,
+    stage: int,
+    mode: int,
+    option: int,
+    asked: Ints,
+    kept: bool,
+    inputs: Ints,
+) -> tuple[int, int, int]:
+    """A single call, where nothing is held beside.
+
+    Args:
+        data, seconds, at: the step.
+        stage, mode, option: of the call.
+        asked: nodes that it gives.
+        kept: its inputs stay; else each goes after its last reader, be it given.
+        inputs: ``N``, what it reads.
+
+    Returns most bytes during it and bytes after it, less those at its start, and how many
+    inputs there are.
+    """
+    make_room(data, at, 1)
+    data[at.counts + FAILED] = 0
+    data[at.needed : at.needed + at.nodes] = 0
+    data[at.alive : at.alive + at.storage_count] = 0
+    data[at.held_hash : at.held_hash + 2 * at.stages] = 0
+    for i in range(at.stages):
+        data[at.back + i] = at.stages - i  # the line's own order
+    place_sums(data, at)
+    for node in asked:
+        _ask(data, at, node, LATER)
+    held = np.zeros(at.nodes, dtype=np.uint8)
+    block = block_of(data, seconds, at, held, stage, mode, option)
+    if block < 0:
+        return 0, 0, 0
+    outputs = _give(data, at, held, stage, mode)
+    lists = at.block + COLUMNS * block
+    data[at.counts + STAMP] += 1
+    if kept:
+        for k in range(data[lists + READS], data[lists + END]):
+            data[at.kept + data[k]] = data[at.counts + STAMP]
+    peak, change = _run(data, at, block, mode, outputs)
+    count = data[lists + DIRECT] - data[lists + INPUTS]
+    inputs[:count] = data[data[lists + INPUTS] : data[lists + DIRECT]]
+    data[at.needed : at.needed + at.nodes] = 0  # what is pinned is there already
+    _conclude(data, at)
+    return peak, change, count
 
 
 @njit(cache=True, nogil=True)

@@ -12,7 +12,6 @@ from torch import fx
 
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import Options
-from fxremat.ir import Costs
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.batchnorm import NORMALIZED_VALUES, updates_statistics
 from fxremat.passes.joint.invert import is_inverse
@@ -26,7 +25,9 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.uint8]
 
 FIRST, AGAIN, BACK = 0, 1, 2
-"""Modes of blocks, see ``passes.stages.block.Mode``."""
+"""Modes of blocks."""
+
+MODES = {Mode.FIRST: FIRST, Mode.AGAIN: AGAIN, Mode.BACKWARD: BACK}
 
 UNKNOWN = -1
 """In place of bytes or seconds that were never measured."""
@@ -265,14 +266,14 @@ def numbering(line: Line) -> dict[fx.Node, int]:
     return nodes
 
 
-def step_of(measured: Measured, options: Options, costs: Costs, surroundings: Surroundings) -> Step:
+def step_of(measured: Measured, options: Options, surroundings: Surroundings) -> Step:
     """The numbers of a measured line."""
     line = measured.line
     number = numbering(line)
     nodes = tuple(number)
     layout = _Layout()
     _put_nodes(layout, line, number)
-    _put_stages(layout, line, number, options, costs)
+    _put_stages(layout, measured, number, options)
     _put_operations(layout, line, number)
     layout.put(
         around=(
@@ -345,9 +346,10 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
 
 
 def _put_stages(
-    layout: _Layout, line: Line, number: dict[fx.Node, int], options: Options, costs: Costs
+    layout: _Layout, measured: Measured, number: dict[fx.Node, int], options: Options
 ) -> None:
     """The stages' operations, seconds, save options and sums."""
+    line = measured.line
     forward = np.cumsum([0, *(len(s.forward) for s in line.stages)])
     backward = np.cumsum([forward[-1], *(len(s.backward) for s in line.stages)])
     sums = sorted(line.sums, key=lambda n: line.order[n])
@@ -369,8 +371,8 @@ def _put_stages(
     )
     forward_s = np.zeros(forward[-1])
     layout.put_seconds(
-        forward_s=np.array([s.forward_s for s in costs.stages]),
-        backward_s=np.array([s.backward_s for s in costs.stages]),
+        forward_s=np.array([s.forward_s for s in measured.stages]),
+        backward_s=np.array([s.backward_s for s in measured.stages]),
         block_s=np.zeros(TABLE),
         again_s=forward_s,
         gained_s=forward_s,
@@ -476,9 +478,8 @@ def _count_reads(nodes: Iterable[fx.Node]) -> int:
 def _workspace(measured: Measured, number: dict[fx.Node, int]) -> Ints:
     found = np.full((3, len(number)), UNKNOWN, dtype=np.int64)
     nodes = tuple(measured.line.joint.module.graph.nodes)
-    rows = {Mode.FIRST.value: FIRST, Mode.AGAIN.value: AGAIN, Mode.BACKWARD.value: BACK}
     for index, mode, nbytes in measured.costs.workspace_bytes:
-        found[rows[mode], number[nodes[index]]] = nbytes
+        found[MODES[Mode(mode)], number[nodes[index]]] = nbytes
     return found
 
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxremat.passes.stages.block import Block, Mode, candidates, extract
 from fxremat.passes.stages.linearize import Line, Role
+from fxremat.passes.stages.signature import Key, block_key
 from fxremat.passes.stages.sums import Sums, home_sums
 
 NOTHING: frozenset[fx.Node] = frozenset()
@@ -104,6 +105,14 @@ class BlockCache:
         self._blocks: dict[tuple[object, ...], Block] = {}
         self._offers: dict[tuple[object, ...], _Offer] = {}
         self._home: dict[int, Sums] = {}
+        self._keys: dict[int, tuple[Block, Key]] = {}
+
+    def key(self, block: Block) -> Key:
+        """Equal for blocks for which one piece of code can stand; see :func:`block_key`."""
+        found = self._keys.get(id(block))
+        if found is None:  # the entry keeps the block, so its id, alive
+            found = self._keys[id(block)] = block, block_key(block, self._line.joint.storages)
+        return found[1]
 
     def __call__(
         self,
