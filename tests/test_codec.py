@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,14 @@ def test_values_come_back_to_the_last_bit(value: Sizes):
     found = decode(Sizes, json.loads(text))
     assert found == value
     assert [x.hex() for x in found.seconds] == [x.hex() for x in value.seconds]  # -0.0, too
+
+
+def test_numbers_of_numpy_are_written_as_pythons():
+    made = Sizes("x", (np.float64(0.1),), ((np.int64(3), "y"),), kept=np.bool_(True))  # type: ignore[arg-type]
+    text = json.dumps(encode(Sizes, made))
+    assert decode(Sizes, json.loads(text)) == Sizes("x", (0.1,), ((3, "y"),), kept=True)
+    with pytest.raises(TypeError):
+        encode(Storage, Storage(1.5))  # type: ignore[arg-type]
 
 
 def test_classes_among_others_are_told_by_their_names():

@@ -30,9 +30,13 @@ COSTS: dict[Key, CostCache] = defaultdict(CostCache)
 """Measurements of this process by the settings under which they were made."""
 
 
+THREADS = "torch.get_num_threads"
+"""Name of the setting that operations on a CPU depend on alone."""
+
+
 def measuring_settings() -> dict[str, object]:
     """All settings of the process that measurements depend on, by name."""
-    return {"torch.get_num_threads": torch.get_num_threads(), **torch_compat.kernel_settings()}
+    return {THREADS: torch.get_num_threads(), **torch_compat.kernel_settings()}
 
 
 def cost_cache() -> CostCache:

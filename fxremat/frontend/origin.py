@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fxremat.units as anchor
-from fxremat.costs.cache import measuring_settings
+from fxremat.costs.cache import THREADS, measuring_settings
 from fxremat.ir import Origin
 from fxremat.ir.recorded import Facts
 from fxremat.passes.joint.digest import Digests
@@ -26,6 +26,8 @@ from fxremat.simulate.allocator import AllocatorSettings
 def origin_of_costs(digests: Digests, device: torch.device) -> Origin:
     """What costs of a traced step hold for, measured on ``device`` under the settings of now."""
     settings = measuring_settings()
+    if device.type != "cpu":
+        del settings[THREADS]
     return Origin(
         operations=digests.operations,
         code=digests.code,

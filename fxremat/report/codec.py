@@ -6,6 +6,7 @@ Numbers come back as they were, to the last bit.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 import typing
 from collections.abc import Callable
@@ -60,9 +61,11 @@ def _coder(kind: Any) -> _Coder:
     if origin is typing.Literal:
         return _Coder(_same, lambda data: _one_of(parameters, data))
     if kind is float:
-        return _Coder(_same, _float)
-    if kind in (int, str, bool, type(None)):
-        return _Coder(_same, lambda data: _exactly(kind, data))
+        return _Coder(float, _float)
+    if kind in (int, str, bool):
+        # Integers and truth values may be numpy's.
+        write = {int: operator.index, str: _same, bool: bool}[kind]
+        return _Coder(write, lambda data: _exactly(kind, data))
     raise TypeError(f"{kind} has no form in JSON")
 
 

@@ -51,10 +51,10 @@ class Plan(PlanFacts):
             PlanError: the file cannot be written.
         """
         file = _path(path)
-        data = pack(KIND, {"plan": encode(Plan, self)}, packed=file.suffix == ".gz")
         try:
+            data = pack(KIND, {"plan": encode(Plan, self)}, packed=file.suffix == ".gz")
             write_whole(file, data)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a number that JSON does not have
             raise PlanError(
                 f"the plan cannot be written to {file}: {error}. Give the path of a file in a "
                 "folder that exists and that this user can write to"
