@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
-from fxremat.costs.cost import Measured, measure_line
+from fxremat.costs.cost import Measured, measure_line, stage_blocks
 from fxremat.costs.options import Options, find_options
-from fxremat.ir import Backward, Forward, Keep, Schedule
+from fxremat.ir import Backward, Forward, Keep, Schedule, StageSeconds
 from fxremat.passes.emit.program import Program, build_program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.build import build_joint_graph
@@ -28,7 +28,6 @@ from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool
-from fxremat.planner.chain import build_chain, build_costs
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import Generator
@@ -89,8 +88,33 @@ class Captured:
         return Footprints(self.measured.line, self.measured.workspace_bytes)
 
     @functools.cached_property
+    def estimated(self) -> Measured:
+        """The same with seconds that no clock has a part in.
+
+        Each operation is charged for the bytes that it reads and makes, products more.
+        """
+        line, costs = self.measured.line, self.measured.costs
+        nodes, table = tuple(line.joint.module.graph.nodes), line.joint.storages
+
+        def estimate(node: fx.Node) -> float:
+            made = table.of((node,)) - table.of(node.all_input_nodes)
+            if not made:
+                return 0.0
+            nbytes = table.total(table.of((node, *node.all_input_nodes)))
+            dear = any(word in str(node.target) for word in ("mm", "convolution", "attention"))
+            return 1e-6 + nbytes / (1e9 if dear else 1e10)
+
+        stages = []
+        for index in range(len(line.stages)):
+            blocks = stage_blocks(line, self.blocks, index)
+            forward_s, again_s, backward_s = (sum(map(estimate, b.nodes)) for b in blocks)
+            stages.append(StageSeconds(forward_s, 0.9 * again_s, backward_s))
+        again = tuple((i, estimate(nodes[i])) for i, _ in costs.again_s)
+        return Measured.of(line, replace(costs, stages=tuple(stages), again_s=again))
+
+    @functools.cached_property
     def options(self) -> Options:
-        return find_options(self.measured, self.blocks)
+        return find_options(self.estimated, self.blocks)
 
     @property
     def surroundings(self) -> Surroundings:
@@ -105,11 +129,7 @@ class Captured:
     def evaluator(self, around: Surroundings | None = None) -> Evaluator:
         """Of decisions, with tangents and nothing else around them if not told otherwise."""
         around = around or bare(self.joint)
-        chain = build_chain(self.measured.line, self.blocks, self.options)
-        costs = build_costs(
-            self.measured, chain, self.blocks, self.footprints, around, self.options
-        )
-        return Evaluator.of(self.measured, self.blocks, self.options, costs, around)
+        return Evaluator.of(self.estimated, self.blocks, self.options, around)
 
     def program(
         self,
@@ -331,9 +351,9 @@ def searched(
     generators: Sequence[Generator] = GENERATORS,
     allocator: AllocatorSettings | None = None,
 ) -> Search:
-    """All candidates of a step."""
+    """All candidates of a step; seconds are estimated."""
     return Search.over(
-        step.measured,
+        step.estimated,
         step.blocks,
         step.around(caller),
         progress=silent,

@@ -12,7 +12,7 @@ from fxremat.solvers.rotor import RotorTable
 from tests.harness import search_of
 from tests.test_transfers import budgets, transfers
 
-models = pytest.mark.parametrize("name", ["gpt", "unet"])
+models = pytest.mark.parametrize("name", ["gpt_logits", "unet"])
 
 
 def middle_bytes(name: str) -> int:
@@ -46,10 +46,10 @@ def test_every_base_is_another_and_the_last_keeps_everything(name: str):
 def test_plans_gain_by_them(name: str, monkeypatch: pytest.MonkeyPatch):
     search = search_of(name)
     # The link carries this much while a forward lasts.
-    nbytes = 0.3 * (search.baseline.peak_bytes - search.costs.fixed_bytes)
+    nbytes = 0.2 * (search.baseline.peak_bytes - search.costs.fixed_bytes)
     found = transfers(name, nbytes / (search.baseline.total_s / 3), HostMemory())
     gained = []
-    for budget in budgets(found)[:4]:
+    for budget in budgets(found)[:2]:
         with monkeypatch.context() as patched:
             patched.setattr(bases, "relieved", lambda *_: iter(()))
             without = found.fastest_within(budget)
@@ -57,7 +57,7 @@ def test_plans_gain_by_them(name: str, monkeypatch: pytest.MonkeyPatch):
         assert moved.evaluation.peak_bytes <= budget
         assert moved.total_s <= without.total_s
         gained.append(without.total_s - moved.total_s)
-    assert max(gained) > 0.001 * search.baseline.total_s
+    assert max(gained) > 0.005 * search.baseline.total_s
 
 
 def test_some_candidates_of_every_generator_are_bases():

@@ -23,7 +23,7 @@ def chain_of(step: Captured) -> Chain:
 
 
 def costs_of(step: Captured, chain: Chain) -> Costs:
-    return build_costs(step.measured, chain, step.blocks, step.footprints, step.surroundings)
+    return build_costs(step.measured, chain, step.evaluator(step.surroundings), options=False)
 
 
 @every_model
@@ -100,7 +100,7 @@ def test_the_turn_is_charged_with_the_loss_and_nothing_else():
     step = captured("lora")
     chain = chain_of(step)
     around = replace(step.surroundings, turn_bytes=3 * step.surroundings.tangent_bytes)
-    costs = build_costs(step.measured, chain, step.blocks, step.footprints, around)
+    costs = build_costs(step.measured, chain, step.evaluator(around), options=False)
     *_, last, turn = costs.stages
     assert chain.stages[-1].name == "turn"
     assert chain.saved_set(len(chain) - 1) == frozenset()
