@@ -31,7 +31,7 @@ def figure_7(sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
                 if slots < least:
                     continue
                 chosen = search.fastest_within(budget_bytes(search, slots))
-                steps = counted_steps(chosen).total()
+                steps = counted_steps(search, chosen).total()
                 points.append(
                     {
                         "network": name,
@@ -41,7 +41,7 @@ def figure_7(sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
                         "counted": steps,
                         "optimal": optimal_steps(lengths, slots),
                         "makespan": (steps + 6 * size + 1) / (12 * size + 1),
-                        "fits": measured_peak_bytes(step, chosen.program)
+                        "fits": measured_peak_bytes(step, search.evaluator.program(chosen))
                         <= budget_bytes(search, slots),
                     }
                 )
