@@ -19,7 +19,7 @@ MOST = 64
 """Candidates of a planner that are looked at."""
 
 POFO_SLOTS, POFO_LABELS = 50, 100
-"""Its search is rough: what it finds is swept exactly and its moves are chosen anew."""
+"""Its search is rough: what it finds is evaluated exactly and its moves are chosen anew."""
 
 POFO_STAGES = 60
 """Longer chains take it too long."""

@@ -36,7 +36,7 @@ class PlanFacts:
         baseline_peak_bytes, baseline_s: the same with nothing recomputed; the peak is of what
             the budget is for, allocated or reserved.
         lower_bound_s: no schedule of these stages within the budget takes less.
-        local_search_s: seconds by which local search on the exact sweep beat the solver.
+        local_search_s: seconds by which local search on exact evaluations beat the solvers.
         host_bytes: of host memory, to which storages travel; the timeline says when.
         schedule: the operations, in order.
         held_bytes: for each stage what it keeps from its first forward on beside what the
