@@ -1,4 +1,4 @@
-"""The turn as a stage: less memory where the loss is outside, and nothing slower for it."""
+"""Schedules from solvers, and the turn as a stage: less memory, and nothing slower for it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,32 @@ from torch import Tensor, nn
 from benchmarks.frontier import BLOCKS
 from benchmarks.least import compare, entries, holds
 from fxremat.costs.cost import Progress
-from fxremat.ir import Backward, Chain, Problem, Schedule
-from fxremat.planner.candidate import Sweeps
+from fxremat.ir import Backward, Problem
+from fxremat.ir.coded import Codes, decoded
+from fxremat.planner.generators import (
+    Generator,
+    Setting,
+    ceilings,
+    chain_schedules,
+    kept_over_turn,
+)
 from fxremat.planner.joining import equivalent_schedules, join_schedules
-from fxremat.planner.search import Search, line_schedules
+from fxremat.planner.search import GENERATORS, Search
 from fxremat.planner.surroundings import Caller
-from fxremat.planner.turn import Planner, kept_over_turn
-from tests.harness import Captured, capture, captured, run_emitted, run_traced, silent
+from fxremat.simulate import simulate
+from tests.harness import (
+    Captured,
+    capture,
+    run_emitted,
+    run_traced,
+    search_of,
+    searched,
+    silent,
+)
 from tests.models.bits import assert_bitwise_equal
 from tests.models.hf import qwen
 
-PLANNERS = (line_schedules, equivalent_schedules, join_schedules)
+EACH = (chain_schedules, equivalent_schedules, join_schedules)
 
 
 class Wide(nn.Module):
@@ -53,13 +68,36 @@ def wide(towers: int) -> Captured:
 
 
 @functools.cache
-def searched(towers: int, *, only_kept: bool = False) -> Search:
+def searched_wide(towers: int, *, only_kept: bool = False) -> Search:
     """Of a step whose loss takes much."""
     step = wide(towers)
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
     caller = Caller(loss_bytes=5 * step.surroundings.tangent_bytes)
-    planners = tuple(map(kept_over_turn, PLANNERS)) if only_kept else None
-    return Search.of(step.joint, real=real, caller=caller, progress=silent, planners=planners)
+    generators = tuple(map(kept_over_turn, EACH)) if only_kept else GENERATORS
+    return searched(step, caller=caller, generators=generators)
+
+
+def peaks(search: Search, generator: Generator) -> list[int]:
+    """Of its schedules, as the solvers see them."""
+    found = map(decoded, generator(search.setting, silent))
+    return [simulate(search.chain, search.costs, schedule).peak_bytes for schedule in found]
+
+
+def test_schedules_are_for_budgets_from_the_least_to_all():
+    search = search_of("gpt")
+    found = peaks(search, chain_schedules)
+    least = min(found)
+    assert found[0] == least
+    assert max(found) > 0.9 * search.baseline.peak_bytes
+    between = [n for n in sorted(set(found)) if n < 2 * least]
+    assert len(between) > 10, "few where time falls steeply"
+
+
+def test_ceilings_fall_towards_the_least():
+    found = list(ceilings(1000, 120, 100))
+    assert found == sorted(found, reverse=True)
+    assert found[0] == 1000
+    assert 120 < found[-1] <= 120 + 4 * 20
+    assert list(ceilings(100, 100, 0)) == []
 
 
 both = pytest.mark.parametrize("towers", [1, 2], ids=["line", "join"])
@@ -67,27 +105,28 @@ both = pytest.mark.parametrize("towers", [1, 2], ids=["line", "join"])
 
 @both
 def test_letting_go_at_the_turn_takes_less_memory(towers: int):
-    search, kept = searched(towers), searched(towers, only_kept=True)
+    search, kept = searched_wide(towers), searched_wide(towers, only_kept=True)
     assert bool(search.measured.line.branch_ends) == (towers > 1)
     assert search.least_bytes < kept.least_bytes
     assert search.baseline.peak_bytes == kept.baseline.peak_bytes
-    assert search.least.sweep.turn_bytes < kept.least.sweep.turn_bytes
+    turns = [s.evaluator.evaluation(s.least).turn_bytes for s in (search, kept)]
+    assert turns[0] < turns[1]
 
 
 @both
 def test_nothing_is_slower_than_what_keeps_the_last_stage_over_the_turn(towers: int):
-    search, kept = searched(towers), searched(towers, only_kept=True)
-    assert len(kept.frontier) > 10
-    for candidate in kept.frontier:
+    search, kept = searched_wide(towers), searched_wide(towers, only_kept=True)
+    assert len(kept.pool.members) > 10
+    for candidate in kept.pool.members:
         assert search.fastest_within(candidate.peak_bytes).total_s <= candidate.total_s
 
 
 @both
 def test_schedules_of_the_merged_line_are_carried_out_on_the_whole(towers: int):
-    search, step = searched(towers), wide(towers)
+    search, step = searched_wide(towers), wide(towers)
     truth, last = run_traced(step), len(search.chain) - 1
-    found = [s for p in PLANNERS for s in kept_over_turn(p)(search.sweeps, search.chain, silent)]
-    schedules = list(dict.fromkeys(found))
+    found = [codes for g in EACH for codes in kept_over_turn(g)(search.setting, silent)]
+    schedules = list({codes.tobytes(): decoded(codes) for codes in found}.values())
     assert len(schedules) > 10
     for schedule in schedules[:: len(schedules) // 6]:
         first = next(op for op in schedule.computations if isinstance(op, Backward))
@@ -97,46 +136,37 @@ def test_schedules_of_the_merged_line_are_carried_out_on_the_whole(towers: int):
         assert_bitwise_equal(run_emitted(step, program), truth)
 
 
-def seen_by_planner(search: Search) -> tuple[Sweeps, Chain]:
-    """What a planner is given in place of the whole line."""
-    seen: list[tuple[Sweeps, Chain]] = []
+def seen_by_generator(search: Search) -> Setting:
+    """What a generator is given in place of the whole line."""
+    seen: list[Setting] = []
 
-    def spy(sweeps: Sweeps, chain: Chain, progress: Progress) -> Iterator[Schedule]:
-        seen.append((sweeps, chain))
-        yield from line_schedules(sweeps, chain, progress)
+    def spy(setting: Setting, progress: Progress) -> Iterator[Codes]:
+        seen.append(setting)
+        yield from chain_schedules(setting, progress)
 
-    assert list(kept_over_turn(spy)(search.sweeps, search.chain, silent))
+    assert list(kept_over_turn(spy)(search.setting, silent))
     (found,) = seen
     return found
 
 
 @both
 def test_the_merged_line_is_charged_with_the_turn(towers: int):
-    search = searched(towers)
-    sweeps, chain = seen_by_planner(search)
-    Problem(chain, sweeps.costs, 0)  # validates
-    assert len(chain) == len(sweeps.line.stages) == len(search.chain) - 1
-    last = sweeps.costs.stages[-1]
-    turn_bytes = sweeps.surroundings.turn_bytes
+    search = searched_wide(towers)
+    setting = seen_by_generator(search)
+    Problem(setting.chain, setting.costs, 0)  # validates
+    assert len(setting.chain) == len(setting.line.stages) == len(search.chain) - 1
+    last = setting.costs.stages[-1]
+    turn_bytes = setting.surroundings.turn_bytes
     assert last.gradient_bytes == 0
     assert min(o.backward_extra_bytes for o in (last, *last.options)) >= turn_bytes
-    assert sweeps.costs.stages[:-1] == search.costs.stages[:-2]
+    assert setting.costs.stages[:-1] == search.costs.stages[:-2]
 
 
-def planned_apart(step: Captured, planner: Planner, loss_bytes: int) -> list[Schedule]:
-    """What ``planner`` gives beside what it finds itself."""
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    caller = Caller(loss_bytes=loss_bytes)
-    search = Search.of(
-        step.joint, real=real, caller=caller, progress=silent, planners=(line_schedules,)
-    )
-    return list(kept_over_turn(planner)(search.sweeps, search.chain, silent))
-
-
-def test_nothing_is_planned_twice_where_the_turn_does_not_count():
-    assert planned_apart(wide(1), line_schedules, 5 * wide(1).surroundings.tangent_bytes)
-    assert not planned_apart(captured("gpt"), line_schedules, 0), "its loss is inside"
-    assert not planned_apart(captured("inplace"), line_schedules, 0), "its last backward needs more"
+@pytest.mark.parametrize("name", ["gpt", "inplace"])  # loss inside; last backward needs more
+def test_nothing_is_planned_twice_where_the_turn_does_not_count(name: str):
+    search = search_of(name)
+    assert list(chain_schedules(search.setting, silent))
+    assert not list(kept_over_turn(chain_schedules)(search.setting, silent))
 
 
 def test_no_more_memory_than_a_checkpoint_around_each_block():

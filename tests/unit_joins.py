@@ -18,9 +18,10 @@ from torch import Tensor, fx, nn
 from fxremat.costs.cost import StageSeconds
 from fxremat.ir import Solved
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.planner.candidate import Candidate
+from fxremat.planner.generators import chain_schedules
 from fxremat.planner.joining import equivalent_schedules, join_schedules
-from fxremat.planner.search import Search, line_schedules
+from fxremat.planner.pool import Candidate
+from fxremat.planner.search import Search
 from fxremat.solvers.join.unit import UnitTable
 from tests.harness import Captured, bare, capture, silent
 
@@ -70,7 +71,7 @@ def unit_search(step: Captured) -> Search:
         step.blocks,
         bare(step.joint),
         progress=silent,
-        planners=(line_schedules, equivalent_schedules, whole),
+        generators=(chain_schedules, equivalent_schedules, whole),
     )
 
 
@@ -80,9 +81,11 @@ def budget_bytes(search: Search, slots: int) -> int:
     return search.costs.fixed_bytes + (slots + 1) * unit + unit // 2
 
 
-def counted_steps(candidate: Candidate) -> Counter[str]:
+def counted_steps(search: Search, chosen: Candidate) -> Counter[str]:
     """How often the emitted graphs run each operation of the forward, block by block."""
-    graphs = rewrite(candidate.program, candidate.sweep.peaks_bytes, BlockModules())
+    evaluator = search.evaluator
+    peaks_bytes = evaluator.evaluation(chosen).peaks_bytes
+    graphs = rewrite(evaluator.program(chosen), peaks_bytes, BlockModules())
     counts: Counter[str] = Counter()
     for graph in graphs:
         for node in graph.graph.find_nodes(op="call_module"):
