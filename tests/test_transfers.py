@@ -26,7 +26,7 @@ models = pytest.mark.parametrize("name", ["gpt", "resnet50"])
 
 @functools.cache
 def search_of(name: str) -> Search:
-    step = captured(name)
+    step = captured(name, input_gradients=False)
     real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
     return Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
 
