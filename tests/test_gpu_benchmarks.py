@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,15 @@ from tests.models.images import images, labels
 from tests.models.zoo import drawn_once
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> Iterator[None]:
+    """Each contender ends with one: it need not walk what earlier tests hold."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
