@@ -1,11 +1,13 @@
-"""Tensors as bits, and what a call of a block takes and gives."""
+"""Each block of a line is extracted once, and told by what it computes."""
 
 from __future__ import annotations
 
 import pytest
 
+from fxremat.costs.cost import stage_blocks
 from fxremat.passes.stages.block import Mode, candidates
-from fxremat.passes.stages.blocks import NOTHING, BlockCache, TensorBits
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.sums import home_sums
 from tests.harness import Captured, captured
 
 
@@ -14,59 +16,42 @@ def step(request: pytest.FixtureRequest) -> Captured:
     return captured(request.param)
 
 
-def test_bits_stand_for_tensors(step: Captured):
-    bits = TensorBits(step.line)
-    nodes = [n for stage in step.line.stages for n in stage.saved]
-    assert set(bits.nodes(bits.of(nodes))) == set(nodes)
-    assert bits.nodes(0) == ()
-    one, other = bits.of(nodes[:5]), bits.of(nodes[5:])
-    assert one & other == 0
-    assert bits.nodes(one | other) == bits.nodes(bits.of(nodes))
-
-
-def test_bits_are_ordered_by_stage_after_what_is_there_throughout(step: Captured):
-    line = step.line
-    bits = TensorBits(line)
-    pinned = [n for n in line.pinned if n in line.stage_of]
-    saved = [n for stage in line.stages for n in stage.saved]
-    order = bits.nodes(bits.of((*saved, *pinned, *line.joint.primals)))
-    assert set(order[-len(saved) :]) == set(saved)
-    stages = [line.stage_of[n] for n in order[-len(saved) :]]
-    assert stages == sorted(stages)
-
-
-def test_storages_hold_views_too(step: Captured):
-    table = step.joint.storages
-    bits = TensorBits(step.line)
-    for stage in step.line.stages:
-        for node in stage.saved:
-            own = bits.in_storages(table.of_node[node])
-            assert own & bits.of([node])
-            assert bits.storages(table.of_node[node], own) == frozenset(table.of_node[node])
-            assert not bits.storages(table.of_node[node], 0)
-
-
-def test_a_block_gives_what_it_can_of_what_is_needed(step: Captured):
+def test_a_block_is_extracted_once(step: Captured):
     line, blocks = step.line, BlockCache(step.line)
     for index in range(len(line.stages)):
         able = candidates(line, index, Mode.AGAIN)
-        wanted = blocks.bits.of((*able[::2], *line.joint.primals))
-        taken = blocks.take(index, Mode.AGAIN, wanted, missing=NOTHING, held=NOTHING, sums=None)
-        assert set(taken.block.outputs) == set(able[::2])
-        assert set(blocks.bits.nodes(taken.inputs)) == set(taken.block.inputs)
-        assert taken.block is blocks(index, Mode.AGAIN, frozenset(able[::2]))
-        again = blocks.take(index, Mode.AGAIN, wanted, missing=NOTHING, held=NOTHING, sums=None)
-        assert again is taken
+        asked = frozenset(able[::2])
+        block = blocks(index, Mode.AGAIN, asked)
+        assert set(block.outputs) == asked
+        assert blocks(index, Mode.AGAIN, frozenset(able[::2])) is block
 
 
-def test_what_is_read_later_or_never_freed_is_kept(step: Captured):
+def test_what_is_held_matters_where_something_runs_again(step: Captured):
     line, blocks = step.line, BlockCache(step.line)
-    table = step.joint.storages
-    given = table.of(step.joint.given)
-    for index in range(1, len(line.stages)):
-        wanted = blocks.bits.of(candidates(line, index, Mode.AGAIN))
-        taken = blocks.take(index, Mode.AGAIN, wanted, missing=NOTHING, held=NOTHING, sums=None)
-        assert blocks.kept(taken, 0) == taken.block.reads & given
-        later = blocks.bits.of(taken.block.inputs[:1])
-        expected = taken.block.reads & (given | table.of(taken.block.inputs[:1]))
-        assert blocks.kept(taken, later) == expected
+    for index, stage in enumerate(line.stages):
+        able = frozenset(candidates(line, index, Mode.FIRST))
+        held = frozenset(stage.saved[:1])
+        assert blocks(index, Mode.FIRST, able, held=held) is blocks(index, Mode.FIRST, able)
+        again = blocks(index, Mode.AGAIN, frozenset(stage.saved) - held - line.pinned, held=held)
+        assert held.isdisjoint(again.nodes)
+
+
+def test_usual_sums_make_no_block_of_their_own():
+    step = captured("siamese")
+    line, blocks = step.line, BlockCache(step.line)
+    assert line.sums
+    for index in range(len(line.stages)):
+        able = frozenset(candidates(line, index, Mode.BACKWARD))
+        usual = blocks(index, Mode.BACKWARD, able, sums=home_sums(line, index))
+        assert usual is blocks(index, Mode.BACKWARD, able)
+
+
+def test_blocks_of_equal_layers_have_equal_keys():
+    step = captured("gpt")
+    blocks = BlockCache(step.line)
+    keys = [
+        tuple(map(blocks.key, stage_blocks(step.line, blocks, index)))
+        for index in range(len(step.line.stages))
+    ]
+    assert len(set(keys)) < len(keys)
+    assert keys[0] != keys[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -9,10 +10,10 @@ from torch import fx
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Forward, Keep, Schedule
-from fxremat.passes.stages.block import Block, Mode
+from fxremat.passes.stages.block import Block, Mode, candidates
 from fxremat.passes.stages.blocks import NOTHING, BlockCache
 from fxremat.passes.stages.firsts import check_draws
-from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.sums import sums_at
 
 
@@ -78,49 +79,89 @@ def build_program(
     Raises:
         ScheduleError: the schedule never computes something that is read.
     """
-    joint, bits = line.joint, blocks.bits
+    joint = line.joint
     ops = list(schedule.computations)
     if len(ops) < len(schedule):
         raise ScheduleError(f"graphs with transfers can't be emitted: {schedule}")
     check_draws(line, ops)
     summed = sums_at(line, ops)
-    returned = bits.of(_tensors(joint.forward_outputs))  # be they read again or not
-    later = bits.of(_tensors(joint.backward_outputs))
+    needed = _Needed(line)
+    needed.add(_tensors(joint.backward_outputs))
+    returned = set(_tensors(joint.forward_outputs))  # be they read again or not
+    needed.add(returned)
+    later = set(_tensors(joint.backward_outputs))
     calls: list[Call] = []
-    turn, saved = 0, later
+    turn, saved = 0, later.copy()
     for op, mode in reversed(list(zip(ops, _modes(ops), strict=True))):
-        stage = op.stage
-        taken = blocks.take(
-            stage,
-            mode,
-            later | returned,
-            missing=(missing or {}).get(stage, NOTHING) if mode is Mode.BACKWARD else NOTHING,
-            held=(held or {}).get(stage, NOTHING),
-            sums=summed.get(stage) if mode is Mode.BACKWARD else None,
-        )
-        if not taken.outputs and mode is Mode.AGAIN:
+        stage, backward = op.stage, mode is Mode.BACKWARD
+        own_held = (held or {}).get(stage, NOTHING)
+        sums = summed.get(stage) if backward else None
+        given = needed.among(candidates(line, stage, mode, own_held, sums))
+        if not given and mode is Mode.AGAIN:
             continue
-        later &= ~taken.outputs
-        returned &= ~taken.outputs
-        kept = blocks.kept(taken, later | returned)
-        later |= taken.inputs
+        own_missing = (missing or {}).get(stage, NOTHING) if backward else NOTHING
+        block = blocks(stage, mode, given, own_missing, own_held, sums)
+        needed.remove(given)
+        later -= given
+        kept = needed.storages(block.reads)
+        needed.add(block.inputs)
+        later.update(block.inputs)
         rebuilds = mode is Mode.AGAIN and bool(calls) and calls[-1].op == Backward(stage)
-        if taken.block.nodes:
-            calls.append(Call(op, taken.block, rebuilds, kept))
+        if block.nodes:
+            calls.append(Call(op, block, rebuilds, kept))
         if op == Backward(len(line.stages) - 1):
-            turn, saved = len(calls), later
+            turn, saved = len(calls), later.copy()
     calls.reverse()
-    unknown = bits.nodes((later | returned) & ~bits.of((*joint.given, *joint.tangents)))
+    unknown = needed.tensors.difference(joint.given, joint.tangents)
     if unknown:
         raise ScheduleError(
             f"{min(unknown, key=str).name} is read but no operation computes it: {schedule}"
         )
+    crossing = saved.difference(joint.tangents, joint.constants)
     return Program(
         line=line,
         calls=tuple(calls),
         turn=len(calls) - turn,
-        saved=bits.nodes(saved & ~bits.of((*joint.tangents, *joint.constants))),
+        saved=tuple(sorted(crossing, key=lambda node: _rank(line, node))),
     )
+
+
+class _Needed:
+    """Tensors that are read later, and the storages in which any of them lies."""
+
+    def __init__(self, line: Line) -> None:
+        joint = line.joint
+        self.tensors: set[fx.Node] = set()
+        self._of_node = joint.storages.of_node
+        self._never_freed = joint.storages.of((*joint.given, *joint.tangents))
+        self._alive: Counter[int] = Counter()
+
+    def add(self, nodes: Iterable[fx.Node]) -> None:
+        """They are read by what comes next."""
+        for node in nodes:
+            if node not in self.tensors:
+                self.tensors.add(node)
+                self._alive.update(self._of_node[node])
+
+    def remove(self, nodes: Iterable[fx.Node]) -> None:
+        """Nothing before asks for them."""
+        for node in nodes:
+            self.tensors.remove(node)
+            self._alive.subtract(self._of_node[node])
+
+    def among(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+        """Those of ``nodes``."""
+        return frozenset(self.tensors.intersection(nodes))
+
+    def storages(self, storages: Iterable[int]) -> frozenset[int]:
+        """Those in which any lies, or that are never freed."""
+        return frozenset(s for s in storages if s in self._never_freed or self._alive[s] > 0)
+
+
+def _rank(line: Line, node: fx.Node) -> tuple[int, int, int]:
+    """Sorts what is there throughout before all else, which goes stage by stage."""
+    role, order = line.rank(node)
+    return (line.stage_of[node] if role < Role.PINNED else -role, role, order)
 
 
 def _tensors(results: Iterable[object]) -> Iterator[fx.Node]:
