@@ -24,9 +24,10 @@ from fxremat.ir import (
     join_of,
 )
 from fxremat.simulate.join import check, simulate
-from fxremat.solvers import JOIN_SOLVERS, rotor
 from fxremat.solvers import join as solver
+from fxremat.solvers import rotor
 from fxremat.solvers.brute import join as brute
+from fxremat.solvers.named import JOIN_SOLVERS
 from tests.examples import examples
 from tests.joins import (
     costed_joins,

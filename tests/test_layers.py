@@ -83,8 +83,8 @@ def test_imports_go_down(file: Path) -> None:
     assert not wrong_arrows(file, (PACKAGE / file).read_text())
 
 
-def test_no_two_files_import_each_other() -> None:
-    """Not by way of others either, nor where it is only for types, or late."""
+def arrows() -> dict[str, set[str]]:
+    """For each file what it imports, be it late or for types alone."""
     names = {".".join(("fxremat", *file.with_suffix("").parts)): file for file in FILES}
     names = {name.removesuffix(".__init__"): file for name, file in names.items()}
     graph = {}
@@ -93,8 +93,27 @@ def test_no_two_files_import_each_other() -> None:
         found = imported((PACKAGE / file).read_text(), package)
         known = {n if n in names else n.rpartition(".")[0] for n in found}
         graph[name] = known & names.keys() - {name, "fxremat"} if name != "fxremat" else set()
+    return graph
+
+
+def test_no_two_files_import_each_other() -> None:
+    """Not by way of others either."""
+    graph = arrows()
     assert len(graph) > 100
     list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_compiling_never_loads_what_only_cross_checks() -> None:
+    graph = arrows()
+    waiting, reached = ["fxremat.api"], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in graph and name not in reached:
+            reached.add(name)
+            waiting += [*graph[name], name.rpartition(".")[0]]
+    assert "fxremat.solvers.rotor" in reached
+    for other in ("brute", "cpsat", "named", "revolve", "periodic"):
+        assert f"fxremat.solvers.{other}" not in reached
 
 
 def test_a_circle_is_found() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from fxremat.errors import ArgumentError
 from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solution, Solved, TimedOut
 from fxremat.simulate import check
-from fxremat.solvers import JOIN_SOLVERS, SOLVERS
 from fxremat.solvers.join import JoinPlans
+from fxremat.solvers.named import JOIN_SOLVERS, SOLVERS
 from fxremat.solvers.rotor import RotorTable
 from tests.examples import examples
 from tests.joins import two_towers

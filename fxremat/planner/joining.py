@@ -51,11 +51,11 @@ def join_schedules(
         most_choices: looked at to fill a table; where that is too few for the stages as they
             are, neighbours are merged.
     """
-    # Loading numba takes longer than all else in the package: not at import.
-    from fxremat.solvers.join.coarse import with_turn  # noqa: PLC0415
-
     line = setting.line
     for branching in branchings_of(line):
+        # Loading numba takes longer than all else in the package: not at import.
+        from fxremat.solvers.join.coarse import with_turn  # noqa: PLC0415
+
         join, costs = _join_of(setting, branching)
         yield from _in_orders(line, _solve_join(join, costs, branching, progress, most_choices))
         if len(join.trunk) > 1 and branching.ends[-1] == line.branch_ends[-1]:
