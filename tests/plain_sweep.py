@@ -1,4 +1,4 @@
-"""The memory of a program, block after block: what evaluations are held against.
+"""The memory and the time of a program, block after block: what evaluations are held against.
 
 It reads the very blocks that are emitted, and shares no code with ``planner.replay``.
 """
@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxremat.passes.emit.program import Program
+from fxremat.costs.cost import Measured
+from fxremat.costs.options import Options
+from fxremat.passes.emit.program import Call, Program
+from fxremat.passes.joint.invert import is_inverse
+from fxremat.passes.stages.block import Mode
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.surroundings import Surroundings
 
@@ -40,3 +44,21 @@ def sweep(program: Program, footprints: Footprints, surroundings: Surroundings) 
         now += footprint.change_bytes
         held.append(now)
     return Sweep(tuple(peaks), tuple(held), turn, now + surroundings.end_bytes)
+
+
+def seconds(program: Program, measured: Measured, options: Options) -> list[float]:
+    """What each call takes."""
+    return [_seconds_of(call, measured, options) for call in program.calls]
+
+
+def _seconds_of(call: Call, measured: Measured, options: Options) -> float:
+    index, block = call.op.stage, call.block
+    whole, charges = measured.stages[index], options.parts[index].charges
+    if block.mode is Mode.FIRST:
+        # Measured with all that a backward may read; a norm's input is rebuilt later.
+        inverses = filter(is_inverse, measured.line.stages[index].forward)
+        left_out = [n for n in inverses if n not in block.nodes]
+        return whole.forward_s - sum(charges.once_s(n, rebuilds=False) for n in left_out)
+    if block.mode is Mode.AGAIN:
+        return charges.again_s(block, rebuilds=call.rebuilds)
+    return whole.backward_s + sum(charges.once_s(n, rebuilds=True) for n in block.again)

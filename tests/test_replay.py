@@ -1,47 +1,204 @@
-"""The sweep predicts what the allocator will report, to the byte."""
+"""Evaluations: those of the graphs that would be emitted, and what the allocator reports."""
 
 from __future__ import annotations
 
+import functools
+import random
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from fxremat.passes.emit.program import keep_all
-from fxremat.planner.sweep import Surroundings, Sweep, Sweeper
+from fxremat.costs.cost import Measured
+from fxremat.ir import Forward, Keep, Schedule
+from fxremat.ir.coded import Codes, coded
+from fxremat.passes.emit.program import Program, keep_all
+from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.invert import is_inverse
+from fxremat.passes.joint.storage import is_tensor
+from fxremat.planner.decision import Tensors
+from fxremat.planner.evaluation import Evaluation
+from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.extract import make_room
+from fxremat.planner.search import GENERATORS
+from fxremat.planner.step import TABLE
+from fxremat.planner.surroundings import Surroundings
 from tests.harness import (
-    bare,
+    Captured,
     capture,
     captured,
     measured_peak_bytes,
     periodic,
     random_schedule,
+    search_of,
+    silent,
 )
 from tests.models import ZOO
+from tests.plain_sweep import seconds, sweep
+from tests.test_invert import X, network
+from tests.test_joining import random_join_schedule
+
+evaluator_of = functools.cache(lambda name: captured(name).evaluator(around(captured(name))))
+
+
+def around(step: Captured) -> Surroundings:
+    """Something of everything."""
+    found = step.surroundings
+    return replace(found, turn_bytes=found.turn_bytes + 100_000, end_bytes=54_321)
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_predicted_peak_is_the_measured_one(name: str):
-    step = captured(name, input_gradients=True)
-    count = len(step.line.stages)
-    schedules = [
-        keep_all(count),
-        periodic(count, 1),
-        periodic(count, 3),
-        *(random_schedule(count, seed) for seed in (10, 11)),
-    ]
-    for schedule in schedules:
-        program = step.program(schedule)
-        assert measured_peak_bytes(step, program) == step.sweep(program).peak_bytes, schedule
+    step = captured(name)
+    evaluator, count = step.evaluator(), len(step.line.stages)
+    for schedule in (keep_all(count), periodic(count, 3), random_schedule(count, 10)):
+        candidate = evaluator.candidate(coded(schedule))
+        assert measured_peak_bytes(step, step.program(schedule)) == candidate.peak_bytes, schedule
+
+
+def check(step: Captured, evaluator: Evaluator, codes: Codes, held: Tensors) -> None:
+    """An evaluation says what a sweep of the program finds."""
+    candidate = evaluator.candidate(codes, evaluator.held_bits(held))
+    found, program = evaluator.evaluation(candidate), evaluator.program(candidate)
+    swept = sweep(program, step.footprints, evaluator.surroundings)
+    assert found.ops == tuple(call.op for call in program.calls)
+    assert found.turn == program.turn
+    assert found.peaks_bytes == swept.peaks_bytes
+    assert found.held_bytes == swept.held_bytes
+    assert (found.turn_bytes, found.end_bytes) == (swept.turn_bytes, swept.end_bytes)
+    assert candidate.peak_bytes == found.peak_bytes == swept.peak_bytes
+    taken = seconds(program, step.estimated, step.options)
+    assert found.seconds == pytest.approx(taken, rel=1e-12, abs=1e-12 * sum(taken))
+    assert candidate.total_s == pytest.approx(sum(taken), rel=1e-12)
+    assert {x.storage: (set(x.nodes), x.last, x.next) for x in found.lives} == {
+        storage: ({evaluator.step.number[n] for n in nodes}, last, after)
+        for storage, (nodes, last, after) in lives(program).items()
+    }
+
+
+def lives(program: Program) -> dict[int, tuple[set[fx.Node], int, int]]:
+    """Storages of the forward that are read after the turn: what is in each, its uses around it."""
+    table, turn = program.line.joint.storages, program.turn
+    last: dict[int, int] = {}
+    after: dict[int, int] = {}
+    for index, call in enumerate(program.calls[:turn]):
+        used = call.block.reads | table.of(call.block.outputs)
+        last.update(dict.fromkeys(used, index))
+    for index, call in reversed(list(enumerate(program.calls))[turn:]):
+        after.update(dict.fromkeys(call.block.reads, index))
+    saved = {node for stage in program.line.stages for node in stage.forward}
+    saved.intersection_update(program.saved)
+    return {
+        storage: (
+            {node for node in saved if storage in table.of_node[node]},
+            last.get(storage, -1),
+            index,
+        )
+        for storage, index in after.items()
+        if any(storage in table.of_node[node] for node in saved)
+    }
+
+
+def with_options(step: Captured, schedule: Schedule, draw: random.Random) -> Schedule:
+    """Now and then a save option in place of all."""
+    masks, ops = step.options.masks, []
+    for op in schedule.computations:
+        if isinstance(op, Forward) and op.keep is Keep.ALL and draw.random() < 0.5:
+            op = replace(op, option=draw.randint(0, len(masks[op.stage])))
+        ops.append(op)
+    return Schedule(tuple(ops))
+
+
+def some_held(step: Captured, draw: random.Random) -> Tensors:
+    """Some tensors of each stage, of a few, or of none."""
+    share = draw.choice([0.0, 0.02, 0.2])
+    return {
+        index: frozenset(n for n in stage.forward if is_tensor(n) and draw.random() < share)
+        for index, stage in enumerate(step.measured.line.stages)
+    }
+
+
+def random_decision(step: Captured, seed: int) -> tuple[Codes, Tensors]:
+    draw, line = random.Random(seed), step.measured.line
+    schedule = random_schedule(len(line.stages), seed)
+    if line.branch_ends:
+        schedule = random_join_schedule(line, seed)
+    return coded(with_options(step, schedule, draw)), some_held(step, draw)
+
+
+def zoo_of_kinds() -> list[object]:
+    """Lines with draws, with their loss outside, with norms; joins, with gradients to sum up."""
+    quick = {"gpt", "gpt_logits", "unet", "image_recipe", "siamese", "triplet"}
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in ZOO]
+
+
+@pytest.mark.parametrize("name", zoo_of_kinds())
+def test_random_decisions_are_as_their_programs(name: str):
+    step, evaluator = captured(name), evaluator_of(name)
+    for seed in range(8):
+        check(step, evaluator, *random_decision(step, seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_many_random_decisions_are_as_their_programs(name: str):
+    step, evaluator = captured(name), evaluator_of(name)
+    for seed in range(8, 100):
+        check(step, evaluator, *random_decision(step, seed))
+
+
+@pytest.mark.parametrize("name", ["siamese", "composed", "triplet"])
+def test_what_generators_give_is_as_its_programs(name: str):
+    step, search = captured(name), search_of(name)
+    draw = random.Random(0)
+    for generator in GENERATORS:
+        found = list(generator(search.setting, silent))
+        for codes in draw.sample(found, min(3, len(found))):
+            check(step, search.evaluator, codes, some_held(step, draw))
+
+
+def test_norms_undone_are_as_their_programs():
+    """Their inputs are rebuilt where backwards read them; forwards were measured with that."""
+    traced = capture(network(), (X,))
+    joint = build_joint_graph(
+        traced.traced,
+        forward_output_count=traced.output_count,
+        mutated_primals=traced.mutated,
+        exact=False,
+    )
+    step = replace(traced, joint=joint)
+    assert any(map(is_inverse, joint.forward))
+    evaluator = step.evaluator()
+    for seed in range(8):
+        check(step, evaluator, *random_decision(step, seed))
+
+
+def test_an_evaluation_does_not_depend_on_those_before():
+    step = captured("siamese")
+    evaluator = evaluator_of("siamese")
+    decisions = [random_decision(step, seed) for seed in range(60)]
+
+    def all_of(each: Evaluator) -> list[Evaluation]:
+        candidates = [each.candidate(codes, each.held_bits(held)) for codes, held in decisions]
+        return [each.evaluation(candidate) for candidate in candidates]
+
+    expected = all_of(evaluator)
+    assert len(set(expected)) > 30
+    assert all_of(evaluator) == expected
+    make_room(evaluator.step.data, evaluator.step.at, TABLE)  # forgets all blocks
+    assert all_of(evaluator) == expected
+    for i in (0, 30, 59):
+        fresh, (codes, held) = step.evaluator(around(step)), decisions[i]
+        assert fresh.evaluation(fresh.candidate(codes, fresh.held_bits(held))) == expected[i]
 
 
 def test_recomputation_lowers_the_peak():
-    """The comparison above would also hold if nothing were ever recomputed."""
+    """Comparisons would also hold if nothing were ever recomputed."""
     step = captured("gpt")
-    count = len(step.line.stages)
-    kept, recomputed = (step.sweep(step.program(s)) for s in (keep_all(count), periodic(count, 2)))
-    assert recomputed.peak_bytes < 0.5 * kept.peak_bytes
+    evaluator, count = step.evaluator(), len(step.line.stages)
+    recomputed = evaluator.candidate(coded(periodic(count, 2)))
+    assert recomputed.peak_bytes < 0.5 * evaluator.keep_all().peak_bytes
 
 
 class Workspace(nn.Module):
@@ -57,75 +214,51 @@ class Workspace(nn.Module):
 
 def test_workspaces_are_counted():
     step = capture(Workspace(), (torch.randn(2, 8, 20, 20, dtype=torch.float64),))
-    program = step.program(keep_all(len(step.line.stages)))
-    predicted = step.sweep(program).peak_bytes
-    without = Sweeper(step.measured.line, lambda _node, _block: 0)
-    assert measured_peak_bytes(step, program) == predicted
-    assert without.sweep(program, bare(step.joint)).peak_bytes < predicted
+    evaluator = step.evaluator()
+    predicted = evaluator.keep_all().peak_bytes
+    assert measured_peak_bytes(step, evaluator.program(evaluator.keep_all())) == predicted
+    costs = step.estimated.costs
+    none = tuple((node, mode, 0) for node, mode, _ in costs.workspace_bytes)
+    without = Measured.of(step.line, replace(costs, workspace_bytes=none))
+    other = Evaluator.of(without, step.blocks, step.options, evaluator.surroundings)
+    assert other.keep_all().peak_bytes < predicted
 
 
-def test_what_surrounds_the_step_is_added():
-    step = captured("gpt_logits")
-    program = step.program(keep_all(len(step.line.stages)))
-    plain = step.sweep(program)
-    around = replace(bare(step.joint), given_bytes=1000)
-    moved = step.sweeper.sweep(program, around)
-    assert moved.peak_bytes == plain.peak_bytes + 1000
-    assert moved.peaks_bytes == tuple(n + 1000 for n in plain.peaks_bytes)
-    assert moved.held_bytes == tuple(n + 1000 for n in plain.held_bytes)
+def evaluated(around: Surroundings) -> Evaluation:
+    """Everything kept of a step whose loss is outside."""
+    evaluator = captured("gpt_logits").evaluator(around)
+    return evaluator.evaluation(evaluator.keep_all())
 
 
-def test_the_turn_stands_between_forward_and_backward():
-    step = captured("gpt_logits")
-    program = step.program(keep_all(len(step.line.stages)))
-    huge = 1 << 30
-    swept = step.sweeper.sweep(program, replace(bare(step.joint), turn_bytes=huge))
-    held = swept.held_bytes[program.turn - 1]
-    assert swept.turn_bytes == held + huge == swept.peak_bytes
-    assert max(swept.peaks_bytes) < huge
+def test_what_surrounds_the_step_is_there_from_when_it_is_on():
+    none = Surroundings(0, turn_bytes=0, tangent_bytes=0)
+    plain, huge = evaluated(none), 1 << 30
+    count, turn = len(plain.ops), plain.turn
 
+    def more(around: Surroundings) -> tuple[list[int], list[int], int, int]:
+        found = evaluated(around)
+        return (
+            [b - a for a, b in zip(plain.peaks_bytes, found.peaks_bytes, strict=True)],
+            [b - a for a, b in zip(plain.held_bytes, found.held_bytes, strict=True)],
+            found.turn_bytes - plain.turn_bytes,
+            found.end_bytes - plain.end_bytes,
+        )
 
-def test_tangents_are_held_from_the_turn_on():
-    step = captured("gpt_logits")
-    program = step.program(keep_all(len(step.line.stages)))
-    none, some = (
-        step.sweeper.sweep(program, Surroundings(0, turn_bytes=0, tangent_bytes=n))
-        for n in (0, 4096)
-    )
-    change = [b - a for a, b in zip(none.held_bytes, some.held_bytes, strict=True)]
-    assert change == [0] * program.turn + [4096] * (len(program.calls) - program.turn)
-    assert some.end_bytes == none.end_bytes + 4096
-
-
-def test_the_end_is_counted_after_the_last_call():
-    step = captured("gpt_logits")
-    program = step.program(keep_all(len(step.line.stages)))
-    huge = 1 << 30
-    swept = step.sweeper.sweep(program, replace(bare(step.joint), end_bytes=huge))
-    assert swept.end_bytes == swept.held_bytes[-1] + huge == swept.peak_bytes
+    nothing, late = [0] * count, [0] * turn + [4096] * (count - turn)
+    assert more(replace(none, given_bytes=7)) == ([7] * count, [7] * count, 7, 7)
+    assert more(replace(none, tangent_bytes=4096)) == (late, late, 0, 4096)
+    assert more(replace(none, turn_bytes=huge)) == (nothing, nothing, huge, 0)
+    assert more(replace(none, end_bytes=huge)) == (nothing, nothing, 0, huge)
+    assert plain.turn_bytes == plain.held_bytes[turn - 1]
+    assert plain.end_bytes == plain.held_bytes[-1]
 
 
 def test_what_is_held_after_the_step_are_its_results():
     step = captured("gpt_logits")
-    joint = step.joint
-    for schedule in (keep_all(len(step.line.stages)), periodic(len(step.line.stages), 2)):
-        program = step.program(schedule)
-        results = {
-            n
-            for n in (*joint.forward_outputs, *joint.backward_outputs, *joint.tangents)
-            if isinstance(n, torch.fx.Node)
-        }
-        expected = joint.storages.of(results) - joint.storages.of(joint.given)
-        assert step.sweep(program).held_bytes[-1] == joint.storages.total(expected)
-
-
-@pytest.mark.parametrize(
-    ("sweep", "peak"),
-    [
-        (Sweep((5, 9, 2), (1, 2, 3), turn_bytes=4, end_bytes=3), 9),
-        (Sweep((5, 9, 2), (1, 2, 3), turn_bytes=10, end_bytes=3), 10),
-        (Sweep((5, 9, 2), (1, 2, 3), turn_bytes=4, end_bytes=11), 11),
-    ],
-)
-def test_peak_is_the_most_at_any_instant(sweep: Sweep, peak: int):
-    assert sweep.peak_bytes == peak
+    joint, evaluator, count = step.joint, step.evaluator(), len(step.line.stages)
+    results = (*joint.forward_outputs, *joint.backward_outputs, *joint.tangents)
+    expected = joint.storages.of(n for n in results if isinstance(n, fx.Node))
+    expected -= joint.storages.of(joint.given)
+    for schedule in (keep_all(count), periodic(count, 2)):
+        found = evaluator.evaluation(evaluator.candidate(coded(schedule)))
+        assert found.held_bytes[-1] == joint.storages.total(expected)

@@ -1,0 +1,26 @@
+"""What is said of an evaluation."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxremat.ir import Backward, Forward, Keep
+from fxremat.planner.evaluation import Evaluation
+
+
+@pytest.mark.parametrize(
+    ("turn_bytes", "end_bytes", "peak", "where"),
+    [(4, 3, 9, str(Backward(1))), (10, 3, 10, "turn"), (4, 11, 11, "end")],
+)
+def test_peak_is_the_most_at_any_instant(turn_bytes: int, end_bytes: int, peak: int, where: str):
+    found = Evaluation(
+        ops=(Forward(1, Keep.ALL), Backward(1), Backward(0)),
+        turn=1,
+        peaks_bytes=(5, 9, 2),
+        held_bytes=(1, 2, 3),
+        turn_bytes=turn_bytes,
+        end_bytes=end_bytes,
+        seconds=(0.0, 0.0, 0.0),
+    )
+    assert found.peak_bytes == peak
+    assert where in found.describe_peak()
