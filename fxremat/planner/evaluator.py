@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -21,6 +22,9 @@ from fxremat.planner.evaluation import Evaluation, Life
 from fxremat.planner.pool import Candidate
 from fxremat.planner.step import MODES, Flags, Floats, Ints, Step, step_of
 from fxremat.planner.surroundings import Surroundings
+
+MOST_ROOM = 1 << 30
+"""Numbers of a step that no evaluation should need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +101,13 @@ class Evaluator:
         """What local search finds from ``start`` on, each faster than the one before."""
         from fxremat.planner.climb import MOST_STEPS, climb  # noqa: PLC0415
 
-        step = self.step
-        found = np.zeros((MOST_STEPS, step.at.nodes), dtype=np.uint8)
+        found = np.zeros((MOST_STEPS, self.step.at.nodes), dtype=np.uint8)
         found_bytes, found_s = np.zeros(MOST_STEPS, dtype=np.int64), np.zeros(MOST_STEPS)
-        count = climb(
-            step.data,
-            step.seconds,
-            step.at,
-            start.codes,
-            self._flags(start.held),
-            found,
-            found_bytes,
-            found_s,
-        )
-        self._check()
-        held = np.packbits(found[:count], axis=1)
+        held = self._flags(start.held)
+        count = self._run(climb, start.codes, held, found, found_bytes, found_s)
+        bits = np.packbits(found[:count], axis=1)
         return [
-            Candidate(start.codes, held[i].tobytes(), int(found_bytes[i]), float(found_s[i]))
+            Candidate(start.codes, bits[i].tobytes(), int(found_bytes[i]), float(found_s[i]))
             for i in range(count)
         ]
 
@@ -153,18 +147,9 @@ class Evaluator:
         step = self.step
         inputs = np.zeros(step.at.nodes, dtype=np.int64)
         numbers = np.array([step.number[node] for node in asked], dtype=np.int64)
-        peak, change, count = run_alone(
-            step.data,
-            step.seconds,
-            step.at,
-            stage,
-            MODES[mode],
-            option,
-            numbers,
-            kept,
-            inputs,
+        peak, change, count = self._run(
+            run_alone, stage, MODES[mode], option, numbers, kept, inputs
         )
-        self._check()
         return Alone(peak, change, tuple(step.nodes[i] for i in inputs[:count].tolist()))
 
     def decision(self, candidate: Candidate) -> Decision:
@@ -202,10 +187,20 @@ class Evaluator:
         from fxremat.planner.replay import evaluate  # noqa: PLC0415
 
         calls, call_s = np.zeros((5, codes.size), dtype=np.int64), np.zeros(codes.size)
-        step = self.step
-        total_s = evaluate(step.data, step.seconds, step.at, codes, held, calls, call_s)
-        self._check()
+        total_s = self._run(evaluate, codes, held, calls, call_s)
         return calls, call_s, float(total_s)
+
+    def _run(self, kernel: Callable[..., Any], *args: object) -> Any:
+        """What ``kernel`` returns, once there is room enough for all blocks at once."""
+        from fxremat.planner.replay import TOO_LONG  # noqa: PLC0415
+
+        step = self.step
+        found = kernel(step.data, step.seconds, step.at, *args)
+        while self._totals()["ended"] == TOO_LONG and step.data.size < MOST_ROOM:
+            step.grow()
+            found = kernel(step.data, step.seconds, step.at, *args)
+        self._check()
+        return found
 
     def _totals(self) -> dict[str, int]:
         names = ("calls", "turn", "peak_bytes", "turn_bytes", "end_bytes", "ended", "node")
@@ -215,11 +210,13 @@ class Evaluator:
 
     def _check(self) -> None:
         """Raise what the last evaluation found wrong."""
-        from fxremat.planner.replay import NEVER_COMPUTED, UNTIMED  # noqa: PLC0415
+        from fxremat.planner.replay import NEVER_COMPUTED, TOO_LONG, UNTIMED  # noqa: PLC0415
 
         totals = self._totals()
         if not totals["ended"]:
             return
+        if totals["ended"] == TOO_LONG:
+            raise ScheduleError("a schedule runs more than can be evaluated at once")
         node = self.step.nodes[totals["node"]]
         if totals["ended"] == NEVER_COMPUTED:
             raise ScheduleError(f"{node.name} is read but no operation computes it")

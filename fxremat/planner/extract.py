@@ -14,14 +14,28 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from fxremat.planner.step import AGAIN, ARENA, BACK, COLUMNS, TABLE, At, Flags, Floats, Ints
+from fxremat.planner.step import (
+    AGAIN,
+    BACK,
+    COLUMNS,
+    ROOM,
+    TABLE,
+    TOP,
+    At,
+    Flags,
+    Floats,
+    Ints,
+)
 
 MADE, NODES, INPUTS, DIRECT, READS, END, REBUILDS = range(7)
 """Of a block: where each of its lists begins, and whether a backward runs operations again."""
 
-TOP, BLOCKS, FOOTPRINTS, STAMP, FAILED, EVALUATIONS = range(6)
-"""Of ``At.counts``: how far lists, blocks and footprints reach, the last mark that was made,
-what was missing, and how many evaluations there were."""
+BLOCKS, FOOTPRINTS, STAMP, FAILED, EVALUATIONS = range(2, 7)
+"""Of ``At.counts``, beside ``TOP`` and ``ROOM``: blocks and footprints so far, the last mark that
+was made, what was missing, and how many evaluations there were."""
+
+NOTHING_ASKED, NO_ROOM = -1, -2
+"""In place of a block."""
 
 
 @njit(inline="always")
@@ -46,10 +60,10 @@ def find(data: Ints, table: int, one: int, two: int) -> int:
 
 @njit(cache=True, nogil=True)
 def make_room(data: Ints, at: At, calls: int) -> None:
-    """Forget all blocks where there may be no room for those of so many more calls."""
+    """Forget all blocks where those of so many more calls may not find room."""
     full = data[at.counts + BLOCKS] + calls > TABLE // 2
     full = full or data[at.counts + FOOTPRINTS] + calls > TABLE // 2
-    if full or data[at.counts + TOP] + calls * at.longest > at.arena + ARENA:
+    if full or 2 * (data[at.counts + TOP] - at.arena) > data[at.counts + ROOM] - at.arena:
         data[at.block_key : at.block_key + 2 * TABLE] = 0
         data[at.footprint_key : at.footprint_key + 2 * TABLE] = 0
         data[at.counts + TOP] = at.arena
@@ -145,7 +159,11 @@ def can_give(data: Ints, at: At, mode: int, held: Flags, node: int) -> bool:
 def block_of(
     data: Ints, seconds: Floats, at: At, held: Flags, stage: int, mode: int, option: int
 ) -> int:
-    """The block of a call; -1 for a recomputation of which nothing is asked."""
+    """The block of a call.
+
+    ``NOTHING_ASKED`` for a recomputation of which nothing is asked, ``NO_ROOM`` where a new block
+    may find none.
+    """
     count = own_nodes(data, at, stage, mode)
     data[at.counts + STAMP] += 1
     stamp = data[at.counts + STAMP]
@@ -160,7 +178,7 @@ def block_of(
             one ^= data[at.random + node]
             two ^= data[at.random + at.width + node]
     if mode == AGAIN and asked == 0:
-        return -1
+        return NOTHING_ASKED
     row = data[at.option + stage] + option - 1
     rebuilds = mode == BACK and option > 0 and data[at.missing + row] < data[at.missing + row + 1]
     if rebuilds:
@@ -177,6 +195,8 @@ def block_of(
     entry = find(data, at.block_key, one, two)
     key = at.block_key + 2 * entry
     if data[key] == 0:
+        if data[at.counts + TOP] + data[at.longest + stage] > data[at.counts + ROOM]:
+            return NO_ROOM
         data[key], data[key + 1] = one, two
         data[at.block_at + entry] = _extract(
             data, seconds, at, held, stage, mode, row if rebuilds else -1, count

@@ -20,7 +20,9 @@ from fxremat.planner.extract import (
     FOOTPRINTS,
     INPUTS,
     MADE,
+    NO_ROOM,
     NODES,
+    NOTHING_ASKED,
     READS,
     STAMP,
     block_of,
@@ -31,10 +33,21 @@ from fxremat.planner.extract import (
     own_nodes,
     place_sums,
 )
-from fxremat.planner.step import AGAIN, BACK, COLUMNS, FIRST, UNKNOWN, At, Flags, Floats, Ints
+from fxremat.planner.step import (
+    AGAIN,
+    BACK,
+    COLUMNS,
+    FIRST,
+    TABLE,
+    UNKNOWN,
+    At,
+    Flags,
+    Floats,
+    Ints,
+)
 
-OK, UNMEASURED, UNTIMED, NEVER_COMPUTED = 0, 1, 2, 3
-"""How an evaluation ended; all but the first name a node."""
+OK, UNMEASURED, UNTIMED, NEVER_COMPUTED, TOO_LONG = range(5)
+"""How an evaluation ended; those between the first and the last name a node."""
 
 LATER, RETURNED = 1, 2
 """Why a tensor is asked for: a later call reads it; the forward returns it."""
@@ -62,9 +75,12 @@ def evaluate(
         call_s: ``(C,)``, seconds of each.
 
     What is true of the whole step is written to ``At.total``, what crosses the turn to
-    ``At.saved``.
+    ``At.saved``. Nothing else counts where it ended otherwise than ``OK``.
     """
     make_room(data, at, codes.size)
+    if codes.size > TABLE // 2:
+        data[at.total + ENDED] = TOO_LONG
+        return float(np.inf)
     data[at.counts + FAILED] = 0
     data[at.counts + EVALUATIONS] += 1
     _begin(data, at, codes, held)
@@ -78,7 +94,10 @@ def evaluate(
             data[at.runs + stage] -= 1
             mode = AGAIN if data[at.runs + stage] else FIRST
         block = block_of(data, seconds, at, held, stage, mode, data[at.keeps + stage])
-        if block >= 0:
+        if block == NO_ROOM:
+            data[at.total + ENDED] = TOO_LONG
+            return float(np.inf)
+        if block != NOTHING_ASKED:
             outputs = _give(data, at, held, stage, mode)
             if data[at.block + COLUMNS * block + INPUTS] > data[at.block + COLUMNS * block + NODES]:
                 rebuilds = mode == AGAIN and following == stage * KINDS + BACKWARD
@@ -379,7 +398,11 @@ def run_alone(
         _ask(data, at, node, LATER)
     held = np.zeros(at.nodes, dtype=np.uint8)
     block = block_of(data, seconds, at, held, stage, mode, option)
-    if block < 0:
+    if block == NO_ROOM:
+        data[at.total + ENDED] = TOO_LONG
+        return 0, 0, 0
+    if block == NOTHING_ASKED:
+        data[at.total + ENDED] = OK
         return 0, 0, 0
     outputs = _give(data, at, held, stage, mode)
     lists = at.block + COLUMNS * block

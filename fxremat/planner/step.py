@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,7 +40,10 @@ TABLE = 1 << 17
 """Entries of the tables of blocks and of footprints."""
 
 ARENA = 1 << 22
-"""Numbers that the lists of all blocks may take."""
+"""Numbers that the lists of all blocks may take to begin with."""
+
+TOP, ROOM = range(2)
+"""Of ``At.counts``: where in the arena the next block's lists begin, and where the arena ends."""
 
 
 class At(NamedTuple):
@@ -52,7 +55,7 @@ class At(NamedTuple):
 
     Attributes:
         stages, nodes, storage_count, forward_count: ``L``, ``N``, ``S``, nodes of the forward.
-        longest: numbers that the lists of a block take at most.
+        longest: ``L``, numbers that the lists of a stage's block take at most.
         forward, backward: ``L + 1``, the first node of each stage's forward and backward.
         reads, reads_again: lists, what running each node reads, in its own mode and again.
         storages: lists, of each node's value.
@@ -182,7 +185,7 @@ class At(NamedTuple):
     total: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """A measured line as numbers, with room to work in: not for two threads at once.
 
@@ -201,6 +204,12 @@ class Step:
     number: dict[fx.Node, int]
     nodes: tuple[fx.Node, ...]
     storages: tuple[tuple[int, ...], ...]
+
+    def grow(self) -> None:
+        """Twice the room for blocks."""
+        arena = self.data.size - self.at.arena
+        self.data = np.concatenate([self.data, np.zeros(arena, dtype=np.int64)])
+        self.data[self.at.counts + ROOM] = self.data.size
 
 
 class _Layout:
@@ -283,6 +292,7 @@ def step_of(measured: Measured, options: Options, surroundings: Surroundings) ->
             surroundings.end_bytes,
         ),
         workspace=_workspace(measured, number),
+        longest=_longest_blocks(line),
     )
     layout.put_seconds(once_s=_once_s(line, options, nodes))
     counts = {
@@ -293,11 +303,10 @@ def step_of(measured: Measured, options: Options, surroundings: Surroundings) ->
         "sum_count": len(line.sums),
     }
     counts["width"] = max(counts["nodes"], counts["storage_count"])
-    counts["longest"] = _longest_block(line)
     _put_room(layout, counts, dependencies=_count_reads(nodes))
     data, seconds = layout.arrays()
     at = At(**layout.places, **counts)
-    data[at.counts] = at.arena
+    data[at.counts + TOP], data[at.counts + ROOM] = at.arena, data.size
     storages = tuple(line.joint.storages.of_node[n] for n in nodes[: at.forward_count])
     return Step(data, seconds, at, number, nodes, storages)
 
@@ -456,19 +465,17 @@ def _put_room(layout: _Layout, counts: dict[str, int], *, dependencies: int) -> 
     )
 
 
-def _longest_block(line: Line) -> int:
-    """More numbers than the lists of any block have."""
-    sums, longest = list(line.sums), 0
+def _longest_blocks(line: Line) -> Iterator[int]:
+    """For each stage more numbers than the lists of any block of it have."""
     for stage in line.stages:
-        nodes = dict.fromkeys((*stage.forward, *stage.backward, *sums))
+        nodes = dict.fromkeys((*stage.forward, *stage.backward, *line.sums))
         waiting = list(nodes)
         while waiting:
             views = [n for n in waiting.pop().all_input_nodes if n in line.views]
             waiting += [n for n in views if n not in nodes]
             nodes.update(dict.fromkeys(views))
         storages = sum(len(line.joint.storages.of_node[n]) for n in nodes)
-        longest = max(longest, len(nodes) + 4 * _count_reads(nodes) + storages)
-    return longest + COLUMNS
+        yield len(nodes) + 4 * _count_reads(nodes) + 2 * storages
 
 
 def _count_reads(nodes: Iterable[fx.Node]) -> int:
