@@ -1,34 +1,37 @@
-"""What holding a storage is said to save, held against the exact sweep."""
+"""What holding a storage is said to save, held against the exact evaluation."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from torch import fx
 
-from fxremat.ir import Schedule
 from fxremat.passes.stages.block import Mode
-from fxremat.planner.candidate import Candidate, Sweeps
-from fxremat.planner.effects import Effect, Operations, effects_of
-from fxremat.planner.improve import held_with
-from fxremat.planner.search import Search
-from fxremat.planner.surroundings import Caller
-from tests.harness import captured, silent
+from fxremat.planner.effects import find_effects, mark_results
+from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.pool import Candidate
+from fxremat.planner.replay import evaluate
+from tests.harness import Captured, captured, search_of
 
-NAMES = ("gpt", "resnet50", "siamese_resnet", "hf_llama")
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def search(request: pytest.FixtureRequest) -> Search:
-    """All schedules of a model."""
-    step = captured(request.param)
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    return Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
+models = pytest.mark.parametrize("name", ["gpt", "resnet50", "siamese_resnet", "hf_llama"])
 
 
-def _charged_alike(sweeps: Sweeps) -> Sweeps:
+@dataclass(frozen=True)
+class Effect:
+    """What is said, and what it truly comes to."""
+
+    gained_s: float
+    more_bytes: int
+    freed_bytes: int
+    truly_gained_s: float
+    truly_more_bytes: int
+
+
+def charged_alike(step: Captured) -> Evaluator:
     """As much for an operation in a rebuild as in a forward.
 
     A forward whose neighbour vanishes may come to stand before its backward. It is a rebuild
@@ -36,59 +39,80 @@ def _charged_alike(sweeps: Sweeps) -> Sweeps:
     """
     parts = tuple(
         replace(part, charges=replace(part.charges, of_forward=1.0, of_rebuild=1.0))
-        for part in sweeps.options.parts
+        for part in step.options.parts
     )
-    return replace(sweeps, options=replace(sweeps.options, parts=parts), known_s={})
+    options = replace(step.options, parts=parts)
+    return Evaluator.of(step.estimated, step.blocks, options, step.surroundings)
 
 
-def _effects(search: Search, schedule: Schedule) -> list[tuple[Effect, float, int]]:
-    """Each effect with the seconds and the bytes at the turn that it truly has."""
-    operations, sweeps = Operations.of(search.sweeps.line), _charged_alike(search.sweeps)
-    start = sweeps.candidate(schedule)
+def effects_of(evaluator: Evaluator, candidate: Candidate) -> list[Effect]:
+    """Each effect of holding something more."""
+    codes, step, at = candidate.codes, evaluator.step, evaluator.step.at
+    numbers, before = (step.data, step.seconds, at), np.zeros(at.nodes, dtype=np.uint8)
+    if candidate.held:
+        before = np.unpackbits(np.frombuffer(candidate.held, dtype=np.uint8), count=at.nodes)
+    calls, call_s = np.zeros((5, codes.size), dtype=np.int64), np.zeros(codes.size)
+    groups, nbytes = np.zeros((2, at.forward_count), dtype=np.int64)
+    worth = np.zeros(at.forward_count)
+    start_s = evaluate(*numbers, codes, before, calls, call_s)
+    count = find_effects(*numbers, codes, calls, groups, nbytes, worth)
+    assert (np.diff(worth[:count]) <= 0).all()
+    said = []
+    for group, size in zip(groups[:count].tolist(), nbytes[:count].tolist(), strict=True):
+        held = before.copy()
+        mark_results(step.data, at, group, held)
+        freed = int(step.data[at.freed + group])
+        said.append((float(step.seconds[at.gained_s + group]), size - freed, freed, held))
+    start = evaluator.evaluation(candidate)
     found = []
-    for effect in effects_of(start, sweeps, operations):
-        held = held_with({}, [effect], sweeps)
-        tried = sweeps.candidate(schedule, start.kept, held)
-        more_bytes = tried.sweep.turn_bytes - start.sweep.turn_bytes
-        found.append((effect, start.total_s - tried.total_s, more_bytes))
+    for *effect, held in said:
+        tried = evaluator.candidate(codes, np.packbits(held).tobytes())
+        turn_bytes = evaluator.evaluation(tried).turn_bytes
+        found.append(Effect(*effect, start_s - tried.total_s, turn_bytes - start.turn_bytes))
     return found
 
 
-def _runs(candidate: Candidate) -> Counter[fx.Node]:
+def runs(evaluator: Evaluator, candidate: Candidate) -> Counter[fx.Node]:
     """How often each operation is run again."""
-    blocks = [call.block for call in candidate.program.calls]
+    blocks = [call.block for call in evaluator.program(candidate).calls]
     return Counter(n for b in blocks for n in b.nodes if b.mode_of(n) is Mode.AGAIN)
 
 
-def test_effects_are_exact_where_each_operation_runs_again_once(search: Search):
-    start = next(c for c in search.solved if all(n == 1 for n in _runs(c).values()))
-    found = _effects(search, start.schedule)
+@models
+def test_effects_are_exact_where_each_operation_runs_again_once(name: str):
+    evaluator, solved = charged_alike(captured(name)), search_of(name).solved.members[:-1]
+    start = next(c for c in solved if all(n == 1 for n in runs(evaluator, c).values()))
+    found = effects_of(evaluator, start)
     assert len(found) > 5
     exact = 0
-    for effect, gained_s, more_bytes in found:
-        said_bytes = effect.nbytes - effect.freed_bytes
-        assert more_bytes <= said_bytes
-        assert gained_s >= effect.gained_s * (1 - 1e-6)
+    for effect in found:
+        assert effect.truly_more_bytes <= effect.more_bytes
+        assert effect.truly_gained_s >= effect.gained_s * (1 - 1e-6)
         # More vanishes where the view of an early result is made late, which no tree has, and is
         # freed where what is made again later was held for an earlier reader as well.
-        is_exact = gained_s == pytest.approx(effect.gained_s, rel=1e-6)
-        exact += is_exact and more_bytes == said_bytes
+        is_exact = effect.truly_gained_s == pytest.approx(effect.gained_s, rel=1e-6)
+        exact += is_exact and effect.truly_more_bytes == effect.more_bytes
     assert exact > len(found) / 2
 
 
-def test_effects_are_at_least_as_said_where_they_run_more_often(search: Search):
-    for start in search.solved[:: max(len(search.solved) // 4, 1)]:
-        found = _effects(search, start.schedule)
-        assert len(found) > 5 or start is not search.solved[0]
-        for effect, gained_s, more_bytes in found:
-            assert gained_s >= effect.gained_s * (1 - 1e-6)
-            assert more_bytes <= effect.nbytes - effect.freed_bytes
+@models
+def test_effects_are_at_least_as_said_where_they_run_more_often(name: str):
+    evaluator, solved = charged_alike(captured(name)), search_of(name).solved.members[:-1]
+    climbed = evaluator.climb(solved[0])
+    starts = (*solved[:: max(len(solved) // 4, 1)], climbed[len(climbed) // 2])
+    found = {start: effects_of(evaluator, start) for start in starts}
+    assert len(found[solved[0]]) > 5
+    for effect in itertools.chain.from_iterable(found.values()):
+        assert effect.truly_gained_s >= effect.gained_s * (1 - 1e-6)
+        assert effect.truly_more_bytes <= effect.more_bytes
 
 
 def test_what_is_held_for_one_operation_alone_is_freed():
-    step = captured("gpt")
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    search = Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
-    start = search.solved[len(search.solved) // 2]
-    found = effects_of(start, search.sweeps, Operations.of(search.sweeps.line))
-    assert any(effect.freed_bytes for effect in found)
+    search = search_of("gpt")
+    start = search.solved.members[len(search.solved.members) // 2]
+    assert any(effect.freed_bytes for effect in effects_of(search.evaluator, start))
+
+
+def test_nothing_has_an_effect_where_nothing_runs_again():
+    search = search_of("gpt")
+    assert effects_of(search.evaluator, search.baseline) == []

@@ -360,6 +360,7 @@ def _conclude(data: Ints, at: At) -> None:
     if failed:
         data[at.total + ENDED] = UNTIMED if failed > 0 else UNMEASURED
         data[at.total + NODE] = abs(failed) - 1
+        make_room(data, at, TABLE)  # a block without its bytes or seconds is never found again
 
 
 @njit(cache=True, nogil=True)

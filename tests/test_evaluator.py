@@ -1,0 +1,92 @@
+"""Candidates and the decisions that they stand for; what cannot be evaluated is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxremat.costs.cost import Measured
+from fxremat.errors import CostError, ScheduleError
+from fxremat.ir import Forward, Keep, Schedule
+from fxremat.ir.coded import coded
+from fxremat.passes.emit.program import keep_all
+from fxremat.passes.stages.block import Mode
+from fxremat.planner.evaluator import Evaluator
+from tests.harness import captured, measured_peak_bytes, periodic
+
+
+def test_a_candidate_stands_for_its_decision():
+    step = captured("unet")
+    evaluator = step.evaluator()
+    count = len(step.line.stages)
+    least = evaluator.candidate(coded(periodic(count, 3)))
+    climbed = evaluator.climb(least)
+    for candidate in (evaluator.keep_all(), least, climbed[len(climbed) // 2]):
+        found = evaluator.decision(candidate)
+        held = evaluator.held_bits(found.held) if found.held else b""
+        assert held == candidate.held
+        assert coded(found.schedule).tolist() == candidate.codes.tolist()
+        program = step.program(found.schedule, missing={**found.missing}, held={**found.held})
+        assert program == evaluator.program(candidate)
+        assert measured_peak_bytes(step, program) == candidate.peak_bytes
+
+
+def test_options_of_a_schedule_are_in_its_decision():
+    step = captured("unet")
+    evaluator, masks = step.evaluator(), step.options.masks
+    stage = next(i for i, own in enumerate(masks) if own)
+    ops = list(keep_all(len(step.line.stages)))
+    ops[stage] = Forward(stage, Keep.ALL, 1)
+    decision = evaluator.decision(evaluator.candidate(coded(Schedule(tuple(ops)))))
+    assert decision.missing == {stage: step.options.parts[stage].missing(masks[stage][0])}
+
+
+def test_an_operation_of_unknown_workspace_is_named_each_time():
+    step = captured("gpt_logits")
+    nodes = tuple(step.line.joint.module.graph.nodes)
+    costs = step.estimated.costs
+    missing = next(known for known in costs.workspace_bytes if known[1] == Mode.BACKWARD.value)
+    known = tuple(other for other in costs.workspace_bytes if other != missing)
+    measured = Measured.of(step.line, replace(costs, workspace_bytes=known))
+    evaluator = Evaluator.of(measured, step.blocks, step.options, step.surroundings)
+    for _ in range(2):
+        with pytest.raises(CostError, match=nodes[missing[0]].name):
+            evaluator.keep_all()
+
+
+def test_an_operation_that_was_never_timed_is_named_each_time():
+    step = captured("gpt_logits")
+    parts = tuple(
+        replace(part, charges=replace(part.charges, alone_s={})) for part in step.options.parts
+    )
+    options = replace(step.options, parts=parts)
+    evaluator = Evaluator.of(step.estimated, step.blocks, options, step.surroundings)
+    assert evaluator.keep_all().total_s > 0
+    names = [node.name for node in step.estimated.again_s]
+    for _ in range(2):
+        with pytest.raises(CostError) as caught:
+            evaluator.candidate(coded(periodic(len(step.line.stages), 3)))
+        assert str(caught.value).split()[0] in names
+
+
+def test_what_nothing_computes_is_named():
+    step = captured("gpt_logits")
+    evaluator = step.evaluator()
+    all_but_one = [op for op in keep_all(len(step.line.stages)) if op != Forward(3, Keep.ALL)]
+    codes = coded(Schedule(tuple(all_but_one)))
+    with pytest.raises(ScheduleError, match="no operation computes"):
+        evaluator.candidate(codes)
+    with pytest.raises(ScheduleError, match="no operation computes"):
+        step.program(Schedule(tuple(all_but_one)))
+
+
+def test_an_evaluator_works_on_after_what_it_refused():
+    step = captured("gpt_logits")
+    evaluator = step.evaluator()
+    before = evaluator.keep_all()
+    ops = keep_all(len(step.line.stages)).computations
+    with pytest.raises(ScheduleError):
+        evaluator.candidate(coded(Schedule(ops[1:])))
+    after = evaluator.keep_all()
+    assert (after.peak_bytes, after.total_s) == (before.peak_bytes, before.total_s)
