@@ -18,14 +18,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fxremat.planner.candidate import Candidate
 
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of
 from fxremat.planner import allocations
 from fxremat.planner.allocations import Allocated, Allocations, Requests, requests_of_step
+from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
-from fxremat.planner.surroundings import Caller
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import format_bytes
 from tests.harness import capture, silent
@@ -57,8 +56,7 @@ def search_of(name: str) -> Search:
         call_without_trace(entry, model)
     with entry.context("cpu"):
         step = capture(model, args, kwargs)
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    return Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
+    return Search.over(step.measured, step.blocks, step.surroundings, progress=silent)
 
 
 def larger(requests: Requests) -> Requests:
@@ -91,7 +89,8 @@ def replayed(requests: Requests, rules: AllocatorSettings) -> tuple[Allocated, b
 def row(search: Search, chosen: Candidate, rules: str) -> dict[str, Any]:
     """The bytes of one plan."""
     found = search.allocations
-    requests = requests_of_step(chosen.program, found.surroundings, found.sweeper)
+    program = search.evaluator.program(chosen)
+    requests = requests_of_step(program, found.surroundings, found.footprints)
     taken, steady, microseconds = replayed(requests, RULES[rules])
     large, large_steady, _ = replayed(larger(requests), RULES[rules])
     held = chosen.peak_bytes
@@ -115,9 +114,9 @@ def measure(name: str) -> list[dict[str, Any]]:
     plain = search_of(name)
     rows = []
     for rules, settings in RULES.items():
-        sweeps = plain.sweeps
+        found = plain.allocations
         search = replace(
-            plain, allocations=Allocations(sweeps.sweeper, sweeps.surroundings, settings)
+            plain, allocations=Allocations(found.footprints, found.surroundings, settings)
         )
         begin = time.perf_counter()
         least, full = search.least_bytes, search.counted_bytes(search.baseline)
@@ -127,7 +126,7 @@ def measure(name: str) -> list[dict[str, Any]]:
             about = {"model": name, "rules": rules, "share": share, "budget_bytes": budget_bytes}
             rows.append({**about, **row(search, chosen, rules)})
         for each in rows[-len(SHARES) :]:
-            each["candidates"] = len(search.frontier)
+            each["candidates"] = len(search.pool.members)
             each["replayed"] = len(search.allocations.known)
             each["choosing_s"] = time.perf_counter() - begin
     return rows

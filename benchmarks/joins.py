@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fxremat.planner.candidate import Candidate
 
 from benchmarks.common import RESULTS, interleave, ratios, save, show
 from benchmarks.steps import entry_of
 from benchmarks.unit_joins import figure_7
 from fxremat.costs.measure import seconds_of
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
+from fxremat.planner.generators import Generator, chain_schedules
 from fxremat.planner.joining import equivalent_schedules
-from fxremat.planner.search import PLANNERS, Planner, Search, line_schedules
-from fxremat.planner.surroundings import Caller
+from fxremat.planner.pool import Candidate
+from fxremat.planner.search import GENERATORS, Search
 from fxremat.units import format_bytes
 from tests.harness import Captured, capture, silent
 
@@ -42,10 +42,10 @@ MODELS = (
     "hf_t5",
 )
 
-WAYS: dict[str, tuple[Planner, ...]] = {
-    "line": (line_schedules,),
+WAYS: dict[str, tuple[Generator, ...]] = {
+    "line": (chain_schedules,),
     "equivalent chain": (equivalent_schedules,),
-    "join": PLANNERS,
+    "join": GENERATORS,
 }
 """``join`` is what a plan of the package chooses from."""
 
@@ -91,12 +91,15 @@ def compare(name: str) -> Compared:
     entry = entry_of(name)
     args, kwargs = entry.sample(0)
     step = capture(entry.build(), args, kwargs)
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
     found = {
-        way: Search.of(
-            step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent, planners=planners
+        way: Search.over(
+            step.measured,
+            step.blocks,
+            step.surroundings,
+            progress=silent,
+            generators=generators,
         )
-        for way, planners in WAYS.items()
+        for way, generators in WAYS.items()
     }
     return Compared(name, step, found)
 
@@ -104,7 +107,7 @@ def compare(name: str) -> Compared:
 def why_no_gain(compared: Compared) -> str:
     """Where the join is no faster than the line: what the order of branches cannot change."""
     search = compared.found["join"]
-    line, stages = search.sweeps.line, search.chain
+    line, stages = search.measured.line, search.chain
     if not line.branch_ends:
         return "no branches: every part of the forward reads what another computed"
     ends_bytes = stages.nbytes(stages.boundaries[line.branch_ends[-1]])
@@ -113,7 +116,7 @@ def why_no_gain(compared: Compared) -> str:
         for first, end in pairwise((0, *line.branch_ends))
     }
     ends = f"the ends of the branches take {format_bytes(ends_bytes)}"
-    least = f"the least budget is that of {search.describe_peak(search.least)}"
+    least = f"the least budget is that of {search.describe_least()}"
     if len(kinds) == 1:
         return (
             f"{ends} and their stages are alike: a byte gains as much in one as in another, "
@@ -122,9 +125,11 @@ def why_no_gain(compared: Compared) -> str:
     return f"{ends}; the line already goes back first where most memory is freed; {least}"
 
 
-def runner(step: Captured, chosen: Candidate) -> Callable[[], float]:
+def runner(step: Captured, search: Search, chosen: Candidate) -> Callable[[], float]:
     """Seconds of one run of a candidate's graphs."""
-    forward, backward = rewrite(chosen.program, chosen.sweep.peaks_bytes, BlockModules())
+    evaluator = search.evaluator
+    peaks_bytes = evaluator.evaluation(chosen).peaks_bytes
+    forward, backward = rewrite(evaluator.program(chosen), peaks_bytes, BlockModules())
 
     def run() -> None:
         with torch.no_grad():
@@ -140,7 +145,11 @@ def runner(step: Captured, chosen: Candidate) -> Callable[[], float]:
 def measure(compared: Compared, budget_bytes: int, rounds: int) -> dict[str, Any]:
     """The join's time over the line's, as predicted and as measured."""
     pair = {way: compared.chosen(way, budget_bytes) for way in ("line", "join")}
-    runs = {way: runner(compared.step, c) for way, c in pair.items() if c is not None}
+    runs = {
+        way: runner(compared.step, compared.found[way], chosen)
+        for way, chosen in pair.items()
+        if chosen is not None
+    }
     if len(runs) < 2:
         return {}
     spread = ratios(interleave(runs, rounds=rounds), "join", "line")
@@ -168,8 +177,8 @@ def draw(compared: Compared, path: Path) -> None:
     axes = figure.add_subplot()
     for way, search in compared.found.items():
         axes.step(
-            [c.peak_bytes / 2**20 for c in search.frontier],
-            [c.total_s / search.baseline.total_s for c in search.frontier],
+            [c.peak_bytes / 2**20 for c in search.pool.members],
+            [c.total_s / search.baseline.total_s for c in search.pool.members],
             where="post",
             label=way,
         )
@@ -195,7 +204,7 @@ def report(compared: Compared, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     show(
         f"{compared.name}: {len(join.chain)} stages, branches end at "
-        f"{join.sweeps.line.branch_ends}, all kept {format_bytes(join.baseline.peak_bytes)}",
+        f"{join.measured.line.branch_ends}, all kept {format_bytes(join.baseline.peak_bytes)}",
         ["budget", *WAYS, "join / line: predicted; measured"],
         [
             [format_bytes(r["budget_bytes"]), *(text(r[way]) for way in WAYS), measured(r)]

@@ -16,7 +16,6 @@ from benchmarks.papers.measured import DEVICES, Device, Work, work_of
 from benchmarks.steps import static_bytes
 from fxremat.costs.bandwidth import MeasuredLink
 from fxremat.planner.search import Search
-from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory, Transfers
 from tests.harness import capture, silent
 from tests.models.zoo import ZooModel
@@ -31,8 +30,7 @@ def plans(entry: ZooModel, shares: tuple[float, ...]) -> list[Row]:
     model = entry.build()
     args, kwargs = entry.sample(0)
     step = capture(model, args, kwargs)
-    real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
-    search = Search.of(step.joint, real=real, caller=Caller(loss_bytes=0), progress=silent)
+    search = Search.over(step.measured, step.blocks, step.surroundings, progress=silent)
     static, work = static_bytes(model), work_of(entry)
     both = Transfers.of(search, HostMemory())
     only = Transfers.of(search, HostMemory(only=True))
@@ -71,7 +69,7 @@ def overheads(search: Search, both: Transfers, only: Transfers, budget: int) -> 
         found["moving"] = only.fastest_within(budget).total_s / kept_s - 1
     if budget >= both.least_bytes:
         chosen = both.fastest_within(budget)
-        assert chosen.sweep.peak_bytes <= budget
+        assert chosen.evaluation.peak_bytes <= budget
         found["both"] = chosen.total_s / kept_s - 1
         found["moved_bytes"] = sum(move.nbytes for move in chosen.moves)
     return found
