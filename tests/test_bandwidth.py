@@ -13,9 +13,9 @@ from torch import nn
 
 import fxremat
 from fxremat.costs import bandwidth
-from fxremat.costs.bandwidth import PIECE_BYTES, PIECES, MeasuredLink, measure_link
+from fxremat.costs.bandwidth import PIECE_BYTES, PIECES, measure_link
 from fxremat.errors import HostMemoryError
-from fxremat.ir import Link
+from fxremat.ir import Link, MeasuredLink
 from fxremat.runtime.watch import intercept_copies
 
 

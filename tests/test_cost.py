@@ -25,6 +25,7 @@ from fxremat.costs.execute import (
 from fxremat.costs.measure import KernelClock
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import CostError
+from fxremat.ir import RecordedCosts
 from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.block import Block, Mode, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
@@ -469,3 +470,24 @@ def test_the_device_of_a_step_is_not_that_of_its_first_input():
         primals[-1].meta["val"] = value
     assert replace(joint, primals=tuple(primals), tangents=()).device.type == "cuda"
     assert joint.device == CPU
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda c: {"storage_bytes": (c.storage_bytes[0] - 1, *c.storage_bytes[1:])},
+        lambda c: {"storage_bytes": c.storage_bytes[1:]},
+        lambda c: {"workspace_bytes": ((1 << 40, "first", 0), *c.workspace_bytes)},
+        lambda c: {"workspace_bytes": ((0, "first", -1), *c.workspace_bytes)},
+        lambda c: {"workspace_bytes": ((0, "sideways", 1), *c.workspace_bytes)},
+        lambda c: {"again_s": ((-1, 0.0), *c.again_s)},
+        lambda c: {"again_s": ((0, float("nan")), *c.again_s)},
+        lambda c: {"displaced": (len(c.storage_bytes),)},
+    ],
+)
+def test_damaged_costs_are_refused(damage: Callable[[RecordedCosts], dict[str, object]]):
+    step = captured("gpt")
+    costs = step.measured.costs
+    assert Measured.of(step.line, costs).costs == costs
+    with pytest.raises(CostError):
+        Measured.of(step.line, replace(costs, **damage(costs)))

@@ -21,8 +21,8 @@ from fxremat.planner.decision import Tensors
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.extract import make_room
+from fxremat.planner.places import TABLE
 from fxremat.planner.search import GENERATORS
-from fxremat.planner.step import TABLE
 from fxremat.planner.surroundings import Surroundings
 from tests.harness import (
     Captured,

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxremat.costs.bandwidth import MeasuredLink
-from fxremat.ir import Copy, Event, Lane, Timeline
+from fxremat.ir import Copy, Event, Lane, MeasuredLink, Timeline
 from fxremat.passes.emit.travel import Move
 from fxremat.planner.moves import Movable, moved
 from fxremat.planner.timing import replay

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxremat.costs.bandwidth import MeasuredLink
-from fxremat.ir import Copy, Forward
+from fxremat.ir import Copy, Forward, MeasuredLink
 from fxremat.ir.coded import decoded
 from fxremat.planner.generators import chain_schedules
 from fxremat.planner.search import Search

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.papers.measured import DEVICES, Device, Work, work_of
 from benchmarks.steps import static_bytes
-from fxremat.costs.bandwidth import MeasuredLink
+from fxremat.ir import MeasuredLink
 from fxremat.planner.search import Search
 from fxremat.planner.transfers import HostMemory, Transfers
 from tests.harness import capture, silent

@@ -17,8 +17,6 @@ from fxremat.runtime.memory import folder_of
 from fxremat.runtime.slots import ALIGNMENT_BYTES
 from fxremat.runtime.views import tensor_in
 
-__all__ = ["MeasuredLink", "know_link", "link_key", "measure_link", "pieces_of"]
-
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 """Size of a tensor that is moved: as that of an activation. Smaller where room is short."""
 

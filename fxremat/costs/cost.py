@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Measured:
                 f"these costs are of {counts[0]} stages and {counts[1]} storages, the graph has "
                 f"{wanted[0]} and {wanted[1]}: they are of another graph, measure this one"
             )
+        _check(costs, nodes, table.nbytes)
         sized = replace(table, nbytes=costs.storage_bytes)
         known = {(nodes[i], Mode(mode)): nbytes for i, mode, nbytes in costs.workspace_bytes}
 
@@ -79,6 +81,29 @@ class Measured:
             workspace_bytes,
             frozenset(costs.displaced),
             costs,
+        )
+
+
+def _check(costs: RecordedCosts, nodes: Sequence[fx.Node], traced_bytes: Sequence[int]) -> None:
+    """Refuse what was never measured so: a peak that is added up from it would not hold.
+
+    Raises:
+        CostError: see above.
+    """
+    indices = (*(i for i, _ in costs.again_s), *(i for i, _, _ in costs.workspace_bytes))
+    modes = {mode.value for mode in Mode}
+    seconds = [s for stage in costs.stages for s in astuple(stage)]
+    right = (
+        all(0 <= i < len(nodes) for i in indices)
+        and all(mode in modes and nbytes >= 0 for _, mode, nbytes in costs.workspace_bytes)
+        and all(0 <= s < math.inf for s in (*seconds, *(s for _, s in costs.again_s)))
+        and all(0 <= s < len(traced_bytes) for s in costs.displaced)
+        and all(n >= traced for n, traced in zip(costs.storage_bytes, traced_bytes, strict=True))
+    )
+    if not right:
+        raise CostError(
+            "these costs name operations or storages that the graph does not have, or sizes below "
+            "those of its trace: they are damaged or of another graph, measure this one"
         )
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from numba import njit
 
 from fxremat.planner.effects import find_effects, mark_results
+from fxremat.planner.places import At, Flags, Floats, Ints
 from fxremat.planner.replay import ENDED, MOST_HELD, OK, evaluate
-from fxremat.planner.step import At, Flags, Floats, Ints
 
 MOST_STEPS = 150
 """Times that a climb takes something on at most."""

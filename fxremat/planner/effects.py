@@ -18,8 +18,8 @@ from numba import njit
 
 from fxremat.ir.coded import BACKWARD, KINDS
 from fxremat.planner.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
+from fxremat.planner.places import COLUMNS, At, Flags, Floats, Ints
 from fxremat.planner.replay import AT_TURN, BLOCK, COUNT, MOST_HELD, OP, PEAK, REBUILT, TURN
-from fxremat.planner.step import COLUMNS, At, Flags, Floats, Ints
 
 _OUT, _UNSET = -1, -2
 """Stands for the backward, where all ways out end, and for no way looked at yet."""

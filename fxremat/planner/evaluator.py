@@ -19,11 +19,12 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision import Decision, Tensors
 from fxremat.planner.evaluation import Evaluation, Life
+from fxremat.planner.places import MODES, Flags, Floats, Ints
 from fxremat.planner.pool import Candidate
-from fxremat.planner.step import MODES, Flags, Floats, Ints, Step, step_of
+from fxremat.planner.step import Step, step_of
 from fxremat.planner.surroundings import Surroundings
 
-MOST_ROOM = 1 << 30
+MOST_ROOM = 1 << 27
 """Numbers of a step that no evaluation should need."""
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from fxremat.planner.step import (
+from fxremat.planner.places import (
     AGAIN,
     BACK,
     COLUMNS,

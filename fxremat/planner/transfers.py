@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fxremat import torch_compat
-from fxremat.costs.bandwidth import MeasuredLink, measure_link
-from fxremat.ir import Timeline
+from fxremat.costs.bandwidth import measure_link
+from fxremat.ir import MeasuredLink, Timeline
 from fxremat.passes.emit.travel import Move
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner import bases
