@@ -82,8 +82,11 @@ class PlanError(FxrematError):
         self.differs = differs
 
 
-class BackwardError(FxrematError):
-    """The backward was asked for something a planned step cannot give."""
+class BackwardError(FxrematError, RuntimeError):
+    """The backward was asked for something a planned step cannot give, or is not right any more.
+
+    It is a ``RuntimeError``, as autograd's own.
+    """
 
 
 class HostMemoryError(FxrematError):

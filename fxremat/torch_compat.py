@@ -449,3 +449,121 @@ def before_backward(outputs: object, check: Callable[[], None]) -> None:
             if node:
                 node.register_prehook(lambda _gradients: check())
                 return
+
+
+def next_nodes() -> list[Any]:
+    """Where the gradients go that the node of autograd's graph that runs now returns.
+
+    One for each tensor that went into it; ``None`` for what needs no gradient.
+    """
+    node: Any = torch._C._current_autograd_node()
+    return [function for function, _ in node.next_functions]
+
+
+def will_accumulate(node: Any) -> bool | None:
+    """Whether the backward that runs accumulates into a leaf, whose node this is.
+
+    ``None``: it returns the gradient instead (``torch.autograd.grad``), or none runs.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
+
+
+def current_backward() -> int:
+    """The number of the backward that this thread runs; -1 outside any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs was asked for with ``retain_graph``."""
+    asked: Any = torch._C._autograd._get_current_graph_task_keep_graph
+    return bool(asked())
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` called once the backward that runs has ended, which raises what it raises."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to; -1 where nobody counts."""
+    return -1 if tensor.is_inference() else int(tensor._version)
+
+
+def saved_elsewhere() -> bool:
+    """Whether hooks put other tensors in place of those that autograd saves now.
+
+    Not those of ``torch.utils.checkpoint``: they run the forward again, and what it saved the
+    first time must go.
+    """
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    hooks = top(False)
+    return hooks is not None and "checkpoint" not in getattr(hooks[0], "__qualname__", "")
+
+
+def stub_graphs(
+    joint: fx.GraphModule, *, forward_output_count: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Graphs that tell AOTAutograd what goes in and out, and are never run.
+
+    The forward returns its outputs and a token, one number on the CPU, for all that is saved; the
+    backward takes the token and the tangents.
+    """
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    results = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+    examples = [n.meta["val"] for n in placeholders if isinstance(n.meta["val"], torch.Tensor)]
+    token = examples[0].new_empty(1, dtype=torch.int64, device="cpu")
+
+    def stub(inputs: Sequence[object], outputs: Sequence[object]) -> fx.GraphModule:
+        graph = fx.Graph()
+        made: dict[object, fx.Node] = {}
+        for node in inputs:
+            made[node] = graph.placeholder(node.name if isinstance(node, fx.Node) else "token")
+        for node in outputs:
+            if node not in made and (isinstance(node, fx.Node) or node is _TOKEN):
+                made[node] = graph.call_function(_never_run)
+        for node, own in made.items():
+            own.meta = dict(node.meta) if isinstance(node, fx.Node) else {"val": token}
+        graph.output(tuple(made.get(node, node) for node in outputs))  # type: ignore[arg-type]
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+    tangents = [n for n in placeholders if is_tangent(n)]
+    primals = [n for n in placeholders if not is_tangent(n)]
+    forward = stub(primals, [*results[:forward_output_count], _TOKEN])
+    return forward, stub([_TOKEN, *tangents], results[forward_output_count:])
+
+
+_TOKEN = object()
+
+
+def _never_run() -> None:
+    raise AssertionError("a stub graph was run")
+
+
+def differentiated_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[int, int]:
+    """Primals that get a gradient, and which of the tensors among all primals each is."""
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+    results = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+    found: dict[int, int] = {}
+    tensors = 0
+    for i, (node, gradient) in enumerate(zip(primals, results[forward_output_count:], strict=True)):
+        if isinstance(gradient, fx.Node):
+            found[i] = tensors
+        tensors += isinstance(node.meta["val"], torch.Tensor)
+    return found
+
+
+def bucket_bytes() -> tuple[int, ...]:
+    """Of each buffer for gradients that a ``DistributedDataParallel`` around this call has."""
+    if not torch.distributed.is_available():
+        return ()
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    wrapper: Any = DistributedDataParallel
+    active = wrapper._get_active_ddp_module()
+    if active is None:
+        return ()
+    return tuple(p.numel() * p.element_size() for p in active.parameters() if p.requires_grad)

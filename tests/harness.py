@@ -286,14 +286,27 @@ def keep_all_ran(step: Captured) -> Ran:
     return run_emitted(step, step.program(keep_all(len(step.line.stages))))
 
 
+@dataclass
+class Made:
+    """Takes gradients as they are made."""
+
+    gradients: list[Tensor | None]
+
+    def give(self, made: dict[int, Tensor]) -> None:
+        for primal, gradient in made.items():
+            self.gradients[primal] = gradient
+
+
 def _call(step: Captured, graphs: tuple[fx.GraphModule, fx.GraphModule]) -> tuple[Any, Any]:
     forward, backward = graphs
     saved = forward([*step.primals])
     outputs = saved[: step.output_count]
     del saved[: step.output_count]
     tangents = [t.clone() for t in step.tangents]  # autograd holds them through the backward
-    saved.extend(tangents)
-    return outputs, backward(saved)
+    made = Made([None] * len(step.primals))
+    saved.extend((*tangents, made))
+    backward(saved)
+    return outputs, made.gradients
 
 
 def measured_peak_bytes(step: Captured, program: Program) -> int:

@@ -105,6 +105,13 @@ _known_s: dict[Around, float] = {}
 """Measured once, so that plans of one step for several budgets rest on the same figures."""
 
 
+class _Dropped:
+    """Takes the gradients of a rehearsal, of which the leaves get none."""
+
+    def give(self, made: dict[int, Tensor]) -> None:
+        """No gradient is kept."""
+
+
 class _Step(torch.autograd.Function):
     """The graphs of a rehearsal between a forward and a backward of autograd; or nothing."""
 
@@ -126,5 +133,6 @@ class _Step(torch.autograd.Function):
         if ctx.graphs is not None:
             saved = [*ctx.saved_tensors, *ctx.graphs.tangents]
             torch_compat.free_saved(ctx)  # the graph drops them as it goes
+            saved.append(_Dropped())
             ctx.graphs.backward(saved)
         return (None, None, *ctx.handed_over)

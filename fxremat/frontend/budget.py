@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,13 +63,21 @@ class Budget:
             raise BudgetError(f"budget is {written!r}: it must be at least one byte")
         return Budget(written, nbytes=nbytes)
 
-    def resolve(self, *, full_bytes: int, least_bytes: int, needed_by: str) -> int:
+    def resolve(
+        self,
+        *,
+        full_bytes: int,
+        least_bytes: int,
+        needed_by: str,
+        beside: Sequence[tuple[str, int]] = (),
+    ) -> int:
         """Bytes that the budget means.
 
         Args:
             full_bytes: peak with everything kept.
             least_bytes: least peak that a schedule reaches.
             needed_by: where that least peak occurs, for the error.
+            beside: what else is held, and its bytes, for the error.
 
         Raises:
             BudgetError: below ``least_bytes``.
@@ -80,11 +89,15 @@ class Budget:
         else:
             return least_bytes
         if nbytes < least_bytes:
+            told = "".join(
+                f"; of these {n} ({format_bytes(n)}) are for {what}" for what, n in beside
+            )
             raise BudgetError(
                 f"budget {self.written!r} is {nbytes} bytes ({format_bytes(nbytes)}), but the "
                 f"least feasible budget is {least_bytes} bytes ({format_bytes(least_bytes)}), "
-                f"needed by {needed_by}; with everything kept the step takes {full_bytes} bytes "
-                f"({format_bytes(full_bytes)}). Give at least {least_bytes}, or budget='min'",
+                f"needed by {needed_by}{told}; with everything kept the step takes "
+                f"{full_bytes} bytes ({format_bytes(full_bytes)}). Give at least {least_bytes}, "
+                "or budget='min'",
                 least_budget_bytes=least_bytes,
             )
         return nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,13 +14,14 @@ from fxremat.costs.calls import call_s
 from fxremat.costs.cost import Progress
 from fxremat.errors import BackwardError
 from fxremat.frontend.budget import Budget
-from fxremat.frontend.pipeline import Planned, plan_step
+from fxremat.frontend.family import Compiled, Family
+from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.store import Store
-from fxremat.passes.emit.code import ScheduleModule
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
+from fxremat.runtime.steps import InFlight, latest_step
 
 
 class PlannedOnly(BaseException):
@@ -32,27 +32,14 @@ class PlannedOnly(BaseException):
 
 
 @dataclass(slots=True)
-class Compiled:
-    """A plan in use.
-
-    Attributes:
-        planned: the plan, its graphs and its host memory.
-        graphs: those that run: AOTAutograd copies the backward.
-    """
-
-    planned: Planned
-    graphs: list[ScheduleModule] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class StepCompiler:
     """Plans each graph that Dynamo captures, all for one budget.
 
     Attributes:
         budget, caller: what to plan for.
         progress: told how far planning has come.
-        compiled: all graphs captured so far, in order.
-        latest: the one that ran last.
+        families: of all graphs captured so far, in order.
+        latest: the plan of the step that ran last.
         dry: compiled graphs raise :class:`PlannedOnly` instead of running.
         resident: tensors that the step being captured holds, used or not.
         host: memory to which storages may travel; ``None``: none may.
@@ -60,12 +47,13 @@ class StepCompiler:
         overhead_s: what a step takes beside its calls, once that is known.
         kept: a plan that the first graph follows.
         store: costs and plans that other processes have found.
+        in_flight: steps whose backward has not run.
     """
 
     budget: Budget
     caller: Caller
     progress: Progress
-    compiled: list[Compiled] = field(default_factory=list)
+    families: list[Family] = field(default_factory=list)
     latest: Compiled | None = None
     dry: bool = False
     resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
@@ -74,6 +62,12 @@ class StepCompiler:
     overhead_s: float = 0.0
     kept: Plan | None = None
     store: Store = field(default_factory=lambda: Store(None))
+    in_flight: InFlight = field(default_factory=InFlight)
+
+    @property
+    def compiled(self) -> list[Compiled]:
+        """All plans that are in use."""
+        return [compiled for family in self.families for compiled in family.plans.values()]
 
     def measure_overhead(self, call: Callable[[], object]) -> None:
         """Find what a step takes beside its calls, for the latest plan and those to come.
@@ -101,38 +95,20 @@ class StepCompiler:
         """
         cuda_graph.refuse_planning()
         call_s()  # measured before torch's tracers slow modules down
-        found: list[Compiled] = []
+        found: list[Family] = []
 
         def partition(
             joint: fx.GraphModule, _joint_inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            with torch_compat.without_autotuning():
-                result = plan_step(
-                    joint,
-                    forward_output_count=num_fwd_outputs,
-                    inputs=_real_inputs(joint, example_inputs),
-                    budget=self.budget,
-                    caller=replace(self.caller, resident=self.resident()),
-                    progress=self.progress,
-                    host=self.host,
-                    exact=self.exact,
-                    kept=self.kept,
-                    store=self.store,
-                )
-            # A rehearsal needs the way in, which is there once all is compiled.
-            found.append(Compiled(result if self.dry else result.with_overhead(self.overhead_s)))
-            self.compiled.append(found[-1])
-            self.latest = found[-1]
-            return result.graphs.forward, result.graphs.backward
+            found.append(self._family(joint, example_inputs, num_fwd_outputs))
+            return torch_compat.stub_graphs(joint, forward_output_count=num_fwd_outputs)
 
-        def compile_forward(graph: ScheduleModule, _inputs: object) -> Callable[..., Any]:
+        def compile_forward(_stub: object, _inputs: object) -> Callable[..., Any]:
             torch_compat.allow_retained_graphs()
-            found[-1].graphs.append(graph)
-            return self._forward(graph, found[-1])
+            return self._forward(found[-1])
 
-        def compile_backward(graph: ScheduleModule, _inputs: object) -> Callable[..., Any]:
-            found[-1].graphs.append(graph)
-            return torch_compat.boxed(emitted(graph.forward))
+        def compile_backward(_stub: object, _inputs: object) -> Callable[..., Any]:
+            return torch_compat.boxed(found[-1].backward)
 
         backend = torch_compat.aot_autograd_backend(
             forward_compiler=compile_forward,
@@ -142,7 +118,7 @@ class StepCompiler:
         )
         with torch_compat.without_donated_buffers():
             run: Callable[..., Any] = backend(module, example_inputs)
-        return backward_checked(run, recomputes=any(c.planned.graphs.recomputes for c in found))
+        return backward_checked(run)
 
     def close(self) -> None:
         """Give host memory up: the graphs cannot run any more."""
@@ -151,16 +127,45 @@ class StepCompiler:
             if arena is not None:
                 arena.close()
 
-    def _forward(self, graph: fx.GraphModule, compiled: Compiled) -> Callable[..., Any]:
-        run = emitted(graph.forward)
+    def _family(
+        self, joint: fx.GraphModule, example_inputs: Sequence[Any], output_count: int
+    ) -> Family:
+        """Plan a graph for the call that it was captured from."""
+        inputs = _real_inputs(joint, example_inputs)
+        with torch_compat.without_autotuning():
+            planner = Planner(
+                joint,
+                forward_output_count=output_count,
+                inputs=inputs,
+                budget=self.budget,
+                caller=replace(self.caller, resident=self.resident()),
+                progress=self.progress,
+                host=self.host,
+                exact=self.exact,
+                store=self.store,
+            )
+            family = Family.of(
+                planner,
+                joint,
+                [inputs.get(i) for i in range(len(torch_compat.primal_sources(joint)))],
+                in_flight=self.in_flight,
+                accumulate=self.caller.accumulate,
+                output_count=output_count,
+                kept=self.kept,
+            )
+        (first,) = family.plans.values()
+        if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
+            first.planned = first.planned.with_overhead(self.overhead_s)
+        self.families.append(family)
+        self.latest = first
+        return family
 
+    def _forward(self, family: Family) -> Callable[..., Any]:
         def forward(args: list[Any]) -> Any:
             if self.dry:
                 raise PlannedOnly
-            if compiled.planned.graphs.arena is not None:
-                cuda_graph.refuse_host_memory(compiled.planned.graphs.arena.nbytes)
-            self.latest = compiled
-            return run(args)
+            results, self.latest = family.forward(args)
+            return results
 
         return torch_compat.boxed(forward)
 
@@ -176,46 +181,28 @@ class StepCompiler:
         return torch_compat.boxed(run)
 
 
-def emitted(run: torch_compat.BoxedCallable) -> torch_compat.BoxedCallable:
-    """How an emitted graph is called: with the algorithms that were measured.
-
-    What it was computing is gone when it raises, whoever keeps the exception: a notebook keeps
-    the last one, and with its frames the activations and the host memory of a step that an
-    interrupt, or a device short of memory, has ended.
-    """
-
-    def call(args: list[Any]) -> Sequence[Any]:
-        try:
-            with torch_compat.without_autotuning():
-                return run(args)
-        except BaseException as error:
-            args.clear()
-            traceback.clear_frames(error.__traceback__)
-            raise
-
-    return call
-
-
-def backward_checked(run: Callable[..., Any], *, recomputes: bool) -> Callable[..., Any]:
-    """``run``, a compiled step; its backward is refused where it could not be right.
-
-    Where nothing is computed again the backward may run under any settings.
-    """
+def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, a compiled step; its backward is refused where it could not be right."""
 
     def call(*args: Any) -> Any:
         outputs = run(*args)
+        step = latest_step()
+        recomputes = step is not None and step.plan.planned.graphs.recomputes
         settings = torch_compat.kernel_settings() if recomputes else {}
-        torch_compat.before_backward(outputs, lambda: check_backward(settings))
+        # Where hooks put another tensor in the token's place, the graph itself keeps the step.
+        held = step if torch_compat.saved_elsewhere() else None
+        torch_compat.before_backward(outputs, lambda: check_backward(settings, held))
         return outputs
 
     return call
 
 
-def check_backward(settings: dict[str, object]) -> None:
+def check_backward(settings: dict[str, object], _held: object = None) -> None:
     """A backward begins.
 
     Args:
         settings: those of its forward that must hold; none if nothing is computed again.
+        _held: what must live as long as the backward may run.
 
     Raises:
         BackwardError: it is to be differentiated, or what it computes again would be computed

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from fxremat import torch_compat
 from fxremat.costs.measure import device_of
 from fxremat.errors import CaptureError, FxrematError
-from fxremat.frontend.capture import Compiled, StepCompiler
+from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.family import Compiled
 from fxremat.frontend.outputs import Detaching, Unused, refuse_gradients
 from fxremat.frontend.trace import StepTrace, trace_step
 from fxremat.report.plan import Plan
@@ -101,7 +102,7 @@ class CompiledModule(nn.Module):
         """
         return trace_step(
             step,
-            graphs=self._latest.graphs,
+            graphs=self._latest.planned.graphs.both,
             predicted=self.plan.timeline,
             device=device_of(self._original),
         )

@@ -38,11 +38,17 @@ class Graphs:
     arena: Arena | None = None
     host_bytes: int = 0
 
+    @property
+    def both(self) -> tuple[ScheduleModule, ScheduleModule]:
+        """The forward and the backward."""
+        return self.forward, self.backward
+
 
 def write_graphs(
     program: Program,
     peaks_bytes: Sequence[int],
     moves: tuple[Move, ...],
+    modules: BlockModules,
     *,
     device: torch.device,
     host: HostMemory | None,
@@ -53,6 +59,7 @@ def write_graphs(
         program: the calls.
         peaks_bytes: most memory held during each, for people.
         moves: what travels, to ``host``.
+        modules: blocks that are compiled already; new ones are added.
         device: of the step.
         host: memory to which storages travel.
 
@@ -67,7 +74,7 @@ def write_graphs(
         )
         offsets = dict(zip((m.storage for m in moves), slots.offsets, strict=True))
         travel = Travel(moves, offsets, slots.total_bytes, arena.id)
-    forward, backward = rewrite(program, peaks_bytes, BlockModules(), travel)
+    forward, backward = rewrite(program, peaks_bytes, modules, travel)
     blocks = (call.block for call in program.calls)
     recomputes = any(block.mode is Mode.AGAIN or block.again for block in blocks)
     return Graphs(forward, backward, recomputes, arena, travel.nbytes if travel else 0)
@@ -105,7 +112,13 @@ def record_decision(
 
 
 def follow(
-    plan: Plan, line: Line, blocks: BlockCache, *, device: torch.device, host: HostMemory | None
+    plan: Plan,
+    line: Line,
+    blocks: BlockCache,
+    modules: BlockModules,
+    *,
+    device: torch.device,
+    host: HostMemory | None,
 ) -> Graphs:
     """Emit what a kept plan says.
 
@@ -113,6 +126,7 @@ def follow(
         plan: of this step.
         line: the stages.
         blocks: blocks of ``line``.
+        modules: those that are compiled already; new ones are added.
         device: of the step.
         host: memory to which storages may travel.
 
@@ -135,7 +149,7 @@ def follow(
         missing, held = tensors(decision.missing), tensors(decision.held)
         program = build_program(line, plan.schedule, blocks, missing, held)
         moves = tuple(map(move, decision.moves))
-        graphs = write_graphs(program, peaks, moves, device=device, host=host)
+        graphs = write_graphs(program, peaks, moves, modules, device=device, host=host)
     except (LookupError, ScheduleError) as error:
         raise _unlike(plan) from error
     if (graphs.forward.code, graphs.backward.code) != (plan.forward_code, plan.backward_code):

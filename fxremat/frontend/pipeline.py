@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,14 +22,16 @@ from fxremat.frontend.origin import differences, key_of, origin_of_costs, origin
 from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph, Way, emit, fastest
 from fxremat.ir import MeasuredLink, Origin, RecordedCosts
+from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.build import build_joint_graph
-from fxremat.passes.joint.digest import Digests, digest
+from fxremat.passes.joint.digest import digest
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import linearize
 from fxremat.passes.stages.signature import tensor_key
 from fxremat.planner.allocations import settings_of
+from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller, Surroundings, surroundings_of
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
@@ -58,118 +60,135 @@ class Planned:
         return replace(self, plan=self.plan.with_overhead(seconds), rehearsal=None)
 
 
-def plan_step(
-    module: fx.GraphModule,
-    *,
-    forward_output_count: int,
-    inputs: Mapping[int, torch.Tensor],
-    budget: Budget,
-    caller: Caller,
-    progress: Progress,
-    host: HostMemory | None = None,
-    exact: bool = True,
-    allocator: AllocatorSettings | None = None,
-    costs: RecordedCosts | None = None,
-    kept: Plan | None = None,
-    store: Store | None = None,
-) -> Planned:
-    """Plan one captured step.
+class Planner:
+    """Plans one captured step, for whatever a call finds.
 
     Args:
         module: AOTAutograd's joint graph.
         forward_output_count: how many of its outputs are the forward's.
-        inputs: real values of primals, by index.
+        inputs: real values of primals, by index; they are held until the first plan is made.
         budget: what the peak may reach.
-        caller: what is needed beside the step.
+        caller: what is needed beside the step at every call.
         progress: told how far measuring and solving have come.
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan; else inputs of norms may be
             rebuilt from outputs where that is faster, or fits where nothing else does.
         allocator: rules that hold in place of those of the device's allocator.
         costs: of the step as it was traced, to be taken for what was measured.
-        kept: a plan to follow, instead of making one.
         store: costs and plans that are known; ``None``: there are none.
 
+    Attributes:
+        budget: as given; a share means the bytes of the first plan from then on.
+        joint: the graph that plans are made for.
+
     Raises:
-        BudgetError: no schedule that was found fits the budget.
-        PlanError: ``kept`` is not of this step.
-        HostMemoryError: the host memory cannot be had.
         CaptureError, GraphError, CostError: as the passes raise them.
     """
-    mutated = torch_compat.mutated_primals(module)
-    step = _Step(
-        module,
-        forward_output_count,
-        inputs,
-        mutated,
-        digest(module, forward_output_count=forward_output_count, mutated_primals=mutated),
-        budget,
-        caller,
-        progress,
-        host,
-        exact,
-        allocator,
-        costs,
-        store or Store(None),
-    )
-    return step.planned() if kept is None else step.followed(kept)
 
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        *,
+        forward_output_count: int,
+        inputs: Mapping[int, torch.Tensor],
+        budget: Budget,
+        caller: Caller,
+        progress: Progress,
+        host: HostMemory | None = None,
+        exact: bool = True,
+        allocator: AllocatorSettings | None = None,
+        costs: RecordedCosts | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.budget = budget
+        self._module = module
+        self._output_count = forward_output_count
+        self._mutated = torch_compat.mutated_primals(module)
+        self._digests = digest(
+            module, forward_output_count=forward_output_count, mutated_primals=self._mutated
+        )
+        self._inputs = inputs
+        self._caller = caller
+        self._progress = progress
+        self._host = host
+        self._exact = exact
+        self._allocator = allocator
+        self._costs = costs
+        self._store = store or Store(None)
+        self._modules = BlockModules()
+        self._graphs: list[_Costed] = []
+        self._ways: list[Way] = []
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A captured step, and what it is planned for; see :func:`plan_step`."""
+    @property
+    def joint(self) -> JointGraph:
+        """The graph that the latest plan is of; all have the same inputs and results."""
+        return self._graphs[0].graph.line.joint
 
-    module: fx.GraphModule
-    forward_output_count: int
-    inputs: Mapping[int, torch.Tensor]
-    mutated: Sequence[int]
-    digests: Digests
-    budget: Budget
-    caller: Caller
-    progress: Progress
-    host: HostMemory | None
-    exact: bool
-    allocator: AllocatorSettings | None
-    costs: RecordedCosts | None
-    store: Store
+    def first(self, situation: Situation, *, kept: Plan | None = None) -> Planned:
+        """The plan for the call that was captured, or ``kept``.
 
-    def graph(self, *, exact: bool) -> StepGraph:
+        Raises:
+            BudgetError: no schedule that was found fits the budget.
+            PlanError: ``kept`` is not of this step.
+            HostMemoryError: the host memory cannot be had.
+            CostError: an operation cannot be measured.
+        """
+        planned = self._followed(kept, situation) if kept else self._planned(situation)
+        if kept is None:
+            planned = self._with_overhead(planned)
+        self._inputs = {}  # no batch outlives its step
+        self._graphs = [replace(own, graph=replace(own.graph, real={})) for own in self._graphs]
+        self._progress = _silent
+        return planned
+
+    def again(self, situation: Situation) -> Planned:
+        """The plan for a later call, of the same sizes.
+
+        Raises:
+            BudgetError: no schedule that was found fits the budget.
+            HostMemoryError: the host memory cannot be had.
+        """
+        return self._planned(situation)
+
+    def _graph(self, *, exact: bool) -> StepGraph:
         """The step's graph as it was traced, or, not ``exact``, with norms undone."""
         joint = build_joint_graph(
-            self.module,
-            forward_output_count=self.forward_output_count,
-            mutated_primals=self.mutated,
+            self._module,
+            forward_output_count=self._output_count,
+            mutated_primals=self._mutated,
             exact=exact,
         )
         line = linearize(joint)
-        real = {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
-        origin = origin_of_costs(self.digests, joint.device)
+        real = {joint.primals[i]: tensor for i, tensor in self._inputs.items()}
+        origin = origin_of_costs(self._digests, joint.device)
         return StepGraph(line, BlockCache(line), real, exact, origin)
 
-    def planned(self) -> Planned:
-        """Find the best plan, or know it."""
-        traced = self.graph(exact=True)
-        measured = self._measured(traced)
-        surroundings = self._surroundings(traced, measured)
-        origin = self._origin(traced, surroundings)
-        found = self._known(traced, origin)
-        if found is None:
-            found = self._made(traced, measured, surroundings, origin)
-        return self._with_overhead(found, traced)
+    def _costed(self, graph: StepGraph, measured: Measured) -> _Costed:
+        base = surroundings_of(measured.line.joint, graph.real, self._caller)
+        return _Costed(graph, measured, base)
 
-    def followed(self, kept: Plan) -> Planned:
+    def _planned(self, situation: Situation) -> Planned:
+        """Find the best plan, or know it."""
+        if not self._graphs:
+            traced = self._graph(exact=True)
+            self._graphs.append(self._costed(traced, self._measured(traced)))
+        origin = self._origin(self._graphs[0], situation)
+        found = None if self._ways else self._known(origin)
+        return found or self._made(situation, origin)
+
+    def _followed(self, kept: Plan, situation: Situation) -> Planned:
         """Follow a plan that was kept.
 
         Raises:
             PlanError: it is of another step.
         """
-        graph = self.graph(exact=kept.exact)
+        graph = self._graph(exact=kept.exact)
         if kept.origin is None or kept.measured is None:
             raise PlanError("this plan was not made of a model: compile without plan=")
         now = replace(graph.origin, options=kept.origin.options, held=kept.origin.held)
         if now == kept.origin:
-            surroundings = self._surroundings(graph, Measured.of(graph.line, kept.measured))
-            now = self._origin(graph, surroundings)
+            self._graphs.append(self._costed(graph, Measured.of(graph.line, kept.measured)))
+            now = self._origin(self._graphs[0], situation)
         told = tuple(differences(kept.origin, now))
         if told:
             raise PlanError(
@@ -180,37 +199,36 @@ class _Step:
         return Planned(kept, self._follow(kept, graph))
 
     def _follow(self, plan: Plan, graph: StepGraph) -> Graphs:
-        return follow(plan, graph.line, graph.blocks, device=graph.device, host=self.host)
+        return follow(
+            plan, graph.line, graph.blocks, self._modules, device=graph.device, host=self._host
+        )
 
     def _measured(self, graph: StepGraph) -> Measured:
         """What ``graph`` costs: given, known, or measured now."""
         key = key_of(graph.origin, exact=graph.exact)
-        known = self.costs if graph.exact else None
+        known = self._costs if graph.exact else None
         if known is not None:
             return Measured.of(graph.line, known)
-        known = self.store.get("costs", key, RecordedCosts)
+        known = self._store.get("costs", key, RecordedCosts)
         if known is not None:
             try:
                 return Measured.of(graph.line, known)
             except CostError as error:
                 LOG.warning("known costs are ignored: %s", error)
         measured = measure_line(
-            graph.line, graph.blocks, real=graph.real, cache=cost_cache(), progress=self.progress
+            graph.line, graph.blocks, real=graph.real, cache=cost_cache(), progress=self._progress
         )
-        self.store.put("costs", key, RecordedCosts, measured.costs)
+        self._store.put("costs", key, RecordedCosts, measured.costs)
         return measured
 
-    def _surroundings(self, graph: StepGraph, measured: Measured) -> Surroundings:
-        return surroundings_of(measured.line.joint, graph.real, self.caller)
-
     def _rules(self, graph: StepGraph) -> AllocatorSettings | None:
-        return self.allocator or settings_of(graph.device)
+        return self._allocator or settings_of(graph.device)
 
-    def _origin(self, graph: StepGraph, surroundings: Surroundings) -> Origin:
+    def _origin(self, costed: _Costed, situation: Situation) -> Origin:
         """What a plan would hold for."""
-        host, caller = self.host, self.caller
+        host, caller = self._host, self._caller
         options = {
-            "exact": self.exact,
+            "exact": self._exact,
             "offload": _offload_of(host),
             "host_limit": host.limit_bytes if host else None,
             "budget_on": caller.budget_on,
@@ -220,44 +238,42 @@ class _Step:
             "loss": None if caller.loss_bytes is None else f"{caller.loss_bytes} bytes",
         }
         return origin_of_plan(
-            graph.origin,
+            costed.graph.origin,
             options=options,
-            surroundings=surroundings,
-            allocator=self._rules(graph),
+            surroundings=costed.around(situation),
+            allocator=self._rules(costed.graph),
         )
 
     def _plan_key(self, origin: Origin) -> str:
         return key_of(
             origin,
             budget=(self.budget.nbytes, self.budget.share),
-            host_dir=self.host.folder if self.host else None,
+            host_dir=self._host.folder if self._host else None,
             ortools=version_of("ortools"),
         )
 
-    def _known(self, traced: StepGraph, origin: Origin) -> Planned | None:
+    def _known(self, origin: Origin) -> Planned | None:
         """A plan that was made before of such a step."""
-        if self.costs is not None:
+        if self._costs is not None:
             return None
-        plan = self.store.get("plan", self._plan_key(origin), Plan)
+        plan = self._store.get("plan", self._plan_key(origin), Plan)
         if plan is None:
             return None
-        graph = traced if plan.exact else self.graph(exact=False)
+        traced = self._graphs[0].graph
+        graph = traced if plan.exact == traced.exact else self._graph(exact=plan.exact)
         try:
             return Planned(plan, self._follow(plan, graph))
         except PlanError as error:
             LOG.warning("a known plan is ignored: %s", error)
             return None
 
-    def _made(
-        self, traced: StepGraph, measured: Measured, surroundings: Surroundings, origin: Origin
-    ) -> Planned:
-        """Search for the best plan."""
-        ways = [self._way(traced, measured, surroundings)]
-        if not self.exact:
-            undone = self.graph(exact=False)
-            if any(map(is_inverse, undone.line.joint.forward)):
-                measured = self._measured(undone)
-                ways.append(self._way(undone, measured, self._surroundings(undone, measured)))
+    def _made(self, situation: Situation, origin: Origin) -> Planned:
+        """Search for the best plan, among schedules that are known where there are some."""
+        if not self._ways:
+            self._ways = self._search(situation)
+        graphs = self._graphs
+        around = [costed.around(situation) for costed in graphs]
+        ways = [w.within(a) for w, a in zip(self._ways, around, strict=True)]
         first = ways[0].search
         full_bytes = first.counted_bytes(first.baseline)
         least = min(ways, key=lambda way: way.least_bytes)
@@ -265,35 +281,46 @@ class _Step:
             full_bytes=full_bytes,
             least_bytes=least.least_bytes,
             needed_by=least.describe_least(),
+            beside=situation.described(self.joint),
         )
         way, found = fastest(ways, resolved)
-        plan, graphs = emit(
+        plan, emitted = emit(
             way,
             found,
             resolved,
+            self._modules,
             least_bytes=least.least_bytes,
             baseline=first.baseline,
             baseline_bytes=full_bytes,
-            host=self.host,
+            host=self._host,
             origin=origin,
+            beside=situation.described(self.joint),
         )
-        if traced.device.type == "cuda":
+        if graphs[0].graph.device.type == "cuda" and self._inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
-        if self.costs is None:
-            self.store.put("plan", self._plan_key(origin), Plan, plan)
-        return Planned(plan, graphs)
+        if self._costs is None:
+            self._store.put("plan", self._plan_key(origin), Plan, plan)
+        return Planned(plan, emitted)
 
-    def _way(self, graph: StepGraph, measured: Measured, surroundings: Surroundings) -> Way:
-        if self.host is not None:
-            self._find_link(graph, self.host)
+    def _search(self, situation: Situation) -> list[Way]:
+        """All ways of the step."""
+        if not self._exact and len(self._graphs) == 1:
+            undone = self._graph(exact=False)
+            if any(map(is_inverse, undone.line.joint.forward)):
+                self._graphs.append(self._costed(undone, self._measured(undone)))
+        return [self._way(costed, situation) for costed in self._graphs]
+
+    def _way(self, costed: _Costed, situation: Situation) -> Way:
+        if self._host is not None:
+            self._find_link(costed.graph, self._host)
         return Way.of(
-            graph,
-            measured,
-            surroundings,
-            host=self.host,
-            progress=self.progress,
-            allocator=self._rules(graph),
-            budget_on=self.caller.budget_on,
+            costed.graph,
+            costed.measured,
+            costed.around(situation),
+            host=self._host,
+            progress=self._progress,
+            allocator=self._rules(costed.graph),
+            budget_on=self._caller.budget_on,
         )
 
     def _find_link(self, graph: StepGraph, host: HostMemory) -> None:
@@ -301,25 +328,43 @@ class _Step:
         folder, limit = host.folder, host.limit_bytes
         key = link_key(graph.device, host_dir=folder, host_limit_bytes=limit)
         name = key_of(replace(graph.origin, operations="", code="", inputs=()), link=key[1:])
-        link = self.costs.link if self.costs else self.store.get("link", name, MeasuredLink)
+        link = self._costs.link if self._costs else self._store.get("link", name, MeasuredLink)
         if link is not None:
             know_link(key, link)
             return
         with torch_compat.real_execution(), torch.no_grad():
             link = measure_link(graph.device, host_dir=folder, host_limit_bytes=limit)
-        self.store.put("link", name, MeasuredLink, link)
+        self._store.put("link", name, MeasuredLink, link)
 
-    def _with_overhead(self, planned: Planned, graph: StepGraph) -> Planned:
+    def _with_overhead(self, planned: Planned) -> Planned:
         """``planned`` with what the step takes beside its calls, or a way to find that."""
+        graph = self._graphs[0].graph
         key = key_of(graph.origin, overhead_of=planned.graphs.arena is not None)
-        known = self.store.get("overhead", key, float)
+        known = self._store.get("overhead", key, float)
         if known is not None:
             return planned.with_overhead(known)
         return replace(
             planned,
-            rehearsal=_rehearsal(planned, graph.line.joint, self.inputs),
-            note_overhead=lambda seconds: self.store.put("overhead", key, float, seconds),
+            rehearsal=_rehearsal(planned, graph.line.joint, self._inputs),
+            note_overhead=lambda seconds: self._store.put("overhead", key, float, seconds),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Costed:
+    """A graph of the step, what it costs, and what is beside it at every call."""
+
+    graph: StepGraph
+    measured: Measured
+    base: Surroundings
+
+    def around(self, situation: Situation) -> Surroundings:
+        """What is beside it at a call."""
+        return situation.around(self.base, self.measured.line.joint)
+
+
+def _silent(_what: str, _done: int, _total: int) -> None:
+    """No progress: later plans are made inside a training step."""
 
 
 def _rehearsal(

@@ -11,6 +11,7 @@ from torch import fx
 from fxremat.costs.cost import Measured, Progress
 from fxremat.frontend.emission import Graphs, record_decision, write_graphs
 from fxremat.ir import Origin, RecordedCosts
+from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision import Tensors
@@ -97,6 +98,14 @@ class Way:
         )
         return Way(search, Transfers.of(search, host) if host else None, graph.exact)
 
+    def within(self, surroundings: Surroundings) -> Way:
+        """The same schedules where something else is held beside the graph."""
+        if self.search.setting.surroundings == surroundings:
+            return self
+        search = self.search.within(surroundings)
+        host = self.transfers.host if self.transfers else None
+        return Way(search, Transfers.of(search, host) if host else None, self.exact)
+
     @property
     def least_bytes(self) -> int:
         """The least feasible budget."""
@@ -133,12 +142,14 @@ def emit(
     way: Way,
     found: Moved,
     budget_bytes: int,
+    modules: BlockModules,
     *,
     least_bytes: int,
     baseline: Candidate,
     baseline_bytes: int,
     host: HostMemory | None,
     origin: Origin,
+    beside: tuple[tuple[str, int], ...],
 ) -> tuple[Plan, Graphs]:
     """Write the graphs of a schedule, and the plan that tells of them.
 
@@ -146,11 +157,13 @@ def emit(
         way: where the schedule was found.
         found: the schedule, and what travels.
         budget_bytes: what it keeps to.
+        modules: blocks that are compiled already.
         least_bytes: the least feasible budget.
         baseline: nothing recomputed, everything computed as it was traced.
         baseline_bytes: its peak, of what the budget is for.
         host: memory to which storages travel.
         origin: what the plan holds for.
+        beside: what the call found beside the graphs, and its bytes.
     """
     search, chosen = way.search, found.candidate
     line, evaluation = search.measured.line, found.evaluation
@@ -160,6 +173,7 @@ def emit(
         program,
         evaluation.peaks_bytes,
         found.moves,
+        modules,
         device=search.setting.surroundings.device,
         host=host,
     )
@@ -196,6 +210,8 @@ def emit(
             moves=found.moves,
         ),
         origin=origin,
+        beside=beside,
+        waiting_bytes=evaluation.turn_bytes - search.setting.surroundings.given_bytes,
         measured=way.costs,
     )
     return plan, graphs

@@ -91,10 +91,13 @@ def requests_of_step(
     Ensures: the sums of the requests so far are what an evaluation says is held.
     """
     calls = []
+    nbytes = program.line.joint.storages.nbytes
     for index, call in enumerate(program.calls):
         released = [(m.storage, -m.nbytes) for m in moves if m.release == index < program.turn]
         fetched = [(m.storage, m.nbytes) for m in moves if m.prefetch == index]
-        calls.append((*released, *fetched, *footprints.requests(call.block, kept=call.kept)))
+        asked = footprints.requests(call.block, kept=call.kept)
+        handed = [(s, -nbytes[s]) for s in sorted(call.handed)]
+        calls.append((*released, *fetched, *asked, *handed))
     at_turn = [(m.storage, -m.nbytes) for m in moves if m.release == program.turn]
     each = surroundings.tangent_each_bytes
     tangents = _whole((*each, surroundings.tangent_bytes - sum(each)))

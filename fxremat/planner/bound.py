@@ -22,6 +22,7 @@ from fxremat.costs.cost import Measured, backward_results
 from fxremat.passes.stages.block import Mode, dependencies, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.handed import staying
 from fxremat.planner.surroundings import Surroundings
 
 MOST_MOMENTS = 12
@@ -140,6 +141,7 @@ def _moments(
     """The turn, and the fullest operations of the backward, one a stage."""
     line = measured.line
     table = line.joint.storages
+    stays = staying(line, surroundings)
     given = table.of(line.joint.given)
     pinned = table.of(line.pinned) - given
     # What else is pinned goes after its last reader; a recorded state may never be made.
@@ -151,7 +153,7 @@ def _moments(
     for part in _parts(line):
         later = set(table.of(_read_by(part.after)))
         # Before the operation: all but those to come.
-        finished = set(table.of(_returned(line, part.before)) - always)
+        finished = set(table.of(stays.intersection(part.before)) - always)
         for index in part.stages:
             block = blocks(index, Mode.BACKWARD, frozenset(backward_results(line, index)))
             for node in reversed(_own_backward(line, index)):
@@ -215,11 +217,6 @@ def _own_backward(line: Line, index: int) -> list[fx.Node]:
 
 def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {source for node in nodes for source in node.all_input_nodes}
-
-
-def _returned(line: Line, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    results = {n for n in line.joint.backward_outputs if isinstance(n, fx.Node)}
-    return [n for n in nodes if n in results]
 
 
 def _operations(measured: Measured) -> list[Recomputation]:

@@ -15,6 +15,7 @@ from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, StageNodes
 from fxremat.planner.evaluator import Alone, Evaluator
+from fxremat.planner.handed import staying
 
 
 def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) -> Chain:
@@ -65,7 +66,7 @@ def build_costs(
         options: with the stages' save options.
     """
     line = measured.line
-    gradients = _gradient_bytes(line)
+    gradients = _gradient_bytes(line, staying(line, evaluator.surroundings))
     number = _numbering(line, evaluator.options if options else None)
     stages = []
     for index in range(len(chain)):
@@ -161,11 +162,16 @@ def _pinned_bytes(line: Line) -> int:
     return table.total(table.of(line.pinned) - table.of(line.joint.given))
 
 
-def _gradient_bytes(line: Line) -> Sequence[int]:
-    """For each stage: what its backward and the lower ones find computed already."""
+def _gradient_bytes(line: Line, stays: frozenset[fx.Node]) -> Sequence[int]:
+    """For each stage: what its backward and the lower ones find computed already.
+
+    Args:
+        line: the stages.
+        stays: gradients that are there to the end.
+    """
     table = line.joint.storages
     held = table.of((*line.joint.given, *line.joint.tangents, *line.joint.forward))
-    returned = table.of(n for n in line.joint.backward_outputs if isinstance(n, fx.Node))
+    returned = table.of(stays)
     count = len(line.stages)
     change = [0] * (count + 1)
     born: dict[int, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision import Decision, Tensors
 from fxremat.planner.evaluation import Evaluation, Life
+from fxremat.planner.handed import handed_over
 from fxremat.planner.places import MODES, Flags, Floats, Ints
 from fxremat.planner.pool import Candidate
 from fxremat.planner.step import Step, step_of
@@ -69,8 +70,11 @@ class Evaluator:
         surroundings: Surroundings,
     ) -> Evaluator:
         """That of a measured line."""
-        step = step_of(measured, options, surroundings)
-        return Evaluator(measured.line, blocks, options, surroundings, step)
+        return Evaluator(measured.line, blocks, options, surroundings, step_of(measured, options))
+
+    def within(self, surroundings: Surroundings) -> Evaluator:
+        """That of the same line where something else is held beside it; both share their room."""
+        return replace(self, surroundings=surroundings)
 
     @property
     def count(self) -> int:
@@ -162,7 +166,10 @@ class Evaluator:
     def program(self, candidate: Candidate) -> Program:
         """The calls that carry a candidate out."""
         found = self.decision(candidate)
-        return build_program(self.line, found.schedule, self.blocks, found.missing, found.held)
+        handed = handed_over(self.line, self.surroundings)
+        return build_program(
+            self.line, found.schedule, self.blocks, found.missing, found.held, handed
+        )
 
     def held_bits(self, held: Tensors) -> bytes:
         """``held`` with a bit for each node."""
@@ -196,12 +203,25 @@ class Evaluator:
         from fxremat.planner.replay import TOO_LONG  # noqa: PLC0415
 
         step = self.step
+        self._put_surroundings()
         found = kernel(step.data, step.seconds, step.at, *args)
         while self._totals()["ended"] == TOO_LONG and step.data.size < MOST_ROOM:
             step.grow()
             found = kernel(step.data, step.seconds, step.at, *args)
         self._check()
         return found
+
+    def _put_surroundings(self) -> None:
+        """Let the step's numbers be those of this evaluator's surroundings."""
+        step, at, now = self.step, self.step.at, self.surroundings
+        if step.around is now:
+            return
+        nbytes = now.given_bytes, now.turn_bytes, now.tangent_bytes, now.end_bytes
+        step.data[at.around : at.around + len(nbytes)] = nbytes
+        step.data[at.handed : at.handed + at.nodes] = 0
+        handed = [step.number[node] for node in handed_over(self.line, now)]
+        step.data[[at.handed + number for number in handed]] = 1
+        step.around = now
 
     def _totals(self) -> dict[str, int]:
         names = ("calls", "turn", "peak_bytes", "turn_bytes", "end_bytes", "ended", "node")

@@ -30,7 +30,7 @@ from fxremat.planner.places import (
 MADE, NODES, INPUTS, DIRECT, READS, END, REBUILDS = range(7)
 """Of a block: where each of its lists begins, and whether a backward runs operations again."""
 
-BLOCKS, FOOTPRINTS, STAMP, FAILED, EVALUATIONS = range(2, 7)
+BLOCKS, FOOTPRINTS, STAMP, FAILED, EVALUATIONS, HANDED_BYTES = range(2, 8)
 """Of ``At.counts``, beside ``TOP`` and ``ROOM``: blocks and footprints so far, the last mark that
 was made, what was missing, and how many evaluations there were."""
 

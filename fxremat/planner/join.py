@@ -16,6 +16,7 @@ from torch import fx
 
 from fxremat.ir import Chain, Costs, Join, JoinCosts, Schedule, StageCosts
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.handed import staying
 from fxremat.planner.surroundings import Surroundings
 
 TRUNK = -1
@@ -98,7 +99,7 @@ def build_join_costs(
     costs: Costs, line: Line, branching: Branching, surroundings: Surroundings
 ) -> JoinCosts:
     """The costs of ``line``'s chain, with the gradients that each branch holds for itself."""
-    held = _Gradients.of(line, branching)
+    held = _Gradients.of(line, branching, staying(line, surroundings))
     own = [costs.stages[stage] for stage in branching.stages]
     branches: list[tuple[StageCosts, ...]] = []
     done = []
@@ -145,8 +146,8 @@ class _Gradients:
     branching: Branching
 
     @staticmethod
-    def of(line: Line, branching: Branching) -> _Gradients:
-        """Those of a line.
+    def of(line: Line, branching: Branching, stays: frozenset[fx.Node]) -> _Gradients:
+        """Those of a line, of which ``stays`` are there to the end.
 
         Of the gradient of a parameter that several branches share, each holds its part: when
         all have gone back there is one, and before that one at most where branches go back
@@ -154,7 +155,7 @@ class _Gradients:
         """
         table, places = line.joint.storages, branching.places
         outside = table.of((*line.joint.given, *line.joint.tangents, *line.joint.forward))
-        returned = table.of(n for n in line.joint.backward_outputs if isinstance(n, fx.Node))
+        returned = table.of(stays)
         nodes: dict[int, list[fx.Node]] = {}
         for node in line.joint.backward:
             if node not in line.sums:
@@ -169,11 +170,11 @@ class _Gradients:
                 branch = branching.branch_at(place)
                 readers[branch] = min(place, readers.get(branch, place))
             parts = max((_branch_count(stages, branching) for stages in summed), default=1)
-            stays = storage in returned or bool(summed)
-            if not stays:
+            lasts = storage in returned or bool(summed)
+            if not lasts:
                 parts = max(len(readers.keys() - {TRUNK}), 1)
             nbytes = -(-table.nbytes[storage] // parts)
-            found.append(_Gradient(places[line.stage_of[own[0]]], readers, nbytes, stays))
+            found.append(_Gradient(places[line.stage_of[own[0]]], readers, nbytes, lasts))
         return _Gradients(tuple(found), branching)
 
     def of_branch(self, branch: int, first: int, end: int) -> Sequence[int]:

@@ -64,6 +64,7 @@ class At(NamedTuple):
         sum_count, sums, sum_stages, sum_home: how many nodes add up gradients of several
             branches, which, lists of the stages whose gradients, the stage that has the node.
         around: bytes given throughout, needed at the turn, held from it on, needed at the end.
+        handed: ``N``, whether it is a gradient that is given back as soon as it is made.
         random, width: four rows of ``width`` numbers by which sets are told apart.
         needed: ``N``, why each tensor is asked for now.
         saved: ``N``, whether the backward graph reads it from the forward graph.
@@ -121,6 +122,7 @@ class At(NamedTuple):
     sum_stages: int
     sum_home: int
     around: int
+    handed: int
     random: int
     needed: int
     saved: int

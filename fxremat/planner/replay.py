@@ -16,6 +16,7 @@ from fxremat.planner.extract import (
     END,
     EVALUATIONS,
     FAILED,
+    HANDED_BYTES,
     INPUTS,
     MADE,
     NO_ROOM,
@@ -45,8 +46,12 @@ from fxremat.planner.places import (
 OK, UNMEASURED, UNTIMED, NEVER_COMPUTED, TOO_LONG = range(5)
 """How an evaluation ended; those between the first and the last name a node."""
 
-LATER, RETURNED = 1, 2
-"""Why a tensor is asked for: a later call reads it; the forward returns it."""
+LATER, RETURNED, HANDED = 1, 2, 4
+"""Why a tensor is asked for: a later call reads it, or it is there at the end; the forward returns
+it; it is a gradient that is handed over and given back as soon as it is made."""
+
+HELD_ON = LATER | RETURNED
+"""It stays after the call that gives it."""
 
 OP, PEAK, HELD, BLOCK, REBUILT = range(5)
 """Rows of calls: the operation of the schedule that each carries out, most bytes held during it,
@@ -95,11 +100,13 @@ def evaluate(
             return float(np.inf)
         if block != NOTHING_ASKED:
             outputs = _give(data, at, held, stage, mode)
+            handed_bytes = data[at.counts + HANDED_BYTES]
             if data[at.block + COLUMNS * block + INPUTS] > data[at.block + COLUMNS * block + NODES]:
                 rebuilds = mode == AGAIN and following == stage * KINDS + BACKWARD
                 found = footprint(data, at, block, mode, outputs)
                 calls[OP, count], calls[BLOCK, count] = i, block
-                calls[PEAK, count], calls[HELD, count] = data[found], data[found + 1]
+                calls[PEAK, count] = data[found]
+                calls[HELD, count] = data[found + 1] - handed_bytes
                 calls[REBUILT, count] = rebuilds
                 call_s[count] = _seconds(data, seconds, at, block, stage, mode, rebuilds)
                 following = codes[i]
@@ -117,7 +124,7 @@ def evaluate(
 @njit(inline="always")
 def _ask(data: Ints, at: At, node: int, why: int) -> None:
     """A tensor is needed before the calls that were looked at."""
-    if data[at.needed + node] == 0:
+    if data[at.needed + node] & HELD_ON == 0 and why & HELD_ON:
         for i in range(data[at.storages + node], data[at.storages + node + 1]):
             data[at.alive + data[i]] += 1
     data[at.needed + node] |= why
@@ -125,17 +132,48 @@ def _ask(data: Ints, at: At, node: int, why: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
-    """Write what is asked of a call to ``at.own``; nobody asks for it before. How many it is."""
-    outputs = 0
+    """Write what is asked of a call to ``at.own``; nobody asks for it before. How many it is.
+
+    Bytes of what is handed over right after the call are written to ``HANDED_BYTES``.
+    """
+    outputs = handed = 0
+    data[at.counts + STAMP] += 1
+    stamp = data[at.counts + STAMP]
     for i in range(own_nodes(data, at, stage, mode)):
         node = data[at.own + i]
-        if data[at.needed + node] != 0 and can_give(data, at, mode, held, node):
-            data[at.needed + node] = 0
-            for k in range(data[at.storages + node], data[at.storages + node + 1]):
-                data[at.alive + data[k]] -= 1
+        why = data[at.needed + node]
+        if why != 0 and can_give(data, at, mode, held, node):
+            handed += why == HANDED
+            if why != HANDED:
+                data[at.needed + node] = 0
+                for k in range(data[at.storages + node], data[at.storages + node + 1]):
+                    data[at.alive + data[k]] -= 1
+                    data[at.read + data[k]] = stamp
             data[at.own + outputs] = node
             outputs += 1
+    data[at.counts + HANDED_BYTES] = 0
+    if handed:
+        _hand_over(data, at, outputs, stamp)
     return outputs
+
+
+@njit(cache=True, nogil=True)
+def _hand_over(data: Ints, at: At, outputs: int, stamp: int) -> None:
+    """Add up the storages of what is handed over that nothing else lies in.
+
+    Requires: storages of the other outputs are marked in ``at.read`` with ``stamp``.
+    """
+    for i in range(outputs):
+        node = data[at.own + i]
+        if data[at.needed + node] != HANDED:
+            continue
+        data[at.needed + node] = 0
+        for k in range(data[at.storages + node], data[at.storages + node + 1]):
+            storage = data[k]
+            others = data[at.never_freed + storage] or data[at.alive + storage] > 0
+            if not others and data[at.read + storage] != stamp:
+                data[at.read + storage] = stamp
+                data[at.counts + HANDED_BYTES] += data[at.nbytes + storage]
 
 
 @njit(cache=True, nogil=True)
@@ -145,7 +183,7 @@ def _begin(data: Ints, at: At, codes: Ints, held: Flags) -> None:
     data[at.saved : at.saved + at.nodes] = 0
     data[at.alive : at.alive + at.storage_count] = 0
     for k in range(data[at.later], data[at.later + 1]):
-        _ask(data, at, data[k], LATER)
+        _ask(data, at, data[k], HANDED if data[at.handed + data[k]] else LATER)
         data[at.saved + data[k]] = 1
     for k in range(data[at.returned], data[at.returned + 1]):
         _ask(data, at, data[k], RETURNED)

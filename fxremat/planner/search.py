@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -108,6 +108,33 @@ class Search:
             pool=Pool.of(baseline, (c for own in (best, *alone) for c in own.members)),
             alone=tuple(alone),
             allocations=Allocations(footprints, surroundings, allocator, budget_on),
+        )
+
+    def within(self, surroundings: Surroundings) -> Search:
+        """The same schedules where something else is held beside the graphs.
+
+        They are evaluated anew; nothing is solved or looked for again.
+        """
+        evaluator = self.evaluator.within(surroundings)
+        known: dict[Candidate, Candidate] = {}
+
+        def again(candidate: Candidate) -> Candidate:
+            if candidate not in known:
+                known[candidate] = evaluator.candidate(candidate.codes, candidate.held)
+            return known[candidate]
+
+        def again_all(pool: Pool) -> Pool:
+            return Pool.of(again(pool.baseline), map(again, pool.members))
+
+        return replace(
+            self,
+            setting=replace(self.setting, surroundings=surroundings),
+            evaluator=evaluator,
+            relaxation=Relaxation.of(self.measured, evaluator.blocks, surroundings),
+            solved=again_all(self.solved),
+            pool=again_all(self.pool),
+            alone=tuple(map(again_all, self.alone)),
+            allocations=replace(self.allocations, surroundings=surroundings, known={}),
         )
 
     @property

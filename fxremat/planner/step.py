@@ -28,7 +28,6 @@ from fxremat.planner.places import (
     Floats,
     Ints,
 )
-from fxremat.planner.surroundings import Surroundings
 
 
 @dataclass(slots=True)
@@ -42,6 +41,7 @@ class Step:
         number: of each node.
         nodes: by number.
         storages: of the value of each forward node.
+        around: the surroundings that ``data`` holds now.
     """
 
     data: Ints
@@ -50,6 +50,7 @@ class Step:
     number: dict[fx.Node, int]
     nodes: tuple[fx.Node, ...]
     storages: tuple[tuple[int, ...], ...]
+    around: object = None
 
     def grow(self) -> None:
         """Twice the room for blocks."""
@@ -121,8 +122,8 @@ def numbering(line: Line) -> dict[fx.Node, int]:
     return nodes
 
 
-def step_of(measured: Measured, options: Options, surroundings: Surroundings) -> Step:
-    """The numbers of a measured line."""
+def step_of(measured: Measured, options: Options) -> Step:
+    """The numbers of a measured line, but for its surroundings."""
     line = measured.line
     number = numbering(line)
     nodes = tuple(number)
@@ -131,12 +132,6 @@ def step_of(measured: Measured, options: Options, surroundings: Surroundings) ->
     _put_stages(layout, measured, number, options)
     _put_operations(layout, line, number)
     layout.put(
-        around=(
-            surroundings.given_bytes,
-            surroundings.turn_bytes,
-            surroundings.tangent_bytes,
-            surroundings.end_bytes,
-        ),
         workspace=_workspace(measured, number),
         longest=_longest_blocks(line),
     )
@@ -295,6 +290,8 @@ def _put_room(layout: _Layout, counts: dict[str, int], *, dependencies: int) -> 
     for name in ("keeps", "runs", "back", "unusual", "begin", "room"):
         layout.room(**{name: stages})
     layout.room(
+        around=4,
+        handed=nodes,
         stack=nodes + dependencies,
         sum_at=counts["sum_count"],
         sum_hash=2 * stages,

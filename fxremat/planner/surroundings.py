@@ -37,6 +37,7 @@ class Surroundings:
         given_each_bytes: of ``given_bytes``, what is known one by one: each was asked of the
             device's allocator by itself.
         tangent_each_bytes: the same of ``tangent_bytes``.
+        added: primals whose gradient is added to one that exists, as soon as it is made.
     """
 
     given_bytes: int
@@ -46,6 +47,7 @@ class Surroundings:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     given_each_bytes: tuple[int, ...] = ()
     tangent_each_bytes: tuple[int, ...] = ()
+    added: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def surroundings_of(
     given = (
         *_each(table, table.of(joint.given)),
         *_unread_bytes(joint, real, caller),
-        *_existing_gradient_bytes(joint, real, caller),
+        *_unread_gradient_bytes(real, caller),
         *caller.held_bytes,
         *filter(None, (library_workspaces(joint.device),)),
         *[allocated_bytes(8, joint.device)] * SCALARS,
@@ -115,22 +117,25 @@ def _unread_bytes(
             yield allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
 
 
-def _existing_gradient_bytes(
-    joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], caller: Caller
-) -> Iterator[int]:
-    """Of each gradient that is there before the step: a second set beside the new ones."""
-    counted: set[int] = set()
-    for primal, gradient in zip(joint.primals, joint.backward_outputs, strict=True):
-        tensor = real.get(primal)
-        exists = tensor is not None and tensor.is_leaf and tensor.grad is not None
-        if tensor is not None:
-            counted.add(id(tensor))
-        if exists or (caller.accumulate and isinstance(gradient, fx.Node)):
-            value = primal.meta["val"]
-            yield allocated_bytes(value.numel() * value.element_size(), value.device)
+def _unread_gradient_bytes(real: Mapping[fx.Node, torch.Tensor], caller: Caller) -> Iterator[int]:
+    """Of each gradient that is there before the step, of what the step does not read."""
+    read = {id(tensor) for tensor in real.values()}
     for tensor in caller.resident:
-        if id(tensor) not in counted and tensor.is_leaf and tensor.grad is not None:
+        if id(tensor) not in read and tensor.is_leaf and tensor.grad is not None:
             yield allocated_bytes(tensor.grad.untyped_storage().nbytes(), tensor.device)
+
+
+def own_gradients(joint: JointGraph) -> frozenset[int]:
+    """Primals whose gradient is all there is in its storage, and made by the backward."""
+    table = joint.storages
+    made = table.of(joint.backward) - table.of((*joint.given, *joint.tangents, *joint.forward))
+    return frozenset(
+        i
+        for i, gradient in enumerate(joint.backward_outputs)
+        if isinstance(gradient, fx.Node)
+        and made.issuperset(table.of_node[gradient])
+        and not _is_shared(joint, gradient)
+    )
 
 
 def _largest_copied_gradient(joint: JointGraph) -> int:

@@ -54,6 +54,8 @@ class PlanFacts:
         decision: what each stage keeps, and what travels; the schedule has the rest.
         origin: what the plan holds for; ``None`` for one that was not made of a model.
         measured: what was measured of the graph; ``None`` likewise.
+        beside: what the call that it was made for found beside what every call does, and bytes.
+        waiting_bytes: what a step holds between its forward and its backward, a loss included.
     """
 
     budget_bytes: int
@@ -82,6 +84,8 @@ class PlanFacts:
     decision: RecordedDecision = field(default_factory=RecordedDecision, repr=False)
     origin: Origin | None = field(default=None, repr=False)
     measured: RecordedCosts | None = field(default=None, repr=False)
+    beside: tuple[tuple[str, int], ...] = ()
+    waiting_bytes: int = 0
 
     @property
     def counted_bytes(self) -> int:

@@ -79,8 +79,8 @@ def render(graph: fx.Graph) -> str:
     """Python code of a graph of submodule calls.
 
     Requires: its nodes are placeholders, ``get_attr``, ``call_module`` and the
-        ``getitem`` of their results, and operations of the runtime, which return one
-        tensor or nothing.
+        ``getitem`` of their results, operations of the runtime, which return one
+        tensor or nothing, and methods that take tensors by number.
     """
     return _Renderer(graph).source()
 
@@ -106,6 +106,8 @@ class _Renderer:
                 self._call(node)
             elif _is_transfer(node):
                 self._transfer(node)
+            elif node.op == "call_method":
+                self._give(node)
             elif node.op == "output":
                 results = ", ".join(self._names(node.args[0]))
                 self._lines.extend(_wrap("return [", results, "]"))
@@ -133,7 +135,7 @@ class _Renderer:
             return None
         source = node.args[0] if node.op == "call_function" else None
         readers = tuple(user for user in node.users if user.target is not operator.getitem)
-        if any(_is_transfer(reader) for reader in readers):
+        if any(_is_transfer(reader) or reader.op == "call_method" for reader in readers):
             return None
         return (node.meta[GROUP], source, readers)
 
@@ -182,6 +184,16 @@ class _Renderer:
             written[0] = ARENA
         arguments = ", ".join(written)
         self._lines.append(f"{result}{_bare_name(node)}({arguments}){comment}")
+        dead = self._last_read_by(node, node.all_input_nodes)
+        if dead:
+            self._lines.extend(_delete(", ".join(dead)))
+
+    def _give(self, node: fx.Node) -> None:
+        """Gradients that are handed over, by primal."""
+        receiver, made = node.args
+        assert isinstance(made, dict)
+        items = ", ".join(f"{primal}: {self._write(value)}" for primal, value in made.items())
+        self._lines.extend(_wrap(f"{self._write(receiver)}.{node.target}({{", items, "})"))
         dead = self._last_read_by(node, node.all_input_nodes)
         if dead:
             self._lines.extend(_delete(", ".join(dead)))

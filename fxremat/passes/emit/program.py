@@ -26,12 +26,14 @@ class Call:
         block: what runs.
         rebuilds: it recomputes a stage whose backward is the next call.
         kept: storages among those of its inputs that are read again later.
+        handed: storages of gradients that are handed over right after it, and given back.
     """
 
     op: Compute
     block: Block
     rebuilds: bool
     kept: frozenset[int]
+    handed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ def build_program(
     blocks: BlockCache,
     missing: Mapping[int, frozenset[fx.Node]] | None = None,
     held: Mapping[int, frozenset[fx.Node]] | None = None,
+    handed: frozenset[fx.Node] = NOTHING,
 ) -> Program:
     """Find the blocks that carry out ``schedule``.
 
@@ -68,6 +71,7 @@ def build_program(
         missing: for each stage whose saved set is not kept whole: tensors that its
             backward recomputes where it needs them.
         held: for each stage: tensors kept from its first forward until they are last read.
+        handed: gradients whose memory nobody holds once they are made and handed over.
 
     Every tensor is taken from the last call before that can give it, and every call
     gives only what is read later, so each tensor is freed as early as the order of
@@ -86,7 +90,8 @@ def build_program(
     check_draws(line, ops)
     summed = sums_at(line, ops)
     needed = _Needed(line)
-    needed.add(_tensors(joint.backward_outputs))
+    needed.add(n for n in _tensors(joint.backward_outputs) if n not in handed)
+    needed.add_handed(handed)
     returned = set(_tensors(joint.forward_outputs))  # be they read again or not
     needed.add(returned)
     later = set(_tensors(joint.backward_outputs))
@@ -101,14 +106,14 @@ def build_program(
             continue
         own_missing = (missing or {}).get(stage, NOTHING) if backward else NOTHING
         block = blocks(stage, mode, given, own_missing, own_held, sums)
-        needed.remove(given)
+        away = needed.remove(given)
         later -= given
         kept = needed.storages(block.reads)
         needed.add(block.inputs)
         later.update(block.inputs)
         rebuilds = mode is Mode.AGAIN and bool(calls) and calls[-1].op == Backward(stage)
         if block.nodes:
-            calls.append(Call(op, block, rebuilds, kept))
+            calls.append(Call(op, block, rebuilds, kept, away))
         if op == Backward(len(line.stages) - 1):
             turn, saved = len(calls), later.copy()
     calls.reverse()
@@ -132,6 +137,8 @@ class _Needed:
     def __init__(self, line: Line) -> None:
         joint = line.joint
         self.tensors: set[fx.Node] = set()
+        self._handed: set[fx.Node] = set()
+        self._table = joint.storages
         self._of_node = joint.storages.of_node
         self._never_freed = joint.storages.of((*joint.given, *joint.tangents))
         self._alive: Counter[int] = Counter()
@@ -139,15 +146,29 @@ class _Needed:
     def add(self, nodes: Iterable[fx.Node]) -> None:
         """They are read by what comes next."""
         for node in nodes:
-            if node not in self.tensors:
+            if node not in self.tensors or node in self._handed:
                 self.tensors.add(node)
+                self._handed.discard(node)
                 self._alive.update(self._of_node[node])
 
-    def remove(self, nodes: Iterable[fx.Node]) -> None:
-        """Nothing before asks for them."""
-        for node in nodes:
-            self.tensors.remove(node)
+    def add_handed(self, nodes: Iterable[fx.Node]) -> None:
+        """They are handed over as soon as they are there."""
+        new = set(nodes) - self.tensors
+        self.tensors |= new
+        self._handed |= new
+
+    def remove(self, nodes: frozenset[fx.Node]) -> frozenset[int]:
+        """Nothing before asks for them. Storages among theirs that are given back at once."""
+        handed = nodes & self._handed
+        staying = nodes - handed
+        for node in staying:
             self._alive.subtract(self._of_node[node])
+        self.tensors -= nodes
+        self._handed -= handed
+        if not handed:
+            return frozenset()
+        gone = self._table.of(handed) - self._table.of(staying)
+        return gone - self.storages(gone)
 
     def among(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
         """Those of ``nodes``."""

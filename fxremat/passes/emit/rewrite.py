@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,8 +51,10 @@ def rewrite(
 
     Ensures: the forward returns its outputs, then what the backward takes first: the
         tensors of ``program.saved`` that do not travel, and the host memory of those that
-        do. Then the backward takes the tangents; it returns the gradient of each primal.
-        Each line of their code is one operation of the schedule.
+        do. Then the backward takes the tangents, and last what it gives gradients to
+        (:class:`fxremat.runtime.gradients.Gradients`), each as soon as it is made and its
+        primal is not read any more; it returns nothing. Each line of their code is one
+        operation of the schedule.
     """
     joint = program.line.joint
     moves = travel.moves if travel else ()
@@ -70,14 +73,38 @@ def rewrite(
     if travel:
         backward.take_host(travel)
     backward.take(joint.tangents)
+    backward.take_gradients()
+    handed = handed_after(program)
     for index in range(program.turn, len(program.calls)):
         backward.come_back(moves, index)
         backward.call(program.calls[index], peaks_bytes[index])
+        backward.give(handed.get(index, ()))
+    backward.give(handed.get(len(program.calls), ()))
     host = (_Writer.HOST,) if travel else ()
-    return (
-        forward.finish((*joint.forward_outputs, *saved, *host)),
-        backward.finish(joint.backward_outputs),
-    )
+    return forward.finish((*joint.forward_outputs, *saved, *host)), backward.finish(())
+
+
+def handed_after(program: Program) -> dict[int, list[int]]:
+    """The primals whose gradients are handed over right after each call.
+
+    That is after the call that makes the gradient, and after the last one that reads the primal:
+    whoever takes the gradient may change the primal at once, as an optimizer in the backward does.
+    Gradients that no call of the backward makes are handed over at the end.
+    """
+    joint, calls = program.line.joint, program.calls
+    table = joint.storages
+    made: dict[fx.Node, int] = {}
+    last_read: dict[int, int] = {}
+    for index in range(program.turn, len(calls)):
+        made.update(dict.fromkeys(calls[index].block.outputs, index))
+        last_read.update(dict.fromkeys(calls[index].block.reads, index))
+    found: dict[int, list[int]] = {}
+    for i, (primal, gradient) in enumerate(zip(joint.primals, joint.backward_outputs, strict=True)):
+        if isinstance(gradient, fx.Node):
+            reads = (last_read.get(storage, 0) for storage in table.of_node[primal])
+            place = max(made.get(gradient, len(calls)), *reads, 0)
+            found.setdefault(place, []).append(i)
+    return found
 
 
 class _Writer:
@@ -118,6 +145,21 @@ class _Writer:
         self._travel = travel
         self._host = self._graph.placeholder("host")
         self._describe_host(travel)
+
+    def take_gradients(self) -> None:
+        """Get what gradients are given to."""
+        self._gradients = self._graph.placeholder("gradients")
+        self._gradients.meta["val"] = None
+
+    def give(self, primals: Iterable[int]) -> None:
+        """Hand the gradients of ``primals`` over."""
+        outputs = self._line.joint.backward_outputs
+        made: Any = {
+            i: self._value(node) for i in primals if isinstance(node := outputs[i], fx.Node)
+        }
+        if made:
+            node = self._graph.call_method("give", (self._gradients, made))
+            node.meta["val"] = None
 
     def _describe_host(self, travel: Travel) -> None:
         """As AOTAutograd wants it of everything that the forward hands to the backward."""

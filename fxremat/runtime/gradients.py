@@ -1,0 +1,243 @@
+"""Gradients, handed over as soon as they are made.
+
+AOTAutograd returns all gradients of a step at once. A leaf's gradient can be put, or added, into
+its ``.grad`` earlier where autograd would do just that with it and nothing else: memory, and the
+hooks that run after an accumulation, see it early then. All others are returned as ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fxremat import torch_compat
+from fxremat.errors import BackwardError
+
+_accumulating = threading.Lock()
+"""Threads may go back through graphs of the same leaves."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(slots=True)
+class Contributors:
+    """Who adds to the gradients of a captured graph's leaves, as its backwards have shown.
+
+    Autograd sums up all that reaches a leaf in one backward, and adds that to what it had. Bits
+    and hooks are the same only where the leaf gets one gradient in a backward. A penalty on the
+    weights makes another, and so do two forwards with one backward.
+
+    Attributes:
+        alone: primals whose gradient nothing else was added to, so far.
+        joined: those where something was.
+        summing: the backward in which autograd sums up: several steps take part.
+    """
+
+    alone: set[int] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)
+    summing: int = -1
+
+    def join(self, primal: int) -> None:
+        """The gradient of ``primal`` is not the only one of its leaf."""
+        self.alone.discard(primal)
+        self.joined.add(primal)
+
+
+def leaf_of(value: object) -> Tensor | None:
+    """``value`` where it is a leaf; ``None`` for subclasses, which have their own ways."""
+    if type(value) not in _PLAIN:
+        return None
+    assert isinstance(value, Tensor)
+    return value if value.requires_grad and value.is_leaf else None
+
+
+def adds(leaf: Tensor) -> bool:
+    """Whether a leaf has a gradient to which another is added in place."""
+    existing = leaf.grad
+    return (
+        existing is not None
+        and type(existing) is Tensor
+        and existing.layout is torch.strided
+        and existing.dtype == leaf.dtype
+        and existing.device == leaf.device
+        and not leaf._backward_hooks
+    )
+
+
+def takes(leaf: Tensor, gradient: Tensor) -> bool:
+    """Whether autograd would let a gradient that nobody else has be the leaf's ``.grad``.
+
+    It copies one whose strides are not the leaf's.
+    """
+    return (
+        leaf.grad is None
+        and gradient.stride() == leaf.stride()
+        and gradient.dtype == leaf.dtype
+        and not leaf._backward_hooks
+    )
+
+
+class Gradients:
+    """What becomes of the gradients of one backward.
+
+    Args:
+        leaves: by primal; ``None`` for what is none.
+        places: for each of them: the edge of the backward's node that leads to it.
+        own: primals whose gradient is all there is in its storage, and nobody else's.
+        contributors: to the leaves' gradients.
+        others: whether other steps of the model wait for their backward.
+    """
+
+    __slots__ = (
+        "_contributors", "_early", "_expected", "_learned", "_leaves", "_nodes", "_own",
+        "_places", "_returned",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        leaves: Sequence[Tensor | None],
+        *,
+        places: Mapping[int, int],
+        own: frozenset[int],
+        contributors: Contributors,
+        others: bool,
+    ) -> None:
+        self._leaves = leaves
+        self._places = places
+        self._nodes = torch_compat.next_nodes()
+        self._own = own
+        self._contributors = contributors
+        self._returned: list[Tensor | None] = [None] * len(leaves)
+        self._learned: dict[int, tuple[int, int]] = {}
+        self._expected: dict[int, tuple[Tensor | None, int, bool]] = {}
+        task = torch_compat.current_backward()
+        if others:
+            contributors.summing = task
+        self._early = contributors.summing != task and not torch.is_anomaly_enabled()
+
+    def give(self, made: dict[int, Tensor]) -> None:
+        """Gradients, by primal."""
+        for primal, gradient in made.items():
+            leaf = self._leaves[primal]
+            if leaf is None or not self._hand_over(primal, leaf, gradient):
+                self._returned[primal] = gradient
+
+    def finish(self) -> list[Tensor | None]:
+        """What autograd gets, by primal."""
+        if self._learned or self._expected:
+            torch_compat.after_backward(self._check)
+        returned, self._returned = self._returned, []
+        return returned
+
+    def _hand_over(self, primal: int, leaf: Tensor, gradient: Tensor) -> bool:
+        """Whether the gradient needs no returning."""
+        wanted = torch_compat.will_accumulate(self._nodes[self._places[primal]])
+        if not wanted:
+            return wanted is False  # nobody asked for it
+        contributors = self._contributors
+        if not self._early or primal in contributors.joined:
+            return False
+        if primal not in contributors.alone:
+            if primal in self._own and takes(leaf, gradient):
+                self._learned[primal] = gradient.data_ptr(), gradient._version
+                _before_hooks(leaf, lambda: self._learn(primal))
+            return False
+        with _accumulating:
+            if adds(leaf):
+                assert leaf.grad is not None
+                leaf.grad += gradient
+            elif primal in self._own and takes(leaf, gradient):
+                leaf.grad = gradient
+            else:
+                return False
+        hooked = _run_hooks(leaf)
+        now = leaf.grad
+        self._expected[primal] = now, -1 if now is None else now._version, hooked
+        return True
+
+    def _learn(self, primal: int) -> None:
+        """Autograd has accumulated: was it just what was returned?"""
+        made, now = self._learned.pop(primal, None), self._gradient_of(primal)
+        if made is None or now is None:
+            return
+        if (now.data_ptr(), now._version) == made:
+            self._contributors.alone.add(primal)
+        else:
+            self._contributors.join(primal)
+
+    def _gradient_of(self, primal: int) -> Tensor | None:
+        leaf = self._leaves[primal]
+        return None if leaf is None else leaf.grad
+
+    def _check(self) -> None:
+        """The backward has ended: nothing else must have been added to what was handed over.
+
+        Raises:
+            BackwardError: something was, after the leaf's own hooks had run.
+        """
+        for primal in list(self._learned):
+            self._learn(primal)
+        for primal, (expected, version, hooked) in self._expected.items():
+            now = self._gradient_of(primal)
+            if now is expected and (now is None or now._version == version):
+                continue
+            self._contributors.join(primal)
+            if hooked and now is not None:
+                raise BackwardError(
+                    f"the parameter of shape {tuple(now.shape)} got another gradient from outside "
+                    "the compiled model after its post-accumulate hooks had run, which was never "
+                    "so before: its hooks have seen a part of the gradient. Repeat the step; from "
+                    "now on they run once all of it is there"
+                )
+
+
+class _Hook:
+    """A post-accumulate hook that may have run in this backward already.
+
+    Attributes:
+        hook: the user's.
+        ran_in: the backward in which autograd must not run it again.
+        before: called once, before autograd runs it.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        self.hook = hook
+        self.ran_in = -1
+        self.before: Callable[[], None] | None = None
+
+    @staticmethod
+    def all_of(tensor: Tensor) -> list[_Hook]:
+        """Those of a leaf, each put in place of the user's for good."""
+        hooks = tensor._post_accumulate_grad_hooks or {}
+        for key, hook in list(hooks.items()):
+            hooks[key] = hook if isinstance(hook, _Hook) else _Hook(hook)
+        return list(hooks.values())
+
+    def __call__(self, tensor: Tensor) -> None:
+        if self.before is not None:
+            before, self.before = self.before, None
+            before()
+        if torch_compat.current_backward() != self.ran_in:
+            self.hook(tensor)
+
+
+def _before_hooks(tensor: Tensor, call: Callable[[], None]) -> None:
+    """Have ``call`` called once autograd has accumulated, before what may take the gradient."""
+    for hook in _Hook.all_of(tensor)[:1]:
+        hook.before = call
+
+
+def _run_hooks(tensor: Tensor) -> bool:
+    """Run the hooks that follow an accumulation; whether there are any.
+
+    Autograd will call them at its end, too, and finds in their place what skips that.
+    """
+    hooks = _Hook.all_of(tensor)
+    for hook in hooks:
+        hook.ran_in = torch_compat.current_backward()
+        hook.hook(tensor)
+    return bool(hooks)

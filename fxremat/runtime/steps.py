@@ -1,0 +1,127 @@
+"""Steps in flight: forwards whose backward has not run.
+
+Autograd is given one small tensor for all that a forward saves, the step's *token*; what was saved
+hangs on it. So it goes when autograd drops the token, with the graph or after the backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxremat import torch_compat
+from fxremat.errors import BackwardError
+
+_numbers = itertools.count()
+
+_by_number: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
+"""Steps whose token autograd may give back as another tensor, as ``save_on_cpu`` does."""
+
+
+_latest = threading.local()
+
+
+def latest_step() -> Step | None:
+    """The step whose forward this thread has run last, if it is still there."""
+    found = getattr(_latest, "step", None)
+    return None if found is None else found()
+
+
+class Step:
+    """What a forward leaves for its backward.
+
+    Args:
+        plan: whose graphs run.
+        saved: what the backward graph takes first; tensors.
+        held_bytes: device memory of it, beside what others hold.
+
+    Attributes:
+        plan, held_bytes: as given.
+        leaves: by primal, whose gradients it computes.
+    """
+
+    __slots__ = ("__weakref__", "_number", "_saved", "_versions", "held_bytes", "leaves", "plan")
+
+    def __init__(
+        self, plan: Any, saved: list[Tensor], *, held_bytes: int, leaves: Sequence[Any]
+    ) -> None:
+        self.plan = plan
+        self.held_bytes = held_bytes
+        self.leaves = leaves
+        self._saved: list[Tensor] | None = saved
+        self._versions = [torch_compat.version_of(t) for t in saved]
+        self._number = next(_numbers)
+        _by_number[self._number] = self
+        _latest.step = weakref.ref(self)
+
+    def token(self) -> Tensor:
+        """What autograd saves for this step, a number on the CPU."""
+        token = torch.tensor([self._number])
+        token.step = self  # type: ignore[attr-defined]
+        return token
+
+    @staticmethod
+    def of(token: Tensor) -> Step:
+        """The step of a token, or of what autograd gives back in its place.
+
+        Raises:
+            BackwardError: it is gone.
+        """
+        step: Step | None = getattr(token, "step", None) or _by_number.get(int(token))
+        if step is None:
+            raise BackwardError(
+                "what the forward of a compiled step had saved is gone: hooks on saved tensors "
+                "gave back a copy of another step's. Leave the compiled model out of them"
+            )
+        return step
+
+    def take(self) -> list[Tensor]:
+        """What was saved, in a list of the caller's own; nothing is left unless the graph stays.
+
+        Raises:
+            BackwardError: it was taken already, or something of it was written to since.
+        """
+        saved = self._saved
+        if saved is None:
+            raise BackwardError(
+                "the backward of a compiled step runs a second time, and what its forward had "
+                "saved is gone: call backward(retain_graph=True) the first time"
+            )
+        for tensor, version in zip(saved, self._versions, strict=True):
+            now = torch_compat.version_of(tensor)
+            if now != version:
+                raise BackwardError(
+                    "one of the variables needed for gradient computation has been modified by "
+                    f"an inplace operation: a tensor of shape {tuple(tensor.shape)} and "
+                    f"{tensor.dtype} that the backward of a compiled step reads is at version "
+                    f"{now}, its forward left it at {version}. Write to it after the backward"
+                )
+        if torch_compat.keeps_graph():
+            return list(saved)
+        self._saved = None
+        self.held_bytes = 0
+        return saved
+
+
+class InFlight:
+    """The steps of a model whose backward has not run."""
+
+    def __init__(self) -> None:
+        self._steps: weakref.WeakSet[Step] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, step: Step) -> None:
+        """A forward has run."""
+        with self._lock:
+            self._steps.add(step)
+
+    def __iter__(self) -> Iterator[Step]:
+        with self._lock:
+            steps = list(self._steps)
+        return (step for step in steps if step.held_bytes)
