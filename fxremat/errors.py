@@ -25,6 +25,10 @@ class BudgetError(FxrematError):
         self.least_budget_bytes = least_budget_bytes
 
 
+class BudgetWarning(UserWarning):
+    """A step took more than its budget, because of what could not be known beforehand."""
+
+
 class ArgumentError(FxrematError, ValueError, TypeError):
     """An argument is not what it may be.
 

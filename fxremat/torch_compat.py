@@ -567,3 +567,48 @@ def bucket_bytes() -> tuple[int, ...]:
     if active is None:
         return ()
     return tuple(p.numel() * p.element_size() for p in active.parameters() if p.requires_grad)
+
+
+def around_optimizers(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Have both called around the step of any optimizer; what is returned ends that."""
+    from torch.optim.optimizer import (  # noqa: PLC0415
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    handles = (
+        register_optimizer_step_pre_hook(lambda *_given: before()),
+        register_optimizer_step_post_hook(lambda *_given: after()),
+    )
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+def before_profiles(call: Callable[[], None]) -> Callable[[], None]:
+    """Have ``call`` called before a profile begins; what is returned ends that.
+
+    A thread has one profiler: a watch must make way for its user's.
+    """
+    from torch.autograd import profiler  # noqa: PLC0415
+
+    module: Any = profiler
+    kept = {name: getattr(module, name) for name in ("_prepare_profiler", "_enable_profiler")}
+
+    def made_way(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return begin(*args, **kwargs)
+
+        return run
+
+    def remove() -> None:
+        for name, begin in kept.items():
+            setattr(module, name, begin)
+
+    for name, begin in kept.items():
+        setattr(module, name, made_way(begin))
+    return remove

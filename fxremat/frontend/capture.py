@@ -21,6 +21,7 @@ from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
+from fxremat.runtime.levels import Watcher
 from fxremat.runtime.steps import InFlight, latest_step
 
 
@@ -48,6 +49,7 @@ class StepCompiler:
         kept: a plan that the first graph follows.
         store: costs and plans that other processes have found.
         in_flight: steps whose backward has not run.
+        watcher: of what new plans really take.
     """
 
     budget: Budget
@@ -63,6 +65,7 @@ class StepCompiler:
     kept: Plan | None = None
     store: Store = field(default_factory=lambda: Store(None))
     in_flight: InFlight = field(default_factory=InFlight)
+    watcher: Watcher = field(default_factory=Watcher)
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -94,6 +97,7 @@ class StepCompiler:
             CaptureError: a CUDA graph is being captured.
         """
         cuda_graph.refuse_planning()
+        self.watcher.end()
         call_s()  # measured before torch's tracers slow modules down
         found: list[Family] = []
 
@@ -149,6 +153,7 @@ class StepCompiler:
                 joint,
                 [inputs.get(i) for i in range(len(torch_compat.primal_sources(joint)))],
                 in_flight=self.in_flight,
+                watcher=self.watcher,
                 accumulate=self.caller.accumulate,
                 output_count=output_count,
                 kept=self.kept,

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from fxremat import torch_compat
+from fxremat.errors import BudgetError, BudgetWarning
 from fxremat.frontend.pipeline import Planned, Planner
-from fxremat.planner.situation import Situation
-from fxremat.planner.surroundings import own_gradients
+from fxremat.planner.situation import NO_LESSON, Lesson, Situation
+from fxremat.planner.surroundings import SCALAR_BYTES, SCALARS, Surroundings, own_gradients
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.gradients import Contributors, Gradients, adds, leaf_of
+from fxremat.runtime.levels import Levels, Watcher
 from fxremat.runtime.steps import InFlight, Step
 from fxremat.units import format_bytes, format_seconds
 
@@ -33,18 +36,28 @@ class Compiled:
 
     Attributes:
         planned: the plan, its graphs and its host memory.
+        family: to which it belongs.
         forward, backward: what runs.
+        watched: whether a step of it was watched, or is.
     """
 
     planned: Planned
+    family: Family
     forward: torch_compat.BoxedCallable
     backward: torch_compat.BoxedCallable
+    watched: bool = False
+
+    @property
+    def least_waiting_bytes(self) -> int:
+        """What a step holds between its forward and its backward at least, whatever its plan."""
+        least = self.planned.least_waiting_bytes
+        return self.planned.plan.waiting_bytes if least is None else least
 
     @staticmethod
-    def of(planned: Planned) -> Compiled:
+    def of(planned: Planned, family: Family) -> Compiled:
         """A plan to run."""
-        graphs = planned.graphs
-        return Compiled(planned, emitted(graphs.forward.forward), emitted(graphs.backward.forward))
+        forward, backward = planned.graphs.both
+        return Compiled(planned, family, emitted(forward.forward), emitted(backward.forward))
 
 
 @dataclass(slots=True)
@@ -54,20 +67,26 @@ class Family:
     Attributes:
         planner: makes plans.
         in_flight: steps of the whole model whose backward has not run.
+        watcher: of one step of the whole model at a time.
         accumulate: gradients exist at every call, or will.
         output_count: how many results of the forward go to its caller.
         gradients: primals that get a gradient, and which of the tensors that go in each is.
         plans: by situation, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
+        lessons: of steps that were watched, by kind of situation.
+        cleared: of steps that found gradients: whether these were gone before each backward.
     """
 
     planner: Planner
     in_flight: InFlight
+    watcher: Watcher
     accumulate: bool
     output_count: int
     gradients: dict[int, int]
     plans: dict[Situation, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
+    lessons: dict[tuple[int, bool], Lesson] = field(default_factory=dict)
+    cleared: dict[tuple[int, bool], bool] = field(default_factory=dict)
     _own: frozenset[int] = frozenset()
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -78,6 +97,7 @@ class Family:
         values: Sequence[object],
         *,
         in_flight: InFlight,
+        watcher: Watcher,
         accumulate: bool,
         output_count: int,
         kept: Plan | None = None,
@@ -89,6 +109,7 @@ class Family:
             joint: the captured graph.
             values: of its primals, where known.
             in_flight: steps of the whole model.
+            watcher: of the whole model.
             accumulate: a set of gradients is counted at every call.
             output_count: how many results of the forward go to its caller.
             kept: a plan that is followed, instead of making one.
@@ -97,11 +118,11 @@ class Family:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
         """
         gradients = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
-        family = Family(planner, in_flight, accumulate, output_count, gradients)
+        family = Family(planner, in_flight, watcher, accumulate, output_count, gradients)
         situation, _ = family._find(values)
         planned = planner.first(situation, kept=kept)
         family._own = own_gradients(planner.joint)
-        family.plans[situation] = Compiled.of(planned)
+        family.plans[situation] = Compiled.of(planned, family)
         return family
 
     def forward(self, args: list[Any]) -> tuple[list[Any], Compiled]:
@@ -115,16 +136,24 @@ class Family:
         Raises:
             BudgetError: no plan that was found fits; nothing has run.
         """
+        self.watcher.end()
         situation, leaves = self._find(args)
-        compiled = self._plan_for(situation)
+        situation, compiled = self._plan_for(situation)
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
+        if not compiled.watched:
+            compiled.watched = self.watcher.begin(
+                self.planner.joint.device, lambda seen: self._learn(situation, plan, seen)
+            )
         results = list(compiled.forward(args))
         saved = results[self.output_count :]
         del results[self.output_count :]
-        step = Step(compiled, saved, held_bytes=plan.waiting_bytes, leaves=leaves)
+        step = Step(
+            compiled, saved, situation=situation, held_bytes=plan.waiting_bytes, leaves=leaves
+        )
         self.in_flight.add(step)
+        self.watcher.left(step)
         results.append(step.token())
         return results, compiled
 
@@ -140,6 +169,7 @@ class Family:
             BackwardError: what the step needs is gone, or was written to.
         """
         step = Step.of(args[0])
+        self._back(step)
         gradients = Gradients(
             step.leaves,
             places=self.gradients,
@@ -153,6 +183,67 @@ class Family:
         values.append(gradients)
         step.plan.backward(values)
         return gradients.finish()
+
+    def _back(self, step: Step) -> None:
+        """A backward begins: what is there that was not when its forward ran?"""
+        situation: Situation = step.situation
+        now = {
+            i for i, leaf in enumerate(step.leaves) if leaf is not None and leaf.grad is not None
+        }
+        if self.watcher.is_watching(step):
+            gone = replace(situation, existing=situation.existing - now)
+            self.watcher.back(unseen_bytes=sum(gone.gradient_bytes(self.planner.joint)))
+        if situation.existing:
+            self._see_cleared(step, frozenset(now))
+        new = frozenset(now) - situation.existing
+        if self.contributors.summing == torch_compat.current_backward():
+            new = frozenset(self.gradients)  # autograd holds those of other steps
+        if new:
+            more = sum(replace(situation, existing=new).gradient_bytes(self.planner.joint))
+            around = self.planner.around(replace(situation, lesson=NO_LESSON))
+            self._teach(situation, Lesson(left_bytes=around.tangent_bytes + more))
+
+    def _see_cleared(self, step: Step, now: frozenset[int]) -> None:
+        """Gradients that a forward found are gone, or not, when the backward begins."""
+        situation: Situation = step.situation
+        gone = now.isdisjoint(situation.existing)
+        with self._lock:
+            self.cleared[situation.kind] = gone and self.cleared.get(situation.kind, True)
+        if situation.cleared and not gone:
+            more = sum(situation.gradient_bytes(self.planner.joint))
+            _warn(
+                f"this step may take {more} bytes ({format_bytes(more)}) more than its budget of "
+                f"{self.planner.budget.nbytes}: gradients that exist during its forward are still "
+                "there in its backward. From the next step on they are planned for"
+            )
+
+    def _teach(self, situation: Situation, lesson: Lesson) -> bool:
+        """What steps of its kind are planned for from now on; whether that is new."""
+        with self._lock:
+            known = self.lessons.get(situation.kind, NO_LESSON)
+            self.lessons[situation.kind] = known | lesson
+            return known | lesson != known
+
+    def _learn(self, situation: Situation, plan: Plan, seen: Levels) -> None:
+        """A step was watched to its end."""
+        around = self.planner.around(situation)
+        lesson = _lesson_of(seen, plan, around)
+        if not self._teach(situation, lesson):
+            return
+        peak_bytes = around.given_bytes + seen.peak_bytes
+        told = _told(lesson)
+        LOG.info(
+            "a step was watched: %s at its peak of %s planned; %s",
+            format_bytes(peak_bytes),
+            format_bytes(plan.predicted_held_bytes),
+            told,
+        )
+        over = peak_bytes - plan.budget_bytes
+        if over > 0:
+            _warn(
+                f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its "
+                f"budget of {plan.budget_bytes}: {told}. The next step's plan leaves room for that"
+            )
 
     def _find(self, values: Sequence[object]) -> tuple[Situation, list[Tensor | None]]:
         """What a call with these primals finds, and the leaves among them that get gradients."""
@@ -175,19 +266,91 @@ class Family:
             sum(step.held_bytes for step in waiting),
             torch_compat.bucket_bytes(),
         )
+        lesson, cleared = self.lessons.get(situation.kind), self.cleared.get(situation.kind)
+        if lesson or cleared:
+            situation = replace(situation, lesson=lesson or NO_LESSON, cleared=bool(cleared))
         return situation, leaves
 
-    def _plan_for(self, situation: Situation) -> Compiled:
-        """The plan for a situation: one that is there, or a new one."""
+    def _new_plan(self, situation: Situation) -> tuple[Situation, Planned]:
+        """A plan for a situation.
+
+        Where nothing fits beside gradients that exist, but would if they were gone before the
+        backward, they are taken to be, until a backward shows otherwise.
+
+        Steps that wait were planned without knowing of this one. Where nothing fits beside what
+        they hold, but would beside the least that they could, this step takes the least that it
+        can, and they leave room for it from now on.
+        """
+        try:
+            return situation, self.planner.again(situation)
+        except BudgetError:
+            cleared = replace(situation, cleared=True)
+            known = self.cleared.get(situation.kind, not self.accumulate)
+            if known and situation.existing and self.planner.fits(cleared):
+                self.cleared[situation.kind] = True
+                return cleared, self.planner.again(cleared)
+            waiting = list(self.in_flight)
+            least = sum(step.plan.least_waiting_bytes for step in waiting)
+            if not self.planner.fits(replace(situation, waiting_bytes=least)):
+                raise
+        planned = self.planner.again(situation, least=True)
+        plan = planned.plan
+        room = plan.predicted_held_bytes - self.planner.around(situation).given_bytes
+        for step in waiting:
+            step.plan.family._teach(step.situation, Lesson(turn_bytes=room))
+        budget_bytes = self.planner.budget.nbytes or 0
+        over = plan.counted_bytes - budget_bytes
+        _warn(
+            f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more than "
+            f"its budget of {budget_bytes}: {situation.waiting} earlier ones hold "
+            f"{situation.waiting_bytes} bytes for their backward, and were planned without "
+            "knowing of this one. From now on they leave room for it"
+        )
+        return situation, planned
+
+    def _plan_for(self, situation: Situation) -> tuple[Situation, Compiled]:
+        """The plan for a situation, one that is there or a new one; and what it takes for true."""
         with self._lock:
             compiled = self.plans.pop(situation, None)
             if compiled is None:
-                compiled = Compiled.of(self.planner.again(situation))
-                _tell(compiled.planned.plan)
+                situation, planned = self._new_plan(situation)
+                compiled = Compiled.of(planned, self)
+                _tell(planned.plan)
+                if planned.plan.counted_bytes > (self.planner.budget.nbytes or 0):
+                    return situation, compiled  # for this time only
                 if len(self.plans) >= MOST_PLANS:
                     self.plans.pop(next(iter(self.plans)))
             self.plans[situation] = compiled
-            return compiled
+            return situation, compiled
+
+
+def _lesson_of(seen: Levels, plan: Plan, around: Surroundings) -> Lesson:
+    """What a step needed beyond its plan."""
+    slack = SCALARS * SCALAR_BYTES
+    left = 0 if seen.taken_bytes is None else seen.taken_bytes - seen.left_bytes
+    turn = seen.turn_bytes - seen.left_bytes
+    own = max(seen.forward_bytes, seen.backward_bytes)
+    planned = plan.predicted_held_bytes - around.given_bytes
+    if left > around.tangent_bytes + slack:
+        own -= left - around.tangent_bytes
+    return Lesson(
+        turn if turn > around.turn_bytes + slack else 0,
+        left if left > around.tangent_bytes + slack else 0,
+        own - planned if own > planned + slack else 0,
+    )
+
+
+def _told(lesson: Lesson) -> str:
+    named = (
+        (lesson.turn_bytes, "were allocated between forward and backward"),
+        (lesson.left_bytes, "of that were still there in the backward"),
+        (lesson.more_bytes, "more than was planned were allocated in the graphs"),
+    )
+    return ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in named if nbytes)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, BudgetWarning, stacklevel=3)
 
 
 def _tell(plan: Plan) -> None:

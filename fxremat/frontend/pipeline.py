@@ -39,12 +39,16 @@ from fxremat.simulate.allocator import AllocatorSettings
 
 LOG = logging.getLogger("fxremat")
 
+LEAST = Budget("min")
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A plan and its graphs.
 
     Attributes:
+        least_waiting_bytes: the least that a step of the same graph would hold between its
+            forward and its backward; ``None``: it is not known.
         rehearsal: tells what the step takes beside its calls; it holds the step's inputs.
             ``None`` where that is known, or will not be.
         note_overhead: keeps what was told.
@@ -52,6 +56,7 @@ class Planned:
 
     plan: Plan
     graphs: Graphs
+    least_waiting_bytes: int | None = None
     rehearsal: Rehearsal | None = None
     note_overhead: Callable[[float], None] = lambda _seconds: None
 
@@ -133,22 +138,36 @@ class Planner:
             HostMemoryError: the host memory cannot be had.
             CostError: an operation cannot be measured.
         """
-        planned = self._followed(kept, situation) if kept else self._planned(situation)
+        planned = self._followed(kept, situation) if kept else self._planned(situation, self.budget)
         if kept is None:
             planned = self._with_overhead(planned)
+        self.budget = replace(self.budget, nbytes=planned.plan.budget_bytes, share=None)
         self._inputs = {}  # no batch outlives its step
         self._graphs = [replace(own, graph=replace(own.graph, real={})) for own in self._graphs]
         self._progress = _silent
         return planned
 
-    def again(self, situation: Situation) -> Planned:
+    def again(self, situation: Situation, *, least: bool = False) -> Planned:
         """The plan for a later call, of the same sizes.
+
+        Args:
+            situation: what the call finds.
+            least: that of the least peak, be it above the budget.
 
         Raises:
             BudgetError: no schedule that was found fits the budget.
             HostMemoryError: the host memory cannot be had.
         """
-        return self._planned(situation)
+        return self._planned(situation, LEAST if least else self.budget)
+
+    def around(self, situation: Situation) -> Surroundings:
+        """What is beside the step at a call."""
+        return self._graphs[0].around(situation)
+
+    def fits(self, situation: Situation) -> bool:
+        """Whether any schedule that was found does at a call."""
+        assert self.budget.nbytes is not None
+        return min(way.least_bytes for way in self._within(situation)) <= self.budget.nbytes
 
     def _graph(self, *, exact: bool) -> StepGraph:
         """The step's graph as it was traced, or, not ``exact``, with norms undone."""
@@ -167,14 +186,14 @@ class Planner:
         base = surroundings_of(measured.line.joint, graph.real, self._caller)
         return _Costed(graph, measured, base)
 
-    def _planned(self, situation: Situation) -> Planned:
+    def _planned(self, situation: Situation, budget: Budget) -> Planned:
         """Find the best plan, or know it."""
         if not self._graphs:
             traced = self._graph(exact=True)
             self._graphs.append(self._costed(traced, self._measured(traced)))
         origin = self._origin(self._graphs[0], situation)
-        found = None if self._ways else self._known(origin)
-        return found or self._made(situation, origin)
+        found = None if self._ways else self._known(origin, budget)
+        return found or self._made(situation, origin, budget)
 
     def _followed(self, kept: Plan, situation: Situation) -> Planned:
         """Follow a plan that was kept.
@@ -244,19 +263,19 @@ class Planner:
             allocator=self._rules(costed.graph),
         )
 
-    def _plan_key(self, origin: Origin) -> str:
+    def _plan_key(self, origin: Origin, budget: Budget) -> str:
         return key_of(
             origin,
-            budget=(self.budget.nbytes, self.budget.share),
+            budget=(budget.nbytes, budget.share),
             host_dir=self._host.folder if self._host else None,
             ortools=version_of("ortools"),
         )
 
-    def _known(self, origin: Origin) -> Planned | None:
+    def _known(self, origin: Origin, budget: Budget) -> Planned | None:
         """A plan that was made before of such a step."""
         if self._costs is not None:
             return None
-        plan = self._store.get("plan", self._plan_key(origin), Plan)
+        plan = self._store.get("plan", self._plan_key(origin, budget), Plan)
         if plan is None:
             return None
         traced = self._graphs[0].graph
@@ -267,17 +286,20 @@ class Planner:
             LOG.warning("a known plan is ignored: %s", error)
             return None
 
-    def _made(self, situation: Situation, origin: Origin) -> Planned:
-        """Search for the best plan, among schedules that are known where there are some."""
+    def _within(self, situation: Situation) -> list[Way]:
+        """All ways of the step, with what a call finds beside it."""
         if not self._ways:
             self._ways = self._search(situation)
-        graphs = self._graphs
-        around = [costed.around(situation) for costed in graphs]
-        ways = [w.within(a) for w, a in zip(self._ways, around, strict=True)]
+        around = (costed.around(situation) for costed in self._graphs)
+        return [way.within(own) for way, own in zip(self._ways, around, strict=True)]
+
+    def _made(self, situation: Situation, origin: Origin, budget: Budget) -> Planned:
+        """Search for the best plan, among schedules that are known where there are some."""
+        ways = self._within(situation)
         first = ways[0].search
         full_bytes = first.counted_bytes(first.baseline)
         least = min(ways, key=lambda way: way.least_bytes)
-        resolved = self.budget.resolve(
+        resolved = budget.resolve(
             full_bytes=full_bytes,
             least_bytes=least.least_bytes,
             needed_by=least.describe_least(),
@@ -296,11 +318,13 @@ class Planner:
             origin=origin,
             beside=situation.described(self.joint),
         )
-        if graphs[0].graph.device.type == "cuda" and self._inputs:
+        if self._graphs[0].graph.device.type == "cuda" and self._inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
         if self._costs is None:
-            self._store.put("plan", self._plan_key(origin), Plan, plan)
-        return Planned(plan, emitted)
+            self._store.put("plan", self._plan_key(origin, budget), Plan, plan)
+        tightest = way.search.evaluator.evaluation(way.search.least)
+        least_waiting = tightest.turn_bytes - way.search.setting.surroundings.given_bytes
+        return Planned(plan, emitted, min(least_waiting, plan.waiting_bytes))
 
     def _search(self, situation: Situation) -> list[Way]:
         """All ways of the step."""

@@ -100,7 +100,7 @@ def requests_of_step(
         calls.append((*released, *fetched, *asked, *handed))
     at_turn = [(m.storage, -m.nbytes) for m in moves if m.release == program.turn]
     each = surroundings.tangent_each_bytes
-    tangents = _whole((*each, surroundings.tangent_bytes - sum(each)))
+    tangents = _whole((*each, max(0, surroundings.tangent_bytes - sum(each))))
     made = [(TANGENTS - i, nbytes) for i, nbytes in enumerate(tangents)]
     given = surroundings.given_each_bytes
     return Requests(

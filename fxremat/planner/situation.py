@@ -13,6 +13,32 @@ from fxremat.planner.surroundings import Surroundings
 
 
 @dataclass(frozen=True, slots=True)
+class Lesson:
+    """What earlier steps in like situations needed beyond what was planned for.
+
+    Attributes:
+        turn_bytes: at the turn, as by a loss outside the model, or by a further step.
+        left_bytes: from the turn to the end, gradients of the outputs included.
+        more_bytes: elsewhere.
+    """
+
+    turn_bytes: int = 0
+    left_bytes: int = 0
+    more_bytes: int = 0
+
+    def __or__(self, other: Lesson) -> Lesson:
+        """Both."""
+        return Lesson(
+            max(self.turn_bytes, other.turn_bytes),
+            max(self.left_bytes, other.left_bytes),
+            max(self.more_bytes, other.more_bytes),
+        )
+
+
+NO_LESSON = Lesson()
+
+
+@dataclass(frozen=True, slots=True)
 class Situation:
     """What is true at a call, beside what is true at every call of the graph.
 
@@ -22,6 +48,9 @@ class Situation:
         waiting: how many earlier steps wait for their backward.
         waiting_bytes: what these hold.
         bucket_bytes: of each buffer of a wrapper for gradients.
+        lesson: from earlier steps.
+        cleared: the gradients that exist will be gone when the backward begins, as torch's own
+            tutorial clears them.
     """
 
     existing: frozenset[int] = frozenset()
@@ -29,6 +58,13 @@ class Situation:
     waiting: int = 0
     waiting_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
+    lesson: Lesson = NO_LESSON
+    cleared: bool = False
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Situations of one kind teach each other."""
+        return self.waiting, bool(self.existing)
 
     def gradient_bytes(self, joint: JointGraph) -> tuple[int, ...]:
         """Of each gradient that exists."""
@@ -46,12 +82,16 @@ class Situation:
             base: those of every call.
             joint: the captured graph.
         """
-        more = (*self.gradient_bytes(joint), *self.bucket_bytes)
+        gradients = self.gradient_bytes(joint)
+        more = (*gradients, *self.bucket_bytes)
+        held_bytes = max(base.tangent_bytes, self.lesson.left_bytes)
         return replace(
             base,
-            given_bytes=base.given_bytes + sum(more) + self.waiting_bytes,
+            given_bytes=base.given_bytes + sum(more) + self.waiting_bytes + self.lesson.more_bytes,
+            turn_bytes=max(base.turn_bytes, self.lesson.turn_bytes),
+            tangent_bytes=held_bytes - sum(gradients) * self.cleared,
             given_each_bytes=(*base.given_each_bytes, *more),
-            added=self.added,
+            added=frozenset() if self.cleared else self.added,
         )
 
     def described(self, joint: JointGraph) -> tuple[tuple[str, int], ...]:
@@ -60,5 +100,8 @@ class Situation:
             ("gradients that exist", sum(self.gradient_bytes(joint))),
             (f"{self.waiting} steps that wait for their backward", self.waiting_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
+            ("what was seen between forward and backward", self.lesson.turn_bytes),
+            ("what was seen to be left of that in the backward", self.lesson.left_bytes),
+            ("what else was seen", self.lesson.more_bytes),
         )
         return tuple((what, nbytes) for what, nbytes in named if nbytes)

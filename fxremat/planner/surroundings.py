@@ -14,13 +14,13 @@ from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.storage import StorageTable, allocated_bytes
 from fxremat.units import Counted
 
-LOSS_FACTOR = 3
-"""Bytes set aside for a loss outside the model, in multiples of the outputs' bytes: a
-cross entropy keeps its logarithms, their gradient and that of its input."""
+FULL_PRECISION_BYTES = 4
+"""Of a number in a loss outside the model that nobody told of: it computes with no fewer."""
 
+SCALARS = 5
+"""Numbers that a step holds beside all else: the loss, its gradient, its token, and their like."""
 
-SCALARS = 4
-"""Numbers that a step holds beside all else: the loss, its gradient, and their like."""
+SCALAR_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class Surroundings:
         given_bytes: held throughout: parameters, buffers, inputs, constants, gradients
             that are accumulated into, and what the caller reserves.
         turn_bytes: needed at the turn, by a loss outside the model.
-        tangent_bytes: gradients of the outputs, held through the backward.
+        tangent_bytes: gradients of the outputs, held through the backward, less what is there
+            in the forward only.
         end_bytes: needed once the backward has returned, beside all gradients.
         device: of the step.
         given_each_bytes: of ``given_bytes``, what is known one by one: each was asked of the
@@ -80,14 +81,14 @@ def surroundings_of(
     tangents = _each(table, table.of(joint.tangents))
     loss_bytes = caller.loss_bytes
     if loss_bytes is None:
-        loss_bytes = LOSS_FACTOR * sum(tangents)
+        loss_bytes = sum(map(_unknown_loss_bytes, joint.tangents))
     given = (
         *_each(table, table.of(joint.given)),
         *_unread_bytes(joint, real, caller),
         *_unread_gradient_bytes(real, caller),
         *caller.held_bytes,
         *filter(None, (library_workspaces(joint.device),)),
-        *[allocated_bytes(8, joint.device)] * SCALARS,
+        *[allocated_bytes(SCALAR_BYTES, joint.device)] * SCALARS,
     )
     return Surroundings(
         given_bytes=sum(given) + caller.reserve_bytes,
@@ -98,6 +99,19 @@ def surroundings_of(
         given_each_bytes=given,
         tangent_each_bytes=tangents,
     )
+
+
+def _unknown_loss_bytes(tangent: fx.Node) -> int:
+    """Set aside for what a loss outside the model does with an output.
+
+    A cross entropy keeps its logarithms, their gradient and that of its input; where the output
+    is of less precision, a copy of it in full, too.
+    """
+    value = tangent.meta["val"]
+    own = value.element_size()
+    full = max(own, FULL_PRECISION_BYTES)
+    copied = full if own < full else 0
+    return int(value.numel() * (copied + 2 * full + own))
 
 
 def _each(table: StorageTable, ids: Iterable[int]) -> tuple[int, ...]:

@@ -38,20 +38,37 @@ class Step:
 
     Args:
         plan: whose graphs run.
+        situation: in which the forward ran.
         saved: what the backward graph takes first; tensors.
         held_bytes: device memory of it, beside what others hold.
 
     Attributes:
-        plan, held_bytes: as given.
+        plan, situation, held_bytes: as given.
         leaves: by primal, whose gradients it computes.
     """
 
-    __slots__ = ("__weakref__", "_number", "_saved", "_versions", "held_bytes", "leaves", "plan")
+    __slots__ = (
+        "__weakref__",
+        "_number",
+        "_saved",
+        "_versions",
+        "held_bytes",
+        "leaves",
+        "plan",
+        "situation",
+    )
 
     def __init__(
-        self, plan: Any, saved: list[Tensor], *, held_bytes: int, leaves: Sequence[Any]
+        self,
+        plan: Any,
+        saved: list[Tensor],
+        *,
+        situation: Any,
+        held_bytes: int,
+        leaves: Sequence[Any],
     ) -> None:
         self.plan = plan
+        self.situation = situation
         self.held_bytes = held_bytes
         self.leaves = leaves
         self._saved: list[Tensor] | None = saved

@@ -1,0 +1,159 @@
+"""What a step really allocates, phase by phase, seen by the allocator's own events."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from fxremat import torch_compat
+from fxremat.errors import CostError
+
+FORWARD, TURN, BACKWARD, AFTER, OPTIMIZER = "forward", "turn", "backward", "after", "optimizer"
+"""Phases of a step. The turn ends where the backward begins; what comes after that, and is
+neither the optimizer's step nor the next forward, is none of the step's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Bytes that a step had allocated, over those at its begin.
+
+    Attributes:
+        forward_bytes: most during the forward.
+        left_bytes: at its end.
+        turn_bytes: most from there to the backward.
+        taken_bytes: at the begin of the backward; ``None``: none was seen.
+        backward_bytes: most until the backward had ended.
+        optimizer_bytes: most during the optimizer's step, over those at its begin.
+    """
+
+    forward_bytes: int
+    left_bytes: int
+    turn_bytes: int
+    taken_bytes: int | None = None
+    backward_bytes: int = 0
+    optimizer_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most during forward and backward."""
+        return max(self.forward_bytes, self.turn_bytes, self.backward_bytes)
+
+    def without(self, nbytes: int) -> Levels:
+        """Where so much more was freed unseen between the forward and the backward."""
+        if self.taken_bytes is None or not nbytes:
+            return self
+        return replace(
+            self,
+            taken_bytes=self.taken_bytes - nbytes,
+            backward_bytes=self.backward_bytes - nbytes,
+        )
+
+
+class Watcher:
+    """Watches one step of a model at a time, in the thread that runs its forward.
+
+    A thread's profiler is one, and cannot be stopped inside a backward. It ends with the
+    optimizer's step, the next forward, or when somebody else's profile begins.
+    """
+
+    def __init__(self) -> None:
+        self._log: torch_compat.AllocationLog | None = None
+        self._thread = 0
+        self._step: weakref.ref[object] | None = None
+        self._tell: Callable[[Levels], None] = _nobody
+        self._hooks: list[Callable[[], None]] = []
+        self._on_cuda = False
+        self._unseen_bytes = 0
+
+    def begin(self, device: torch.device, tell: Callable[[Levels], None]) -> bool:
+        """Watch a forward that begins, and its step; whether that can be.
+
+        Args:
+            device: of the step.
+            tell: is told what was seen, when it ends.
+        """
+        if self._log is not None:
+            return False  # another thread's
+        log = torch_compat.AllocationLog(device)
+        try:
+            log.__enter__()
+        except CostError:
+            return False
+        self._log, self._thread, self._tell, self._step = log, threading.get_ident(), tell, None
+        self._on_cuda, self._unseen_bytes = device.type == "cuda", 0
+        self._hooks = [
+            torch_compat.around_optimizers(lambda: self._mark(OPTIMIZER), self.end),
+            torch_compat.before_profiles(self.end),
+        ]
+        self._mark(FORWARD)
+        return True
+
+    def left(self, step: object) -> None:
+        """The forward has left ``step``."""
+        if self._is_here() and self._step is None:
+            self._step = weakref.ref(step)
+            self._mark(TURN)
+
+    def is_watching(self, step: object) -> bool:
+        """Whether it is ``step`` that is watched."""
+        return self._step is not None and self._step() is step
+
+    def back(self, *, unseen_bytes: int) -> None:
+        """The backward of the watched step begins.
+
+        Args:
+            unseen_bytes: freed since the forward, of what was there before it. A CPU's allocator
+                does not tell of that.
+        """
+        self._unseen_bytes = 0 if self._on_cuda else unseen_bytes
+        self._mark(BACKWARD)
+        torch_compat.after_backward(lambda: self._mark(AFTER))
+
+    def end(self) -> None:
+        """Tell what was seen, if something is watched in this thread."""
+        if not self._is_here():
+            return
+        log, self._log = self._log, None
+        assert log is not None
+        for remove in self._hooks:
+            remove()
+        self._hooks = []
+        log.__exit__()
+        tell, self._tell = self._tell, _nobody
+        tell(_levels(log.events).without(self._unseen_bytes))
+
+    def _is_here(self) -> bool:
+        return self._log is not None and threading.get_ident() == self._thread
+
+    def _mark(self, phase: str) -> None:
+        if self._log is not None:
+            self._log.mark(phase)
+
+
+def _nobody(_seen: Levels) -> None:
+    """Nobody asks."""
+
+
+def _levels(events: list[tuple[str, int]]) -> Levels:
+    now = 0
+    first: dict[str, int] = {}
+    most: dict[str, int] = {}
+    for phase, change in events:
+        first.setdefault(phase, now)
+        most.setdefault(phase, now)
+        now += change
+        most[phase] = max(most[phase], now)
+    left = next((first[phase] for phase in (TURN, BACKWARD, AFTER) if phase in first), now)
+    taken = first.get(BACKWARD, first.get(AFTER))
+    return Levels(
+        forward_bytes=most.get(FORWARD, 0),
+        left_bytes=left,
+        turn_bytes=most.get(TURN, left),
+        taken_bytes=taken,
+        backward_bytes=most.get(BACKWARD, 0),
+        optimizer_bytes=most.get(OPTIMIZER, 0) - first.get(OPTIMIZER, 0),
+    )
