@@ -8,9 +8,10 @@ import pytest
 
 from fxremat.errors import BudgetError
 from fxremat.frontend.budget import Budget
-from fxremat.frontend.pipeline import Planned, plan_step
+from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.ir import Backward, Forward, Keep
 from fxremat.ir.coded import decoded
+from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
@@ -22,14 +23,14 @@ by_model = pytest.mark.parametrize("name", NAMES)
 
 def planned(name: str, budget: int | float | str) -> Planned:
     step = captured(name)
-    return plan_step(
+    return Planner(
         step.traced,
         forward_output_count=step.output_count,
         inputs=step.real,
         budget=Budget.read(budget),
         caller=Caller(),
         progress=silent,
-    )
+    ).first(Situation())
 
 
 @by_model
@@ -92,14 +93,14 @@ def test_a_budget_too_small_names_the_least_and_what_needs_it():
 def test_measuring_and_solving_are_told_of():
     step = captured("gpt")
     seen: list[str] = []
-    plan_step(
+    Planner(
         step.traced,
         forward_output_count=step.output_count,
         inputs=step.real,
         budget=Budget.read(1.0),
         caller=Caller(),
         progress=lambda what, done, total: seen.append(f"{what} {done <= total}"),
-    )
+    ).first(Situation())
     assert {"solving True"} < set(seen)
     assert not [entry for entry in seen if entry.endswith("False")]
 
@@ -121,7 +122,7 @@ ALLOCATORS = {
 
 def planned_with(name: str, budget: int | str | float, caller: Caller, rules: str) -> Planned:
     step = captured(name)
-    return plan_step(
+    return Planner(
         step.traced,
         forward_output_count=step.output_count,
         inputs=step.real,
@@ -129,7 +130,7 @@ def planned_with(name: str, budget: int | str | float, caller: Caller, rules: st
         caller=caller,
         progress=silent,
         allocator=ALLOCATORS[rules],
-    )
+    ).first(Situation())
 
 
 REPLAYED: list[tuple[str, str, Counted]] = [
@@ -168,14 +169,18 @@ def test_what_an_allocator_hands_out_keeps_to_the_budget(name: str, rules: str, 
 def test_without_an_allocator_of_its_own_a_device_hands_out_what_is_asked_for():
     for counted in ("allocated", "reserved"):
         step = captured("gpt")
-        plan = plan_step(
-            step.traced,
-            forward_output_count=step.output_count,
-            inputs=step.real,
-            budget=Budget.read("min"),
-            caller=Caller(budget_on=counted),
-            progress=silent,
-        ).plan
+        plan = (
+            Planner(
+                step.traced,
+                forward_output_count=step.output_count,
+                inputs=step.real,
+                budget=Budget.read("min"),
+                caller=Caller(budget_on=counted),
+                progress=silent,
+            )
+            .first(Situation())
+            .plan
+        )
         assert plan.predicted_peak_bytes == plan.predicted_held_bytes
         assert plan.predicted_reserved_bytes == plan.predicted_peak_bytes
         assert plan.budget_on == counted

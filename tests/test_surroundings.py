@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fxremat.planner.surroundings import (
-    LOSS_FACTOR,
     SCALARS,
     Caller,
     Surroundings,
@@ -49,7 +48,7 @@ def test_parameters_and_inputs_are_given():
     _, found = around(Net())
     assert found.given_bytes == GIVEN_BYTES
     assert found.tangent_bytes == OUTPUT_BYTES
-    assert found.turn_bytes == LOSS_FACTOR * OUTPUT_BYTES
+    assert found.turn_bytes == 3 * OUTPUT_BYTES
 
 
 @pytest.mark.parametrize(("measured", "turn"), [(0, OUTPUT_BYTES), (10_000, 10_000)])

@@ -47,12 +47,6 @@ class Compiled:
     backward: torch_compat.BoxedCallable
     watched: bool = False
 
-    @property
-    def least_waiting_bytes(self) -> int:
-        """What a step holds between its forward and its backward at least, whatever its plan."""
-        least = self.planned.least_waiting_bytes
-        return self.planned.plan.waiting_bytes if least is None else least
-
     @staticmethod
     def of(planned: Planned, family: Family) -> Compiled:
         """A plan to run."""
@@ -149,9 +143,8 @@ class Family:
         results = list(compiled.forward(args))
         saved = results[self.output_count :]
         del results[self.output_count :]
-        step = Step(
-            compiled, saved, situation=situation, held_bytes=plan.waiting_bytes, leaves=leaves
-        )
+        held_bytes = plan.waiting_bytes + self.planner.turn_bytes(situation)
+        step = Step(compiled, saved, situation=situation, held_bytes=held_bytes, leaves=leaves)
         self.in_flight.add(step)
         self.watcher.left(step)
         results.append(step.token())
@@ -182,6 +175,8 @@ class Family:
         args.clear()
         values.append(gradients)
         step.plan.backward(values)
+        if self.watcher.is_watching(step) and any(self.in_flight):
+            self.watcher.after()  # what follows is another step's
         return gradients.finish()
 
     def _back(self, step: Step) -> None:
@@ -289,15 +284,10 @@ class Family:
             if known and situation.existing and self.planner.fits(cleared):
                 self.cleared[situation.kind] = True
                 return cleared, self.planner.again(cleared)
-            waiting = list(self.in_flight)
-            least = sum(step.plan.least_waiting_bytes for step in waiting)
-            if not self.planner.fits(replace(situation, waiting_bytes=least)):
+            if not self._taught_waiting(situation):
                 raise
         planned = self.planner.again(situation, least=True)
         plan = planned.plan
-        room = plan.predicted_held_bytes - self.planner.around(situation).given_bytes
-        for step in waiting:
-            step.plan.family._teach(step.situation, Lesson(turn_bytes=room))
         budget_bytes = self.planner.budget.nbytes or 0
         over = plan.counted_bytes - budget_bytes
         _warn(
@@ -307,6 +297,22 @@ class Family:
             "knowing of this one. From now on they leave room for it"
         )
         return situation, planned
+
+    def _taught_waiting(self, situation: Situation) -> bool:
+        """Whether steps that wait could leave room for a further one; then they will."""
+        room = self.planner.room_bytes(situation)
+        lessons: list[tuple[Step, Lesson]] = []
+        for step in sorted(self.in_flight, key=lambda step: step.number, reverse=True):
+            lesson = self.lessons.get(step.situation.kind, NO_LESSON) | Lesson(room_bytes=room)
+            alone = replace(step.situation, lesson=lesson)
+            family: Family = step.plan.family
+            if not family.planner.fits(alone):
+                return False
+            lessons.append((step, lesson))
+            room += step.held_bytes
+        for step, lesson in lessons:
+            step.plan.family._teach(step.situation, lesson)
+        return bool(lessons)
 
     def _plan_for(self, situation: Situation) -> tuple[Situation, Compiled]:
         """The plan for a situation, one that is there or a new one; and what it takes for true."""
@@ -334,9 +340,9 @@ def _lesson_of(seen: Levels, plan: Plan, around: Surroundings) -> Lesson:
     if left > around.tangent_bytes + slack:
         own -= left - around.tangent_bytes
     return Lesson(
-        turn if turn > around.turn_bytes + slack else 0,
-        left if left > around.tangent_bytes + slack else 0,
-        own - planned if own > planned + slack else 0,
+        turn_bytes=turn if turn > around.turn_bytes + slack else 0,
+        left_bytes=left if left > around.tangent_bytes + slack else 0,
+        more_bytes=own - planned if own > planned + slack else 0,
     )
 
 

@@ -47,8 +47,6 @@ class Planned:
     """A plan and its graphs.
 
     Attributes:
-        least_waiting_bytes: the least that a step of the same graph would hold between its
-            forward and its backward; ``None``: it is not known.
         rehearsal: tells what the step takes beside its calls; it holds the step's inputs.
             ``None`` where that is known, or will not be.
         note_overhead: keeps what was told.
@@ -56,7 +54,6 @@ class Planned:
 
     plan: Plan
     graphs: Graphs
-    least_waiting_bytes: int | None = None
     rehearsal: Rehearsal | None = None
     note_overhead: Callable[[float], None] = lambda _seconds: None
 
@@ -164,10 +161,20 @@ class Planner:
         """What is beside the step at a call."""
         return self._graphs[0].around(situation)
 
+    def turn_bytes(self, situation: Situation) -> int:
+        """What the step's own loss needs at a call."""
+        return situation.turn_bytes(self._graphs[0].base)
+
     def fits(self, situation: Situation) -> bool:
         """Whether any schedule that was found does at a call."""
         assert self.budget.nbytes is not None
-        return min(way.least_bytes for way in self._within(situation)) <= self.budget.nbytes
+        ways = self._within(situation, self.budget)
+        return min(way.least_bytes for way in ways) <= self.budget.nbytes
+
+    def room_bytes(self, situation: Situation) -> int:
+        """The least that a step allocates beyond what is there whatever its plan."""
+        ways = self._within(situation, LEAST)
+        return min(w.least_bytes - w.search.setting.surroundings.given_bytes for w in ways)
 
     def _graph(self, *, exact: bool) -> StepGraph:
         """The step's graph as it was traced, or, not ``exact``, with norms undone."""
@@ -286,16 +293,25 @@ class Planner:
             LOG.warning("a known plan is ignored: %s", error)
             return None
 
-    def _within(self, situation: Situation) -> list[Way]:
-        """All ways of the step, with what a call finds beside it."""
+    def _within(self, situation: Situation, budget: Budget) -> list[Way]:
+        """All ways of the step, with what a call finds beside it.
+
+        Schedules that are known are taken; where none fits, others are looked for.
+        """
         if not self._ways:
             self._ways = self._search(situation)
+            return self._ways
         around = (costed.around(situation) for costed in self._graphs)
-        return [way.within(own) for way, own in zip(self._ways, around, strict=True)]
+        ways = [way.within(own) for way, own in zip(self._ways, around, strict=True)]
+        if budget.nbytes is None or min(way.least_bytes for way in ways) <= budget.nbytes:
+            return ways
+        found = self._search(situation)
+        self._ways = [way.knowing(own) for way, own in zip(self._ways, found, strict=True)]
+        return found
 
     def _made(self, situation: Situation, origin: Origin, budget: Budget) -> Planned:
         """Search for the best plan, among schedules that are known where there are some."""
-        ways = self._within(situation)
+        ways = self._within(situation, budget)
         first = ways[0].search
         full_bytes = first.counted_bytes(first.baseline)
         least = min(ways, key=lambda way: way.least_bytes)
@@ -322,9 +338,7 @@ class Planner:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
         if self._costs is None:
             self._store.put("plan", self._plan_key(origin, budget), Plan, plan)
-        tightest = way.search.evaluator.evaluation(way.search.least)
-        least_waiting = tightest.turn_bytes - way.search.setting.surroundings.given_bytes
-        return Planned(plan, emitted, min(least_waiting, plan.waiting_bytes))
+        return Planned(plan, emitted)
 
     def _search(self, situation: Situation) -> list[Way]:
         """All ways of the step."""

@@ -106,6 +106,10 @@ class Way:
         host = self.transfers.host if self.transfers else None
         return Way(search, Transfers.of(search, host) if host else None, self.exact)
 
+    def knowing(self, other: Way) -> Way:
+        """The same with the schedules of ``other``, of the same graph with other surroundings."""
+        return replace(self, search=self.search.knowing(other.search))
+
     @property
     def least_bytes(self) -> int:
         """The least feasible budget."""
@@ -167,6 +171,7 @@ def emit(
     """
     search, chosen = way.search, found.candidate
     line, evaluation = search.measured.line, found.evaluation
+    around = search.setting.surroundings
     decision, program = search.evaluator.decision(chosen), search.evaluator.program(chosen)
     taken = search.allocations.of(chosen, evaluation.peak_bytes, lambda: program, found.moves)
     graphs = write_graphs(
@@ -174,7 +179,7 @@ def emit(
         evaluation.peaks_bytes,
         found.moves,
         modules,
-        device=search.setting.surroundings.device,
+        device=around.device,
         host=host,
     )
     # The bound is one of recomputation alone, of the operations as they were traced.
@@ -211,7 +216,7 @@ def emit(
         ),
         origin=origin,
         beside=beside,
-        waiting_bytes=evaluation.turn_bytes - search.setting.surroundings.given_bytes,
+        waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
         measured=way.costs,
     )
     return plan, graphs

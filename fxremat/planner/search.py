@@ -53,6 +53,7 @@ class Search:
         pool: the same with what local search found.
         alone: the same for each generator alone, had the others found nothing.
         allocations: what the device's allocator hands out for each.
+        spare: schedules that were found for other surroundings.
     """
 
     measured: Measured
@@ -63,6 +64,7 @@ class Search:
     pool: Pool
     alone: tuple[Pool, ...]
     allocations: Allocations
+    spare: tuple[Candidate, ...] = ()
 
     @staticmethod
     def over(
@@ -123,8 +125,8 @@ class Search:
                 known[candidate] = evaluator.candidate(candidate.codes, candidate.held)
             return known[candidate]
 
-        def again_all(pool: Pool) -> Pool:
-            return Pool.of(again(pool.baseline), map(again, pool.members))
+        def again_all(pool: Pool, more: Sequence[Candidate] = ()) -> Pool:
+            return Pool.of(again(pool.baseline), map(again, (*pool.members, *more)))
 
         return replace(
             self,
@@ -132,10 +134,14 @@ class Search:
             evaluator=evaluator,
             relaxation=Relaxation.of(self.measured, evaluator.blocks, surroundings),
             solved=again_all(self.solved),
-            pool=again_all(self.pool),
+            pool=again_all(self.pool, self.spare),
             alone=tuple(map(again_all, self.alone)),
             allocations=replace(self.allocations, surroundings=surroundings, known={}),
         )
+
+    def knowing(self, other: Search) -> Search:
+        """The same with the schedules of ``other``, of the same line with other surroundings."""
+        return replace(self, spare=(*self.spare, *other.pool.members))
 
     @property
     def chain(self) -> Chain:

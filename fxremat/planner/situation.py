@@ -17,12 +17,14 @@ class Lesson:
     """What earlier steps in like situations needed beyond what was planned for.
 
     Attributes:
-        turn_bytes: at the turn, as by a loss outside the model, or by a further step.
+        turn_bytes: at the turn, as by a loss outside the model.
+        room_bytes: at the turn, too, by further steps.
         left_bytes: from the turn to the end, gradients of the outputs included.
         more_bytes: elsewhere.
     """
 
     turn_bytes: int = 0
+    room_bytes: int = 0
     left_bytes: int = 0
     more_bytes: int = 0
 
@@ -30,6 +32,7 @@ class Lesson:
         """Both."""
         return Lesson(
             max(self.turn_bytes, other.turn_bytes),
+            max(self.room_bytes, other.room_bytes),
             max(self.left_bytes, other.left_bytes),
             max(self.more_bytes, other.more_bytes),
         )
@@ -75,6 +78,10 @@ class Situation:
             if isinstance(v, torch.Tensor)
         )
 
+    def turn_bytes(self, base: Surroundings) -> int:
+        """What the step's own loss needs at the turn."""
+        return max(base.turn_bytes, self.lesson.turn_bytes)
+
     def around(self, base: Surroundings, joint: JointGraph) -> Surroundings:
         """The surroundings of the call.
 
@@ -88,7 +95,7 @@ class Situation:
         return replace(
             base,
             given_bytes=base.given_bytes + sum(more) + self.waiting_bytes + self.lesson.more_bytes,
-            turn_bytes=max(base.turn_bytes, self.lesson.turn_bytes),
+            turn_bytes=self.turn_bytes(base) + self.lesson.room_bytes,
             tangent_bytes=held_bytes - sum(gradients) * self.cleared,
             given_each_bytes=(*base.given_each_bytes, *more),
             added=frozenset() if self.cleared else self.added,
@@ -101,6 +108,7 @@ class Situation:
             (f"{self.waiting} steps that wait for their backward", self.waiting_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("what was seen between forward and backward", self.lesson.turn_bytes),
+            ("further steps", self.lesson.room_bytes),
             ("what was seen to be left of that in the backward", self.lesson.left_bytes),
             ("what else was seen", self.lesson.more_bytes),
         )

@@ -55,7 +55,7 @@ class PlanFacts:
         origin: what the plan holds for; ``None`` for one that was not made of a model.
         measured: what was measured of the graph; ``None`` likewise.
         beside: what the call that it was made for found beside what every call does, and bytes.
-        waiting_bytes: what a step holds between its forward and its backward, a loss included.
+        waiting_bytes: what a step holds between its forward and its backward, without a loss.
     """
 
     budget_bytes: int

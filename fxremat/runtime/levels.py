@@ -113,6 +113,10 @@ class Watcher:
         self._mark(BACKWARD)
         torch_compat.after_backward(lambda: self._mark(AFTER))
 
+    def after(self) -> None:
+        """The backward of the watched step has ended, though another goes on."""
+        self._mark(AFTER)
+
     def end(self) -> None:
         """Tell what was seen, if something is watched in this thread."""
         if not self._is_here():

@@ -44,16 +44,17 @@ class Step:
 
     Attributes:
         plan, situation, held_bytes: as given.
+        number: larger for later ones.
         leaves: by primal, whose gradients it computes.
     """
 
     __slots__ = (
         "__weakref__",
-        "_number",
         "_saved",
         "_versions",
         "held_bytes",
         "leaves",
+        "number",
         "plan",
         "situation",
     )
@@ -73,13 +74,13 @@ class Step:
         self.leaves = leaves
         self._saved: list[Tensor] | None = saved
         self._versions = [torch_compat.version_of(t) for t in saved]
-        self._number = next(_numbers)
-        _by_number[self._number] = self
+        self.number = next(_numbers)
+        _by_number[self.number] = self
         _latest.step = weakref.ref(self)
 
     def token(self) -> Tensor:
         """What autograd saves for this step, a number on the CPU."""
-        token = torch.tensor([self._number])
+        token = torch.tensor([self.number])
         token.step = self  # type: ignore[attr-defined]
         return token
 
