@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch._functorch import config as functorch_settings
 
 import fxremat
 from tests.loops import usual, wrapped  # noqa: F401 - list their loops
@@ -40,8 +41,8 @@ class Ran:
         state: digests of parameters, buffers, gradients and optimizer at the end.
         taught, warned: warnings of the iterations that may teach, and of the others.
         gradient_bytes: of all parameters that are trained.
-        plans: how many there are in the end; ``None``: of another backend.
-        budget_bytes: of the plan, where it tells.
+        plans: how many there were before the measured iterations, and after; ``None``: of a
+            module that does not tell.
     """
 
     peak_bytes: int
@@ -52,8 +53,7 @@ class Ran:
     taught: tuple[str, ...]
     warned: tuple[str, ...]
     gradient_bytes: int
-    plans: int | None
-    budget_bytes: int | None
+    plans: tuple[int, int] | None
 
     def differs_from(self, other: Ran) -> str:
         """What is not bitwise the same; empty if all is."""
@@ -101,11 +101,7 @@ def run(loop: Loop, subject: str, compile: Compile) -> Ran:
         BudgetError: of ``compile``, or of a call.
     """
     with _settings(loop), sizes_known():
-        try:
-            return _measured(_begin(loop, subject, compile))
-        finally:
-            torch._dynamo.reset()
-            gc.collect()
+        return _measured(_begin(loop, subject, compile))
 
 
 def _begin(loop: Loop, subject: str, compile: Compile) -> _Run:
@@ -130,25 +126,28 @@ def _measured(running: _Run) -> Ran:
     with running.loop.context():
         running.iterate(TEACHING, kind=0)
         gc.collect()  # what an earlier error held is not of this loop
+        before = _plans(running.job)
         with recording() as memory:
             memory.mark("begin")
             running.iterate(MEASURED, kind=1)
             memory.mark("end")
-            plan = getattr(running.job.model, "plan", None)
-            plans = getattr(running.job.model, "plans", None)
+            after = _plans(running.job)
             found: dict[str, Any] = {
                 "seen": tuple(running.job.seen),
                 "state": {name: digest(value) for name, value in running.job.state().items()},
                 "gradient_bytes": storage_bytes(running.job.trained()),
-                "plans": len(plans) if isinstance(plans, tuple) else None,
-                "budget_bytes": getattr(plan, "budget_bytes", None),
+                "plans": None if before is None or after is None else (before, after),
             }
-            del plan, plans
             apart = running.drop()
     held = memory.held_at_start() - apart
     peak, peak_in = memory.peak("begin", "end", held_bytes=held)
     taught, warned = (tuple(dict.fromkeys(found)) for found in running.caught)
     return Ran(peak, held, peak_in, taught=taught, warned=warned, **found)
+
+
+def _plans(job: Job) -> int | None:
+    model = job.model
+    return len(model.plans) if isinstance(model, fxremat.CompiledModule) else None
 
 
 @contextlib.contextmanager
@@ -164,6 +163,7 @@ def _settings(loop: Loop) -> Iterator[None]:
     try:
         yield
     finally:
+        torch._dynamo.reset()
         if alone:
             distributed.destroy_process_group()
         torch.use_deterministic_algorithms(deterministic)
@@ -177,16 +177,18 @@ def reference(name: str, subject: str) -> Ran:
     def compile(model: nn.Module, _sample: object, _settings: object) -> Callable[..., Any]:
         return torch.compile(model, backend="aot_eager", fullgraph=loop.whole, dynamic=False)
 
-    return run(loop, subject, compile)
+    # Else the reference could not keep a graph after a backward that did not.
+    with functorch_settings.patch(donated_buffer=False):
+        return run(loop, subject, compile)
 
 
-def planned(name: str, subject: str, budget: float) -> Ran:
+def planned(name: str, subject: str, budget: int) -> Ran:
     """The loop through fxremat.
 
     Args:
         name: of the loop.
         subject: the model.
-        budget: bytes as an int, or a share of the step's peak with everything kept.
+        budget: bytes.
     """
     loop = LOOPS[name]
 
@@ -207,7 +209,7 @@ class Cell:
     """A loop within a budget.
 
     Attributes:
-        budget_bytes: what it had to keep to; of a refusal what was asked for, if known.
+        budget_bytes: what it had to keep to.
         ran: what it took; ``None``: it was refused.
         least_bytes: what a refusal asked for.
         reference: the same loop through ``aot_eager``.
@@ -239,22 +241,21 @@ class Cell:
         difference = self.ran.differs_from(self.reference)
         if difference:
             found.append(f"differs: {difference}")
+        if self.ran.plans is not None and self.ran.plans[0] < self.ran.plans[1]:
+            found.append(f"planned anew: {self.ran.plans[1] - self.ran.plans[0]} times")
         known = set(self.reference.taught) | set(self.reference.warned)
         found += [f"warned: {text}" for text in self.ran.warned if text not in known]
         return found
 
 
 def within(name: str, subject: str, share: float) -> Cell:
-    """The loop within a share of its step's peak with everything kept."""
+    """The loop within a share of what it takes as it is, or the plain one, if that is less."""
     compared = reference(name, subject)
-    budget: float = share
-    if LOOPS[name].backend:  # no plan tells what the share came to
-        budget = int(share * compared.peak_bytes)
+    budget = int(share * min(compared.peak_bytes, reference("plain", subject).peak_bytes))
     try:
-        ran = planned(name, subject, budget)
+        return Cell(budget, planned(name, subject, budget), None, compared)
     except fxremat.BudgetError as error:
-        return Cell(int(share * compared.peak_bytes), None, error.least_budget_bytes, compared)
-    return Cell(ran.budget_bytes or int(budget), ran, None, compared)
+        return Cell(budget, None, error.least_budget_bytes, compared)
 
 
 def at_least(name: str, subject: str) -> Cell:

@@ -25,12 +25,12 @@ class Block(nn.Module):
         return x + self.layers(x)
 
 
-def _mlp(name: str, *, rows: int, width: int, hidden: int) -> ZooModel:
+def _mlp(name: str, *, blocks: int, rows: int, width: int, hidden: int) -> ZooModel:
     def sample(seed: int) -> tuple[Args, Kwargs]:
         with seeded(seed):
             return (torch.randn(rows, width),), {}
 
-    build = drawn_once(lambda: nn.Sequential(*(Block(width, hidden) for _ in range(8))))
+    build = drawn_once(lambda: nn.Sequential(*(Block(width, hidden) for _ in range(blocks))))
     return ZooModel(name, build, sample, sum_of_squares, draws=True)
 
 
@@ -55,12 +55,12 @@ def _conv() -> ZooModel:
 _GPT = GPTConfig(vocabulary=96, context=64, width=64, blocks=4, dropout=0.1, returns_logits=True)
 
 SUBJECTS: dict[str, ZooModel] = {
-    "mlp": _mlp("mlp", rows=512, width=64, hidden=256),
-    "wide_mlp": _mlp("wide_mlp", rows=8, width=128, hidden=512),
+    "mlp": _mlp("mlp", blocks=8, rows=512, width=64, hidden=256),
+    "deep_mlp": _mlp("deep_mlp", blocks=40, rows=8, width=64, hidden=256),
     "conv": _conv(),
     "gpt": gpt_entry("gpt", _GPT, batch=2, length=64),
     "llama": replace(ZOO["hf_llama"], name="llama"),
     "resnet": replace(ZOO["resnet50"], name="resnet"),
     "unet": ZOO["unet"],
 }
-"""By name; the gradients of ``wide_mlp`` are most of what its step allocates."""
+"""By name; the gradients of ``deep_mlp`` are most of what its step makes, none is more than 1.3 % of them."""
