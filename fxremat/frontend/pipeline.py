@@ -315,10 +315,11 @@ class _Step:
         known = self.store.get("overhead", key, float)
         if known is not None:
             return planned.with_overhead(known)
+        store = self.store  # ``self`` holds a batch, and what is returned stays
         return replace(
             planned,
             rehearsal=_rehearsal(planned, graph.line.joint, self.inputs),
-            note_overhead=lambda seconds: self.store.put("overhead", key, float, seconds),
+            note_overhead=lambda seconds: store.put("overhead", key, float, seconds),
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -59,8 +59,9 @@ class Job:
 
     def __post_init__(self) -> None:
         # What waits to be loaded lies where the allocator does not count it.
-        for seed in range(BATCHES):
-            self._arrays.append(tree_map(_array, self.entry.sample(seed)))
+        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        for number in range(BATCHES):
+            self._arrays.append(tree_map(_array, self.entry.sample(BATCHES * rank + number)))
 
     def loss(self, outputs: Any) -> Tensor:
         """The loss of a call."""
@@ -121,6 +122,14 @@ def _adamw(parameters: list[nn.Parameter]) -> Optimizer:
     return AdamW(parameters, lr=1e-3)
 
 
+def nothing(_model: nn.Module) -> int:
+    return 0
+
+
+def as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
 @dataclass(frozen=True, slots=True)
 class Loop:
     """A training loop.
@@ -141,10 +150,10 @@ class Loop:
 
     name: str
     rounds: Rounds
-    wrap: Callable[[nn.Module], nn.Module] = lambda module: module
+    wrap: Callable[[nn.Module], nn.Module] = as_it_is
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = _adamw
     tells: frozenset[str] = frozenset({"optimizer"})
-    reserve_bytes: Callable[[nn.Module], int] = lambda _: 0
+    reserve_bytes: Callable[[nn.Module], int] = nothing
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     whole: bool = True
     distributed: bool = False
