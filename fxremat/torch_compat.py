@@ -173,20 +173,30 @@ class AllocationLog:
 
     Of CUDA's it tells the blocks that are handed out, and no statistics are reset for it.
 
+    A thread has one profiler.
+
     Args:
         device: whose allocator.
+        make_way: ends this log when another one, or a profile of the user's, begins in its
+            thread; ``None``: it does not make way.
 
     Attributes:
         events: after leaving, ``(mark, signed bytes)`` of each allocation and release
             in order, where ``mark`` is the last name passed to :meth:`mark`.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(
+        self, device: torch.device | None = None, *, make_way: Callable[[], None] | None = None
+    ) -> None:
         self.events: list[tuple[str, int]] = []
+        self._make_way = make_way
+        self._remove: Callable[[], None] | None = None
         self._on_cuda = device is not None and device.type == "cuda"
 
     def __enter__(self) -> AllocationLog:
         profiler: Any = torch.autograd
+        for log in list(_making_way):
+            log._make_way()  # type: ignore[misc]
         experimental = torch._C._profiler._ExperimentalConfig()
         state = profiler.ProfilerState.CPU
         try:
@@ -198,6 +208,9 @@ class AllocationLog:
                 f"the allocator cannot be watched: {error}. Plan before the profiler starts: "
                 "compile with, or run once, the shapes of the step that is profiled"
             ) from error
+        if self._make_way is not None:
+            _making_way.append(self)
+            self._remove = _before_profiles(self._make_way)
         return self
 
     def mark(self, name: str) -> None:
@@ -206,6 +219,9 @@ class AllocationLog:
             pass
 
     def __exit__(self, *exc_info: object) -> None:
+        if self._remove is not None:
+            _making_way.remove(self)
+            self._remove()
         threads: Any = torch._C._autograd._disable_profiler_legacy()
         start = threads[0][0]
         records = [r for thread in threads for r in thread]
@@ -228,6 +244,9 @@ class AllocationLog:
 
 
 _MARK = "fxremat mark "  # no operator's name begins so
+
+_making_way: list[AllocationLog] = []
+"""Logs that go on until another one is needed."""
 
 
 def allocator_settings() -> dict[str, Any] | None:
@@ -588,11 +607,8 @@ def around_optimizers(before: Callable[[], None], after: Callable[[], None]) -> 
     return remove
 
 
-def before_profiles(call: Callable[[], None]) -> Callable[[], None]:
-    """Have ``call`` called before a profile begins; what is returned ends that.
-
-    A thread has one profiler: a watch must make way for its user's.
-    """
+def _before_profiles(call: Callable[[], None]) -> Callable[[], None]:
+    """Have ``call`` called before a profile of the user's begins; what is returned ends that."""
     from torch.autograd import profiler  # noqa: PLC0415
 
     module: Any = profiler
@@ -612,3 +628,17 @@ def before_profiles(call: Callable[[], None]) -> Callable[[], None]:
     for name, begin in kept.items():
         setattr(module, name, made_way(begin))
     return remove
+
+
+class StorageAlive:
+    """Whether the memory of a tensor is still held by anyone; it holds none itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef  # noqa: PLC0415
+
+        make: Any = StorageWeakRef
+        self._reference = make(tensor.untyped_storage())
+        self.nbytes = tensor.untyped_storage().nbytes()
+
+    def __bool__(self) -> bool:
+        return not self._reference.expired()

@@ -37,6 +37,7 @@ def test_flags_none_and_numbers_pass_through():
     found, wanted = compiled(X, None, **kwargs), Mixed()(X, None, **kwargs)
     assert found["times"] == 3 and found["nothing"] is None
     assert torch.equal(found["x"], wanted["x"])
+    del found
     compiled(X, X, times=1, flag=True)["x"].sum().backward()
     assert len(compiled.plans) == 2
 
@@ -135,4 +136,4 @@ def test_plans_for_other_shapes_share_the_host_limit():
             planned = [compiled.planned for compiled in call.__dict__["_compiler"].compiled]
             arenas = [p.graphs.arena for p in planned if p.graphs.arena is not None]
             assert sum(arena.allocated_bytes for arena in arenas) <= needed
-    assert len(arenas) == 3
+    assert len(arenas) >= 3

@@ -31,9 +31,9 @@ def rehearsal(
         return [x.sin(), x.cos(), *(x.clone() for _ in range(saved))]
 
     def backward(args: list[Tensor]) -> list[Tensor]:
-        assert len(args) == saved + 1
+        assert len(args) == saved + 2
         time.sleep(takes_s)
-        return [args.pop()]
+        return [args.pop(0)]
 
     # The number makes each one the first of its kind.
     around = Around(CPU, (next(numbers),), (), gradients, travels=False)

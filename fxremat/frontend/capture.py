@@ -50,6 +50,7 @@ class StepCompiler:
         store: costs and plans that other processes have found.
         in_flight: steps whose backward has not run.
         watcher: of what new plans really take.
+        on_new: is told of each new plan.
     """
 
     budget: Budget
@@ -66,6 +67,7 @@ class StepCompiler:
     store: Store = field(default_factory=lambda: Store(None))
     in_flight: InFlight = field(default_factory=InFlight)
     watcher: Watcher = field(default_factory=Watcher)
+    on_new: Callable[[Compiled], None] | None = None
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -169,7 +171,7 @@ class StepCompiler:
         def forward(args: list[Any]) -> Any:
             if self.dry:
                 raise PlannedOnly
-            results, self.latest = family.forward(args)
+            results, self.latest = family.forward(args, on_new=self.on_new)
             return results
 
         return torch_compat.boxed(forward)
@@ -186,6 +188,13 @@ class StepCompiler:
         return torch_compat.boxed(run)
 
 
+@dataclass(eq=False)
+class _Graph:
+    """Lives as long as the graph of a step; so does what it holds."""
+
+    step: object
+
+
 def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, a compiled step; its backward is refused where it could not be right."""
 
@@ -195,8 +204,10 @@ def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
         recomputes = step is not None and step.plan.planned.graphs.recomputes
         settings = torch_compat.kernel_settings() if recomputes else {}
         # Where hooks put another tensor in the token's place, the graph itself keeps the step.
-        held = step if torch_compat.saved_elsewhere() else None
+        held = _Graph(step if torch_compat.saved_elsewhere() else None)
         torch_compat.before_backward(outputs, lambda: check_backward(settings, held))
+        if step is not None and step.plan.family.watcher.is_watching(step):
+            step.plan.family.watcher.until_gone(held)
         return outputs
 
     return call
@@ -207,7 +218,7 @@ def check_backward(settings: dict[str, object], _held: object = None) -> None:
 
     Args:
         settings: those of its forward that must hold; none if nothing is computed again.
-        _held: what must live as long as the backward may run.
+        _held: what lives as long as the backward may run.
 
     Raises:
         BackwardError: it is to be differentiated, or what it computes again would be computed

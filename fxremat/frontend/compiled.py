@@ -100,12 +100,7 @@ class CompiledModule(nn.Module):
         Raises:
             ValueError: it ran the forward or the backward more or less than once.
         """
-        return trace_step(
-            step,
-            graphs=self._latest.planned.graphs.both,
-            predicted=self.plan.timeline,
-            device=device_of(self._original),
-        )
+        return trace_step(step, compiler=self._compiler, device=device_of(self._original))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Train as planned; in eval mode or without gradients, the original forward.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,13 @@ from fxremat import torch_compat
 from fxremat.errors import BudgetError, BudgetWarning
 from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
-from fxremat.planner.surroundings import SCALAR_BYTES, SCALARS, Surroundings, own_gradients
+from fxremat.planner.surroundings import (
+    SCALAR_BYTES,
+    SCALARS,
+    Surroundings,
+    made_outputs,
+    own_gradients,
+)
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.gradients import Contributors, Gradients, adds, leaf_of
@@ -67,7 +74,8 @@ class Family:
         gradients: primals that get a gradient, and which of the tensors that go in each is.
         plans: by situation, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
-        lessons: of steps that were watched, by kind of situation.
+        seen: of steps that were watched.
+        lessons: of several steps at once, by kind of situation.
         cleared: of steps that found gradients: whether these were gone before each backward.
     """
 
@@ -79,9 +87,11 @@ class Family:
     gradients: dict[int, int]
     plans: dict[Situation, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
+    seen: Lesson = NO_LESSON
     lessons: dict[tuple[int, bool], Lesson] = field(default_factory=dict)
     cleared: dict[tuple[int, bool], bool] = field(default_factory=dict)
     _own: frozenset[int] = frozenset()
+    _made: tuple[int, ...] = ()
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @staticmethod
@@ -116,14 +126,18 @@ class Family:
         situation, _ = family._find(values)
         planned = planner.first(situation, kept=kept)
         family._own = own_gradients(planner.joint)
+        family._made = made_outputs(planner.joint)
         family.plans[situation] = Compiled.of(planned, family)
         return family
 
-    def forward(self, args: list[Any]) -> tuple[list[Any], Compiled]:
+    def forward(
+        self, args: list[Any], *, on_new: Callable[[Compiled], None] | None = None
+    ) -> tuple[list[Any], Compiled]:
         """Run the forward as planned for what this call finds.
 
         Args:
             args: the primals; emptied.
+            on_new: is told of a plan that is made.
 
         Returns the outputs and the step's token, and the plan.
 
@@ -132,7 +146,10 @@ class Family:
         """
         self.watcher.end()
         situation, leaves = self._find(args)
-        situation, compiled = self._plan_for(situation)
+        if situation.waiting and situation not in self.plans:
+            gc.collect()  # graphs that nobody can run backwards any more
+            situation, leaves = self._find(args)
+        situation, compiled = self._plan_for(situation, on_new)
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
@@ -144,7 +161,14 @@ class Family:
         saved = results[self.output_count :]
         del results[self.output_count :]
         held_bytes = plan.waiting_bytes + self.planner.turn_bytes(situation)
-        step = Step(compiled, saved, situation=situation, held_bytes=held_bytes, leaves=leaves)
+        step = Step(
+            compiled,
+            saved,
+            [results[i] for i in self._made],
+            situation=situation,
+            held_bytes=held_bytes,
+            leaves=leaves,
+        )
         self.in_flight.add(step)
         self.watcher.left(step)
         results.append(step.token())
@@ -212,18 +236,19 @@ class Family:
                 "there in its backward. From the next step on they are planned for"
             )
 
-    def _teach(self, situation: Situation, lesson: Lesson) -> bool:
-        """What steps of its kind are planned for from now on; whether that is new."""
+    def _teach(self, situation: Situation, lesson: Lesson) -> None:
+        """What steps of its kind are planned for from now on."""
         with self._lock:
             known = self.lessons.get(situation.kind, NO_LESSON)
             self.lessons[situation.kind] = known | lesson
-            return known | lesson != known
 
     def _learn(self, situation: Situation, plan: Plan, seen: Levels) -> None:
         """A step was watched to its end."""
         around = self.planner.around(situation)
         lesson = _lesson_of(seen, plan, around)
-        if not self._teach(situation, lesson):
+        with self._lock:
+            known, self.seen = self.seen, self.seen | lesson
+        if self.seen == known:
             return
         peak_bytes = around.given_bytes + seen.peak_bytes
         told = _told(lesson)
@@ -259,11 +284,13 @@ class Family:
             frozenset(added),
             len(waiting),
             sum(step.held_bytes for step in waiting),
+            self.in_flight.kept_bytes(waiting),
             torch_compat.bucket_bytes(),
         )
-        lesson, cleared = self.lessons.get(situation.kind), self.cleared.get(situation.kind)
-        if lesson or cleared:
-            situation = replace(situation, lesson=lesson or NO_LESSON, cleared=bool(cleared))
+        lesson = self.seen | self.lessons.get(situation.kind, NO_LESSON)
+        cleared = self.cleared.get(situation.kind, False)
+        if cleared or lesson != NO_LESSON:
+            situation = replace(situation, lesson=lesson, cleared=cleared)
         return situation, leaves
 
     def _new_plan(self, situation: Situation) -> tuple[Situation, Planned]:
@@ -314,7 +341,9 @@ class Family:
             step.plan.family._teach(step.situation, lesson)
         return bool(lessons)
 
-    def _plan_for(self, situation: Situation) -> tuple[Situation, Compiled]:
+    def _plan_for(
+        self, situation: Situation, on_new: Callable[[Compiled], None] | None
+    ) -> tuple[Situation, Compiled]:
         """The plan for a situation, one that is there or a new one; and what it takes for true."""
         with self._lock:
             compiled = self.plans.pop(situation, None)
@@ -322,6 +351,8 @@ class Family:
                 situation, planned = self._new_plan(situation)
                 compiled = Compiled.of(planned, self)
                 _tell(planned.plan)
+                if on_new is not None:
+                    on_new(compiled)
                 if planned.plan.counted_bytes > (self.planner.budget.nbytes or 0):
                     return situation, compiled  # for this time only
                 if len(self.plans) >= MOST_PLANS:

@@ -140,6 +140,7 @@ class Planner:
             planned = self._with_overhead(planned)
         self.budget = replace(self.budget, nbytes=planned.plan.budget_bytes, share=None)
         self._inputs = {}  # no batch outlives its step
+        self._caller = replace(self._caller, resident=())
         self._graphs = [replace(own, graph=replace(own.graph, real={})) for own in self._graphs]
         self._progress = _silent
         return planned
@@ -190,7 +191,10 @@ class Planner:
         return StepGraph(line, BlockCache(line), real, exact, origin)
 
     def _costed(self, graph: StepGraph, measured: Measured) -> _Costed:
-        base = surroundings_of(measured.line.joint, graph.real, self._caller)
+        if self._graphs:  # nothing that is around knows how norms are computed
+            base = self._graphs[0].base
+        else:
+            base = surroundings_of(measured.line.joint, graph.real, self._caller)
         return _Costed(graph, measured, base)
 
     def _planned(self, situation: Situation, budget: Budget) -> Planned:

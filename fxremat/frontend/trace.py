@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.family import Compiled
 from fxremat.ir import Copy, Event, Lane, Timeline
 from fxremat.passes.emit.code import ScheduleModule
 from fxremat.runtime.watch import TransferRecord, record_transfers
@@ -75,24 +77,24 @@ class StepTrace:
 def trace_step(
     step: Callable[[], object],
     *,
-    graphs: Sequence[ScheduleModule],
-    predicted: Timeline,
+    compiler: StepCompiler,
     device: torch.device,
 ) -> StepTrace:
     """Run ``step`` and measure when each event of its plan happens.
 
     Args:
         step: one forward and one backward of the compiled module.
-        graphs: the emitted forward and backward.
-        predicted: the plan's timeline.
+        compiler: whose plan the step follows, be it a new one.
         device: of the step.
 
     Raises:
         ValueError: it ran the graphs more or less than once.
     """
     clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
-    with record_transfers() as copies, _calls_noted(graphs, clock):
+    with record_transfers() as copies, _calls_noted(compiler, clock):
         step()
+    assert compiler.latest is not None
+    predicted = compiler.latest.planned.plan.timeline
     runs = clock.intervals()
     wanted = sum(not isinstance(e.op, Copy) for e in predicted.events)
     if len(runs) != wanted or len(copies) != len(predicted.events) - wanted:
@@ -161,10 +163,9 @@ class _CudaClock:
 
 
 @contextmanager
-def _calls_noted(
-    graphs: Sequence[ScheduleModule], clock: _HostClock | _CudaClock
-) -> Iterator[None]:
-    """Mark begin and end of every call of a stage."""
+def _calls_noted(compiler: StepCompiler, clock: _HostClock | _CudaClock) -> Iterator[None]:
+    """Mark begin and end of every call of a stage, in plans that are made meanwhile as well."""
+    calls: list[tuple[ScheduleModule, str, BoxedCallable]] = []
 
     def noted(run: BoxedCallable) -> BoxedCallable:
         def call(args: list[Any]) -> Sequence[Any]:
@@ -175,11 +176,18 @@ def _calls_noted(
 
         return call
 
-    calls = [(graph, name, call) for graph in graphs for name, call in graph.calls()]
+    def note(compiled: Compiled) -> None:
+        for graph in compiled.planned.graphs.both:
+            for name, call in graph.calls():
+                calls.append((graph, name, call))
+                graph.call_by(name, noted(call))
+
     try:
-        for graph, name, call in calls:
-            graph.call_by(name, noted(call))
+        for compiled in compiler.compiled:
+            note(compiled)
+        compiler.on_new = note
         yield
     finally:
+        compiler.on_new = None
         for graph, name, call in calls:
             graph.call_by(name, call)

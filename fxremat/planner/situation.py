@@ -50,6 +50,7 @@ class Situation:
         added: those of them to whose gradient the new one is added as soon as it is made.
         waiting: how many earlier steps wait for their backward.
         waiting_bytes: what these hold.
+        kept_bytes: outputs of earlier steps that somebody still holds.
         bucket_bytes: of each buffer of a wrapper for gradients.
         lesson: from earlier steps.
         cleared: the gradients that exist will be gone when the backward begins, as torch's own
@@ -60,6 +61,7 @@ class Situation:
     added: frozenset[int] = frozenset()
     waiting: int = 0
     waiting_bytes: int = 0
+    kept_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
     lesson: Lesson = NO_LESSON
     cleared: bool = False
@@ -94,7 +96,11 @@ class Situation:
         held_bytes = max(base.tangent_bytes, self.lesson.left_bytes)
         return replace(
             base,
-            given_bytes=base.given_bytes + sum(more) + self.waiting_bytes + self.lesson.more_bytes,
+            given_bytes=base.given_bytes
+            + sum(more)
+            + self.waiting_bytes
+            + self.kept_bytes
+            + self.lesson.more_bytes,
             turn_bytes=self.turn_bytes(base) + self.lesson.room_bytes,
             tangent_bytes=held_bytes - sum(gradients) * self.cleared,
             given_each_bytes=(*base.given_each_bytes, *more),
@@ -106,6 +112,7 @@ class Situation:
         named: Iterable[tuple[str, int]] = (
             ("gradients that exist", sum(self.gradient_bytes(joint))),
             (f"{self.waiting} steps that wait for their backward", self.waiting_bytes),
+            ("outputs of earlier steps that are still held", self.kept_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("what was seen between forward and backward", self.lesson.turn_bytes),
             ("further steps", self.lesson.room_bytes),

@@ -174,3 +174,19 @@ def _is_shared(joint: JointGraph, gradient: fx.Node) -> bool:
     value = gradient.meta["val"]
     part = value.untyped_storage().nbytes() > value.numel() * value.element_size()
     return len(sharing) > 1 or part
+
+
+def made_outputs(joint: JointGraph) -> tuple[int, ...]:
+    """Results of the forward, one for each storage that it makes for its caller.
+
+    New values of primals are none: they go into the primals.
+    """
+    table = joint.storages
+    given = table.of(joint.given)
+    found: dict[int, int] = {}
+    for index in range(len(joint.mutated), len(joint.forward_outputs)):
+        output = joint.forward_outputs[index]
+        own = table.of_node[output] if isinstance(output, fx.Node) else ()
+        if len(own) == 1 and own[0] not in given:
+            found.setdefault(own[0], index)
+    return tuple(found.values())

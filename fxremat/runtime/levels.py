@@ -12,9 +12,8 @@ import torch
 from fxremat import torch_compat
 from fxremat.errors import CostError
 
-FORWARD, TURN, BACKWARD, AFTER, OPTIMIZER = "forward", "turn", "backward", "after", "optimizer"
-"""Phases of a step. The turn ends where the backward begins; what comes after that, and is
-neither the optimizer's step nor the next forward, is none of the step's."""
+FORWARD, TURN, BACKWARD, AFTER = "forward", "turn", "backward", "after"
+"""Phases of a step; what comes last is none of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,6 @@ class Levels:
         turn_bytes: most from there to the backward.
         taken_bytes: at the begin of the backward; ``None``: none was seen.
         backward_bytes: most until the backward had ended.
-        optimizer_bytes: most during the optimizer's step, over those at its begin.
     """
 
     forward_bytes: int
@@ -35,7 +33,6 @@ class Levels:
     turn_bytes: int
     taken_bytes: int | None = None
     backward_bytes: int = 0
-    optimizer_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -56,8 +53,8 @@ class Levels:
 class Watcher:
     """Watches one step of a model at a time, in the thread that runs its forward.
 
-    A thread's profiler is one, and cannot be stopped inside a backward. It ends with the
-    optimizer's step, the next forward, or when somebody else's profile begins.
+    A profiler cannot be stopped inside a backward. So it ends with the graph of the step, with the
+    next forward, or when somebody else needs the thread's profiler.
     """
 
     def __init__(self) -> None:
@@ -65,7 +62,6 @@ class Watcher:
         self._thread = 0
         self._step: weakref.ref[object] | None = None
         self._tell: Callable[[Levels], None] = _nobody
-        self._hooks: list[Callable[[], None]] = []
         self._on_cuda = False
         self._unseen_bytes = 0
 
@@ -78,17 +74,13 @@ class Watcher:
         """
         if self._log is not None:
             return False  # another thread's
-        log = torch_compat.AllocationLog(device)
+        log = torch_compat.AllocationLog(device, make_way=self.end)
         try:
             log.__enter__()
         except CostError:
             return False
         self._log, self._thread, self._tell, self._step = log, threading.get_ident(), tell, None
         self._on_cuda, self._unseen_bytes = device.type == "cuda", 0
-        self._hooks = [
-            torch_compat.around_optimizers(lambda: self._mark(OPTIMIZER), self.end),
-            torch_compat.before_profiles(self.end),
-        ]
         self._mark(FORWARD)
         return True
 
@@ -100,7 +92,11 @@ class Watcher:
 
     def is_watching(self, step: object) -> bool:
         """Whether it is ``step`` that is watched."""
-        return self._step is not None and self._step() is step
+        return self._log is not None and self._step is not None and self._step() is step
+
+    def until_gone(self, graph: object) -> None:
+        """End at the latest when ``graph``, which lives as long as the step's graph, is gone."""
+        weakref.finalize(graph, self._end_of, self._log).atexit = False
 
     def back(self, *, unseen_bytes: int) -> None:
         """The backward of the watched step begins.
@@ -111,10 +107,10 @@ class Watcher:
         """
         self._unseen_bytes = 0 if self._on_cuda else unseen_bytes
         self._mark(BACKWARD)
-        torch_compat.after_backward(lambda: self._mark(AFTER))
+        torch_compat.after_backward(self.after)
 
     def after(self) -> None:
-        """The backward of the watched step has ended, though another goes on."""
+        """The backward of the watched step has ended, though another may go on."""
         self._mark(AFTER)
 
     def end(self) -> None:
@@ -123,12 +119,13 @@ class Watcher:
             return
         log, self._log = self._log, None
         assert log is not None
-        for remove in self._hooks:
-            remove()
-        self._hooks = []
         log.__exit__()
         tell, self._tell = self._tell, _nobody
         tell(_levels(log.events).without(self._unseen_bytes))
+
+    def _end_of(self, log: object) -> None:
+        if self._log is log:
+            self.end()
 
     def _is_here(self) -> bool:
         return self._log is not None and threading.get_ident() == self._thread
@@ -159,5 +156,4 @@ def _levels(events: list[tuple[str, int]]) -> Levels:
         turn_bytes=most.get(TURN, left),
         taken_bytes=taken,
         backward_bytes=most.get(BACKWARD, 0),
-        optimizer_bytes=most.get(OPTIMIZER, 0) - first.get(OPTIMIZER, 0),
     )

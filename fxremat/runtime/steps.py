@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ class Step:
         plan: whose graphs run.
         situation: in which the forward ran.
         saved: what the backward graph takes first; tensors.
-        held_bytes: device memory of it, beside what others hold.
+        outputs: what the forward returns to its caller, which may hold it for long.
+        held_bytes: device memory of all that, beside what others hold.
 
     Attributes:
         plan, situation, held_bytes: as given.
@@ -55,6 +56,7 @@ class Step:
         "held_bytes",
         "leaves",
         "number",
+        "outputs",
         "plan",
         "situation",
     )
@@ -63,6 +65,7 @@ class Step:
         self,
         plan: Any,
         saved: list[Tensor],
+        outputs: Sequence[object],
         *,
         situation: Any,
         held_bytes: int,
@@ -74,6 +77,7 @@ class Step:
         self.leaves = leaves
         self._saved: list[Tensor] | None = saved
         self._versions = [torch_compat.version_of(t) for t in saved]
+        self.outputs = [torch_compat.StorageAlive(t) for t in outputs if isinstance(t, Tensor)]
         self.number = next(_numbers)
         _by_number[self.number] = self
         _latest.step = weakref.ref(self)
@@ -128,18 +132,28 @@ class Step:
 
 
 class InFlight:
-    """The steps of a model whose backward has not run."""
+    """The steps of a model whose backward has not run, and outputs of others that are held."""
 
     def __init__(self) -> None:
         self._steps: weakref.WeakSet[Step] = weakref.WeakSet()
+        self._outputs: list[tuple[int, torch_compat.StorageAlive]] = []
         self._lock = threading.Lock()
 
     def add(self, step: Step) -> None:
         """A forward has run."""
         with self._lock:
             self._steps.add(step)
+            self._outputs += [(step.number, output) for output in step.outputs]
 
     def __iter__(self) -> Iterator[Step]:
         with self._lock:
             steps = list(self._steps)
         return (step for step in steps if step.held_bytes)
+
+    def kept_bytes(self, waiting: Iterable[Step]) -> int:
+        """Of outputs that somebody holds, of steps that are not ``waiting``."""
+        counted = {step.number for step in waiting}
+        with self._lock:
+            self._outputs = [(number, alive) for number, alive in self._outputs if alive]
+            kept = [alive.nbytes for number, alive in self._outputs if number not in counted]
+        return sum(kept)
