@@ -76,7 +76,8 @@ class Family:
         contributors: to the gradients of the graph's leaves.
         seen: of steps that were watched.
         lessons: of several steps at once, by kind of situation.
-        cleared: of steps that found gradients: whether these were gone before each backward.
+        cleared: kinds whose gradients must be gone before the backward, or nothing fits.
+        kept: kinds whose gradients were not.
     """
 
     planner: Planner
@@ -89,7 +90,8 @@ class Family:
     contributors: Contributors = field(default_factory=Contributors)
     seen: Lesson = NO_LESSON
     lessons: dict[tuple[int, bool], Lesson] = field(default_factory=dict)
-    cleared: dict[tuple[int, bool], bool] = field(default_factory=dict)
+    cleared: set[tuple[int, bool]] = field(default_factory=set)
+    kept: set[tuple[int, bool]] = field(default_factory=set)
     _own: frozenset[int] = frozenset()
     _made: tuple[int, ...] = ()
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -225,10 +227,12 @@ class Family:
     def _see_cleared(self, step: Step, now: frozenset[int]) -> None:
         """Gradients that a forward found are gone, or not, when the backward begins."""
         situation: Situation = step.situation
-        gone = now.isdisjoint(situation.existing)
+        if now.isdisjoint(situation.existing):
+            return
         with self._lock:
-            self.cleared[situation.kind] = gone and self.cleared.get(situation.kind, True)
-        if situation.cleared and not gone:
+            self.kept.add(situation.kind)
+            self.cleared.discard(situation.kind)
+        if situation.cleared:
             more = sum(situation.gradient_bytes(self.planner.joint))
             _warn(
                 f"this step may take {more} bytes ({format_bytes(more)}) more than its budget of "
@@ -272,11 +276,18 @@ class Family:
         added: list[int] = []
         waiting = list(self.in_flight)
         alone = self.contributors.alone
-        for primal in self.gradients:
-            leaf = leaves[primal] = leaf_of(values[primal])
-            if leaf is None or not (self.accumulate or leaf.grad is not None):
+        for primal, value in enumerate(values):
+            leaf = leaf_of(value)
+            if leaf is None:
                 continue
+            made = primal in self.gradients
+            if leaf.grad is None and not (made and self.accumulate):
+                leaves[primal] = leaf if made else None
+                continue
+            leaves[primal] = leaf
             existing.append(primal)
+            if not made:
+                continue  # a frozen one's
             if leaf.grad is None or (primal in alone and not waiting and adds(leaf)):
                 added.append(primal)
         situation = Situation(
@@ -288,7 +299,7 @@ class Family:
             torch_compat.bucket_bytes(),
         )
         lesson = self.seen | self.lessons.get(situation.kind, NO_LESSON)
-        cleared = self.cleared.get(situation.kind, False)
+        cleared = situation.kind in self.cleared
         if cleared or lesson != NO_LESSON:
             situation = replace(situation, lesson=lesson, cleared=cleared)
         return situation, leaves
@@ -307,9 +318,9 @@ class Family:
             return situation, self.planner.again(situation)
         except BudgetError:
             cleared = replace(situation, cleared=True)
-            known = self.cleared.get(situation.kind, not self.accumulate)
-            if known and situation.existing and self.planner.fits(cleared):
-                self.cleared[situation.kind] = True
+            stays = self.accumulate or situation.kind in self.kept
+            if situation.existing and not stays and self.planner.fits(cleared):
+                self.cleared.add(situation.kind)
                 return cleared, self.planner.again(cleared)
             if not self._taught_waiting(situation):
                 raise

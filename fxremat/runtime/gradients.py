@@ -52,7 +52,7 @@ def leaf_of(value: object) -> Tensor | None:
     if type(value) not in _PLAIN:
         return None
     assert isinstance(value, Tensor)
-    return value if value.requires_grad and value.is_leaf else None
+    return value if value.is_leaf else None
 
 
 def adds(leaf: Tensor) -> bool:
