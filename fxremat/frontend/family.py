@@ -203,7 +203,10 @@ class Family:
         step.plan.backward(values)
         if self.watcher.is_watching(step) and any(self.in_flight):
             self.watcher.after()  # what follows is another step's
-        return gradients.finish()
+        returned = gradients.finish()
+        if gradients.asked_for:
+            self.in_flight.returned(returned)
+        return returned
 
     def _back(self, step: Step) -> None:
         """A backward begins: what is there that was not when its forward ran?"""

@@ -103,7 +103,7 @@ class _Stage:
             forward_s=seconds.forward_s,
             backward_s=seconds.backward_s,
             rebuild_s=seconds.rebuild_s,
-            gradient_bytes=0 if last else gradient_bytes + tangent_bytes,
+            gradient_bytes=0 if last else max(0, gradient_bytes + tangent_bytes),
             forward_extra_bytes=self._forward_extra(passed_on, new_boundary),
             keep_extra_bytes=self._forward_extra(
                 passed_on.union(saved), chain.nbytes(chain.saved_set(index))

@@ -90,11 +90,14 @@ class Gradients:
         own: primals whose gradient is all there is in its storage, and nobody else's.
         contributors: to the leaves' gradients.
         others: whether other steps of the model wait for their backward.
+
+    Attributes:
+        asked_for: gradients are for the caller of ``torch.autograd.grad``, not for leaves.
     """
 
     __slots__ = (
         "_contributors", "_early", "_expected", "_learned", "_leaves", "_nodes", "_own",
-        "_places", "_returned",
+        "_places", "_returned", "asked_for",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +115,7 @@ class Gradients:
         self._own = own
         self._contributors = contributors
         self._returned: list[Tensor | None] = [None] * len(leaves)
+        self.asked_for = False
         self._learned: dict[int, tuple[int, int]] = {}
         self._expected: dict[int, tuple[Tensor | None, int, bool]] = {}
         task = torch_compat.current_backward()
@@ -137,6 +141,7 @@ class Gradients:
         """Whether the gradient needs no returning."""
         wanted = torch_compat.will_accumulate(self._nodes[self._places[primal]])
         if not wanted:
+            self.asked_for |= wanted is None
             return wanted is False  # nobody asked for it
         contributors = self._contributors
         if not self._early or primal in contributors.joined:

@@ -72,8 +72,8 @@ class Watcher:
             device: of the step.
             tell: is told what was seen, when it ends.
         """
-        if self._log is not None:
-            return False  # another thread's
+        if self._log is not None or torch_compat.current_backward() >= 0:
+            return False  # another thread's; or a forward that a backward runs again
         log = torch_compat.AllocationLog(device, make_way=self.end)
         try:
             log.__enter__()
@@ -128,7 +128,8 @@ class Watcher:
             self.end()
 
     def _is_here(self) -> bool:
-        return self._log is not None and threading.get_ident() == self._thread
+        here = self._log is not None and threading.get_ident() == self._thread
+        return here and torch_compat.current_backward() < 0
 
     def _mark(self, phase: str) -> None:
         if self._log is not None:

@@ -145,6 +145,12 @@ class InFlight:
             self._steps.add(step)
             self._outputs += [(step.number, output) for output in step.outputs]
 
+    def returned(self, gradients: Iterable[object]) -> None:
+        """Gradients that somebody asked for, and may hold."""
+        made = [torch_compat.StorageAlive(t) for t in gradients if isinstance(t, Tensor)]
+        with self._lock:
+            self._outputs += [(-1, alive) for alive in made]
+
     def __iter__(self) -> Iterator[Step]:
         with self._lock:
             steps = list(self._steps)
