@@ -379,6 +379,62 @@ def primal_sources(joint: fx.GraphModule) -> list[int | None]:
     return [d.idx if isinstance(d, PlainAOTInput) else None for d in described]
 
 
+def has_symbols(tensor: torch.Tensor) -> bool:
+    """Whether any size, stride or offset of ``tensor`` is a symbol, or follows one."""
+    return bool(getattr(tensor, "_has_symbolic_sizes_strides", False))
+
+
+def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
+    """The sympy expression of a symbolic size, and its value at the sizes of the capture.
+
+    No value where it depends on data.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # noqa: PLC0415
+
+    expression = number.node.expr
+    if free_unbacked_symbols(expression):
+        return expression, None
+    return expression, int(number.node.hint)
+
+
+def symbol_hint(number: torch.SymInt, symbol: Any) -> int:
+    """The value at the capture of a symbol in the expression of ``number``."""
+    environment: Any = number.node.shape_env
+    hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    return int(hints[symbol])
+
+
+def python_text(expression: Any) -> str:
+    """A sympy expression of sizes as Python code."""
+    from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415
+
+    text: str = PythonPrinter().doprint(expression)
+    return text
+
+
+def meta_storage(nbytes: int) -> torch.UntypedStorage:
+    """A storage without data."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+def fake_tensor(
+    like: torch.Tensor,
+    storage: torch.UntypedStorage,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+) -> torch.Tensor:
+    """A tensor without data, of the dtype, the device and the fake mode of ``like``."""
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
+    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
+
+    with _disable_current_modes():
+        made = torch.empty(0, dtype=like.dtype, device="meta")
+        made.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload]
+        mode: Any = like.fake_mode  # type: ignore[attr-defined]
+        return FakeTensor(mode, made, like.device)  # type: ignore[no-untyped-call]
+
+
 def fake_mode() -> Any:
     """A mode in which operations compute shapes and no data; its ``from_tensor`` makes shells.
 

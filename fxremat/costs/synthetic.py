@@ -46,6 +46,8 @@ class Synthesizer:
         if node in self._real:
             return self._real[node]
         traced = node.meta["val"]
+        if not isinstance(traced, torch.Tensor):
+            return traced  # a size
         key = torch_compat.storage_key(traced)
         if key not in made:
             made[key] = _base(traced)

@@ -1,0 +1,99 @@
+"""Steps captured with symbols in place of sizes, and the same steps captured at each size."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fxremat.passes.emit.program import Program
+from fxremat.passes.emit.rewrite import BlockModules, rewrite
+from fxremat.passes.joint.sizes import Size, layouts_of
+from tests.harness import SEED, Captured, Ran, bare, capture
+from tests.plain_sweep import sweep
+
+Dims = Sequence[Sequence[int]]
+"""Of each tensor of a sample, the dimensions that are symbols."""
+
+
+def capture_sized(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, dims: Dims
+) -> Captured:
+    """The step of ``model`` with symbols for ``dims`` of its sample's tensors."""
+    args, kwargs = tree_map(fresh, (args, dict(kwargs or {})))
+    for leaf, own in zip(tensors_in((args, kwargs)), dims, strict=True):
+        for dim in own:
+            torch._dynamo.mark_dynamic(leaf, dim)
+    return capture(model, args, kwargs, dynamic=None)
+
+
+def fresh(leaf: Any) -> Any:
+    """A copy that nobody has marked."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def tensors_in(sample: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+
+
+@dataclass
+class AtSize:
+    """A symbolic step at another size, beside the step captured at that size.
+
+    ``names`` are the sizes by the names that code has.
+    """
+
+    step: Captured
+    static: Captured
+    values: tuple[int, ...]
+    primals: list[Any]
+
+    @staticmethod
+    def of(step: Captured, static: Captured) -> AtSize:
+        """Both must have been captured of one model."""
+        tensors = iter(static.primals)
+        primals: list[Any] = [
+            None if isinstance(n.meta["val"], Size) else next(tensors) for n in step.joint.primals
+        ]
+        assert next(tensors, None) is None
+        found: dict[str, int] = {}
+        for node, primal in zip(step.joint.primals, primals, strict=True):
+            if primal is not None:
+                (layout,) = layouts_of(node)
+                for wanted, real in zip(layout.shape, primal.shape, strict=True):
+                    found.setdefault(repr(wanted), real)
+        for i, node in enumerate(step.joint.primals):
+            if primals[i] is None:
+                primals[i] = found[repr(node.meta["val"])]
+        return AtSize(step, static, step.joint.sizes.values(primals), primals)
+
+    @functools.cached_property
+    def names(self) -> dict[str, int]:
+        return self.step.joint.sizes.named(self.values)
+
+    def run(self, program: Program, modules: BlockModules | None = None, *, seed: int = SEED) -> Ran:
+        """The emitted graphs at this size; gradients of sizes are left out."""
+        plain = sweep(program, self.step.footprints, bare(self.step.joint))
+        graphs = rewrite(program, plain.peaks_bytes, modules or BlockModules())
+        forward, backward = (graph.at(self.names) for graph in graphs)
+        count = self.step.output_count
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            saved = list(forward([*self.primals]))
+            outputs = saved[:count]
+            del saved[:count]
+            saved.extend(t.clone() for t in self.static.tangents)
+            gradients = backward(saved)
+            kept = [
+                g
+                for g, n in zip(gradients, self.step.joint.primals, strict=True)
+                if not isinstance(n.meta["val"], Size)
+            ]
+            return Ran(outputs, kept, torch.get_rng_state())
