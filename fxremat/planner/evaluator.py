@@ -21,7 +21,7 @@ from fxremat.planner.decision import Decision, Tensors
 from fxremat.planner.evaluation import Evaluation, Life
 from fxremat.planner.places import MODES, Flags, Floats, Ints
 from fxremat.planner.pool import Candidate
-from fxremat.planner.step import Step, step_of
+from fxremat.planner.step import Numbers, Step, step_of
 from fxremat.planner.surroundings import Surroundings
 
 MOST_ROOM = 1 << 27
@@ -45,21 +45,23 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Makes candidates of decisions. Not for two threads at once.
+    """Makes candidates of decisions. Not for two threads at once, nor are those of other sizes.
 
     Attributes:
         line: the stages.
         blocks: of ``line``.
         options: what stages may keep.
         surroundings: memory beside the graphs.
-        step: all of that as numbers.
+        numbers: of the size that is meant.
+        room: all of that as numbers; those of other sizes work in it, too.
     """
 
     line: Line
     blocks: BlockCache
     options: Options
     surroundings: Surroundings
-    step: Step
+    numbers: Numbers
+    room: Step
 
     @staticmethod
     def of(
@@ -69,8 +71,25 @@ class Evaluator:
         surroundings: Surroundings,
     ) -> Evaluator:
         """That of a measured line."""
-        step = step_of(measured, options, surroundings)
-        return Evaluator(measured.line, blocks, options, surroundings, step)
+        room = step_of(measured, options, surroundings)
+        return Evaluator(measured.line, blocks, options, surroundings, room.numbers, room)
+
+    def at(self, measured: Measured, surroundings: Surroundings) -> Evaluator:
+        """That of the same line at another size: decisions are the same, numbers are not.
+
+        Args:
+            measured: the line as it was measured, or scaled, at that size.
+            surroundings: at that size.
+        """
+        options = self.options.at(measured)
+        numbers = Numbers.of(measured, options, surroundings, self.room.number)
+        return Evaluator(measured.line, self.blocks, options, surroundings, numbers, self.room)
+
+    @property
+    def step(self) -> Step:
+        """The line as numbers, of the size that is meant."""
+        self.room.load(self.numbers)
+        return self.room
 
     @property
     def count(self) -> int:

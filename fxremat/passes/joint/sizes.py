@@ -9,6 +9,7 @@ Emitted code prints it as its expression; :class:`Formulas` evaluates many of th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,16 @@ def names_in(value: object) -> dict[str, int]:
 
 MODULES: Mapping[str, object] = {"math": math, "torch": torch}
 """What expressions may name beside symbols."""
+
+
+def number_at(number: int, sizes: Mapping[str, int]) -> int:
+    """A number, which may follow the sizes, where these are ``sizes``."""
+    return int(eval(_code(repr(number)), {**MODULES, **sizes})) if isinstance(number, Size) else number
+
+
+@functools.cache
+def _code(text: str) -> Any:
+    return compile(text, "<size>", "eval")
 
 
 class Formulas:
