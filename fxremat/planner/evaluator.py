@@ -24,6 +24,9 @@ from fxremat.planner.pool import Candidate
 from fxremat.planner.step import Numbers, Step, step_of
 from fxremat.planner.surroundings import Surroundings
 
+MOST_BYTES = 1 << 62
+"""More than any step needs."""
+
 MOST_ROOM = 1 << 27
 """Numbers of a step that no evaluation should need."""
 
@@ -117,14 +120,17 @@ class Evaluator:
         peak_bytes = self._totals()["peak_bytes"]
         return Candidate(codes, held, peak_bytes, total_s)
 
-    def climb(self, start: Candidate) -> list[Candidate]:
-        """What local search finds from ``start`` on, each faster than the one before."""
+    def climb(self, start: Candidate, *, limit_bytes: int = MOST_BYTES) -> list[Candidate]:
+        """What local search finds from ``start`` on, each faster than the one before.
+
+        It ends with the first whose peak is above ``limit_bytes``.
+        """
         from fxremat.planner.climb import MOST_STEPS, climb  # noqa: PLC0415
 
         found = np.zeros((MOST_STEPS, self.step.at.nodes), dtype=np.uint8)
         found_bytes, found_s = np.zeros(MOST_STEPS, dtype=np.int64), np.zeros(MOST_STEPS)
         held = self._flags(start.held)
-        count = self._run(climb, start.codes, held, found, found_bytes, found_s)
+        count = self._run(climb, start.codes, held, limit_bytes, found, found_bytes, found_s)
         bits = np.packbits(found[:count], axis=1)
         return [
             Candidate(start.codes, bits[i].tobytes(), int(found_bytes[i]), float(found_s[i]))
