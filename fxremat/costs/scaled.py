@@ -1,0 +1,346 @@
+"""Costs of a step at sizes at which it was not measured.
+
+A step is measured at one size, or a few: its *anchors*. What the same line costs at another
+size follows from these and from the work of its operations (``costs.work``).
+
+**Seconds** are a guess, and only ever choose between plans. Those of an operation that may be run
+again go linearly with its work between anchors and in proportion beyond them; those of a stage
+with the sum over its operations. So they are never negative, never fall as work grows, and are
+those of an anchor at an anchor.
+
+**Bytes of storages** are exact: expressions of the trace. A kernel that returns more than its
+trace says is taken to do so in the same proportion.
+
+**Workspaces** are part of the peak. An operation that took none at any anchor is taken to take
+none. For others a bound is used that is never too small where a workspace neither shrinks as
+the operation's work grows nor grows faster than it: less work than at an anchor takes at most
+what it took there, more work at most as many times more as there is more to read and make, or to
+multiply, whichever has grown more. Of several anchors the least such bound counts, unless one
+of them disproves another's. A library that takes another algorithm at another size can take
+more: then the first step there observes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxremat.costs.cost import stage_blocks
+from fxremat.costs.work import Floats, Works
+from fxremat.errors import CostError
+from fxremat.ir import RecordedCosts, StageSeconds
+from fxremat.passes.joint.sizes import Formulas, Values
+from fxremat.passes.stages.block import is_getitem
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.linearize import Line
+
+Indices = NDArray[np.int64]
+
+LEAST_SLOPE = 0.5
+"""Of what is beyond all anchors at least that part goes in proportion to the work."""
+
+CALL_S = 1e-6
+"""What an operation takes at least, where no measured one does nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A size at which a line was measured."""
+
+    values: Values
+    costs: RecordedCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What operations take for each of three things that they do.
+
+    Attributes:
+        call_s: for being called.
+        byte_s: for each byte that is read or made.
+        flop_s: for each multiply-add.
+    """
+
+    call_s: float
+    byte_s: float
+    flop_s: float
+
+    def seconds(self, nbytes: Floats, flops: Floats) -> Floats:
+        """Of operations."""
+        return self.call_s + self.byte_s * nbytes + self.flop_s * flops
+
+    @staticmethod
+    def fitted(nbytes: Floats, flops: Floats, seconds: Floats) -> Rates:
+        """Those that fit measured operations best, relative to what each takes."""
+        idle = seconds[(nbytes == 0) & (flops == 0)]
+        call_s = float(np.median(idle)) if idle.size else CALL_S
+        busy = (nbytes > 0) & (seconds > call_s)
+        weight = 1 / np.maximum(seconds[busy], 1e-12)
+        columns = np.stack([nbytes[busy], flops[busy]], axis=1) * weight[:, None]
+        wanted = (seconds[busy] - call_s) * weight
+        best = (np.inf, 1e-10, 0.0)
+        for used in ((0, 1), (0,), (1,)):
+            rates, *_ = np.linalg.lstsq(columns[:, used], wanted, rcond=None)
+            found = np.zeros(2)
+            found[list(used)] = rates
+            error = float(np.sum((columns @ found - wanted) ** 2))
+            if np.all(found >= 0) and error < best[0]:
+                best = (error, float(found[0]), float(found[1]))
+        return Rates(call_s, *best[1:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Groups:
+    """Sets of nodes, to be summed over: rows of the set and of a node's index."""
+
+    rows: Indices
+    count: int
+
+    @staticmethod
+    def of(sets: Sequence[Iterable[int]]) -> _Groups:
+        pairs = [(i, index) for i, own in enumerate(sets) for index in own]
+        return _Groups(np.array(pairs, dtype=np.int64).reshape(-1, 2).T, len(sets))
+
+    def sums(self, each: Floats) -> Floats:
+        """Over each set."""
+        groups, nodes = self.rows
+        return np.bincount(groups, weights=each[nodes], minlength=self.count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """What an anchor has measured, and the work that it was.
+
+    Attributes:
+        nbytes, flops: of each node.
+        again_s: of operations that may run again.
+        work_s: of each stage's forward, rebuild and backward: what their operations would take.
+        stages_s: what these took.
+        workspace_bytes: of operations as they run.
+        storage_ratio: how much larger each storage is than traced.
+    """
+
+    nbytes: Floats
+    flops: Floats
+    again_s: Floats
+    work_s: Floats
+    stages_s: Floats
+    workspace_bytes: Floats
+    storage_ratio: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledCosts:
+    """Costs of a line at any size.
+
+    Attributes:
+        anchors: where it was measured, the size of the capture first.
+        known: what was measured there.
+        works: of its nodes.
+        rates: of the device.
+        storages: bytes of each storage, before the allocator rounds them.
+        granules: what it rounds them up to.
+        again: operations that may run again, by index.
+        workspaces: operations of the anchors' workspaces, by index.
+        groups: operations of each stage's forward, rebuild and backward.
+    """
+
+    anchors: tuple[Anchor, ...]
+    known: tuple[_Known, ...]
+    works: Works
+    rates: Rates
+    storages: Formulas
+    granules: Indices
+    again: Indices
+    workspaces: Indices
+    groups: _Groups
+
+    @staticmethod
+    def of(line: Line, blocks: BlockCache, anchors: Sequence[Anchor]) -> ScaledCosts:
+        """Those of a measured line.
+
+        Args:
+            line: at the size of the capture.
+            blocks: of ``line``.
+            anchors: where it was measured, that size first.
+
+        Raises:
+            CostError: an anchor is not of this line.
+        """
+        first = anchors[0].costs
+        for anchor in anchors:
+            if _outline(anchor.costs) != _outline(first):
+                raise CostError(
+                    f"the costs at {anchor.values} name other operations than those at "
+                    f"{anchors[0].values}: they are of another graph, measure this one"
+                )
+        table = line.joint.storages
+        works = Works.of(line.joint)
+        again = np.array([i for i, _ in first.again_s], dtype=np.int64)
+        measured = [works.at(anchor.values) for anchor in anchors]
+        rates = Rates.fitted(
+            *(np.concatenate([each[part][again] for each in measured]) for part in (0, 1)),
+            np.array([s for anchor in anchors for _, s in anchor.costs.again_s]),
+        )
+        bare = ScaledCosts(
+            tuple(anchors),
+            (),
+            works,
+            rates,
+            line.joint.sizes.formulas(table.asked_bytes),
+            np.array(table.granule_bytes, dtype=np.int64),
+            again,
+            np.array([i for i, _, _ in first.workspace_bytes], dtype=np.int64),
+            _stage_groups(line, blocks),
+        )
+        known = tuple(bare._know(anchor) for anchor in anchors)
+        return ScaledCosts(
+            bare.anchors,
+            known,
+            works,
+            rates,
+            bare.storages,
+            bare.granules,
+            again,
+            bare.workspaces,
+            bare.groups,
+        )
+
+    def at(self, values: Values) -> RecordedCosts:
+        """Costs where the symbols are ``values``: as measured at an anchor, scaled elsewhere."""
+        for anchor in self.anchors:
+            if anchor.values == values:
+                return anchor.costs
+        nbytes, flops = self.works.at(values)
+        model_s = self.rates.seconds(nbytes, flops)
+        again_s = _followed(
+            model_s[self.again],
+            np.stack([self.rates.seconds(k.nbytes, k.flops)[self.again] for k in self.known]),
+            np.stack([k.again_s for k in self.known]),
+        )
+        stages_s = _followed(
+            self._work_s(model_s, again_s),
+            np.stack([k.work_s for k in self.known]),
+            np.stack([k.stages_s for k in self.known]),
+        )
+        workspaces = self._workspaces(nbytes, flops)
+        first = self.anchors[0].costs
+        return RecordedCosts(
+            stages=tuple(StageSeconds(*row) for row in stages_s.reshape(-1, 3).tolist()),
+            again_s=tuple(zip(self.again.tolist(), again_s.tolist(), strict=True)),
+            workspace_bytes=tuple(
+                (index, mode, found)
+                for (index, mode, _), found in zip(
+                    first.workspace_bytes, workspaces.tolist(), strict=True
+                )
+            ),
+            storage_bytes=tuple(self._storage_bytes(values).tolist()),
+            displaced=tuple(sorted({s for a in self.anchors for s in a.costs.displaced})),
+            link=first.link,
+        )
+
+    def _traced_bytes(self, values: Values) -> Indices:
+        asked = self.storages(values)
+        return -(-asked // self.granules) * self.granules
+
+    def _storage_bytes(self, values: Values) -> Indices:
+        """Of each storage; what is larger than traced at an anchor is larger here."""
+        ratio = np.max([k.storage_ratio for k in self.known], axis=0)
+        return np.ceil(self._traced_bytes(values) * ratio).astype(np.int64)
+
+    def _work_s(self, model_s: Floats, again_s: Floats) -> Floats:
+        """What the operations of each stage's forward, rebuild and backward would take."""
+        each = model_s.copy()
+        each[self.again] = again_s
+        return self.groups.sums(each)
+
+    def _know(self, anchor: Anchor) -> _Known:
+        costs = anchor.costs
+        nbytes, flops = self.works.at(anchor.values)
+        again_s = np.array([s for _, s in costs.again_s])
+        traced = self._traced_bytes(anchor.values)
+        return _Known(
+            nbytes,
+            flops,
+            again_s,
+            self._work_s(self.rates.seconds(nbytes, flops), again_s),
+            np.array([(s.forward_s, s.rebuild_s, s.backward_s) for s in costs.stages]).ravel(),
+            np.array([float(n) for _, _, n in costs.workspace_bytes]),
+            np.array(costs.storage_bytes) / np.maximum(traced, 1),
+        )
+
+    def _workspaces(self, nbytes: Floats, flops: Floats) -> Indices:
+        """The bound that this file's docstring tells of."""
+        known, ops = self.known, self.workspaces
+        bounds = np.stack([_bound(k, nbytes[ops], flops[ops], ops) for k in known])
+        taken = np.stack([k.workspace_bytes for k in known])
+        holds = taken > 0
+        for i, k in enumerate(known):
+            for other in known:
+                at_other = _bound(k, other.nbytes[ops], other.flops[ops], ops)
+                holds[i] &= at_other >= other.workspace_bytes
+        least = np.min(np.where(holds, bounds, np.inf), axis=0)
+        found = np.where(np.isfinite(least), least, np.max(bounds, axis=0))
+        return np.ceil(found).astype(np.int64)
+
+
+def _outline(costs: RecordedCosts) -> tuple[object, ...]:
+    """What costs of one line have in common at all sizes."""
+    return (
+        len(costs.stages),
+        len(costs.storage_bytes),
+        [i for i, _ in costs.again_s],
+        [(i, mode) for i, mode, _ in costs.workspace_bytes],
+    )
+
+
+def _stage_groups(line: Line, blocks: BlockCache) -> _Groups:
+    """Operations of each stage's forward, rebuild and backward, in this order."""
+    sets = []
+    for index in range(len(line.stages)):
+        for block in stage_blocks(line, blocks, index):
+            sets.append([line.order[n] for n in block.nodes if not is_getitem(n)])
+    return _Groups.of(sets)
+
+
+def _ratio(now: Floats, before: Floats) -> Floats:
+    """How many times more there is; 1 where there was nothing."""
+    return np.divide(now, before, out=np.ones_like(now), where=before != 0)
+
+
+def _bound(known: _Known, nbytes: Floats, flops: Floats, ops: Indices) -> Floats:
+    """Most that workspaces take with so much work, by what one anchor says."""
+    more = np.maximum(_ratio(nbytes, known.nbytes[ops]), _ratio(flops, known.flops[ops]))
+    return known.workspace_bytes * np.maximum(more, 1.0)
+
+
+def _followed(work: Floats, works: Floats, seconds: Floats) -> Floats:
+    """Seconds of so much work: linear between what was measured, and beyond.
+
+    Beyond, a line through the two nearest anchors is followed as far as it lies between what
+    takes as long as there and what takes longer in proportion; one anchor alone is followed in
+    proportion.
+
+    Args:
+        work: ``(n,)``.
+        works, seconds: ``(anchors, n)``.
+    """
+    order = np.argsort(works, axis=0, kind="stable")
+    works = np.take_along_axis(works, order, axis=0)
+    seconds = np.maximum.accumulate(np.take_along_axis(seconds, order, axis=0), axis=0)
+    found = seconds[0].copy()
+    for i in range(1, len(works)):
+        share = np.clip((work - works[i - 1]) / np.maximum(works[i] - works[i - 1], 1e-15), 0, 1)
+        found += share * (seconds[i] - seconds[i - 1])
+    for end, step in ((0, 1), (-1, -1)):
+        per_work = _ratio(seconds[end], works[end]) * (works[end] > 0)
+        slope = per_work
+        if len(works) > 1:
+            line = _ratio(seconds[end] - seconds[end + step], works[end] - works[end + step])
+            slope = np.clip(line, LEAST_SLOPE * per_work, per_work)
+        beyond = np.minimum if end == 0 else np.maximum
+        found += slope * beyond(work - works[end], 0.0)
+    return found
