@@ -43,13 +43,15 @@ print(sc['hint'].rates)
 t=time.perf_counter(); sc['hint+halfB'].at(vals(.75)); print('at',time.perf_counter()-t)
 t=time.perf_counter(); sc['hint+halfB'].at(vals(.75)); print('at',time.perf_counter()-t)
 def tot(c): return sum(s.forward_s+s.backward_s for s in c.stages), sum(s.rebuild_s for s in c.stages), sum(x for _,x in c.again_s)
-for v in ([vals(.75),vals(2),vals(.25), vals(1,.75),vals(1,.25),vals(2,.5),vals(1/4,1/4),vals(1,1/8)] if two else [vals(.75),vals(2),vals(.25),vals(1.5)]):
-    truth=measure(v)
-    tt=tot(truth)
-    for n,s in sc.items():
-        c=s.at(v); p=tot(c)
-        wt={ (i,mo):x for i,mo,x in truth.workspace_bytes}
-        small=[(str(tuple(st.joint.module.graph.nodes)[i].target),mo,x,wt[i,mo]) for i,mo,x in c.workspace_bytes if x<wt[i,mo]]
-        over=sum(x for i,mo,x in c.workspace_bytes)/max(1,sum(wt.values()))
-        err=[abs(x.backward_s/y.backward_s-1) for x,y in zip(c.stages,truth.stages) if y.backward_s>1e-4]
-        print('  %-18s fwd+bwd %+.0f%% rebuild %+.0f%% ops %+.0f%%  worst bwd stage %.0f%%  ws too small %d over x%.2f'%(n,*(100*(x/y-1) for x,y in zip(p,tt)),100*max(err,default=0),len(small),over), small[:2], c.storage_bytes==truth.storage_bytes)
+if __name__=="__main__":
+  for v in ([vals(.75),vals(2),vals(.25), vals(1,.75),vals(1,.25),vals(2,.5),vals(1/4,1/4),vals(1,1/8)] if two else [vals(.75),vals(2),vals(.25),vals(1.5)]):
+      truth=measure(v)
+      tt=tot(truth)
+      for n,s in sc.items():
+          c=s.at(v); p=tot(c)
+          wt={ (i,mo):x for i,mo,x in truth.workspace_bytes}
+          small=[(str(tuple(st.joint.module.graph.nodes)[i].target),mo,x,wt[i,mo]) for i,mo,x in c.workspace_bytes if x<wt[i,mo]]
+          over=sum(x for i,mo,x in c.workspace_bytes)/max(1,sum(wt.values()))
+          err=[abs(x.backward_s/y.backward_s-1) for x,y in zip(c.stages,truth.stages) if y.backward_s>1e-4]
+          print('  %-18s fwd+bwd %+.0f%% rebuild %+.0f%% ops %+.0f%%  worst bwd stage %.0f%%  ws too small %d over x%.2f'%(n,*(100*(x/y-1) for x,y in zip(p,tt)),100*max(err,default=0),len(small),over), small[:2], c.storage_bytes==truth.storage_bytes)
+  

@@ -14,8 +14,8 @@ trace says is taken to do so in the same proportion.
 **Workspaces** are part of the peak. An operation that took none at any anchor is taken to take
 none. For others a bound is used that is never too small where a workspace neither shrinks as
 the operation's work grows nor grows faster than it: less work than at an anchor takes at most
-what it took there, more work at most as many times more as there is more to read and make, or to
-multiply, whichever has grown more. Of several anchors the least such bound counts, unless one
+what it took there, more work at most as many times more as the tensor that has grown most of
+those it reads and makes, or what it multiplies, if that has grown more. Of several anchors the least such bound counts, unless one
 of them disproves another's. A library that takes another algorithm at another size can take
 more: then the first step there observes it.
 """
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxremat.costs.cost import stage_blocks
-from fxremat.costs.work import Floats, Works
+from fxremat.costs.work import Floats, Work, Works, ratio
 from fxremat.errors import CostError
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.sizes import Formulas, Values
@@ -38,9 +38,6 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 
 Indices = NDArray[np.int64]
-
-LEAST_SLOPE = 0.5
-"""Of what is beyond all anchors at least that part goes in proportion to the work."""
 
 CALL_S = 1e-6
 """What an operation takes at least, where no measured one does nothing else."""
@@ -68,9 +65,9 @@ class Rates:
     byte_s: float
     flop_s: float
 
-    def seconds(self, nbytes: Floats, flops: Floats) -> Floats:
+    def seconds(self, work: Work) -> Floats:
         """Of operations."""
-        return self.call_s + self.byte_s * nbytes + self.flop_s * flops
+        return self.call_s + self.byte_s * work.nbytes + self.flop_s * work.flops
 
     @staticmethod
     def fitted(nbytes: Floats, flops: Floats, seconds: Floats) -> Rates:
@@ -115,7 +112,7 @@ class _Known:
     """What an anchor has measured, and the work that it was.
 
     Attributes:
-        nbytes, flops: of each node.
+        work: of its nodes.
         again_s: of operations that may run again.
         work_s: of each stage's forward, rebuild and backward: what their operations would take.
         stages_s: what these took.
@@ -123,8 +120,7 @@ class _Known:
         storage_ratio: how much larger each storage is than traced.
     """
 
-    nbytes: Floats
-    flops: Floats
+    work: Work
     again_s: Floats
     work_s: Floats
     stages_s: Floats
@@ -180,9 +176,10 @@ class ScaledCosts:
         table = line.joint.storages
         works = Works.of(line.joint)
         again = np.array([i for i, _ in first.again_s], dtype=np.int64)
-        measured = [works.at(anchor.values) for anchor in anchors]
+        done = [works.at(anchor.values) for anchor in anchors]
         rates = Rates.fitted(
-            *(np.concatenate([each[part][again] for each in measured]) for part in (0, 1)),
+            np.concatenate([work.nbytes[again] for work in done]),
+            np.concatenate([work.flops[again] for work in done]),
             np.array([s for anchor in anchors for _, s in anchor.costs.again_s]),
         )
         bare = ScaledCosts(
@@ -214,11 +211,11 @@ class ScaledCosts:
         for anchor in self.anchors:
             if anchor.values == values:
                 return anchor.costs
-        nbytes, flops = self.works.at(values)
-        model_s = self.rates.seconds(nbytes, flops)
+        work = self.works.at(values)
+        model_s = self.rates.seconds(work)
         again_s = _followed(
             model_s[self.again],
-            np.stack([self.rates.seconds(k.nbytes, k.flops)[self.again] for k in self.known]),
+            np.stack([self.rates.seconds(k.work)[self.again] for k in self.known]),
             np.stack([k.again_s for k in self.known]),
         )
         stages_s = _followed(
@@ -226,7 +223,7 @@ class ScaledCosts:
             np.stack([k.work_s for k in self.known]),
             np.stack([k.stages_s for k in self.known]),
         )
-        workspaces = self._workspaces(nbytes, flops)
+        workspaces = self._workspaces(work)
         first = self.anchors[0].costs
         return RecordedCosts(
             stages=tuple(StageSeconds(*row) for row in stages_s.reshape(-1, 3).tolist()),
@@ -259,32 +256,32 @@ class ScaledCosts:
 
     def _know(self, anchor: Anchor) -> _Known:
         costs = anchor.costs
-        nbytes, flops = self.works.at(anchor.values)
+        work = self.works.at(anchor.values)
         again_s = np.array([s for _, s in costs.again_s])
         traced = self._traced_bytes(anchor.values)
         return _Known(
-            nbytes,
-            flops,
+            work,
             again_s,
-            self._work_s(self.rates.seconds(nbytes, flops), again_s),
+            self._work_s(self.rates.seconds(work), again_s),
             np.array([(s.forward_s, s.rebuild_s, s.backward_s) for s in costs.stages]).ravel(),
             np.array([float(n) for _, _, n in costs.workspace_bytes]),
             np.array(costs.storage_bytes) / np.maximum(traced, 1),
         )
 
-    def _workspaces(self, nbytes: Floats, flops: Floats) -> Indices:
+    def _workspaces(self, work: Work) -> Indices:
         """The bound that this file's docstring tells of."""
-        known, ops = self.known, self.workspaces
-        bounds = np.stack([_bound(k, nbytes[ops], flops[ops], ops) for k in known])
-        taken = np.stack([k.workspace_bytes for k in known])
-        holds = taken > 0
-        for i, k in enumerate(known):
-            for other in known:
-                at_other = _bound(k, other.nbytes[ops], other.flops[ops], ops)
-                holds[i] &= at_other >= other.workspace_bytes
+        bounds = np.stack([self._bound(k, work) for k in self.known])
+        holds = np.stack([k.workspace_bytes > 0 for k in self.known])
+        for i, k in enumerate(self.known):
+            for other in self.known:
+                holds[i] &= self._bound(k, other.work) >= other.workspace_bytes
         least = np.min(np.where(holds, bounds, np.inf), axis=0)
         found = np.where(np.isfinite(least), least, np.max(bounds, axis=0))
         return np.ceil(found).astype(np.int64)
+
+    def _bound(self, known: _Known, work: Work) -> Floats:
+        """Most that workspaces take with so much work, by what one anchor says."""
+        return known.workspace_bytes * self.works.growth(work, known.work)[self.workspaces]
 
 
 def _outline(costs: RecordedCosts) -> tuple[object, ...]:
@@ -306,23 +303,8 @@ def _stage_groups(line: Line, blocks: BlockCache) -> _Groups:
     return _Groups.of(sets)
 
 
-def _ratio(now: Floats, before: Floats) -> Floats:
-    """How many times more there is; 1 where there was nothing."""
-    return np.divide(now, before, out=np.ones_like(now), where=before != 0)
-
-
-def _bound(known: _Known, nbytes: Floats, flops: Floats, ops: Indices) -> Floats:
-    """Most that workspaces take with so much work, by what one anchor says."""
-    more = np.maximum(_ratio(nbytes, known.nbytes[ops]), _ratio(flops, known.flops[ops]))
-    return known.workspace_bytes * np.maximum(more, 1.0)
-
-
 def _followed(work: Floats, works: Floats, seconds: Floats) -> Floats:
-    """Seconds of so much work: linear between what was measured, and beyond.
-
-    Beyond, a line through the two nearest anchors is followed as far as it lies between what
-    takes as long as there and what takes longer in proportion; one anchor alone is followed in
-    proportion.
+    """Seconds of so much work: linear between what was measured, in proportion beyond.
 
     Args:
         work: ``(n,)``.
@@ -331,16 +313,8 @@ def _followed(work: Floats, works: Floats, seconds: Floats) -> Floats:
     order = np.argsort(works, axis=0, kind="stable")
     works = np.take_along_axis(works, order, axis=0)
     seconds = np.maximum.accumulate(np.take_along_axis(seconds, order, axis=0), axis=0)
-    found = seconds[0].copy()
+    found = seconds[0] * np.minimum(ratio(work, works[0]), 1.0)
     for i in range(1, len(works)):
         share = np.clip((work - works[i - 1]) / np.maximum(works[i] - works[i - 1], 1e-15), 0, 1)
         found += share * (seconds[i] - seconds[i - 1])
-    for end, step in ((0, 1), (-1, -1)):
-        per_work = _ratio(seconds[end], works[end]) * (works[end] > 0)
-        slope = per_work
-        if len(works) > 1:
-            line = _ratio(seconds[end] - seconds[end + step], works[end] - works[end + step])
-            slope = np.clip(line, LEAST_SLOPE * per_work, per_work)
-        beyond = np.minimum if end == 0 else np.maximum
-        found += slope * beyond(work - works[end], 0.0)
-    return found
+    return found * np.maximum(ratio(work, works[-1]), 1.0)

@@ -61,6 +61,26 @@ def _filled(value: Any, numbers: list[int]) -> Any:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What the nodes of a graph have to do at one size.
+
+    Attributes:
+        nbytes: of each node, by index: of the tensors that it reads and makes.
+        flops: multiply-adds of each node, by index.
+        each_bytes: of each tensor of each kind of operation.
+    """
+
+    nbytes: Floats
+    flops: Floats
+    each_bytes: Floats
+
+
+def ratio(now: Floats, before: Floats) -> Floats:
+    """How many times more there is; 1 where there was nothing."""
+    return np.divide(now, before, out=np.ones_like(now), where=before > 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Works:
     """The work of each node of a graph; operations that are alike are looked at once.
 
@@ -86,16 +106,23 @@ class Works:
         pairs[1] += len(kinds.numbers)
         return Works(joint.sizes.formulas(numbers), kind, pairs, tuple(kinds.flops))
 
-    def at(self, values: Values) -> tuple[Floats, Floats]:
-        """Bytes and multiply-adds of each node, by index, at sizes ``values``."""
+    def at(self, values: Values) -> Work:
+        """The work at sizes ``values``."""
         numbers = self.formulas(values)
         count = int(self.kind.max(initial=0)) + 1
         kinds, tensors = self.pairs
-        nbytes = np.bincount(kinds, weights=numbers[tensors], minlength=count)
+        each = numbers[tensors].astype(np.float64)
+        nbytes = np.bincount(kinds, weights=each, minlength=count)
         flops, listed = np.zeros(count), numbers.tolist()
         for kind, count_flops in self.flops:
             flops[kind] = count_flops(listed)
-        return nbytes[self.kind], flops[self.kind]
+        return Work(nbytes[self.kind], flops[self.kind], each)
+
+    def growth(self, now: Work, before: Work) -> Floats:
+        """How many times more each node has to do, of what has grown most: a tensor, or flops."""
+        more = np.ones(int(self.kind.max(initial=0)) + 1)
+        np.maximum.at(more, self.pairs[0], ratio(now.each_bytes, before.each_bytes))
+        return np.maximum(more[self.kind], ratio(now.flops, before.flops))
 
 
 @dataclass(slots=True)
@@ -147,9 +174,13 @@ class _Kinds:
 
     def _shapes(self, node: fx.Node) -> Any:
         """Stands for the shape of a node's tensor, or for those of several."""
-        found = []
-        for layout in layouts_of(node):
+        value, layouts = node.meta["val"], iter(layouts_of(node))
+
+        def shape(item: object) -> _Shape | None:
+            if not isinstance(item, torch.Tensor):
+                return None
             begin = len(self.numbers)
-            self.numbers.extend(layout.shape)
-            found.append(_Shape(begin, len(self.numbers)))
-        return found if isinstance(node.meta["val"], (tuple, list)) else found[0]
+            self.numbers.extend(next(layouts).shape)
+            return _Shape(begin, len(self.numbers))
+
+        return list(map(shape, value)) if isinstance(value, (tuple, list)) else shape(value)
