@@ -430,9 +430,8 @@ def fake_tensor(
 
     with _disable_current_modes():
         made = torch.empty(0, dtype=like.dtype, device="meta")
-        made.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload]
-        mode: Any = like.fake_mode  # type: ignore[attr-defined]
-        return FakeTensor(mode, made, like.device)  # type: ignore[no-untyped-call]
+        made.set_(storage, offset, tuple(shape), tuple(stride))
+        return FakeTensor(getattr(like, "fake_mode", None), made, like.device)
 
 
 def fake_mode() -> Any:

@@ -15,6 +15,7 @@ from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, layouts_of
 from tests.harness import SEED, Captured, Ran, bare, capture
+from tests.models import ZOO
 from tests.plain_sweep import sweep
 
 Dims = Sequence[Sequence[int]]
@@ -78,7 +79,9 @@ class AtSize:
     def names(self) -> dict[str, int]:
         return self.step.joint.sizes.named(self.values)
 
-    def run(self, program: Program, modules: BlockModules | None = None, *, seed: int = SEED) -> Ran:
+    def run(
+        self, program: Program, modules: BlockModules | None = None, *, seed: int = SEED
+    ) -> Ran:
         """The emitted graphs at this size; gradients of sizes are left out."""
         plain = sweep(program, self.step.footprints, bare(self.step.joint))
         graphs = rewrite(program, plain.peaks_bytes, modules or BlockModules())
@@ -97,3 +100,45 @@ class AtSize:
                 if not isinstance(n.meta["val"], Size)
             ]
             return Ran(outputs, kept, torch.get_rng_state())
+
+
+SIZED: dict[str, Dims] = {
+    "gpt": [(0, 1), (0, 1)],
+    "hf_llama": [(0, 1), (0, 1)],
+    "resnet50": [(0,)],
+    "unet": [(0, 2, 3)],
+}
+"""Zoo models, and the dimensions of their samples that are symbols."""
+
+
+@functools.cache
+def zoo_model(name: str) -> nn.Module:
+    return ZOO[name].build()
+
+
+def sample_of(name: str, sizes: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A sample of a zoo model with as many items as the first size; the others cut dimensions."""
+    batch, *others = sizes
+    each = [ZOO[name].sample(seed) for seed in range(batch)]
+
+    def cut(*leaves: Any) -> Any:
+        whole = torch.cat(leaves)[:batch]
+        for dim, size in zip(SIZED[name][0][1:], others, strict=True):
+            whole = whole.narrow(dim, 0, size)
+        return whole.clone(memory_format=torch.contiguous_format)
+
+    return tree_map(cut, each[0], *each[1:])
+
+
+@functools.cache
+def symbolic(name: str, sizes: tuple[int, ...]) -> Captured:
+    """The step of a zoo model with symbols, traced at ``sizes``; once a process."""
+    args, kwargs = sample_of(name, sizes)
+    return capture_sized(zoo_model(name), args, kwargs, dims=SIZED[name])
+
+
+@functools.cache
+def static(name: str, sizes: tuple[int, ...]) -> Captured:
+    """The same traced at those sizes alone."""
+    args, kwargs = sample_of(name, sizes)
+    return capture(zoo_model(name), args, kwargs)

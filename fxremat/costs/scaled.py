@@ -15,9 +15,10 @@ trace says is taken to do so in the same proportion.
 none. For others a bound is used that is never too small where a workspace neither shrinks as
 the operation's work grows nor grows faster than it: less work than at an anchor takes at most
 what it took there, more work at most as many times more as the tensor that has grown most of
-those it reads and makes, or what it multiplies, if that has grown more. Of several anchors the least such bound counts, unless one
-of them disproves another's. A library that takes another algorithm at another size can take
-more: then the first step there observes it.
+those it reads and makes, or what it multiplies, if that has grown more. Of several anchors the
+least such bound counts, unless one of them disproves another's. A library that takes another
+algorithm at another size can take more, from none on. Convolutions do: ``costs.library`` measures
+theirs at the size itself.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class _Groups:
     def sums(self, each: Floats) -> Floats:
         """Over each set."""
         groups, nodes = self.rows
-        return np.bincount(groups, weights=each[nodes], minlength=self.count)
+        found: Floats = np.zeros(self.count)
+        np.add.at(found, groups, each[nodes])
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,12 +244,14 @@ class ScaledCosts:
 
     def _traced_bytes(self, values: Values) -> Indices:
         asked = self.storages(values)
-        return -(-asked // self.granules) * self.granules
+        rounded: Indices = -(-asked // self.granules) * self.granules
+        return rounded
 
     def _storage_bytes(self, values: Values) -> Indices:
         """Of each storage; what is larger than traced at an anchor is larger here."""
-        ratio = np.max([k.storage_ratio for k in self.known], axis=0)
-        return np.ceil(self._traced_bytes(values) * ratio).astype(np.int64)
+        more = np.max([k.storage_ratio for k in self.known], axis=0)
+        found: Indices = np.ceil(self._traced_bytes(values) * more).astype(np.int64)
+        return found
 
     def _work_s(self, model_s: Floats, again_s: Floats) -> Floats:
         """What the operations of each stage's forward, rebuild and backward would take."""
@@ -276,8 +281,9 @@ class ScaledCosts:
             for other in self.known:
                 holds[i] &= self._bound(k, other.work) >= other.workspace_bytes
         least = np.min(np.where(holds, bounds, np.inf), axis=0)
-        found = np.where(np.isfinite(least), least, np.max(bounds, axis=0))
-        return np.ceil(found).astype(np.int64)
+        bound = np.where(np.isfinite(least), least, np.max(bounds, axis=0))
+        found: Indices = np.ceil(bound).astype(np.int64)
+        return found
 
     def _bound(self, known: _Known, work: Work) -> Floats:
         """Most that workspaces take with so much work, by what one anchor says."""
@@ -313,8 +319,9 @@ def _followed(work: Floats, works: Floats, seconds: Floats) -> Floats:
     order = np.argsort(works, axis=0, kind="stable")
     works = np.take_along_axis(works, order, axis=0)
     seconds = np.maximum.accumulate(np.take_along_axis(seconds, order, axis=0), axis=0)
-    found = seconds[0] * np.minimum(ratio(work, works[0]), 1.0)
+    found: Floats = seconds[0] * np.minimum(ratio(work, works[0]), 1.0)
     for i in range(1, len(works)):
         share = np.clip((work - works[i - 1]) / np.maximum(works[i] - works[i - 1], 1e-15), 0, 1)
         found += share * (seconds[i] - seconds[i - 1])
-    return found * np.maximum(ratio(work, works[-1]), 1.0)
+    found *= np.maximum(ratio(work, works[-1]), 1.0)
+    return found

@@ -47,7 +47,8 @@ class Synthesizer:
             return self._real[node]
         traced = node.meta["val"]
         if not isinstance(traced, torch.Tensor):
-            return traced  # a size
+            size: torch.Tensor = traced  # no tensor, but that is what the graph takes here
+            return size
         key = torch_compat.storage_key(traced)
         if key not in made:
             made[key] = _base(traced)

@@ -112,7 +112,8 @@ class Works:
         count = int(self.kind.max(initial=0)) + 1
         kinds, tensors = self.pairs
         each = numbers[tensors].astype(np.float64)
-        nbytes = np.bincount(kinds, weights=each, minlength=count)
+        nbytes: Floats = np.zeros(count)
+        np.add.at(nbytes, kinds, each)
         flops, listed = np.zeros(count), numbers.tolist()
         for kind, count_flops in self.flops:
             flops[kind] = count_flops(listed)
@@ -159,7 +160,8 @@ class _Kinds:
             for layout, tensor in zip(layouts_of(source), tensors_of(source), strict=True):
                 self.pairs.append((kind, self._tensor(layout, tensor.element_size())))
         packet = getattr(target, "overloadpacket", None)
-        count = flop_registry.get(_ALIKE.get(packet, packet))
+        registry: Any = flop_registry
+        count = registry.get(_ALIKE.get(packet, packet))
         if count is not None:
             shapes = fx.map_arg(args, self._shapes)
             made = self._shapes(node)

@@ -249,9 +249,7 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
     )
 
 
-def _put_stages(
-    layout: _Layout, line: Line, number: dict[fx.Node, int], options: Options
-) -> None:
+def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], options: Options) -> None:
     """The stages' operations, save options and sums."""
     forward = np.cumsum([0, *(len(s.forward) for s in line.stages)])
     backward = np.cumsum([forward[-1], *(len(s.backward) for s in line.stages)])

@@ -122,7 +122,7 @@ class SizedSchedule:
 
     def call_by(self, name: str, run: torch_compat.BoxedCallable) -> None:
         """As of the module."""
-        self.forward.__globals__[name] = run  # type: ignore[attr-defined]
+        self.forward.__globals__[name] = run
 
 
 def _follows(stage: torch.nn.Module) -> bool:
@@ -141,7 +141,7 @@ def _sized(
 
 
 def _names_of(graph: fx.Graph) -> dict[str, Any]:
-    """What expressions of sizes in the arguments of ``graph`` name; nothing where there are none."""
+    """What sizes in the arguments of ``graph`` name; nothing where there are none."""
     names = {name: n for node in graph.nodes for name, n in _names_at(node).items()}
     return {**MODULES, **names} if names else {}
 

@@ -50,6 +50,7 @@ class Size(int):
     _text: str
 
     def __new__(cls, value: int, expression: Any, names: Mapping[str, int]) -> Size:
+        """``value``, of an expression in which ``names`` may occur."""
         self = super().__new__(cls, value)
         self.expression = expression
         self.names = {str(s): names[str(s)] for s in sorted(expression.free_symbols, key=str)}
@@ -61,7 +62,7 @@ class Size(int):
         """A symbol of its own, for what is found out otherwise for each size."""
         return Size(value, _symbol(name), {name: value})
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[Any, ...]:
         return (int(self), self.expression, self.names)
 
     def __repr__(self) -> str:
@@ -111,7 +112,9 @@ MODULES: Mapping[str, object] = {"math": math, "torch": torch}
 
 def number_at(number: int, sizes: Mapping[str, int]) -> int:
     """A number, which may follow the sizes, where these are ``sizes``."""
-    return int(eval(_code(repr(number)), {**MODULES, **sizes})) if isinstance(number, Size) else number
+    if not isinstance(number, Size):
+        return number
+    return int(eval(_code(repr(number)), {**MODULES, **sizes}))
 
 
 @functools.cache
@@ -135,7 +138,9 @@ class Formulas:
 
     def __call__(self, values: Values) -> NDArray[np.int64]:
         """All of them at sizes ``values``, in their order."""
-        return np.array(self._evaluate(*values), dtype=np.int64)[self._place]
+        distinct = np.array(self._evaluate(*values), dtype=np.int64)
+        found: NDArray[np.int64] = distinct[self._place]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +256,7 @@ def settle(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
     for node in module.graph.nodes:
         settler.copy(node, graph)
     graph.lint()
-    primals = [
-        n for n in graph.nodes if n.op == "placeholder" and not torch_compat.is_tangent(n)
-    ]
+    primals = [n for n in graph.nodes if n.op == "placeholder" and not torch_compat.is_tangent(n)]
     return torch_compat.graph_module(module, graph), settler.sizes(primals)
 
 
@@ -301,7 +304,7 @@ class _Settler:
             new.meta[LAYOUTS] = tuple(
                 _layout(t, lambda number: self._number(number, node)) for t in tensors
             )
-            made = (self._tensor(t, layout) for t, layout in zip(tensors, new.meta[LAYOUTS]))
+            made = map(self._tensor, tensors, new.meta[LAYOUTS])
             values = [
                 next(made) if isinstance(item, torch.Tensor) else item for item in _items(node)
             ]
@@ -375,5 +378,3 @@ class _Settler:
 def is_sized(node: fx.Node) -> bool:
     """Whether arguments of ``node`` follow the sizes."""
     return bool(names_in((node.args, node.kwargs)))
-
-

@@ -112,8 +112,10 @@ class _Resizer:
         def resized(item: Any) -> Any:
             return self._tensor(item, next(layouts)) if isinstance(item, torch.Tensor) else item
 
-        several = isinstance(value, (tuple, list))
-        new.meta["val"] = type(value)(map(resized, value)) if several else resized(value)  # type: ignore[call-arg, arg-type]
+        if isinstance(value, (tuple, list)):
+            new.meta["val"] = type(value)(map(resized, value))
+        else:
+            new.meta["val"] = resized(value)
 
     def _value(self, value: Any) -> Any:
         """An argument with the nodes and sizes of the copy."""
