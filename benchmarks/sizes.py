@@ -98,10 +98,10 @@ class Family:
         with clock.part("costs"):
             costs = with_convolutions(self.costs.at(values), step.line, values, cost_cache())
         with clock.part("numbers"):
-            joint = step.measured.at(costs).line.joint
-            around = surroundings_of(joint, {}, CALLER, values=values)
+            measured = self.search.measured.at(costs)
+            around = surroundings_of(measured.line.joint, {}, CALLER, values=values)
         with clock.part("search"):
-            search = search_at(self.search, costs, around, budget_bytes=self.budget_bytes)
+            search = search_at(self.search, measured, around, budget_bytes=self.budget_bytes)
         if search.least_bytes > self.budget_bytes:
             return None
         with clock.part("decision"):

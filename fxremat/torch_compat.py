@@ -150,10 +150,13 @@ def boxed_code(graph: fx.Graph) -> None:
 
 
 class GraphOfModules(fx.GraphModule):
-    """A graph that calls graphs: these keep their code when its own is written anew."""
+    """A graph that calls graphs, whose code is not torch's: theirs stays when it is written anew."""
 
-    def _recompile_submodules(self) -> list[Any]:
-        return []
+    def take_code(self, source: str, forward: Callable[..., Any]) -> None:
+        """Run ``forward``, whose source is ``source``, from now on."""
+        self._code = source
+        self._lineno_map, self._prologue_start = None, 0
+        type(self).forward = forward  # type: ignore[method-assign]
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from fxremat.ir import RecordedCosts
+from fxremat.costs.cost import Measured
 from fxremat.planner.allocations import Allocations
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
@@ -33,13 +33,13 @@ CLIMBS = 2
 
 
 def search_at(
-    search: Search, costs: RecordedCosts, surroundings: Surroundings, *, budget_bytes: int
+    search: Search, measured: Measured, surroundings: Surroundings, *, budget_bytes: int
 ) -> Search:
     """``search`` at another size.
 
     Args:
         search: of the size of the capture.
-        costs: at the other size.
+        measured: of the other size, ``search.measured.at(costs)``.
         surroundings: at the other size.
         budget_bytes: what the peak may reach there.
 
@@ -49,7 +49,6 @@ def search_at(
 
     Only one of all searches of a step can be asked at a time.
     """
-    measured = search.measured.at(costs)
     evaluator = search.evaluator.at(measured, surroundings)
     members = _Members(evaluator, search.pool.members)
     allocations = Allocations(
@@ -85,15 +84,15 @@ def search_at(
     )
 
 
-def least_bytes_at(search: Search, costs: RecordedCosts, surroundings: Surroundings) -> int:
+def least_bytes_at(search: Search, measured: Measured, surroundings: Surroundings) -> int:
     """The least peak at another size of what is known; as requests are asked for.
 
     Args:
         search: of the size of the capture.
-        costs: at the other size.
+        measured: of the other size, ``search.measured.at(costs)``.
         surroundings: at the other size.
     """
-    evaluator = search.evaluator.at(search.measured.at(costs), surroundings)
+    evaluator = search.evaluator.at(measured, surroundings)
     members = _Members(evaluator, search.pool.members)
     lowest = (members.at(i) for i in range(min(LOWEST, len(members.known))))
     return min(c.peak_bytes for c in (*lowest, members.at(len(members.known) - 1)))

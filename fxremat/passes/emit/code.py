@@ -74,24 +74,24 @@ class ScheduleModule(torch_compat.GraphOfModules):
 
     def recompile(self) -> Any:
         """Write the code anew after a change of the graph."""
-        python_code = super().recompile()
         source = render(self.graph)
         file_name = f"<fxremat {next(_serial)}>"
         scope: dict[str, Any] = {"inf": float("inf"), "nan": float("nan"), "torch": torch}
-        scope |= {_bare_name(n): n.target for n in self.graph.nodes if _is_transfer(n)}
         scope["device"] = torch.device
-        scope |= _names_of(self.graph)
-        for node in filter(_opens_arena, self.graph.nodes):
-            scope[ARENA] = node.args[0]
+        for node in self.graph.nodes:
+            if _is_transfer(node):
+                scope[_bare_name(node)] = node.target
+            if _is_transfer(node) or node.op == "output":
+                scope |= _names_at(node)
+            if _opens_arena(node):
+                scope[ARENA] = node.args[0]
         exec(compile(source, file_name, "exec"), scope)
         # Tracebacks show the emitted lines.
         linecache.cache[file_name] = (len(source), None, source.splitlines(True), file_name)
-        type(self).forward = scope["forward"]
-        self._code = source
+        self.take_code(source, scope["forward"])
         # Its forward, found at once: calling a module takes microseconds, for hooks of nobody.
         for name, call in self.calls():
             self.call_by(name, call)
-        return python_code
 
 
 class SizedSchedule:
@@ -142,12 +142,12 @@ def _sized(
 
 def _names_of(graph: fx.Graph) -> dict[str, Any]:
     """What sizes in the arguments of ``graph`` name; nothing where there are none."""
-    names = {name: n for node in graph.nodes for name, n in _names_at(node).items()}
+    return {name: x for node in graph.nodes for name, x in _names_at(node).items()}
+
+
+def _names_at(node: fx.Node) -> dict[str, Any]:
+    names = names_in((node.args, node.kwargs))
     return {**MODULES, **names} if names else {}
-
-
-def _names_at(node: fx.Node) -> dict[str, int]:
-    return names_in((node.args, node.kwargs))
 
 
 def render(graph: fx.Graph) -> str:

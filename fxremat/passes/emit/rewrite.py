@@ -26,13 +26,16 @@ class BlockModules:
     """One module for each distinct block: identical stages share theirs."""
 
     modules: dict[Key, fx.GraphModule] = field(default_factory=dict)
+    known: dict[int, tuple[Block, fx.GraphModule]] = field(default_factory=dict)
 
     def of(self, block: Block, line: Line) -> fx.GraphModule:
         """The module that runs ``block``."""
-        key = block_key(block, line.joint.storages)
-        if key not in self.modules:
-            self.modules[key] = compile_graph(build_graph(block))
-        return self.modules[key]
+        if id(block) not in self.known:  # the entry keeps the block, so its id, alive
+            key = block_key(block, line.joint.storages)
+            if key not in self.modules:
+                self.modules[key] = compile_graph(build_graph(block))
+            self.known[id(block)] = block, self.modules[key]
+        return self.known[id(block)][1]
 
 
 def rewrite(
