@@ -11,10 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fxremat import torch_compat
+from fxremat.costs.cache import CostCache
+from fxremat.costs.cost import measure_line
+from fxremat.ir import RecordedCosts
+from fxremat.passes.emit.code import SizedSchedule
 from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, layouts_of
-from tests.harness import SEED, Captured, Ran, bare, capture
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.resize import resize
+from tests.harness import SEED, Captured, Ran, bare, capture, silent
 from tests.models import ZOO
 from tests.plain_sweep import sweep
 
@@ -79,27 +87,54 @@ class AtSize:
     def names(self) -> dict[str, int]:
         return self.step.joint.sizes.named(self.values)
 
+    @functools.cached_property
+    def line(self) -> Line:
+        return resize(self.step.line, self.values)
+
+    @functools.cached_property
+    def costs(self) -> RecordedCosts:
+        """As they are measured at this size."""
+        blocks = BlockCache(self.line)
+        cache = CostCache()
+        return measure_line(self.line, blocks, real={}, cache=cache, progress=silent).costs
+
     def run(
         self, program: Program, modules: BlockModules | None = None, *, seed: int = SEED
     ) -> Ran:
         """The emitted graphs at this size; gradients of sizes are left out."""
-        plain = sweep(program, self.step.footprints, bare(self.step.joint))
-        graphs = rewrite(program, plain.peaks_bytes, modules or BlockModules())
-        forward, backward = (graph.at(self.names) for graph in graphs)
-        count = self.step.output_count
+        graphs = self._graphs(program, modules or BlockModules())
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed)
-            saved = list(forward([*self.primals]))
-            outputs = saved[:count]
-            del saved[:count]
-            saved.extend(t.clone() for t in self.static.tangents)
-            gradients = backward(saved)
+            outputs, gradients = self._call(graphs)
             kept = [
                 g
                 for g, n in zip(gradients, self.step.joint.primals, strict=True)
                 if not isinstance(n.meta["val"], Size)
             ]
             return Ran(outputs, kept, torch.get_rng_state())
+
+    def peak_bytes(self, program: Program) -> int:
+        """Most bytes that running the emitted graphs allocates, tangents included."""
+        graphs = self._graphs(program, BlockModules())
+        with torch.random.fork_rng(), torch.no_grad():
+            with torch_compat.AllocationLog() as log:
+                results = self._call(graphs)
+            del results
+        return log.peak_bytes
+
+    def _graphs(self, program: Program, modules: BlockModules) -> list[SizedSchedule]:
+        plain = sweep(program, self.step.footprints, bare(self.step.joint))
+        return [g.at(self.names) for g in rewrite(program, plain.peaks_bytes, modules)]
+
+    def _call(self, graphs: Sequence[SizedSchedule]) -> tuple[Any, Any]:
+        forward, backward = graphs
+        count = self.step.output_count
+        saved = list(forward([*self.primals]))
+        outputs = saved[:count]
+        del saved[:count]
+        tangents = [t.clone() for t in self.static.tangents]
+        saved.extend(tangents)
+        return outputs, backward(saved)
 
 
 SIZED: dict[str, Dims] = {
@@ -142,3 +177,9 @@ def static(name: str, sizes: tuple[int, ...]) -> Captured:
     """The same traced at those sizes alone."""
     args, kwargs = sample_of(name, sizes)
     return capture(zoo_model(name), args, kwargs)
+
+
+@functools.cache
+def at_size(name: str, hints: tuple[int, ...], sizes: tuple[int, ...]) -> AtSize:
+    """The symbolic step at those sizes, beside the other; once a process."""
+    return AtSize.of(symbolic(name, hints), static(name, sizes))
