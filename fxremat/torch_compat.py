@@ -156,7 +156,7 @@ class GraphOfModules(fx.GraphModule):
         """Run ``forward``, whose source is ``source``, from now on."""
         self._code = source
         self._lineno_map, self._prologue_start = None, 0
-        type(self).forward = forward  # type: ignore[method-assign]
+        type(self).forward = forward
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:

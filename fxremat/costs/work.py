@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 Floats = NDArray[np.float64]
 
-_ALIKE = {
+_ALIKE: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         aten._scaled_dot_product_flash_attention_backward
