@@ -150,10 +150,13 @@ def boxed_code(graph: fx.Graph) -> None:
 
 
 class GraphOfModules(fx.GraphModule):
-    """A graph that calls graphs: these keep their code when its own is written anew."""
+    """A graph that calls graphs, and whose code is not torch's."""
 
-    def _recompile_submodules(self) -> list[Any]:
-        return []
+    def take_code(self, source: str, forward: Callable[..., Any]) -> None:
+        """Run ``forward``, whose source is ``source``, from now on."""
+        self._code = source
+        self._lineno_map, self._prologue_start = None, 0
+        type(self).forward = forward
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -396,6 +399,61 @@ def primal_sources(joint: fx.GraphModule) -> list[int | None]:
     primals = [n for n in joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
     described = [n.meta.get("desc") for n in primals]
     return [d.idx if isinstance(d, PlainAOTInput) else None for d in described]
+
+
+def has_symbols(tensor: torch.Tensor) -> bool:
+    """Whether any size, stride or offset of ``tensor`` is a symbol, or follows one."""
+    return bool(getattr(tensor, "_has_symbolic_sizes_strides", False))
+
+
+def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
+    """The sympy expression of a symbolic size, and its value at the sizes of the capture.
+
+    No value where it depends on data.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # noqa: PLC0415
+
+    expression = number.node.expr
+    if free_unbacked_symbols(expression):
+        return expression, None
+    return expression, int(number.node.hint)
+
+
+def symbol_hint(number: torch.SymInt, symbol: Any) -> int:
+    """The value at the capture of a symbol in the expression of ``number``."""
+    environment: Any = number.node.shape_env
+    hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    return int(hints[symbol])
+
+
+def python_text(expression: Any) -> str:
+    """A sympy expression of sizes as Python code."""
+    from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415
+
+    text: str = PythonPrinter().doprint(expression)
+    return text
+
+
+def meta_storage(nbytes: int) -> torch.UntypedStorage:
+    """A storage without data."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+def fake_tensor(
+    like: torch.Tensor,
+    storage: torch.UntypedStorage,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+) -> torch.Tensor:
+    """A tensor without data, of the dtype, the device and the fake mode of ``like``."""
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
+    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
+
+    with _disable_current_modes():
+        made = torch.empty(0, dtype=like.dtype, device="meta")
+        made.set_(storage, offset, tuple(shape), tuple(stride))
+        return FakeTensor(getattr(like, "fake_mode", None), made, like.device)
 
 
 def fake_mode() -> Any:

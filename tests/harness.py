@@ -25,6 +25,7 @@ from fxremat.passes.emit.program import Program, build_program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.sizes import settle
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool
@@ -164,8 +165,12 @@ def capture(
     kwargs: dict[str, Any] | None = None,
     *,
     backend_sees: Callable[[fx.GraphModule], None] = lambda _module: None,
+    dynamic: bool | None = False,
 ) -> Captured:
-    """The step of ``model`` on these arguments, captured and not run."""
+    """The step of ``model`` on these arguments, captured and not run.
+
+    With ``dynamic=None`` dimensions that were marked as such are symbols.
+    """
     found: list[Captured] = []
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_options: Any) -> Any:
@@ -186,7 +191,8 @@ def capture(
     torch._dynamo.reset()
     try:
         with torch_compat.capture_settings():
-            torch_compat.compile_whole(model, backend)(*args, **kwargs or {})
+            compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+            compiled(*args, **kwargs or {})
     except torch_compat.capture_failures() as error:
         if not isinstance(torch_compat.failure_cause(error), _EnoughError):
             raise
@@ -199,14 +205,18 @@ def capture(
 
 def _keep(traced: fx.GraphModule, output_count: int, real: dict[int, Tensor]) -> Captured:
     mutated = torch_compat.mutated_primals(traced)
-    joint = build_joint_graph(traced, forward_output_count=output_count, mutated_primals=mutated)
-    primals = [real[i] for i in range(len(joint.primals))]
+    settled, sizes = settle(traced)
+    joint = build_joint_graph(
+        settled, forward_output_count=output_count, mutated_primals=mutated, sizes=sizes
+    )
+    primals = [real.get(i, n.meta["val"]) for i, n in enumerate(joint.primals)]
     return Captured(traced, output_count, mutated, primals, real, joint)
 
 
 def _values(traced: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, Tensor]:
     sources = torch_compat.primal_sources(traced)
-    return {i: inputs[source] for i, source in enumerate(sources) if source is not None}
+    found = {i: inputs[source] for i, source in enumerate(sources) if source is not None}
+    return {i: value for i, value in found.items() if isinstance(value, Tensor)}
 
 
 def _like(traced: Tensor, seed: int) -> Tensor:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fxremat.passes.joint.digest import Digests, digest
+from fxremat.passes.joint.sizes import settle
 from tests.harness import capture
+from tests.sized import capture_sized
 
 
 class Model(nn.Module):
@@ -67,3 +69,32 @@ def test_the_code_is_of_all_that_a_kernel_sees(first: Digests, model: nn.Module,
     other = digests(model, x)
     assert (other.operations, other.inputs) == (first.operations, first.inputs)
     assert other.code != first.code
+
+
+class _OfX(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        return (x @ self.weight).relu() + torch.ones(x.shape[0], 1)
+
+
+class _OfY(_OfX):
+    def forward(self, y):
+        return (y @ self.weight).relu() + torch.ones(y.shape[0], 1)
+
+
+def _digest_of(model: nn.Module, batch: int) -> Digests:
+    step = capture_sized(model, (torch.ones(batch, 4),), dims=[(0,)])
+    settled, _sizes = settle(step.traced)
+    return digest(settled, forward_output_count=step.output_count, mutated_primals=step.mutated)
+
+
+def test_names_of_symbols_make_no_difference_but_sizes_do():
+    first, other = _digest_of(_OfX(), 5), _digest_of(_OfY(), 5)
+    assert first == other
+    larger = _digest_of(_OfX(), 6)
+    assert larger.operations == first.operations
+    assert larger.code != first.code
+    assert larger.inputs != first.inputs

@@ -8,7 +8,7 @@ when it runs alone: so the parts add up to what was measured.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -40,16 +40,19 @@ class Charges:
     @staticmethod
     def of(measured: Measured, index: int) -> Charges:
         """Those of stage ``index``."""
-        line, seconds = measured.line, measured.stages[index]
-        found = measured.again_s
-        alone = {n: found[n] for n in line.stages[index].forward if n in found}
-        rebuilt = _closure(line, index)
-        return Charges(
-            alone,
-            _share(seconds.forward_s, alone.values()),
-            _share(seconds.rebuild_s, (s for n, s in alone.items() if n in rebuilt)),
-            rebuilt,
-            line.views,
+        line = measured.line
+        return Charges({}, 0.0, 0.0, _closure(line, index), line.views).at(measured, index)
+
+    def at(self, measured: Measured, index: int) -> Charges:
+        """Those of the same stage where operations take other times."""
+        seconds, found = measured.stages[index], measured.again_s
+        alone = {n: found[n] for n in measured.line.stages[index].forward if n in found}
+        rebuilt_s = (s for n, s in alone.items() if n in self.rebuilt)
+        return replace(
+            self,
+            alone_s=alone,
+            of_forward=_share(seconds.forward_s, alone.values()),
+            of_rebuild=_share(seconds.rebuild_s, rebuilt_s),
         )
 
     def again_s(self, block: Block, *, rebuilds: bool) -> float:

@@ -56,6 +56,22 @@ class Measured:
         Raises:
             CostError: ``costs`` are those of another graph.
         """
+        return Measured._of(line, costs, least_bytes=line.joint.storages.nbytes)
+
+    def at(self, costs: RecordedCosts) -> Measured:
+        """The same line at another size.
+
+        Args:
+            costs: at that size.
+
+        Raises:
+            CostError: ``costs`` are those of another graph.
+        """
+        line = self.line
+        return Measured._of(line, costs, least_bytes=(0,) * len(line.joint.storages.nbytes))
+
+    @staticmethod
+    def _of(line: Line, costs: RecordedCosts, *, least_bytes: Sequence[int]) -> Measured:
         nodes, table = tuple(line.joint.module.graph.nodes), line.joint.storages
         counts = len(costs.stages), len(costs.storage_bytes)
         wanted = len(line.stages), len(table.nbytes)
@@ -64,7 +80,7 @@ class Measured:
                 f"these costs are of {counts[0]} stages and {counts[1]} storages, the graph has "
                 f"{wanted[0]} and {wanted[1]}: they are of another graph, measure this one"
             )
-        _check(costs, nodes, table.nbytes)
+        _check(costs, nodes, least_bytes)
         sized = replace(table, nbytes=costs.storage_bytes)
         known = {(nodes[i], Mode(mode)): nbytes for i, mode, nbytes in costs.workspace_bytes}
 
@@ -84,7 +100,7 @@ class Measured:
         )
 
 
-def _check(costs: RecordedCosts, nodes: Sequence[fx.Node], traced_bytes: Sequence[int]) -> None:
+def _check(costs: RecordedCosts, nodes: Sequence[fx.Node], least_bytes: Sequence[int]) -> None:
     """Refuse what was never measured so: a peak that is added up from it would not hold.
 
     Raises:
@@ -97,8 +113,8 @@ def _check(costs: RecordedCosts, nodes: Sequence[fx.Node], traced_bytes: Sequenc
         all(0 <= i < len(nodes) for i in indices)
         and all(mode in modes and nbytes >= 0 for _, mode, nbytes in costs.workspace_bytes)
         and all(0 <= s < math.inf for s in (*seconds, *(s for _, s in costs.again_s)))
-        and all(0 <= s < len(traced_bytes) for s in costs.displaced)
-        and all(n >= traced for n, traced in zip(costs.storage_bytes, traced_bytes, strict=True))
+        and all(0 <= s < len(least_bytes) for s in costs.displaced)
+        and all(n >= least for n, least in zip(costs.storage_bytes, least_bytes, strict=True))
     )
     if not right:
         raise CostError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TypeGuard
 
@@ -130,6 +130,16 @@ class Options:
         """The options of ``stage``."""
         for mask in self.masks[stage]:
             yield self.parts[stage], mask
+
+    def at(self, measured: Measured) -> Options:
+        """The same choices where operations take other times; what they were found from stays."""
+        return replace(
+            self,
+            parts=tuple(
+                replace(part, charges=part.charges.at(measured, index))
+                for index, part in enumerate(self.parts)
+            ),
+        )
 
     def kept_by(self, schedule: Schedule) -> Kept:
         """What the options of ``schedule`` keep: those of each stage's last ``F_all``."""

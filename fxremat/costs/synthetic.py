@@ -46,6 +46,9 @@ class Synthesizer:
         if node in self._real:
             return self._real[node]
         traced = node.meta["val"]
+        if not isinstance(traced, torch.Tensor):
+            size: torch.Tensor = traced  # no tensor, but that is what the graph takes here
+            return size
         key = torch_compat.storage_key(traced)
         if key not in made:
             made[key] = _base(traced)

@@ -36,6 +36,7 @@ def climb(
     at: At,
     codes: Ints,
     start: Flags,
+    limit_bytes: int,
     found: Flags,
     found_bytes: Ints,
     found_s: Floats,
@@ -49,6 +50,7 @@ def climb(
         data, seconds, at: the step.
         codes: the schedule.
         start: ``N``, what is held to begin with.
+        limit_bytes: the climb ends with the first step whose peak is above.
         found: ``(MOST_STEPS, N)``, what is held after each step up, each faster than before.
         found_bytes, found_s: ``MOST_STEPS``, peaks and seconds of these.
 
@@ -90,6 +92,8 @@ def climb(
         found[steps] = best
         found_bytes[steps], found_s[steps] = data[at.total + MOST_HELD], best_s
         steps += 1
+        if found_bytes[steps - 1] > limit_bytes:
+            break
         failures = first = 0
         count = find_effects(data, seconds, at, codes, calls, groups, nbytes, worth)
     return steps

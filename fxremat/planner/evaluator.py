@@ -22,8 +22,11 @@ from fxremat.planner.evaluation import Evaluation, Life
 from fxremat.planner.handed import handed_over
 from fxremat.planner.places import MODES, Flags, Floats, Ints
 from fxremat.planner.pool import Candidate
-from fxremat.planner.step import Step, step_of
+from fxremat.planner.step import Numbers, Step, step_of
 from fxremat.planner.surroundings import Surroundings
+
+MOST_BYTES = 1 << 62
+"""More than any step needs."""
 
 MOST_ROOM = 1 << 27
 """Numbers of a step that no evaluation should need."""
@@ -46,21 +49,23 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Makes candidates of decisions. Not for two threads at once.
+    """Makes candidates of decisions. Not for two threads at once, nor are those of other sizes.
 
     Attributes:
         line: the stages.
         blocks: of ``line``.
         options: what stages may keep.
         surroundings: memory beside the graphs.
-        step: all of that as numbers.
+        numbers: of the size that is meant.
+        room: all of that as numbers; those of other sizes work in it, too.
     """
 
     line: Line
     blocks: BlockCache
     options: Options
     surroundings: Surroundings
-    step: Step
+    numbers: Numbers
+    room: Step
 
     @staticmethod
     def of(
@@ -70,11 +75,29 @@ class Evaluator:
         surroundings: Surroundings,
     ) -> Evaluator:
         """That of a measured line."""
-        return Evaluator(measured.line, blocks, options, surroundings, step_of(measured, options))
+        room = step_of(measured, options)
+        return Evaluator(measured.line, blocks, options, surroundings, room.numbers, room)
 
     def within(self, surroundings: Surroundings) -> Evaluator:
         """That of the same line where something else is held beside it; both share their room."""
         return replace(self, surroundings=surroundings)
+
+    def at(self, measured: Measured, surroundings: Surroundings) -> Evaluator:
+        """That of the same line at another size: decisions are the same, numbers are not.
+
+        Args:
+            measured: the line as it was measured, or scaled, at that size.
+            surroundings: at that size.
+        """
+        options = self.options.at(measured)
+        numbers = Numbers.of(measured, options, self.room.number)
+        return Evaluator(measured.line, self.blocks, options, surroundings, numbers, self.room)
+
+    @property
+    def step(self) -> Step:
+        """The line as numbers, of the size that is meant."""
+        self.room.load(self.numbers)
+        return self.room
 
     @property
     def count(self) -> int:
@@ -102,14 +125,17 @@ class Evaluator:
         peak_bytes = self._totals()["peak_bytes"]
         return Candidate(codes, held, peak_bytes, total_s)
 
-    def climb(self, start: Candidate) -> list[Candidate]:
-        """What local search finds from ``start`` on, each faster than the one before."""
+    def climb(self, start: Candidate, *, limit_bytes: int = MOST_BYTES) -> list[Candidate]:
+        """What local search finds from ``start`` on, each faster than the one before.
+
+        It ends with the first whose peak is above ``limit_bytes``.
+        """
         from fxremat.planner.climb import MOST_STEPS, climb  # noqa: PLC0415
 
         found = np.zeros((MOST_STEPS, self.step.at.nodes), dtype=np.uint8)
         found_bytes, found_s = np.zeros(MOST_STEPS, dtype=np.int64), np.zeros(MOST_STEPS)
         held = self._flags(start.held)
-        count = self._run(climb, start.codes, held, found, found_bytes, found_s)
+        count = self._run(climb, start.codes, held, limit_bytes, found, found_bytes, found_s)
         bits = np.packbits(found[:count], axis=1)
         return [
             Candidate(start.codes, bits[i].tobytes(), int(found_bytes[i]), float(found_s[i]))

@@ -71,6 +71,33 @@ def make_room(data: Ints, at: At, calls: int) -> None:
 
 
 @njit(cache=True, nogil=True)
+def resize(data: Ints, seconds: Floats, at: At) -> None:
+    """Bytes and seconds have changed: time all blocks anew, forget what they do to memory."""
+    data[at.footprint_key : at.footprint_key + 2 * TABLE] = 0
+    data[at.counts + FOOTPRINTS] = 0
+    data[at.counts + FAILED] = 0
+    for block in range(data[at.counts + BLOCKS]):
+        time_again(data, seconds, at, block)
+    if data[at.counts + FAILED]:
+        make_room(data, at, TABLE)  # a block without its seconds is never found again
+
+
+@njit(cache=True, nogil=True)
+def time_again(data: Ints, seconds: Floats, at: At, block: int) -> None:
+    """Add up what a block runs again, as in a forward and as in a rebuild."""
+    forward_s = rebuild_s = 0.0
+    lists = at.block + COLUMNS * block
+    for i in range(data[lists + NODES], data[lists + INPUTS]):
+        node, again = data[i] // 2, data[i] % 2
+        if again:
+            if seconds[at.once_s + node] < 0 or seconds[at.once_s + at.nodes + node] < 0:
+                data[at.counts + FAILED] = 1 + node
+            forward_s += seconds[at.once_s + node]
+            rebuild_s += seconds[at.once_s + at.nodes + node]
+    seconds[at.block_s + 2 * block], seconds[at.block_s + 2 * block + 1] = forward_s, rebuild_s
+
+
+@njit(cache=True, nogil=True)
 def own_nodes(data: Ints, at: At, stage: int, mode: int) -> int:
     """Write the operations of a block's stage to ``at.own``, in order; returns how many."""
     if mode != BACK:
@@ -319,19 +346,13 @@ def _record(
     stamp = data[at.counts + STAMP]
     top = data[at.counts + TOP]
     data[at.block + COLUMNS * block + NODES] = top
-    forward_s = rebuild_s = 0.0
     for i in range(nodes):
         node = data[at.order + i]
         again = mode == AGAIN or data[at.again + node] == stamp
         data[top] = 2 * node + again
         top += 1
-        if again:
-            if seconds[at.once_s + node] < 0 or seconds[at.once_s + at.nodes + node] < 0:
-                data[at.counts + FAILED] = 1 + node
-            forward_s += seconds[at.once_s + node]
-            rebuild_s += seconds[at.once_s + at.nodes + node]
-    seconds[at.block_s + 2 * block], seconds[at.block_s + 2 * block + 1] = forward_s, rebuild_s
     data[at.block + COLUMNS * block + INPUTS] = top
+    time_again(data, seconds, at, block)
     data[at.counts + STAMP] += 1
     seen = data[at.counts + STAMP]
     for i in range(nodes):

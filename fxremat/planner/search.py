@@ -48,7 +48,7 @@ class Search:
         measured: what the step costs.
         setting: what schedules are asked for.
         evaluator: of them.
-        relaxation: what no schedule can do better than.
+        relaxation: what no schedule can do better than; ``None`` where that was not asked.
         solved: the best of the generators' schedules.
         pool: the same with what local search found.
         alone: the same for each generator alone, had the others found nothing.
@@ -59,7 +59,7 @@ class Search:
     measured: Measured
     setting: Setting
     evaluator: Evaluator
-    relaxation: Relaxation
+    relaxation: Relaxation | None
     solved: Pool
     pool: Pool
     alone: tuple[Pool, ...]
@@ -240,7 +240,8 @@ class Search:
 
     def lower_bound_s(self, budget_bytes: int) -> float:
         """No schedule of these stages within the budget takes less."""
-        return self.baseline.total_s + self.relaxation.least_s(budget_bytes)
+        more_s = self.relaxation.least_s(budget_bytes) if self.relaxation else 0.0
+        return self.baseline.total_s + more_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,32 @@ from fxremat.planner.places import (
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbers:
+    """What of a step is not the same at every size; shapes as in :class:`At`."""
+
+    nbytes: Ints
+    workspace: Ints
+    forward_s: Floats
+    backward_s: Floats
+    once_s: Floats
+
+    @staticmethod
+    def of(
+        measured: Measured,
+        options: Options,
+        number: Mapping[fx.Node, int],
+    ) -> Numbers:
+        """Those of a measured line."""
+        return Numbers(
+            np.array(measured.line.joint.storages.nbytes, dtype=np.int64),
+            _workspace(measured, number),
+            np.array([s.forward_s for s in measured.stages]),
+            np.array([s.backward_s for s in measured.stages]),
+            _once_s(measured.line, options, tuple(number)),
+        )
+
+
 @dataclass(slots=True)
 class Step:
     """A measured line as numbers, with room to work in: not for two threads at once.
@@ -42,6 +68,7 @@ class Step:
         nodes: by number.
         storages: of the value of each forward node.
         around: the surroundings that ``data`` holds now.
+        numbers: those of ``data`` and ``seconds`` that are of one size.
     """
 
     data: Ints
@@ -50,7 +77,28 @@ class Step:
     number: dict[fx.Node, int]
     nodes: tuple[fx.Node, ...]
     storages: tuple[tuple[int, ...], ...]
+    numbers: Numbers
     around: object = None
+
+    def load(self, numbers: Numbers) -> None:
+        """Work at another size from now on. Blocks are the same there, what they do is not."""
+        from fxremat.planner.extract import resize  # noqa: PLC0415
+
+        if numbers is self.numbers:
+            return
+        self.numbers = numbers
+        for place, integers in (
+            (self.at.nbytes, numbers.nbytes),
+            (self.at.workspace, numbers.workspace.ravel()),
+        ):
+            self.data[place : place + integers.size] = integers
+        for place, seconds in (
+            (self.at.forward_s, numbers.forward_s),
+            (self.at.backward_s, numbers.backward_s),
+            (self.at.once_s, numbers.once_s.ravel()),
+        ):
+            self.seconds[place : place + seconds.size] = seconds
+        resize(self.data, self.seconds, self.at)
 
     def grow(self) -> None:
         """Twice the room for blocks."""
@@ -127,15 +175,13 @@ def step_of(measured: Measured, options: Options) -> Step:
     line = measured.line
     number = numbering(line)
     nodes = tuple(number)
+    numbers = Numbers.of(measured, options, number)
     layout = _Layout()
     _put_nodes(layout, line, number)
-    _put_stages(layout, measured, number, options)
+    _put_stages(layout, line, number, options)
     _put_operations(layout, line, number)
-    layout.put(
-        workspace=_workspace(measured, number),
-        longest=_longest_blocks(line),
-    )
-    layout.put_seconds(once_s=_once_s(line, options, nodes))
+    _put_numbers(layout, numbers)
+    layout.put(longest=_longest_blocks(line))
     counts = {
         "stages": len(line.stages),
         "nodes": len(nodes),
@@ -149,7 +195,7 @@ def step_of(measured: Measured, options: Options) -> Step:
     at = At(**layout.places, **counts)
     data[at.counts + TOP], data[at.counts + ROOM] = at.arena, data.size
     storages = tuple(line.joint.storages.of_node[n] for n in nodes[: at.forward_count])
-    return Step(data, seconds, at, number, nodes, storages)
+    return Step(data, seconds, at, number, nodes, storages, numbers)
 
 
 def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
@@ -190,16 +236,12 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
         draws=(n in forward and rng.draws(n) for n in nodes),
         is_view=(n in line.views for n in nodes),
         given=(n in outside for n in nodes),
-        nbytes=table.nbytes,
         never_freed=(s in never_freed for s in range(len(table.nbytes))),
     )
 
 
-def _put_stages(
-    layout: _Layout, measured: Measured, number: dict[fx.Node, int], options: Options
-) -> None:
-    """The stages' operations, seconds, save options and sums."""
-    line = measured.line
+def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], options: Options) -> None:
+    """The stages' operations, save options and sums."""
     forward = np.cumsum([0, *(len(s.forward) for s in line.stages)])
     backward = np.cumsum([forward[-1], *(len(s.backward) for s in line.stages)])
     sums = sorted(line.sums, key=lambda n: line.order[n])
@@ -220,12 +262,14 @@ def _put_stages(
         sum_stages=(sorted(line.sums[n]) for n in sums),
     )
     forward_s = np.zeros(forward[-1])
+    layout.put_seconds(block_s=np.zeros(TABLE), again_s=forward_s, gained_s=forward_s)
+
+
+def _put_numbers(layout: _Layout, numbers: Numbers) -> None:
+    """What is not the same at every size."""
+    layout.put(nbytes=numbers.nbytes, workspace=numbers.workspace)
     layout.put_seconds(
-        forward_s=np.array([s.forward_s for s in measured.stages]),
-        backward_s=np.array([s.backward_s for s in measured.stages]),
-        block_s=np.zeros(TABLE),
-        again_s=forward_s,
-        gained_s=forward_s,
+        forward_s=numbers.forward_s, backward_s=numbers.backward_s, once_s=numbers.once_s
     )
 
 
@@ -325,7 +369,7 @@ def _count_reads(nodes: Iterable[fx.Node]) -> int:
     return sum(len(node.all_input_nodes) for node in nodes)
 
 
-def _workspace(measured: Measured, number: dict[fx.Node, int]) -> Ints:
+def _workspace(measured: Measured, number: Mapping[fx.Node, int]) -> Ints:
     found = np.full((3, len(number)), UNKNOWN, dtype=np.int64)
     nodes = tuple(measured.line.joint.module.graph.nodes)
     for index, mode, nbytes in measured.costs.workspace_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.sizes import Values, layouts_of, number_at
 from fxremat.passes.joint.storage import StorageTable, allocated_bytes
 from fxremat.units import Counted
 
@@ -74,9 +76,21 @@ class Caller:
 
 
 def surroundings_of(
-    joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], caller: Caller
+    joint: JointGraph,
+    real: Mapping[fx.Node, torch.Tensor],
+    caller: Caller,
+    *,
+    values: Values | None = None,
 ) -> Surroundings:
-    """Add up what is held around the graphs."""
+    """Add up what is held around the graphs.
+
+    Args:
+        joint: the step, its storages as large as they are at the size that is meant.
+        real: values of primals, where known.
+        caller: what is needed beside the step.
+        values: the size that is meant; that of the capture if None.
+    """
+    sizes = joint.sizes.named(joint.sizes.hints if values is None else values)
     table = joint.storages
     tangents = _each(table, table.of(joint.tangents))
     loss_bytes = caller.loss_bytes
@@ -94,7 +108,7 @@ def surroundings_of(
         given_bytes=sum(given) + caller.reserve_bytes,
         turn_bytes=max(loss_bytes, sum(tangents)),
         tangent_bytes=sum(tangents),
-        end_bytes=_largest_copied_gradient(joint),
+        end_bytes=_largest_copied_gradient(joint, sizes),
         device=joint.device,
         given_each_bytes=given,
         tangent_each_bytes=tangents,
@@ -131,6 +145,13 @@ def _unread_bytes(
             yield allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
 
 
+def _tensor_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
+    """Of the elements of a tensor, whatever its storage."""
+    (layout,), value = layouts_of(node), node.meta["val"]
+    elements = math.prod(number_at(n, sizes) for n in layout.shape)
+    return allocated_bytes(elements * value.element_size(), value.device)
+
+
 def _unread_gradient_bytes(real: Mapping[fx.Node, torch.Tensor], caller: Caller) -> Iterator[int]:
     """Of each gradient that is there before the step, of what the step does not read."""
     read = {id(tensor) for tensor in real.values()}
@@ -152,15 +173,14 @@ def own_gradients(joint: JointGraph) -> frozenset[int]:
     )
 
 
-def _largest_copied_gradient(joint: JointGraph) -> int:
+def _largest_copied_gradient(joint: JointGraph, sizes: Mapping[str, int]) -> int:
     """Autograd copies a gradient whose strides are not its parameter's, one at a time."""
     largest = 0
     for primal, gradient in zip(joint.primals, joint.backward_outputs, strict=True):
         if isinstance(gradient, fx.Node):
             wanted, made = primal.meta["val"], gradient.meta["val"]
             if wanted.stride() != made.stride() or _is_shared(joint, gradient):
-                nbytes = made.numel() * made.element_size()
-                largest = max(largest, allocated_bytes(nbytes, made.device))
+                largest = max(largest, _tensor_bytes(gradient, sizes))
     return largest
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import linecache
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, groupby
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.passes.joint.sizes import MODULES, names_in
 
 GROUP = "fxremat_group"
 """Metadata of a value: the list it belongs to in the code; of a call: its parameters'."""
@@ -26,6 +28,9 @@ PRIMALS = "primals"
 
 ARENA = "ARENA"
 """A step's host memory in the code: its number is another in each process."""
+
+FOLLOWS = "fxremat_follows"
+"""Metadata of a module: its code names sizes, which it finds among its globals."""
 
 _serial = count()
 
@@ -46,33 +51,103 @@ class ScheduleModule(torch_compat.GraphOfModules):
 
     def calls(self) -> Iterator[tuple[str, torch_compat.BoxedCallable]]:
         """Each submodule's name, and what its calls run."""
+        for name, stage in self.stages():
+            yield name, stage.forward
+
+    def stages(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Each submodule by the names that the code calls it; one may have several."""
         for name, stage in self._modules.items():
             assert stage is not None
-            yield name, stage.forward
+            yield name, stage
 
     def call_by(self, name: str, run: torch_compat.BoxedCallable) -> None:
         """Have the code's calls of submodule ``name`` made by ``run``."""
         type(self).forward.__globals__[name] = run
 
+    def at(self, names: Mapping[str, int]) -> SizedSchedule:
+        """The same graph at other sizes; microseconds for each stage.
+
+        Args:
+            names: of sizes in the code, and their values; those of the capture for all others.
+        """
+        return SizedSchedule(self, names)
+
     def recompile(self) -> Any:
         """Write the code anew after a change of the graph."""
-        python_code = super().recompile()
         source = render(self.graph)
         file_name = f"<fxremat {next(_serial)}>"
         scope: dict[str, Any] = {"inf": float("inf"), "nan": float("nan"), "torch": torch}
-        scope |= {_bare_name(n): n.target for n in self.graph.nodes if _is_transfer(n)}
         scope["device"] = torch.device
-        for node in filter(_opens_arena, self.graph.nodes):
-            scope[ARENA] = node.args[0]
+        for node in self.graph.nodes:
+            if _is_transfer(node):
+                scope[_bare_name(node)] = node.target
+            if _is_transfer(node) or node.op == "output":
+                scope |= _names_at(node)
+            if _opens_arena(node):
+                scope[ARENA] = node.args[0]
         exec(compile(source, file_name, "exec"), scope)
         # Tracebacks show the emitted lines.
         linecache.cache[file_name] = (len(source), None, source.splitlines(True), file_name)
-        type(self).forward = scope["forward"]
-        self._code = source
+        self.take_code(source, scope["forward"])
         # Its forward, found at once: calling a module takes microseconds, for hooks of nobody.
         for name, call in self.calls():
             self.call_by(name, call)
-        return python_code
+
+
+class SizedSchedule:
+    """A :class:`ScheduleModule` at other sizes: the code is the same, its globals are its own.
+
+    Args:
+        module: at the sizes of the capture.
+        names: of sizes in the code, and their values.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, module: ScheduleModule, names: Mapping[str, int]) -> None:
+        self._runs = {
+            name: _sized(stage, names, {}) if _follows(stage) else stage.forward
+            for name, stage in module.stages()
+        }
+        self.code: str = module.code
+        self.forward: torch_compat.BoxedCallable = _sized(module, names, self._runs)
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run the graph; ``args`` is emptied."""
+        return self.forward(args)
+
+    def calls(self) -> Iterator[tuple[str, torch_compat.BoxedCallable]]:
+        """As of the module."""
+        yield from self._runs.items()
+
+    def call_by(self, name: str, run: torch_compat.BoxedCallable) -> None:
+        """As of the module."""
+        self.forward.__globals__[name] = run
+
+
+def _follows(stage: torch.nn.Module) -> bool:
+    return isinstance(stage, fx.GraphModule) and FOLLOWS in stage.meta
+
+
+def _sized(
+    module: torch.nn.Module,
+    names: Mapping[str, int],
+    runs: Mapping[str, torch_compat.BoxedCallable],
+) -> torch_compat.BoxedCallable:
+    """The forward of ``module`` with other globals."""
+    function: Any = type(module).forward
+    scope = {**function.__globals__, **names, **runs}
+    return MethodType(FunctionType(function.__code__, scope, function.__name__), module)
+
+
+def _names_of(graph: fx.Graph) -> dict[str, Any]:
+    """What sizes in the arguments of ``graph`` name; nothing where there are none."""
+    return {name: x for node in graph.nodes for name, x in _names_at(node).items()}
+
+
+def _names_at(node: fx.Node) -> dict[str, Any]:
+    names = names_in((node.args, node.kwargs))
+    return {**MODULES, **names} if names else {}
 
 
 def render(graph: fx.Graph) -> str:
@@ -315,6 +390,14 @@ def _wrap(head: str, items: str, tail: str) -> list[str]:
 
 
 def compile_graph(graph: fx.Graph) -> fx.GraphModule:
-    """A module that takes its inputs in one list and frees each after its last use."""
+    """A module that takes its inputs in one list and frees each after its last use.
+
+    Where its operations follow the sizes of the step it runs at those of the capture.
+    """
     torch_compat.boxed_code(graph)
-    return fx.GraphModule(torch.nn.Module(), graph)
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    names = _names_of(graph)
+    if names:
+        type(module).forward.__globals__.update(names)
+        module.meta[FOLLOWS] = tuple(names)
+    return module

@@ -13,7 +13,8 @@ from torch import fx
 from fxremat.ir import Backward, Keep
 from fxremat.passes.emit.code import COMMENT, GROUP, ScheduleModule, compile_graph
 from fxremat.passes.emit.program import Call, Program
-from fxremat.passes.emit.travel import Move, Travel
+from fxremat.passes.emit.travel import HOST_BYTES, Move, Travel, bytes_name, slot_name
+from fxremat.passes.joint.sizes import Size, layouts_of
 from fxremat.passes.stages.block import Block, Mode, build_graph
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.signature import Key, block_key
@@ -26,13 +27,16 @@ class BlockModules:
     """One module for each distinct block: identical stages share theirs."""
 
     modules: dict[Key, fx.GraphModule] = field(default_factory=dict)
+    known: dict[int, tuple[Block, fx.GraphModule]] = field(default_factory=dict)
 
     def of(self, block: Block, line: Line) -> fx.GraphModule:
         """The module that runs ``block``."""
-        key = block_key(block, line.joint.storages)
-        if key not in self.modules:
-            self.modules[key] = compile_graph(build_graph(block))
-        return self.modules[key]
+        if id(block) not in self.known:  # the entry keeps the block, so its id, alive
+            key = block_key(block, line.joint.storages)
+            if key not in self.modules:
+                self.modules[key] = compile_graph(build_graph(block))
+            self.known[id(block)] = block, self.modules[key]
+        return self.known[id(block)][1]
 
 
 def rewrite(
@@ -134,7 +138,7 @@ class _Writer:
         self._host = self._graph.create_node(
             "call_function",
             torch.ops.fxremat.open_arena.default,
-            (travel.arena, travel.nbytes),
+            (travel.arena, self._number(HOST_BYTES, travel.nbytes)),
             name="host",
         )
         self._describe_host(travel)
@@ -185,7 +189,7 @@ class _Writer:
 
     def _run(self, target: Callable[..., object], move: Move, comment: str) -> None:
         value = self._values[move.nodes[0]]
-        offset = self._travel.offsets[move.storage]
+        offset = self._offset(move)
         node = self._graph.call_function(target, (value, self._host, offset))
         node.meta["val"] = None
         node.meta[COMMENT] = comment
@@ -201,11 +205,11 @@ class _Writer:
 
     def _prefetch(self, move: Move) -> None:
         value = move.nodes[0].meta["val"]
-        offset = self._travel.offsets[move.storage]
+        nbytes = self._number(bytes_name(move.storage), move.nbytes)
         back = self._graph.create_node(
             "call_function",
             torch.ops.fxremat.prefetch.default,
-            (self._host, offset, move.nbytes, value.device),
+            (self._host, self._offset(move), nbytes, value.device),
             name=f"{self._value_name(move.nodes[0])}_bytes",
         )
         back.meta["val"] = value.new_empty(move.nbytes, dtype=torch.uint8)
@@ -217,12 +221,19 @@ class _Writer:
         waiting = self._graph.call_function(torch.ops.fxremat.wait.default, (memory,))
         waiting.meta["val"] = None
         for node in move.nodes:
-            value = node.meta["val"]
-            place = (value.dtype, [*value.shape], [*value.stride()], value.storage_offset())
+            value, (layout,) = node.meta["val"], layouts_of(node)
+            place = (value.dtype, [*layout.shape], [*layout.stride], layout.offset)
             self._values[node] = self._graph.create_node(
                 "call_function", tensor_in, (memory, *place), name=self._value_name(node)
             )
             self._values[node].meta["val"] = value
+
+    def _offset(self, move: Move) -> int:
+        return self._number(slot_name(move.storage), self._travel.offsets[move.storage])
+
+    def _number(self, name: str, value: int) -> int:
+        """``value``, under a name in the code where it follows the sizes of the step."""
+        return Size.named(name, value) if self._line.joint.sizes else value
 
     def _value_name(self, node: fx.Node) -> str:
         """Boundaries are x, what a stage keeps is kept; the rest goes by its own name."""

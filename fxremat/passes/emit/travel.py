@@ -49,3 +49,26 @@ class Travel:
     offsets: dict[int, int]
     nbytes: int
     arena: int
+
+    def names(self) -> dict[str, int]:
+        """What the code of a step that follows its sizes calls these numbers, and what they are.
+
+        For the same moves at other sizes the code needs no more than these.
+        """
+        slots = {slot_name(storage): offset for storage, offset in self.offsets.items()}
+        sizes = {bytes_name(move.storage): move.nbytes for move in self.moves}
+        return {**slots, **sizes, HOST_BYTES: self.nbytes}
+
+
+HOST_BYTES = "HOST_BYTES"
+"""Of the step's host memory, in code that follows sizes."""
+
+
+def slot_name(storage: int) -> str:
+    """Where a storage lies in it."""
+    return f"SLOT{storage}"
+
+
+def bytes_name(storage: int) -> str:
+    """How large a storage is."""
+    return f"BYTES{storage}"

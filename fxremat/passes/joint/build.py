@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -13,6 +14,7 @@ from fxremat.errors import CaptureError, GraphError
 from fxremat.passes.joint import batchnorm, invert, rng
 from fxremat.passes.joint.duplicates import merge_duplicates
 from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.sizes import Sizes, describe_like
 from fxremat.passes.joint.storage import build_storage_table
 
 
@@ -22,6 +24,7 @@ def build_joint_graph(
     forward_output_count: int,
     mutated_primals: Sequence[int],
     exact: bool = True,
+    sizes: Sizes | None = None,
 ) -> JointGraph:
     """Take over AOTAutograd's joint graph.
 
@@ -31,8 +34,10 @@ def build_joint_graph(
         mutated_primals: indices of the primals that the forward mutates.
         exact: every value is computed as it was traced; else inputs of norms may be rebuilt
             from outputs, see :mod:`fxremat.passes.joint.invert`.
+        sizes: what the graph follows, as settling it has told.
 
-    Requires: ``module`` is functional with static shapes.
+    Requires: ``module`` is functional; one with symbols in place of sizes was settled
+        (:func:`fxremat.passes.joint.sizes.settle`).
     Ensures: ``detach`` is gone, equal operations are one, values of an operation directly
         follow it, every operation is forward or backward, no forward operation reads a
         backward one.
@@ -63,7 +68,7 @@ def build_joint_graph(
         joint = _classify(owner, forward_output_count, mutated_primals)
     graph.lint()
     _verify(joint)
-    return joint
+    return replace(joint, sizes=sizes or Sizes())
 
 
 def _check_static(graph: fx.Graph) -> None:
@@ -153,7 +158,8 @@ def _keep_old_values(
         if readers:
             with graph.inserting_after(primals[-1]):
                 old = graph.call_function(torch.ops.aten.clone.default, (primal,))
-            old.meta.update(val=primal.meta["val"].clone(), partitioner_tag="is_forward")
+            describe_like(old, primal, primal.meta["val"].clone())
+            old.meta["partitioner_tag"] = "is_forward"
             for user in readers:
                 user.replace_input_with(primal, old)
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.passes.joint.sizes import LAYOUTS, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class _Writer:
             # Numbers differ from process to process, equal ones do not.
             "" if number is None else str(self._numbers.setdefault(number, len(self._numbers))),
             str(torch_compat.is_backward_node(node)),
+            *map(repr, node.meta.get(LAYOUTS, ())),
         )
         return f"{target} {sources}", repr(whole)
 
@@ -123,6 +125,8 @@ def written(
         return f"slice{written(parts, node, tensor)}"
     if isinstance(value, float):
         return value.hex()
+    if isinstance(value, Size):
+        return f"{int(value)} as {value}"
     if value is None or isinstance(value, (bool, int, str)):
         return repr(value)
     return f"{type(value).__name__} {value}"  # a dtype, a device, a layout, a memory format

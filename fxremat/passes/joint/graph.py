@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
+from fxremat.passes.joint.sizes import Sizes
 from fxremat.passes.joint.storage import StorageTable, tensors_of
 
 
@@ -22,11 +23,12 @@ class JointGraph:
         forward, backward: operations in graph order; the outputs of an operation with
             several (``getitem`` nodes) follow it directly.
         forward_outputs: what the forward returns: new values of mutated inputs, then
-            the model's outputs. Each a node or a plain value.
+            the model's outputs. Each a node or a plain value, which may be a ``Size``.
         backward_outputs: the gradient of each primal, or None.
         mutated: primals whose new value is among ``forward_outputs``; their old value
             is gone once the forward has returned.
         storages: who shares memory with whom.
+        sizes: what the graph follows, where its sizes are not the same in every call.
     """
 
     module: fx.GraphModule
@@ -39,6 +41,7 @@ class JointGraph:
     backward_outputs: tuple[object, ...]
     mutated: frozenset[fx.Node]
     storages: StorageTable
+    sizes: Sizes = field(default_factory=Sizes)
 
     @property
     def given(self) -> frozenset[fx.Node]:

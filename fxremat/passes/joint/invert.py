@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint import batchnorm
+from fxremat.passes.joint.sizes import describe_like
 from fxremat.runtime.inverse import invert_batch_norm
 
 aten = torch.ops.aten
@@ -54,8 +55,8 @@ def rebuild_norm_inputs(graph: fx.Graph) -> bool:
         arguments = (pair.activation, *scale_and_shift, pair.mean, pair.rstd, slope)
         with graph.inserting_after(pair.activation):
             rebuilt = graph.call_function(INVERSE, arguments)
-        value = torch.empty_like(pair.source.meta["val"])
-        rebuilt.meta.update(val=value, partitioner_tag="is_forward")
+        describe_like(rebuilt, pair.source, torch.empty_like(pair.source.meta["val"]))
+        rebuilt.meta["partitioner_tag"] = "is_forward"
         for backward in pair.backwards:
             backward.replace_input_with(pair.source, rebuilt)
     return bool(found)

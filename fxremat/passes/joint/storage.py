@@ -10,6 +10,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError
+from fxremat.passes.joint.sizes import layouts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,15 @@ class StorageTable:
         owner: the first node, in graph order, whose value lies in the storage.
         of_node: ids of the storages that a node's value lies in (several for a node
             that returns a tuple; none for numbers and None).
+        asked_bytes: what each is asked of the allocator with, and how it follows the sizes.
+        granule_bytes: what the allocator rounds each up to.
     """
 
     nbytes: tuple[int, ...]
     owner: tuple[fx.Node, ...]
     of_node: dict[fx.Node, tuple[int, ...]]
+    asked_bytes: tuple[int, ...] = ()
+    granule_bytes: tuple[int, ...] = ()
 
     def total(self, ids: Iterable[int]) -> int:
         """Bytes of the distinct storages among ``ids``."""
@@ -63,9 +68,13 @@ def allocated_bytes(nbytes: int, device: torch.device) -> int:
     The CUDA caching allocator rounds requests up to 512 bytes. A cached block may be larger:
     that depends on what was asked for before (``planner.allocations``).
     """
-    if device.type == "cuda":
-        return -(-nbytes // 512) * 512
-    return nbytes
+    granule = granule_of(device)
+    return -(-nbytes // granule) * granule
+
+
+def granule_of(device: torch.device) -> int:
+    """Bytes that the device's allocator rounds requests up to."""
+    return 512 if device.type == "cuda" else 1
 
 
 def build_storage_table(graph: fx.Graph) -> StorageTable:
@@ -78,12 +87,13 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
         CaptureError: a tensor is sparse.
     """
     ids: dict[int, int] = {}
-    sizes: list[int] = []
+    asked: list[int] = []
+    granules: list[int] = []
     owner: list[fx.Node] = []
     of_node: dict[fx.Node, tuple[int, ...]] = {}
     for node in graph.nodes:
         found = []
-        for tensor in tensors_of(node):
+        for index, tensor in enumerate(tensors_of(node)):
             if tensor.layout is not torch.strided:
                 raise CaptureError(
                     f"{node.name} ({node.target}) is a tensor of layout {tensor.layout}, whose "
@@ -91,9 +101,11 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
                 )
             key = torch_compat.storage_key(tensor)
             if key not in ids:
-                ids[key] = len(sizes)
-                sizes.append(allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device))
+                ids[key] = len(asked)
+                asked.append(layouts_of(node)[index].storage_bytes)
+                granules.append(granule_of(tensor.device))
                 owner.append(node)
             found.append(ids[key])
         of_node[node] = tuple(dict.fromkeys(found))
-    return StorageTable(tuple(sizes), tuple(owner), of_node)
+    sizes = (-(-int(n) // granule) * granule for n, granule in zip(asked, granules, strict=True))
+    return StorageTable(tuple(sizes), tuple(owner), of_node, tuple(asked), tuple(granules))

@@ -1,0 +1,138 @@
+"""The search of a step at another size: the decisions that are known, evaluated there.
+
+Which operations run, and in which order, is the same at every size; what they take is not. So
+what was found for one size is a good start for any other: the decisions are evaluated with the
+other size's numbers, those that can matter within the budget, and local search sets out from
+the best few. Nothing is solved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from fxremat.costs.cost import Measured
+from fxremat.planner.allocations import Allocations
+from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.footprint import Footprints
+from fxremat.planner.pool import Candidate, Pool
+from fxremat.planner.search import Search
+from fxremat.planner.surroundings import Surroundings
+
+SPREAD = 32
+"""Members that are evaluated whatever the budget, evenly over all."""
+
+LOWEST = 8
+"""More of them, of the least peaks: which is the least may change with the size."""
+
+NEAR = 8
+"""More of them on either side of where the budget lies: peaks do not keep their order."""
+
+CLIMBS = 2
+"""Of those that fit, the fastest so many are where local search sets out from."""
+
+
+def search_at(
+    search: Search, measured: Measured, surroundings: Surroundings, *, budget_bytes: int
+) -> Search:
+    """``search`` at another size.
+
+    Args:
+        search: of the size of the capture.
+        measured: of the other size, ``search.measured.at(costs)``.
+        surroundings: at the other size.
+        budget_bytes: what the peak may reach there.
+
+    Returns the same with the candidates that can matter within the budget; the least among
+    those known, and some for any other budget. It does not know what no schedule can do better
+    than, and generators that are asked for more schedules go by the size of the capture.
+
+    Only one of all searches of a step can be asked at a time.
+    """
+    evaluator = search.evaluator.at(measured, surroundings)
+    members = _Members(evaluator, search.pool.members)
+    allocations = Allocations(
+        Footprints(measured.line, measured.workspace_bytes),
+        surroundings,
+        search.allocations.settings,
+        search.allocations.budget_on,
+    )
+    baseline = members.at(len(members.known) - 1)
+    if baseline.peak_bytes > budget_bytes or allocations.settings is not None:
+        members.around(budget_bytes)
+    found = members.evaluated
+    solved = Pool.of(baseline, found)
+    fitting = [c for c in solved.members if c.peak_bytes <= budget_bytes and c is not baseline]
+    for start in reversed(fitting[-CLIMBS:]) if baseline.peak_bytes > budget_bytes else ():
+        found += evaluator.climb(start, limit_bytes=budget_bytes)
+    pool = Pool.of(baseline, found)
+    return replace(
+        search,
+        measured=measured,
+        setting=replace(
+            search.setting,
+            line=measured.line,
+            surroundings=surroundings,
+            kept=evaluator.evaluation(baseline),
+        ),
+        evaluator=evaluator,
+        relaxation=None,
+        solved=solved,
+        pool=pool,
+        alone=(pool,),
+        allocations=allocations,
+    )
+
+
+def least_bytes_at(search: Search, measured: Measured, surroundings: Surroundings) -> int:
+    """The least peak at another size of what is known; as requests are asked for.
+
+    Args:
+        search: of the size of the capture.
+        measured: of the other size, ``search.measured.at(costs)``.
+        surroundings: at the other size.
+    """
+    evaluator = search.evaluator.at(measured, surroundings)
+    members = _Members(evaluator, search.pool.members)
+    lowest = (members.at(i) for i in range(min(LOWEST, len(members.known))))
+    return min(c.peak_bytes for c in (*lowest, members.at(len(members.known) - 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """Members of a pool, evaluated at another size where they are asked for."""
+
+    evaluator: Evaluator
+    known: tuple[Candidate, ...]
+    found: dict[int, Candidate] = field(default_factory=dict)
+
+    @property
+    def evaluated(self) -> list[Candidate]:
+        """Those that were asked for."""
+        return list(self.found.values())
+
+    def at(self, index: int) -> Candidate:
+        """One of them."""
+        if index not in self.found:
+            member = self.known[index]
+            self.found[index] = self.evaluator.candidate(member.codes, member.held)
+        return self.found[index]
+
+    def around(self, budget_bytes: int) -> None:
+        """Ask for those that can matter within a budget."""
+        last = len(self.known) - 1
+        self._ask(range(LOWEST))
+        self._ask(last * i // (SPREAD - 1) for i in range(SPREAD))
+        low, high = 0, last  # the first that does not fit, were their peaks in order
+        while low < high:
+            middle = (low + high) // 2
+            if self.at(middle).peak_bytes <= budget_bytes:
+                low = middle + 1
+            else:
+                high = middle
+        self._ask(range(low - NEAR, low + NEAR))
+
+    def _ask(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if 0 <= index < len(self.known):
+                self.at(index)

@@ -1,0 +1,106 @@
+"""A search at another size: what it says holds there."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from fxremat.costs.cost import Measured
+from fxremat.costs.options import find_options
+from fxremat.costs.scaled import Anchor, ScaledCosts
+from fxremat.ir.coded import coded
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.resized import least_bytes_at, search_at
+from fxremat.planner.search import Search
+from fxremat.planner.surroundings import Caller, surroundings_of
+from tests.harness import bare, random_schedule, search_quickly, silent
+from tests.sized import AtSize, at_size, symbolic
+
+SIZES = [("gpt", (3, 24), (5, 17)), ("gpt", (3, 24), (2, 64)), ("unet", (3, 32, 64), (2, 64, 32))]
+
+each_size = pytest.mark.parametrize(("name", "hints", "sizes"), SIZES)
+
+
+@functools.cache
+def search_of(name: str, hints: tuple[int, ...]) -> Search:
+    """At the size of the capture."""
+    step = symbolic(name, hints)
+    with pytest.MonkeyPatch.context() as patch:
+        search_quickly(patch)
+        return Search.over(step.estimated, step.blocks, bare(step.joint), progress=silent)
+
+
+def resized(at: AtSize, search: Search, budget_bytes: int) -> Search:
+    measured = search.measured.at(at.costs)
+    return search_at(search, measured, bare(measured.line.joint), budget_bytes=budget_bytes)
+
+
+@each_size
+def test_evaluations_are_those_of_the_line_at_that_size(name, hints, sizes):
+    at = at_size(name, hints, sizes)
+    there = Measured.of(at.line, at.costs)
+    blocks = BlockCache(at.line)
+    surroundings = bare(there.line.joint)
+    truth = Evaluator.of(there, blocks, find_options(there, blocks), surroundings)
+    own = search_of(name, hints).evaluator
+    other = own.at(search_of(name, hints).measured.at(at.costs), surroundings)
+    for seed in range(8):
+        codes = coded(random_schedule(len(at.line.stages), seed))
+        before = own.candidate(codes)
+        mine, wanted = other.candidate(codes), truth.candidate(codes)
+        assert mine.peak_bytes == wanted.peak_bytes
+        assert mine.total_s == pytest.approx(wanted.total_s, rel=1e-9)
+        after = own.candidate(codes)
+        assert (after.peak_bytes, after.total_s) == (before.peak_bytes, before.total_s)
+
+
+@each_size
+def test_what_is_found_takes_what_is_said(name, hints, sizes):
+    at, search = at_size(name, hints, sizes), search_of(name, hints)
+    whole = resized(at, search, 1 << 60)
+    low, high = whole.least_bytes, whole.baseline.peak_bytes
+    for budget_bytes in (low, (2 * low + high) // 3, (low + high) // 2, high):
+        found = resized(at, search, budget_bytes)
+        chosen = found.fastest_within(budget_bytes)
+        assert chosen.peak_bytes <= budget_bytes
+        assert at.peak_bytes(found.evaluator.program(chosen)) == chosen.peak_bytes
+        assert (chosen is found.baseline) == (budget_bytes >= high)
+        assert not found.evaluator.evaluation(chosen).peak_bytes > budget_bytes
+
+
+@each_size
+def test_it_is_no_slower_than_any_that_is_known(name, hints, sizes):
+    at, search = at_size(name, hints, sizes), search_of(name, hints)
+    low, high = search.least_bytes, search.baseline.peak_bytes
+    for share in (0.1, 0.4, 0.8):
+        whole = resized(at, search, 1 << 60)
+        low, high = whole.least_bytes, whole.baseline.peak_bytes
+        budget_bytes = int(low + share * (high - low))
+        found = resized(at, search, budget_bytes)
+        known = [found.evaluator.candidate(c.codes, c.held) for c in search.pool.members]
+        fitting = [c.total_s for c in known if c.peak_bytes <= budget_bytes]
+        assert found.fastest_within(budget_bytes).total_s <= 1.02 * min(fitting)
+
+
+@each_size
+def test_the_least_is_known_without_a_budget(name, hints, sizes):
+    at, search = at_size(name, hints, sizes), search_of(name, hints)
+    measured = search.measured.at(at.costs)
+    least = least_bytes_at(search, measured, bare(measured.line.joint))
+    nothing_fits = resized(at, search, least - 1)
+    assert nothing_fits.least_bytes == least
+    assert resized(at, search, least).fastest_within(least).peak_bytes == least
+
+
+def test_surroundings_follow_the_size():
+    step, at = symbolic("gpt", (3, 24)), at_size("gpt", (3, 24), (5, 17))
+    anchor = Anchor(step.joint.sizes.hints, step.measured.costs)
+    costs = ScaledCosts.of(step.line, step.blocks, [anchor]).at(at.values)
+    joint = step.measured.at(costs).line.joint
+    for caller in (Caller(), Caller(loss_bytes=0, accumulate=True, reserve_bytes=7)):
+        found = surroundings_of(joint, {}, caller, values=at.values)
+        assert found == surroundings_of(at.line.joint, {}, caller)
+        assert found == surroundings_of(at.static.joint, {}, caller)
+        assert found != surroundings_of(step.joint, {}, caller)
