@@ -150,7 +150,7 @@ def boxed_code(graph: fx.Graph) -> None:
 
 
 class GraphOfModules(fx.GraphModule):
-    """A graph that calls graphs, whose code is not torch's: theirs stays when it is written anew."""
+    """A graph that calls graphs, whose code is not torch's. Theirs stays as it is."""
 
     def take_code(self, source: str, forward: Callable[..., Any]) -> None:
         """Run ``forward``, whose source is ``source``, from now on."""

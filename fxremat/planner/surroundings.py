@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -159,21 +160,14 @@ def _existing_gradient_bytes(
 def _largest_copied_gradient(joint: JointGraph, sizes: Mapping[str, int]) -> int:
     """Autograd copies a gradient whose strides are not its parameter's, one at a time."""
     largest = 0
+    of_node = joint.storages.of_node
+    times = Counter(of_node[n] for n in joint.backward_outputs if isinstance(n, fx.Node))
     for primal, gradient in zip(joint.primals, joint.backward_outputs, strict=True):
         if isinstance(gradient, fx.Node):
             wanted, made = primal.meta["val"], gradient.meta["val"]
-            if wanted.stride() != made.stride() or _is_shared(joint, gradient):
+            # Autograd cannot take over what others share, nor a part of a storage.
+            shared = times[of_node[gradient]] > 1
+            part = made.untyped_storage().nbytes() > made.numel() * made.element_size()
+            if wanted.stride() != made.stride() or shared or part:
                 largest = max(largest, _tensor_bytes(gradient, sizes))
     return largest
-
-
-def _is_shared(joint: JointGraph, gradient: fx.Node) -> bool:
-    """Whether autograd cannot take the tensor over: others lie in its storage, or it is a part."""
-    table = joint.storages
-    storage = table.of_node[gradient]
-    sharing = [
-        n for n in joint.backward_outputs if isinstance(n, fx.Node) and table.of_node[n] == storage
-    ]
-    value = gradient.meta["val"]
-    part = value.untyped_storage().nbytes() > value.numel() * value.element_size()
-    return len(sharing) > 1 or part
