@@ -51,7 +51,12 @@ class CompiledModule(nn.Module):
         self.__dict__["_compiler"] = compiler
         self.__dict__["_unused"] = unused
         captured = Detaching(original, unused) if unused else original
-        self.__dict__["_whole"] = torch_compat.compile_whole(captured, compiler, dynamic=dynamic)
+        # The first sizes are captured as numbers, all others as symbols: at once, not as each of
+        # them is seen to change.
+        whole = torch_compat.compile_whole
+        self.__dict__["_whole"] = whole(captured, compiler, dynamic=bool(dynamic))
+        self.__dict__["_later"] = whole(captured, compiler, dynamic=dynamic is not False)
+        self.__dict__["_first"] = None
         # Dynamo keeps compiled code for longer than this module lives.
         weakref.finalize(self, compiler.close).atexit = False
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -130,7 +135,7 @@ class CompiledModule(nn.Module):
         compiler.resident = lambda: _resident(original, args, kwargs)
         try:
             with torch_compat.capture_settings():
-                return self.__dict__["_whole"](*args, **kwargs)
+                return self._captured(args, kwargs)(*args, **kwargs)
         except torch_compat.capture_failures() as error:
             cause = torch_compat.failure_cause(error)
             if isinstance(cause, FxrematError):
@@ -147,6 +152,14 @@ class CompiledModule(nn.Module):
             raise
         finally:
             compiler.resident = tuple  # a batch must not outlive its step
+
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What to call: captured at the first call's sizes, or for all others."""
+        sizes = [x.shape if isinstance(x, torch.Tensor) else x for x in tree_leaves((args, kwargs))]
+        numbers = [x for x in sizes if isinstance(x, (int, torch.Size))]
+        if self.__dict__["_first"] is None:
+            self.__dict__["_first"] = numbers
+        return self.__dict__["_whole" if numbers == self.__dict__["_first"] else "_later"]
 
     def train(self, mode: bool = True) -> CompiledModule:
         """Put the model into training or eval mode."""
