@@ -496,11 +496,16 @@ def capture_failures() -> tuple[type[BaseException], ...]:
     return (TorchDynamoException,)
 
 
-def compile_whole(
-    model: torch.nn.Module, backend: Callable[..., Any], *, dynamic: bool | None
-) -> Any:
-    """``model`` compiled as one graph; ``dynamic`` as of ``torch.compile``."""
-    return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+def compile_whole(model: torch.nn.Module, backend: Callable[..., Any], *, dynamic: bool) -> Any:
+    """``model`` compiled as one graph; ``dynamic``: sizes that vary become symbols."""
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=None if dynamic else False)
+
+
+def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:
+    """Have the next capture take all sizes of ``tensors`` for symbols, where it can."""
+    for tensor in tensors:
+        for dim in range(tensor.dim()):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:

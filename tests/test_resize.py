@@ -10,7 +10,7 @@ from fxremat.passes.joint.sizes import layouts_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
-from tests.harness import run_traced, silent
+from tests.harness import silent
 from tests.sized import AtSize, static, symbolic
 
 
@@ -70,4 +70,3 @@ def test_it_can_be_measured():
     line = resize(step.line, AtSize.of(step, alone).values)
     found = measure_line(line, BlockCache(line), real={}, cache=CostCache(), progress=silent)
     assert found.costs.storage_bytes == line.joint.storages.nbytes
-    assert run_traced(alone).outputs

@@ -73,7 +73,6 @@ def test_what_is_found_takes_what_is_said(name, hints, sizes):
 @each_size
 def test_it_is_no_slower_than_any_that_is_known(name, hints, sizes):
     at, search = at_size(name, hints, sizes), search_of(name, hints)
-    low, high = search.least_bytes, search.baseline.peak_bytes
     for share in (0.1, 0.4, 0.8):
         whole = resized(at, search, 1 << 60)
         low, high = whole.least_bytes, whole.baseline.peak_bytes

@@ -51,11 +51,10 @@ class CompiledModule(nn.Module):
         self.__dict__["_compiler"] = compiler
         self.__dict__["_unused"] = unused
         captured = Detaching(original, unused) if unused else original
-        # The first sizes are captured as numbers, all others as symbols: at once, not as each of
-        # them is seen to change.
-        whole = torch_compat.compile_whole
-        self.__dict__["_whole"] = whole(captured, compiler, dynamic=bool(dynamic))
-        self.__dict__["_later"] = whole(captured, compiler, dynamic=dynamic is not False)
+        self.__dict__["_whole"] = torch_compat.compile_whole(
+            captured, compiler, dynamic=dynamic is not False
+        )
+        self.__dict__["_dynamic"] = dynamic
         self.__dict__["_first"] = None
         # Dynamo keeps compiled code for longer than this module lives.
         weakref.finalize(self, compiler.close).atexit = False
@@ -135,7 +134,8 @@ class CompiledModule(nn.Module):
         compiler.resident = lambda: _resident(original, args, kwargs)
         try:
             with torch_compat.capture_settings():
-                return self._captured(args, kwargs)(*args, **kwargs)
+                self._mark_sizes(args, kwargs)
+                return self.__dict__["_whole"](*args, **kwargs)
         except torch_compat.capture_failures() as error:
             cause = torch_compat.failure_cause(error)
             if isinstance(cause, FxrematError):
@@ -153,13 +153,19 @@ class CompiledModule(nn.Module):
         finally:
             compiler.resident = tuple  # a batch must not outlive its step
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What to call: captured at the first call's sizes, or for all others."""
-        sizes = [x.shape if isinstance(x, torch.Tensor) else x for x in tree_leaves((args, kwargs))]
-        numbers = [x for x in sizes if isinstance(x, (int, torch.Size))]
+    def _mark_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first sizes are captured as numbers, the next as symbols: all of them at once, not
+        each as it is seen to change.
+        """
+        dynamic, compiler = self.__dict__["_dynamic"], self.__dict__["_compiler"]
+        if dynamic is False or any(family.planner.sizes for family in compiler.families):
+            return
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        shapes = [t.shape for t in tensors]
         if self.__dict__["_first"] is None:
-            self.__dict__["_first"] = numbers
-        return self.__dict__["_whole" if numbers == self.__dict__["_first"] else "_later"]
+            self.__dict__["_first"] = shapes
+        if dynamic or shapes != self.__dict__["_first"]:
+            torch_compat.let_sizes_vary(tensors)
 
     def train(self, mode: bool = True) -> CompiledModule:
         """Put the model into training or eval mode."""

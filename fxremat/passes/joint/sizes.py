@@ -373,8 +373,3 @@ class _Settler:
         return Sizes(
             tuple(self.hints), tuple(self.hints.values()), tuple(found[n] for n in self.hints)
         )
-
-
-def is_sized(node: fx.Node) -> bool:
-    """Whether arguments of ``node`` follow the sizes."""
-    return bool(names_in((node.args, node.kwargs)))
