@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
             rows.add(row)
             print(*text_of(row), sep="  ", flush=True)
     if told and not options.quick and options.processes == 1:
-        several = [row for model in ("deep_mlp", *options.models) for row in compared(model)]
+        several = [row for model in ("deep", *options.models) for row in compared(model)]
         rows.about["compared"] = several
         show_compared(several)
     columns = ["model", "loop", "share", "budget", "peak / budget", "warnings", "outcome"]

@@ -25,7 +25,7 @@ MLP = (
 )  # fmt: skip
 """Loops that are always tried."""
 
-CONV = ("tutorial", "amp", "kept_forward")
+CONV = ("tutorial", "amp", "kept_forward", "checkpointed")
 """With BatchNorm, too."""
 
 LEAST = ("plain", "accumulate", "two_forwards")
@@ -97,7 +97,7 @@ def test_every_loop_runs_at_the_least_that_errors_ask_for(name: str, subject: st
 
 def roomy(name: str) -> Ran:
     """Of a model with few activations, where nothing needs to be recomputed."""
-    cell = within(name, "deep_mlp", 2.0)
+    cell = within(name, "deep", 2.0)
     assert not cell.faults
     assert cell.ran is not None
     return cell.ran
@@ -134,7 +134,7 @@ def test_what_was_there_before_and_is_released_counts_from_the_start():
 
 
 def test_the_bytes_of_a_loop_are_those_that_can_be_counted_by_hand():
-    """One matrix, SGD without state, one iteration's batch: the backward's end holds all."""
+    """SGD keeps nothing: parameters, their gradients, the last batch and its loss are there."""
     ran = reference("told_nothing", "mlp")
     parameters = ran.gradient_bytes
     batch = 512 * 64 * 4

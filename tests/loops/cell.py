@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_settings
 
 import fxremat
@@ -264,8 +265,16 @@ def within(name: str, subject: str, share: float) -> Cell:
     budget = int(share * min(compared.peak_bytes, reference("plain", subject).peak_bytes))
     try:
         return Cell(budget, planned(name, subject, budget), None, compared)
-    except fxremat.BudgetError as error:
-        return Cell(budget, None, error.least_budget_bytes, compared)
+    except Exception as error:
+        return Cell(budget, None, _refusal(error).least_budget_bytes, compared)
+
+
+def _refusal(error: Exception) -> fxremat.BudgetError:
+    """The budget error that ``error`` is, or that Dynamo tells of as a failure of its backend."""
+    found = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+    if isinstance(found, fxremat.BudgetError):
+        return found
+    raise error
 
 
 def at_least(name: str, subject: str) -> Cell:
@@ -275,8 +284,8 @@ def at_least(name: str, subject: str) -> Cell:
     for _ in range(TRIES):
         try:
             return Cell(budget, planned(name, subject, budget), None, compared)
-        except fxremat.BudgetError as error:
-            least = error.least_budget_bytes
+        except Exception as error:
+            least = _refusal(error).least_budget_bytes
             if least is None or least <= budget:
                 return Cell(budget, None, least, compared)
             budget = least

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from tests.models import ZOO, ZooModel
 from tests.models.gpt import GPTConfig, gpt_entry
@@ -25,13 +26,22 @@ class Block(nn.Module):
         return x + self.layers(x)
 
 
-def _mlp(name: str, *, blocks: int, rows: int, width: int, hidden: int) -> ZooModel:
+def _mlp(name: str, *, rows: int, width: int, hidden: int) -> ZooModel:
     def sample(seed: int) -> tuple[Args, Kwargs]:
         with seeded(seed):
             return (torch.randn(rows, width),), {}
 
-    build = drawn_once(lambda: nn.Sequential(*(Block(width, hidden) for _ in range(blocks))))
+    build = drawn_once(lambda: nn.Sequential(*(Block(width, hidden) for _ in range(8))))
     return ZooModel(name, build, sample, sum_of_squares, draws=True)
+
+
+def _deep() -> ZooModel:
+    def sample(seed: int) -> tuple[Args, Kwargs]:
+        with seeded(seed):
+            return (torch.randn(4, 128),), {}
+
+    build = drawn_once(lambda: nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(52))))
+    return ZooModel("deep", build, sample, sum_of_squares)
 
 
 def _conv() -> ZooModel:
@@ -52,15 +62,26 @@ def _conv() -> ZooModel:
     return ZooModel("conv", drawn_once(build), sample, sum_of_squares)
 
 
+def _larger(entry: ZooModel, name: str, *, times: int) -> ZooModel:
+    """With batches so large that activations, not parameters, are most of what a step takes."""
+
+    def sample(seed: int) -> tuple[Args, Kwargs]:
+        parts = [entry.sample(times * seed + part) for part in range(times)]
+        joined: tuple[Args, Kwargs] = tree_map(lambda *tensors: torch.cat(tensors), *parts)
+        return joined
+
+    return replace(entry, name=name, sample=sample)
+
+
 _GPT = GPTConfig(vocabulary=96, context=64, width=64, blocks=4, dropout=0.1, returns_logits=True)
 
 SUBJECTS: dict[str, ZooModel] = {
-    "mlp": _mlp("mlp", blocks=8, rows=512, width=64, hidden=256),
-    "deep_mlp": _mlp("deep_mlp", blocks=26, rows=8, width=64, hidden=256),
+    "mlp": _mlp("mlp", rows=512, width=64, hidden=256),
+    "deep": _deep(),
     "conv": _conv(),
-    "gpt": gpt_entry("gpt", _GPT, batch=2, length=64),
-    "llama": replace(ZOO["hf_llama"], name="llama"),
-    "resnet": replace(ZOO["resnet50"], name="resnet"),
-    "unet": ZOO["unet"],
+    "gpt": _larger(gpt_entry("gpt", _GPT, batch=2, length=64), "gpt", times=4),
+    "llama": _larger(ZOO["hf_llama"], "llama", times=4),
+    "resnet": _larger(ZOO["resnet50"], "resnet", times=4),
+    "unet": _larger(ZOO["unet"], "unet", times=4),
 }
-"""By name; the gradients of ``deep_mlp`` are most of what its step makes, none is 2 % of them."""
+"""By name; the gradients of ``deep`` are most of what its step makes, none is 2 % of them."""
