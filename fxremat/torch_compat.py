@@ -656,16 +656,18 @@ def bucket_bytes() -> tuple[int, ...]:
     return tuple(p.numel() * p.element_size() for p in active.parameters() if p.requires_grad)
 
 
-def around_optimizers(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Have both called around the step of any optimizer; what is returned ends that."""
+def around_optimizers(
+    before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
+) -> Callable[[], None]:
+    """Have both called around each step of any optimizer; what is returned ends that."""
     from torch.optim.optimizer import (  # noqa: PLC0415
         register_optimizer_step_post_hook,
         register_optimizer_step_pre_hook,
     )
 
     handles = (
-        register_optimizer_step_pre_hook(lambda *_given: before()),
-        register_optimizer_step_post_hook(lambda *_given: after()),
+        register_optimizer_step_pre_hook(lambda optimizer, *_given: before(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, *_given: after(optimizer)),
     )
 
     def remove() -> None:

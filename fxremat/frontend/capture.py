@@ -15,6 +15,7 @@ from fxremat.costs.cost import Progress
 from fxremat.errors import BackwardError
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.family import Compiled, Family
+from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.store import Store
 from fxremat.planner.surroundings import Caller
@@ -51,6 +52,7 @@ class StepCompiler:
         in_flight: steps whose backward has not run.
         watcher: of what new plans really take.
         on_new: is told of each new plan.
+        optimizers: that step the model.
     """
 
     budget: Budget
@@ -68,6 +70,11 @@ class StepCompiler:
     in_flight: InFlight = field(default_factory=InFlight)
     watcher: Watcher = field(default_factory=Watcher)
     on_new: Callable[[Compiled], None] | None = None
+    optimizers: Optimizers = field(init=False)
+
+    def __post_init__(self) -> None:
+        told = sum(self.caller.held_bytes)
+        self.optimizers = Optimizers(lambda: self.budget.nbytes, told_bytes=told)
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -156,6 +163,7 @@ class StepCompiler:
                 [inputs.get(i) for i in range(len(torch_compat.primal_sources(joint)))],
                 in_flight=self.in_flight,
                 watcher=self.watcher,
+                optimizers=self.optimizers,
                 accumulate=self.caller.accumulate,
                 output_count=output_count,
                 kept=self.kept,

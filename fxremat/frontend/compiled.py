@@ -58,6 +58,8 @@ class CompiledModule(nn.Module):
         self.__dict__["_first"] = None
         # Dynamo keeps compiled code for longer than this module lives.
         weakref.finalize(self, compiler.close).atexit = False
+        unwatch = compiler.optimizers.watch(original, device_of(original))
+        weakref.finalize(self, unwatch).atexit = False
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[shared] = original.__dict__[shared]
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, BudgetWarning
+from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
@@ -73,6 +74,7 @@ class Family:
         planner: makes plans.
         in_flight: steps of the whole model whose backward has not run.
         watcher: of one step of the whole model at a time.
+        optimizers: of the whole model.
         accumulate: gradients exist at every call, or will.
         output_count: how many results of the forward go to its caller.
         gradients: primals that get a gradient, and which of the tensors that go in each is.
@@ -87,6 +89,7 @@ class Family:
     planner: Planner
     in_flight: InFlight
     watcher: Watcher
+    optimizers: Optimizers
     accumulate: bool
     output_count: int
     gradients: dict[int, int]
@@ -108,6 +111,7 @@ class Family:
         *,
         in_flight: InFlight,
         watcher: Watcher,
+        optimizers: Optimizers,
         accumulate: bool,
         output_count: int,
         kept: Plan | None = None,
@@ -121,6 +125,7 @@ class Family:
             values: of its primals, where known.
             in_flight: steps of the whole model.
             watcher: of the whole model.
+            optimizers: of the whole model.
             accumulate: a set of gradients is counted at every call.
             output_count: how many results of the forward go to its caller.
             kept: a plan that is followed, instead of making one.
@@ -130,7 +135,9 @@ class Family:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
         """
         gradients = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
-        family = Family(planner, in_flight, watcher, accumulate, output_count, gradients)
+        family = Family(
+            planner, in_flight, watcher, optimizers, accumulate, output_count, gradients
+        )
         situation, _ = family._find(values, planner.sizes.hints)
         planned = planner.first(situation, kept=kept, rehearse=rehearse)
         family._own = own_gradients(planner.joint)
@@ -320,7 +327,7 @@ class Family:
             frozenset(added),
             len(waiting),
             sum(step.held_bytes for step in waiting),
-            self.in_flight.kept_bytes(waiting),
+            self.in_flight.kept_bytes(waiting) + self.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
         )
         lesson = self._seen_at(sizes) | self.lessons.get(situation.kind, NO_LESSON)

@@ -55,6 +55,7 @@ class Situation:
         waiting: how many earlier steps wait for their backward.
         waiting_bytes: what these hold.
         kept_bytes: outputs of earlier steps that somebody still holds.
+        state_bytes: state of optimizers that nobody told of.
         bucket_bytes: of each buffer of a wrapper for gradients.
         lesson: from earlier steps.
         cleared: the gradients that exist will be gone when the backward begins, as torch's own
@@ -67,6 +68,7 @@ class Situation:
     waiting: int = 0
     waiting_bytes: int = 0
     kept_bytes: int = 0
+    state_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
     lesson: Lesson = NO_LESSON
     cleared: bool = False
@@ -101,6 +103,7 @@ class Situation:
             + sum(more)
             + self.waiting_bytes
             + self.kept_bytes
+            + self.state_bytes
             + self.lesson.more_bytes,
             turn_bytes=self.turn_bytes(base) + self.lesson.room_bytes,
             tangent_bytes=held_bytes - sum(gradients) * self.cleared,
@@ -114,6 +117,7 @@ class Situation:
             ("gradients that exist", sum(self.gradient_bytes(joint))),
             (f"{self.waiting} steps that wait for their backward", self.waiting_bytes),
             ("outputs of earlier steps that are still held", self.kept_bytes),
+            ("state of optimizers, give optimizer= to count it from the start", self.state_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("what was seen between forward and backward", self.lesson.turn_bytes),
             ("further steps", self.lesson.room_bytes),

@@ -1,0 +1,111 @@
+"""What optimizers take beside the steps, seen when they first step."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxremat import torch_compat
+from fxremat.errors import BudgetWarning, CostError
+from fxremat.passes.joint.storage import allocated_bytes
+from fxremat.units import format_bytes
+
+MOST_SEEN = 2
+"""Steps of an optimizer that are watched: the first one makes its state."""
+
+
+@dataclass(slots=True)
+class Optimizers:
+    """Those that step parameters of a model: their state, and what a step allocates meanwhile.
+
+    Attributes:
+        budget_bytes: asked for when a step was seen; ``None``: there is no budget yet.
+        told_bytes: of state that was counted from the beginning.
+        state_bytes: of each optimizer by its id.
+    """
+
+    budget_bytes: Callable[[], int | None]
+    told_bytes: int = 0
+    state_bytes: dict[int, int] = field(default_factory=dict)
+    _seen: dict[int, int] = field(default_factory=dict)
+    _model: Callable[[], nn.Module | None] = lambda: None
+    _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _log: torch_compat.AllocationLog | None = None
+
+    @property
+    def more_bytes(self) -> int:
+        """State that was not told of."""
+        return max(0, sum(self.state_bytes.values()) - self.told_bytes)
+
+    def watch(self, model: nn.Module, device: torch.device) -> Callable[[], None]:
+        """Watch those that step parameters of ``model``; what is returned ends that."""
+        self._model, self._device = weakref.ref(model), device
+        return torch_compat.around_optimizers(self._before, self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._log is not None or self._seen.get(id(optimizer), 0) >= MOST_SEEN:
+            return
+        if not self._steps(optimizer):
+            self._seen[id(optimizer)] = MOST_SEEN
+            return
+        self._log = torch_compat.AllocationLog(self._device)
+        try:
+            self._log.__enter__()
+        except CostError:
+            self._log = None
+
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+        key = id(optimizer)
+        seen = self._seen.get(key, 0)
+        if seen >= MOST_SEEN:
+            return
+        self._seen[key] = seen + 1
+        if not seen:
+            weakref.finalize(optimizer, self._forget, key).atexit = False
+        self.state_bytes[key] = sum(
+            allocated_bytes(value.untyped_storage().nbytes(), value.device)
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.device == self._device
+        )
+        log, self._log = self._log, None
+        if log is not None:
+            log.__exit__()
+            left = sum(change for _mark, change in log.events)
+            self._compare(optimizer, log.peak_bytes - max(0, left))
+
+    def _compare(self, optimizer: torch.optim.Optimizer, bytes_meanwhile: int) -> None:
+        """Warn where a step of the optimizer alone is too much."""
+        model, budget = self._model(), self.budget_bytes()
+        if model is None or budget is None:
+            return
+        tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+        tensors += [p.grad for p in model.parameters() if p.grad is not None]
+        held = sum(t.nbytes for t in tensors if t.device == self._device)
+        held += sum(self.state_bytes.values())
+        if bytes_meanwhile and held + bytes_meanwhile > budget:
+            many = any(group.get("foreach") is not False for group in optimizer.param_groups)
+            remedy = "foreach=False takes less at a time" if many else "it needs a larger budget"
+            warnings.warn(
+                f"a step of {type(optimizer).__name__} allocates {bytes_meanwhile} bytes "
+                f"({format_bytes(bytes_meanwhile)}) beside {held} for parameters, gradients and "
+                f"state: more than the budget of {budget}, whatever the plan; {remedy}",
+                BudgetWarning,
+                stacklevel=2,
+            )
+
+    def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it steps any of the model's parameters."""
+        model: Any = self._model()
+        own = {id(p) for p in model.parameters()} if model is not None else set()
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def _forget(self, key: int) -> None:
+        self._seen.pop(key, None)
+        self.state_bytes.pop(key, None)
