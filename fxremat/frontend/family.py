@@ -327,7 +327,8 @@ class Family:
             frozenset(added),
             len(waiting),
             sum(step.held_bytes for step in waiting),
-            self.in_flight.kept_bytes(waiting) + self.optimizers.more_bytes,
+            self.in_flight.kept_bytes(waiting),
+            self.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
         )
         lesson = self._seen_at(sizes) | self.lessons.get(situation.kind, NO_LESSON)
