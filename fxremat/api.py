@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat import optional
+from fxremat import optional, torch_compat
 from fxremat.costs.cost import Progress
 from fxremat.errors import CaptureError
 from fxremat.frontend.arguments import Arguments, Loss, Offload, Optimizer, read_model
@@ -129,7 +129,7 @@ def compile(
 def _compile(model: nn.Module, call: Sample, asked: Arguments) -> CompiledModule:
     """Plan the step of one call, as asked."""
     with generators_restored(), _training(model), torch.enable_grad():
-        outputs = call_without_data(model, call)
+        outputs = call_without_data(torch_compat.wrapped_by(model), call)
         # No outputs: they depend on data, which the capture reports.
         known = outputs is not None
         needs = needs_of_loss(asked.loss, outputs) if asked.loss is not None and known else None

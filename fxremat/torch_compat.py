@@ -74,6 +74,7 @@ def _dynamo_settings() -> dict[str, Any]:
         "ignore_logging_functions": methods,
         "allow_unspec_int_on_nn_module": True,
         "specialize_float": True,
+        "optimize_ddp": False,  # inside one that wraps the model the graph would be cut
     }
     if not hasattr(config, "ignore_logging_functions"):
         settings["ignore_logger_methods"] = settings.pop("ignore_logging_functions")
@@ -712,3 +713,29 @@ class StorageAlive:
 
     def __bool__(self) -> bool:
         return not self._reference.expired()
+
+
+def wrapped_by(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside a ``DistributedDataParallel``; any other as it is."""
+    if not torch.distributed.is_available():
+        return model
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    inner: torch.nn.Module = model.module
+    return inner
+
+
+def wrapped_anew(wrapper: torch.nn.Module, run: Callable[..., Any]) -> torch.nn.Module:
+    """A ``DistributedDataParallel`` with all that ``wrapper`` has, whose forward calls ``run``.
+
+    Both are one in all else: what is set on one is set on the other.
+    """
+
+    class Anew(type(wrapper)):  # type: ignore[misc]
+        module = property(lambda _self: run)
+
+    made: torch.nn.Module = Anew.__new__(Anew)
+    object.__setattr__(made, "__dict__", wrapper.__dict__)
+    return made

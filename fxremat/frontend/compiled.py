@@ -50,10 +50,14 @@ class CompiledModule(nn.Module):
         self.__dict__["_original"] = original
         self.__dict__["_compiler"] = compiler
         self.__dict__["_unused"] = unused
-        captured = Detaching(original, unused) if unused else original
+        inner = torch_compat.wrapped_by(original)
+        captured = Detaching(inner, unused) if unused else inner
         self.__dict__["_whole"] = torch_compat.compile_whole(
             captured, compiler, dynamic=dynamic is not False
         )
+        self.__dict__["_outer"] = None
+        if inner is not original:
+            self.__dict__["_outer"] = torch_compat.wrapped_anew(original, self.__dict__["_whole"])
         self.__dict__["_dynamic"] = dynamic
         self.__dict__["_first"] = None
         # Dynamo keeps compiled code for longer than this module lives.
@@ -137,7 +141,8 @@ class CompiledModule(nn.Module):
         try:
             with torch_compat.capture_settings():
                 self._mark_sizes(args, kwargs)
-                return self.__dict__["_whole"](*args, **kwargs)
+                outer = None if compiler.dry else self.__dict__["_outer"]
+                return (outer or self.__dict__["_whole"])(*args, **kwargs)
         except torch_compat.capture_failures() as error:
             cause = torch_compat.failure_cause(error)
             if isinstance(cause, FxrematError):

@@ -138,6 +138,9 @@ class Family:
         family = Family(
             planner, in_flight, watcher, optimizers, accumulate, output_count, gradients
         )
+        known = planner.known_lesson()
+        if known != NO_LESSON:
+            family.seen[planner.sizes.hints] = known
         situation, _ = family._find(values, planner.sizes.hints)
         planned = planner.first(situation, kept=kept, rehearse=rehearse)
         family._own = own_gradients(planner.joint)
@@ -283,6 +286,8 @@ class Family:
             self.seen[situation.sizes] = known | lesson
         if known | lesson == known:
             return
+        if situation.sizes == self.planner.sizes.hints:
+            self.planner.keep_lesson(known | lesson)
         peak_bytes = around.given_bytes + seen.peak_bytes
         told = _told(lesson)
         LOG.info(

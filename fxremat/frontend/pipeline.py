@@ -31,11 +31,12 @@ from fxremat.passes.joint.digest import digest
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.joint.sizes import Values, settle
+from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import linearize
 from fxremat.passes.stages.signature import tensor_key
 from fxremat.planner.allocations import settings_of
-from fxremat.planner.situation import Situation
+from fxremat.planner.situation import NO_LESSON, Lesson, Situation
 from fxremat.planner.surroundings import Caller, Surroundings, settled, surroundings_of
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
@@ -177,6 +178,20 @@ class Planner:
             HostMemoryError: the host memory cannot be had.
         """
         return self._planned(situation, LEAST if least else self.budget)
+
+    def known_lesson(self) -> Lesson:
+        """What steps of the sizes of the capture have taught another process."""
+        return self._store.get("lesson", self._lesson_key(), Lesson) or NO_LESSON
+
+    def keep_lesson(self, lesson: Lesson) -> None:
+        """Let other processes know it."""
+        self._store.put("lesson", self._lesson_key(), Lesson, lesson)
+
+    def _lesson_key(self) -> str:
+        placeholders = self._module.graph.find_nodes(op="placeholder")
+        devices = {t.device for node in placeholders for t in tensors_of(node)}
+        device = max(devices, key=lambda device: device.type != "cpu")
+        return key_of(origin_of_costs(self._digests, device), loss=self._caller.loss_bytes)
 
     def around(self, situation: Situation) -> Surroundings:
         """What is beside the step at a call."""
