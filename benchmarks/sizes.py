@@ -2,8 +2,8 @@
 
 Each model is captured once with batch and length as symbols, and measured there. For each of some
 other sizes: the time until its emitted graphs can be called, by part; the seconds that the plan
-predicts against those that its graphs take; its seconds against those of a plan that was searched
-for at that size alone.
+predicts against those that its graphs take, and against how far the prediction at the capture is
+off in the same minute; and how much slower it is than what a whole search for that size finds.
 Run: python -m benchmarks.sizes [model …] [--sizes 8]
 """
 
@@ -13,23 +13,25 @@ import argparse
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from benchmarks.common import Spread, save, show
+from benchmarks.common import Spread, interleave, save, show
 from benchmarks.steps import entry_of
 from fxremat.costs.cache import COSTS, cost_cache
+from fxremat.costs.cost import Measured
 from fxremat.costs.library import with_convolutions
 from fxremat.costs.scaled import Anchor, ScaledCosts
+from fxremat.passes.emit.code import SizedSchedule
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, Values
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.resize import resize
-from fxremat.planner.resized import least_bytes_at, search_at
+from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Caller, surroundings_of
 from tests.harness import Captured, silent
@@ -41,7 +43,10 @@ SHARE = 0.5
 """The budget, between the least and what keeping everything takes, both at the capture."""
 
 CALLER = Caller(loss_bytes=0)
-RUNS = 5
+ROUNDS = 5
+
+Graphs = tuple[SizedSchedule, SizedSchedule]
+"""Of a step at one size."""
 
 
 @dataclass(slots=True)
@@ -92,8 +97,8 @@ class Family:
             int(low + SHARE * (high - low)),
         )
 
-    def planned(self, values: Values, clock: Clock) -> tuple[Search, tuple[Any, Any], float] | None:
-        """A search, callable graphs and predicted seconds at a size; ``None``: nothing fits."""
+    def planned(self, values: Values, clock: Clock) -> tuple[Graphs, float] | None:
+        """Graphs that can be called and predicted seconds at a size; ``None``: nothing fits."""
         step = self.step
         with clock.part("costs"):
             costs = with_convolutions(self.costs.at(values), step.line, values, cost_cache())
@@ -113,44 +118,48 @@ class Family:
         with clock.part("bind"):
             names = step.joint.sizes.named(values)
             forward, backward = (graph.at(names) for graph in graphs)
-        return search, (forward, backward), candidate.total_s
+        return (forward, backward), candidate.total_s
 
-    def alone(self, values: Values) -> float:
-        """Seconds of the best that a search finds with what is measured at that size."""
+    def searched_s(self, values: Values) -> float:
+        """Seconds of the best that a search for that size alone finds with the same costs."""
         line = resize(self.step.line, values)
         blocks = BlockCache(line)
-        from fxremat.costs.cost import measure_line
-
-        measured = measure_line(line, blocks, real={}, cache=cost_cache(), progress=silent)
+        costs = with_convolutions(self.costs.at(values), self.step.line, values, cost_cache())
+        measured = Measured.of(line, costs)
         around = surroundings_of(measured.line.joint, {}, CALLER, values=values)
         search = Search.over(measured, blocks, around, progress=silent)
         return search.fastest_within(max(self.budget_bytes, search.least_bytes)).total_s
 
+    def runner(self, values: Values, graphs: Graphs) -> Callable[[], float]:
+        """Seconds of a step of emitted graphs on made-up values."""
+        line = resize(self.step.line, values)
+        primals = [
+            _like(n.meta["val"], known)
+            for n, known in zip(line.joint.primals, self.step.primals, strict=True)
+        ]
+        tangents = [torch.ones(n.meta["val"].shape) for n in line.joint.tangents]
+        forward, backward = graphs
 
-def run_s(family: Family, values: Values, graphs: tuple[Any, Any]) -> float:
-    """Seconds of a step of emitted graphs on made-up values."""
-    line = resize(family.step.line, values)
-    real = dict(zip(line.joint.primals, family.step.primals, strict=True))
-    primals: list[Any] = []
-    for node, known in real.items():
-        traced = node.meta["val"]
-        if isinstance(traced, Size):
-            primals.append(int(traced))
-        elif traced.shape == known.shape:
-            primals.append(known)
-        else:
-            primals.append(torch.zeros(traced.shape, dtype=traced.dtype))
-    tangents = [torch.ones(n.meta["val"].shape) for n in line.joint.tangents]
-    forward, backward = graphs
-    seconds = []
-    with torch.no_grad():
-        for _ in range(RUNS):
-            begin = time.perf_counter()
-            saved = list(forward([*primals]))
-            del saved[: family.step.output_count]
-            backward([*saved, *tangents])
-            seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+        def run() -> float:
+            with torch.no_grad():
+                begin = time.perf_counter()
+                saved = list(forward([*primals]))
+                del saved[: self.step.output_count]
+                backward([*saved, *tangents])
+                return time.perf_counter() - begin
+
+        return run
+
+
+def _like(traced: Any, known: Any) -> Any:
+    """A value for a primal at another size."""
+    if isinstance(traced, Size):
+        return int(traced)
+    if traced.shape == known.shape:
+        return known
+    if traced.is_floating_point():
+        return torch.randn(traced.shape, dtype=traced.dtype)
+    return torch.zeros(traced.shape, dtype=traced.dtype)
 
 
 def sizes_of(hints: Values, count: int, draw: random.Random) -> Iterator[Values]:
@@ -164,57 +173,56 @@ def rows_of(name: str, count: int) -> list[dict[str, Any]]:
     """One for each size."""
     COSTS.clear()
     family = Family.of(name)
-    draw = random.Random(0)
-    rows = []
-    batch = family.step.joint.sizes.hints[0]
-    wanted = [*sizes_of(family.step.joint.sizes.hints, count, draw)]
     hints = family.step.joint.sizes.hints
-    wanted += [tuple(factor * n if n == batch else n for n in hints) for factor in (2, 3)]
+    wanted = [*sizes_of(hints, count, random.Random(0))]
+    wanted += [tuple(factor * n if n == hints[0] else n for n in hints) for factor in (2, 3)]
+    first = family.planned(hints, Clock())
+    assert first is not None
+    run_first = family.runner(hints, first[0])
+    rows = []
     for values in wanted:
         clock = Clock()
         found = family.planned(values, clock)
-        with Clock().part("least"):
-            pass
-        if found is None:
-            rows.append({"values": values, "parts": clock.parts, "fits": False})
-            continue
-        _search, graphs, predicted_s = found
-        took_s = run_s(family, values, graphs)
-        rows.append(
-            {
-                "values": values,
-                "parts": clock.parts,
-                "fits": True,
+        row: dict[str, Any] = {"values": values, "parts": dict(clock.parts)}
+        if found is not None:
+            graphs, predicted_s = found
+            runs = {"there": family.runner(values, graphs), "capture": run_first}
+            took = {key: min(each) for key, each in interleave(runs, rounds=ROUNDS).items()}
+            row |= {
                 "predicted_s": predicted_s,
-                "took_s": took_s,
-                "alone_s": family.alone(values),
+                "took_s": took["there"],
+                "capture_predicted_s": first[1],
+                "capture_took_s": took["capture"],
+                "searched_s": family.searched_s(values),
             }
-        )
+        rows.append(row)
     return rows
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    parts = row["parts"]
+    cells = [str(row["values"]), f"{sum(parts.values()):.1f}"]
+    cells += [f"{parts.get(part, 0.0):.1f}" for part in PARTS]
+    if "took_s" not in row:
+        return [*cells, "does not fit", "", "", ""]
+    error = row["predicted_s"] / row["took_s"]
+    drift = row["capture_predicted_s"] / row["capture_took_s"]
+    return [
+        *cells,
+        f"{1e3 * row['took_s']:.1f}",
+        f"{error - 1:+.0%}",
+        f"{error / drift - 1:+.0%}",
+        f"{row['predicted_s'] / row['searched_s'] - 1:+.1%}",
+    ]
 
 
 def main(models: Sequence[str], count: int) -> None:
     results: dict[str, Any] = {}
     for name in models:
-        rows = rows_of(name, count)
-        results[name] = rows
-        table = []
-        for row in rows:
-            parts = row["parts"]
-            cells = [str(row["values"]), f"{sum(parts.values()):.1f}"]
-            cells += [f"{parts.get(part, 0.0):.1f}" for part in PARTS]
-            if row["fits"]:
-                took = row["took_s"]
-                cells += [
-                    f"{1e3 * took:.1f}",
-                    f"{row['predicted_s'] / took - 1:+.0%}",
-                    f"{row['alone_s'] / took - 1:+.0%}",
-                ]
-            else:
-                cells += ["does not fit", "", ""]
-            table.append(cells)
-        columns = ["sizes", "plan, ms", *PARTS, "step, ms", "predicted", "searched alone"]
-        show(f"{name}: new sizes", columns, table)
+        rows = results[name] = rows_of(name, count)
+        columns = ["sizes", "plan, ms", *PARTS, "step, ms", "predicted", "beside capture", "slower"]
+        show(f"{name}: new sizes", columns, list(map(cells_of, rows)))
         whole = [sum(row["parts"].values()) for row in rows]
         print(f"{name}: a new size takes {Spread.of(whole).text()} ms")
     save("sizes", results)

@@ -44,6 +44,7 @@ def compile(
     host_dir: str | os.PathLike[str] | None = None,
     exact: bool = True,
     budget_on: Counted = "allocated",
+    dynamic: bool | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
@@ -83,6 +84,9 @@ def compile(
         budget_on: ``"reserved"``: the budget is for all that the device's allocator takes for
             the step, its cache and what lies fallow in it included, not for the blocks that it
             has handed out, which ``torch.cuda.max_memory_allocated`` tells. The same on a CPU.
+        dynamic: ``None``: the second size of an argument that is met is captured with symbols in
+            place of sizes, and all others run from that; ``True``: the first one already;
+            ``False``: each is captured by itself.
         plan: a plan of this step, or the file that :meth:`Plan.save` wrote it into: it is
             followed, and nothing is measured or planned. Everything but ``host_dir`` must be
             as it was made. ``budget`` may be left out then.
@@ -114,6 +118,7 @@ def compile(
         host_dir=host_dir,
         exact=exact,
         budget_on=budget_on,
+        dynamic=dynamic,
         plan=plan,
     )
     call = Sample.of(sample)
@@ -140,7 +145,7 @@ def _compile(model: nn.Module, call: Sample, asked: Arguments) -> CompiledModule
             unused = needs.unused if needs else None
             if unused is not None:
                 unused = replace(unused, dropped=asked.drop_unused)
-            compiled = CompiledModule(model, compiler, unused)
+            compiled = CompiledModule(model, compiler, unused, dynamic=asked.dynamic)
             _plan_only(compiled, call)
         compiler.progress = _silent
         # Other shapes get the same bytes, also where the budget was a share or "min".

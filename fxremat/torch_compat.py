@@ -47,7 +47,8 @@ def capture_settings() -> contextlib.AbstractContextManager[Any]:
     """Settings under which Dynamo captures a call; they cost some 20 µs a call.
 
     Loggers are traced through as if they were not there, because ``warning_once`` in a
-    loss would break the graph. Every new shape is captured anew, with static shapes.
+    loss would break the graph. A number that a module counts with is a symbol once it changes,
+    as a size is; a float is not.
     """
     from torch._dynamo import config  # noqa: PLC0415
 
@@ -71,6 +72,8 @@ def _dynamo_settings() -> dict[str, Any]:
         "recompile_limit": 256,
         "accumulated_recompile_limit": 4096,
         "ignore_logging_functions": methods,
+        "allow_unspec_int_on_nn_module": True,
+        "specialize_float": True,
     }
     if not hasattr(config, "ignore_logging_functions"):
         settings["ignore_logger_methods"] = settings.pop("ignore_logging_functions")
@@ -150,7 +153,7 @@ def boxed_code(graph: fx.Graph) -> None:
 
 
 class GraphOfModules(fx.GraphModule):
-    """A graph that calls graphs, and whose code is not torch's."""
+    """A graph that calls graphs, whose code is not torch's. Theirs stays as it is."""
 
     def take_code(self, source: str, forward: Callable[..., Any]) -> None:
         """Run ``forward``, whose source is ``source``, from now on."""
@@ -493,9 +496,11 @@ def capture_failures() -> tuple[type[BaseException], ...]:
     return (TorchDynamoException,)
 
 
-def compile_whole(model: torch.nn.Module, backend: Callable[..., Any]) -> Any:
-    """``model`` compiled as one graph with static shapes."""
-    return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+def compile_whole(
+    model: torch.nn.Module, backend: Callable[..., Any], *, dynamic: bool | None
+) -> Any:
+    """``model`` compiled as one graph; ``dynamic`` as of ``torch.compile``."""
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:

@@ -22,6 +22,8 @@ from fxremat.passes.stages.block import Block, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
 
+aten = torch.ops.aten
+
 
 def with_convolutions(
     costs: RecordedCosts, line: Line, values: Values, cache: CostCache
@@ -39,18 +41,17 @@ def with_convolutions(
     Raises:
         CostError: a convolution cannot be run.
     """
-    nodes = tuple(line.joint.module.graph.nodes)
-    if not any(_convolves(nodes[index]) for index, _, _ in costs.workspace_bytes):
+    if not _convolutions(line):
         return costs
     at = resize(line, values)
-    nodes = tuple(at.joint.module.graph.nodes)
+    nodes, convolutions = tuple(at.joint.module.graph.nodes), _convolutions(at)
     synthesizer, keys = Synthesizer(at.joint, {}), NodeKeys()
     operations = Operations(cache, device=at.joint.device, keys=keys)
     found = []
     with torch_compat.real_execution(), torch.no_grad():
         for index, mode, nbytes in costs.workspace_bytes:
             node = nodes[index]
-            if _convolves(node):
+            if node in convolutions:
                 block = _alone(node, Mode(mode), at)
                 if keys(node, block) not in cache.workspace_bytes:
                     operations.run(block, synthesizer.of(block.inputs))
@@ -59,8 +60,13 @@ def with_convolutions(
     return replace(costs, workspace_bytes=tuple(found))
 
 
-def _convolves(node: fx.Node) -> bool:
-    return "convolution" in str(node.target)
+def _convolutions(line: Line) -> frozenset[fx.Node]:
+    graph = line.joint.module.graph
+    found = (graph.find_nodes(op="call_function", target=target) for target in _TARGETS)
+    return frozenset(node for nodes in found for node in nodes)
+
+
+_TARGETS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def _alone(node: fx.Node, mode: Mode, line: Line) -> Block:

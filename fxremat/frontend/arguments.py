@@ -49,6 +49,7 @@ class Arguments:
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan.
         budget_on: what the budget is for.
+        dynamic: whether sizes are captured as symbols; ``None``: from the second on.
         kept: a plan to follow, which keeps to the budget.
     """
 
@@ -61,6 +62,7 @@ class Arguments:
     host: HostMemory | None
     exact: bool
     budget_on: Counted
+    dynamic: bool | None = None
     kept: Plan | None = None
 
     @staticmethod
@@ -77,6 +79,7 @@ class Arguments:
         host_dir: str | os.PathLike[str] | None = None,
         exact: bool = True,
         budget_on: Counted = "allocated",
+        dynamic: bool | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
     ) -> Arguments:
         """Check all arguments but the model and the sample; nothing is changed.
@@ -97,6 +100,7 @@ class Arguments:
             host=_read_host(offload, host_limit, host_dir),
             exact=_read_bool("exact", exact),
             budget_on=_read_counted(budget_on),
+            dynamic=None if dynamic is None else _read_bool("dynamic", dynamic),
             kept=kept,
         )
         if arguments.drop_unused and loss is None:

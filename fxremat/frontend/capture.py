@@ -159,6 +159,7 @@ class StepCompiler:
                 accumulate=self.caller.accumulate,
                 output_count=output_count,
                 kept=self.kept,
+                rehearse=self.dry,
             )
         (first,) = family.plans.values()
         if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled

@@ -33,22 +33,25 @@ class CompiledModule(nn.Module):
         plans: of every shape seen so far, in order.
     """
 
-    def __new__(
-        cls, original: nn.Module, _compiler: StepCompiler, _unused: Unused | None = None
-    ) -> CompiledModule:
+    def __new__(cls, original: nn.Module, *_args: object, **_kwargs: object) -> CompiledModule:
         """An instance that can be indexed, counted and iterated if the original can."""
         own = {name: _delegate(name) for name in _CONTAINER if hasattr(type(original), name)}
         return super().__new__(type(cls.__name__, (cls,), own) if own else cls)
 
     def __init__(
-        self, original: nn.Module, compiler: StepCompiler, unused: Unused | None = None
+        self,
+        original: nn.Module,
+        compiler: StepCompiler,
+        unused: Unused | None = None,
+        *,
+        dynamic: bool | None = None,
     ) -> None:
         super().__init__()
         self.__dict__["_original"] = original
         self.__dict__["_compiler"] = compiler
         self.__dict__["_unused"] = unused
         captured = Detaching(original, unused) if unused else original
-        self.__dict__["_whole"] = torch_compat.compile_whole(captured, compiler)
+        self.__dict__["_whole"] = torch_compat.compile_whole(captured, compiler, dynamic=dynamic)
         # Dynamo keeps compiled code for longer than this module lives.
         weakref.finalize(self, compiler.close).atexit = False
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):

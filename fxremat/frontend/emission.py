@@ -9,10 +9,11 @@ import torch
 
 from fxremat.errors import PlanError, ScheduleError
 from fxremat.ir import Lane, RecordedDecision, RecordedMove
-from fxremat.passes.emit.code import ScheduleModule
+from fxremat.passes.emit.code import ScheduleModule, SizedSchedule
 from fxremat.passes.emit.program import Program, build_program
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.emit.travel import Move, Travel
+from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
@@ -21,6 +22,8 @@ from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.slots import assign_slots
+
+Emitted = ScheduleModule | SizedSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,14 @@ class Graphs:
         host_bytes: of host memory that a step takes.
     """
 
-    forward: ScheduleModule
-    backward: ScheduleModule
+    forward: Emitted
+    backward: Emitted
     recomputes: bool
     arena: Arena | None = None
     host_bytes: int = 0
 
     @property
-    def both(self) -> tuple[ScheduleModule, ScheduleModule]:
+    def both(self) -> tuple[Emitted, Emitted]:
         """The forward and the backward."""
         return self.forward, self.backward
 
@@ -52,6 +55,7 @@ def write_graphs(
     *,
     device: torch.device,
     host: HostMemory | None,
+    sizes: Values = (),
 ) -> Graphs:
     """Emit a program.
 
@@ -62,6 +66,7 @@ def write_graphs(
         modules: blocks that are compiled already; new ones are added.
         device: of the step.
         host: memory to which storages travel.
+        sizes: a number for each symbol of the graph; none: those of its capture.
 
     Raises:
         HostMemoryError: that memory cannot be had.
@@ -74,7 +79,13 @@ def write_graphs(
         )
         offsets = dict(zip((m.storage for m in moves), slots.offsets, strict=True))
         travel = Travel(moves, offsets, slots.total_bytes, arena.id)
+    forward: Emitted
+    backward: Emitted
     forward, backward = rewrite(program, peaks_bytes, modules, travel)
+    known = program.line.joint.sizes
+    if sizes != known.hints and sizes:
+        names = {**known.named(sizes), **(travel.names() if travel else {})}
+        forward, backward = forward.at(names), backward.at(names)
     blocks = (call.block for call in program.calls)
     recomputes = any(block.mode is Mode.AGAIN or block.again for block in blocks)
     return Graphs(forward, backward, recomputes, arena, travel.nbytes if travel else 0)

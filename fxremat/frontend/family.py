@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, BudgetWarning
 from fxremat.frontend.pipeline import Planned, Planner
+from fxremat.passes.joint.sizes import Values
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
 from fxremat.planner.surroundings import (
     SCALAR_BYTES,
@@ -33,7 +34,10 @@ from fxremat.units import format_bytes, format_seconds
 
 LOG = logging.getLogger("fxremat")
 
-MOST_PLANS = 64
+MOST_WATCHED = 2
+"""Sizes at which steps are watched: what a loss takes at others follows from these."""
+
+MOST_PLANS = 256
 """Plans of a family that are kept; that which was used longest ago goes first."""
 
 
@@ -74,7 +78,7 @@ class Family:
         gradients: primals that get a gradient, and which of the tensors that go in each is.
         plans: by situation, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
-        seen: of steps that were watched.
+        seen: what steps that were watched have taught, by sizes.
         lessons: of several steps at once, by kind of situation.
         cleared: kinds whose gradients must be gone before the backward, or nothing fits.
         kept: kinds whose gradients were not.
@@ -88,7 +92,7 @@ class Family:
     gradients: dict[int, int]
     plans: dict[Situation, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
-    seen: Lesson = NO_LESSON
+    seen: dict[Values, Lesson] = field(default_factory=dict)
     lessons: dict[tuple[int, bool], Lesson] = field(default_factory=dict)
     cleared: set[tuple[int, bool]] = field(default_factory=set)
     kept: set[tuple[int, bool]] = field(default_factory=set)
@@ -107,6 +111,7 @@ class Family:
         accumulate: bool,
         output_count: int,
         kept: Plan | None = None,
+        rehearse: bool = True,
     ) -> Family:
         """That of a graph, with its first plan.
 
@@ -119,14 +124,15 @@ class Family:
             accumulate: a set of gradients is counted at every call.
             output_count: how many results of the forward go to its caller.
             kept: a plan that is followed, instead of making one.
+            rehearse: let it be told what the step takes beside its calls.
 
         Raises:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
         """
         gradients = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
         family = Family(planner, in_flight, watcher, accumulate, output_count, gradients)
-        situation, _ = family._find(values)
-        planned = planner.first(situation, kept=kept)
+        situation, _ = family._find(values, planner.sizes.hints)
+        planned = planner.first(situation, kept=kept, rehearse=rehearse)
         family._own = own_gradients(planner.joint)
         family._made = made_outputs(planner.joint)
         family.plans[situation] = Compiled.of(planned, family)
@@ -147,15 +153,16 @@ class Family:
             BudgetError: no plan that was found fits; nothing has run.
         """
         self.watcher.end()
-        situation, leaves = self._find(args)
+        sizes = self.planner.sizes.values(args)
+        situation, leaves = self._find(args, sizes)
         if situation.waiting and situation not in self.plans:
             gc.collect()  # graphs that nobody can run backwards any more
-            situation, leaves = self._find(args)
+            situation, leaves = self._find(args, sizes)
         situation, compiled = self._plan_for(situation, on_new)
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
-        if not compiled.watched:
+        if not compiled.watched and (sizes in self.seen or len(self.seen) < MOST_WATCHED):
             compiled.watched = self.watcher.begin(
                 self.planner.joint.device, lambda seen: self._learn(situation, plan, seen)
             )
@@ -243,6 +250,17 @@ class Family:
                 "there in its backward. From the next step on they are planned for"
             )
 
+    def _seen_at(self, sizes: Values) -> Lesson:
+        """What watched steps have taught: of other sizes, as their outputs are larger."""
+        if not self.seen or sizes in self.seen:
+            return self.seen.get(sizes, NO_LESSON)
+        found = NO_LESSON
+        own = self.planner.tangent_bytes(sizes)
+        for other, lesson in self.seen.items():
+            if lesson != NO_LESSON:
+                found |= lesson.times(own / max(self.planner.tangent_bytes(other), 1))
+        return found
+
     def _teach(self, situation: Situation, lesson: Lesson) -> None:
         """What steps of its kind are planned for from now on."""
         with self._lock:
@@ -254,8 +272,9 @@ class Family:
         around = self.planner.around(situation)
         lesson = _lesson_of(seen, plan, around)
         with self._lock:
-            known, self.seen = self.seen, self.seen | lesson
-        if self.seen == known:
+            known = self._seen_at(situation.sizes)
+            self.seen[situation.sizes] = known | lesson
+        if known | lesson == known:
             return
         peak_bytes = around.given_bytes + seen.peak_bytes
         told = _told(lesson)
@@ -272,7 +291,9 @@ class Family:
                 f"budget of {plan.budget_bytes}: {told}. The next step's plan leaves room for that"
             )
 
-    def _find(self, values: Sequence[object]) -> tuple[Situation, list[Tensor | None]]:
+    def _find(
+        self, values: Sequence[object], sizes: Values
+    ) -> tuple[Situation, list[Tensor | None]]:
         """What a call with these primals finds, and the leaves among them that get gradients."""
         leaves: list[Tensor | None] = [None] * len(values)
         existing: list[int] = []
@@ -294,6 +315,7 @@ class Family:
             if leaf.grad is None or (primal in alone and not waiting and adds(leaf)):
                 added.append(primal)
         situation = Situation(
+            sizes,
             frozenset(existing),
             frozenset(added),
             len(waiting),
@@ -301,7 +323,7 @@ class Family:
             self.in_flight.kept_bytes(waiting),
             torch_compat.bucket_bytes(),
         )
-        lesson = self.seen | self.lessons.get(situation.kind, NO_LESSON)
+        lesson = self._seen_at(sizes) | self.lessons.get(situation.kind, NO_LESSON)
         cleared = situation.kind in self.cleared
         if cleared or lesson != NO_LESSON:
             situation = replace(situation, lesson=lesson, cleared=cleared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,9 @@ from fxremat import torch_compat
 from fxremat.costs.bandwidth import know_link, link_key, measure_link
 from fxremat.costs.cache import cost_cache
 from fxremat.costs.cost import Measured, Progress, measure_line
+from fxremat.costs.library import with_convolutions
 from fxremat.costs.overhead import Around, Rehearsal
+from fxremat.costs.scaled import Anchor, ScaledCosts
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import CostError, PlanError
 from fxremat.frontend.budget import Budget
@@ -27,12 +30,13 @@ from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.digest import digest
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
+from fxremat.passes.joint.sizes import Values, settle
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import linearize
 from fxremat.passes.stages.signature import tensor_key
 from fxremat.planner.allocations import settings_of
 from fxremat.planner.situation import Situation
-from fxremat.planner.surroundings import Caller, Surroundings, surroundings_of
+from fxremat.planner.surroundings import Caller, Surroundings, settled, surroundings_of
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings
@@ -40,6 +44,12 @@ from fxremat.simulate.allocator import AllocatorSettings
 LOG = logging.getLogger("fxremat")
 
 LEAST = Budget("min")
+
+MOST_SIZES = 256
+"""Sizes whose costs are kept; which was met first goes first."""
+
+MOST_BYTES = 1 << 60
+"""More than any budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,7 @@ class Planner:
         store: Store | None = None,
     ) -> None:
         self.budget = budget
+        module, self.sizes = settle(module)
         self._module = module
         self._output_count = forward_output_count
         self._mutated = torch_compat.mutated_primals(module)
@@ -119,6 +130,7 @@ class Planner:
         self._store = store or Store(None)
         self._modules = BlockModules()
         self._graphs: list[_Costed] = []
+        self._resized: dict[Values, list[_Costed]] = {}
         self._ways: list[Way] = []
 
     @property
@@ -126,8 +138,15 @@ class Planner:
         """The graph that the latest plan is of; all have the same inputs and results."""
         return self._graphs[0].graph.line.joint
 
-    def first(self, situation: Situation, *, kept: Plan | None = None) -> Planned:
-        """The plan for the call that was captured, or ``kept``.
+    def first(
+        self, situation: Situation, *, kept: Plan | None = None, rehearse: bool = True
+    ) -> Planned:
+        """The plan for the call that was captured.
+
+        Args:
+            situation: what that call finds.
+            kept: a plan to follow.
+            rehearse: tell how to find what the step takes beside its calls.
 
         Raises:
             BudgetError: no schedule that was found fits the budget.
@@ -136,17 +155,18 @@ class Planner:
             CostError: an operation cannot be measured.
         """
         planned = self._followed(kept, situation) if kept else self._planned(situation, self.budget)
-        if kept is None:
+        if kept is None and rehearse:
             planned = self._with_overhead(planned)
         self.budget = replace(self.budget, nbytes=planned.plan.budget_bytes, share=None)
+        traced = self._graphs[0].graph
+        self._caller = settled(self._caller, traced.line.joint, traced.real)
         self._inputs = {}  # no batch outlives its step
-        self._caller = replace(self._caller, resident=())
         self._graphs = [replace(own, graph=replace(own.graph, real={})) for own in self._graphs]
         self._progress = _silent
         return planned
 
     def again(self, situation: Situation, *, least: bool = False) -> Planned:
-        """The plan for a later call, of the same sizes.
+        """The plan for a later call.
 
         Args:
             situation: what the call finds.
@@ -160,11 +180,15 @@ class Planner:
 
     def around(self, situation: Situation) -> Surroundings:
         """What is beside the step at a call."""
-        return self._graphs[0].around(situation)
+        return self._costed_at(situation.sizes)[0].around(situation)
 
     def turn_bytes(self, situation: Situation) -> int:
         """What the step's own loss needs at a call."""
-        return situation.turn_bytes(self._graphs[0].base)
+        return situation.turn_bytes(self._costed_at(situation.sizes)[0].base)
+
+    def tangent_bytes(self, values: Values) -> int:
+        """Of the gradients of the outputs, at sizes ``values``."""
+        return self._costed_at(values)[0].base.tangent_bytes
 
     def fits(self, situation: Situation) -> bool:
         """Whether any schedule that was found does at a call."""
@@ -184,6 +208,7 @@ class Planner:
             forward_output_count=self._output_count,
             mutated_primals=self._mutated,
             exact=exact,
+            sizes=self.sizes,
         )
         line = linearize(joint)
         real = {joint.primals[i]: tensor for i, tensor in self._inputs.items()}
@@ -197,13 +222,39 @@ class Planner:
             base = surroundings_of(measured.line.joint, graph.real, self._caller)
         return _Costed(graph, measured, base)
 
+    def _costed_at(self, values: Values) -> list[_Costed]:
+        """The graphs at sizes ``values``, and what they cost there."""
+        if values == self.sizes.hints:
+            return self._graphs
+        if values not in self._resized:
+            if len(self._resized) >= MOST_SIZES:
+                self._resized.pop(next(iter(self._resized)))
+            self._resized[values] = [self._resize(costed, values) for costed in self._graphs]
+        return self._resized[values]
+
+    def _resize(self, costed: _Costed, values: Values) -> _Costed:
+        graph = costed.graph
+        if costed.scaled is None:
+            anchor = Anchor(self.sizes.hints, costed.measured.costs)
+            costed.scaled = ScaledCosts.of(graph.line, graph.blocks, (anchor,))
+        costs = with_convolutions(costed.scaled.at(values), graph.line, values, cost_cache())
+        measured = costed.measured.at(costs)
+        joint, caller = measured.line.joint, self._caller
+        if caller.loss_bytes is not None:  # as the outputs that it is computed from
+            table, first = joint.storages, costed.base.tangent_bytes
+            share = table.total(table.of(joint.tangents)) / first if first else 1.0
+            caller = replace(caller, loss_bytes=math.ceil(caller.loss_bytes * share))
+        base = surroundings_of(joint, {}, caller, values=values)
+        return _Costed(replace(graph, line=measured.line), measured, base)
+
     def _planned(self, situation: Situation, budget: Budget) -> Planned:
         """Find the best plan, or know it."""
         if not self._graphs:
             traced = self._graph(exact=True)
             self._graphs.append(self._costed(traced, self._measured(traced)))
-        origin = self._origin(self._graphs[0], situation)
-        found = None if self._ways else self._known(origin, budget)
+        origin = self._origin(self._costed_at(situation.sizes)[0], situation)
+        searched = self._ways or situation.sizes != self.sizes.hints
+        found = None if searched else self._known(origin, budget)
         return found or self._made(situation, origin, budget)
 
     def _followed(self, kept: Plan, situation: Situation) -> Planned:
@@ -302,11 +353,18 @@ class Planner:
 
         Schedules that are known are taken; where none fits, others are looked for.
         """
+        hints = replace(situation, sizes=self.sizes.hints)
         if not self._ways:
-            self._ways = self._search(situation)
-            return self._ways
-        around = (costed.around(situation) for costed in self._graphs)
-        ways = [way.within(own) for way, own in zip(self._ways, around, strict=True)]
+            self._ways = self._search(hints)
+        costed = self._costed_at(situation.sizes)
+        most = MOST_BYTES if budget.nbytes is None else budget.nbytes
+        ways = []
+        for way, own in zip(self._ways, costed, strict=True):
+            around = own.around(situation)
+            if situation.sizes == self.sizes.hints:
+                ways.append(way.within(around))
+            else:
+                ways.append(way.at(own.measured, around, budget_bytes=most))
         if budget.nbytes is None or min(way.least_bytes for way in ways) <= budget.nbytes:
             return ways
         found = self._search(situation)
@@ -337,10 +395,11 @@ class Planner:
             host=self._host,
             origin=origin,
             beside=situation.described(self.joint),
+            sizes=situation.sizes,
         )
         if self._graphs[0].graph.device.type == "cuda" and self._inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
-        if self._costs is None:
+        if self._costs is None and situation.sizes == self.sizes.hints:
             self._store.put("plan", self._plan_key(origin, budget), Plan, plan)
         return Planned(plan, emitted)
 
@@ -350,7 +409,7 @@ class Planner:
             undone = self._graph(exact=False)
             if any(map(is_inverse, undone.line.joint.forward)):
                 self._graphs.append(self._costed(undone, self._measured(undone)))
-        return [self._way(costed, situation) for costed in self._graphs]
+        return [self._way(costed, situation) for costed in self._costed_at(situation.sizes)]
 
     def _way(self, costed: _Costed, situation: Situation) -> Way:
         if self._host is not None:
@@ -392,13 +451,14 @@ class Planner:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Costed:
-    """A graph of the step, what it costs, and what is beside it at every call."""
+    """A graph of the step at one size, what it costs, and what is beside it at every call."""
 
     graph: StepGraph
     measured: Measured
     base: Surroundings
+    scaled: ScaledCosts | None = None
 
     def around(self, situation: Situation) -> Surroundings:
         """What is beside it at a call."""

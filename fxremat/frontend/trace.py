@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.emission import Emitted
 from fxremat.frontend.family import Compiled
 from fxremat.ir import Copy, Event, Lane, Timeline
-from fxremat.passes.emit.code import ScheduleModule
 from fxremat.runtime.watch import TransferRecord, record_transfers
 from fxremat.torch_compat import BoxedCallable
 from fxremat.units import format_seconds
@@ -165,7 +165,7 @@ class _CudaClock:
 @contextmanager
 def _calls_noted(compiler: StepCompiler, clock: _HostClock | _CudaClock) -> Iterator[None]:
     """Mark begin and end of every call of a stage, in plans that are made meanwhile as well."""
-    calls: list[tuple[ScheduleModule, str, BoxedCallable]] = []
+    calls: list[tuple[Emitted, str, BoxedCallable]] = []
 
     def noted(run: BoxedCallable) -> BoxedCallable:
         def call(args: list[Any]) -> Sequence[Any]:

@@ -12,10 +12,12 @@ from fxremat.costs.cost import Measured, Progress
 from fxremat.frontend.emission import Graphs, record_decision, write_graphs
 from fxremat.ir import Origin, RecordedCosts
 from fxremat.passes.emit.rewrite import BlockModules
+from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision import Tensors
 from fxremat.planner.pool import Candidate
+from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Surroundings
 from fxremat.planner.transfers import HostMemory, Moved, Transfers
@@ -106,6 +108,12 @@ class Way:
         host = self.transfers.host if self.transfers else None
         return Way(search, Transfers.of(search, host) if host else None, self.exact)
 
+    def at(self, measured: Measured, surroundings: Surroundings, *, budget_bytes: int) -> Way:
+        """The same schedules at another size, those that can matter within a budget."""
+        search = search_at(self.search, measured, surroundings, budget_bytes=budget_bytes)
+        host = self.transfers.host if self.transfers else None
+        return Way(search, Transfers.of(search, host) if host else None, self.exact)
+
     def knowing(self, other: Way) -> Way:
         """The same with the schedules of ``other``, of the same graph with other surroundings."""
         return replace(self, search=self.search.knowing(other.search))
@@ -154,6 +162,7 @@ def emit(
     host: HostMemory | None,
     origin: Origin,
     beside: tuple[tuple[str, int], ...],
+    sizes: Values = (),
 ) -> tuple[Plan, Graphs]:
     """Write the graphs of a schedule, and the plan that tells of them.
 
@@ -168,6 +177,7 @@ def emit(
         host: memory to which storages travel.
         origin: what the plan holds for.
         beside: what the call found beside the graphs, and its bytes.
+        sizes: a number for each symbol of the graph.
     """
     search, chosen = way.search, found.candidate
     line, evaluation = search.measured.line, found.evaluation
@@ -179,6 +189,7 @@ def emit(
         evaluation.peaks_bytes,
         found.moves,
         modules,
+        sizes=sizes,
         device=around.device,
         host=host,
     )
@@ -216,6 +227,7 @@ def emit(
         ),
         origin=origin,
         beside=beside,
+        sizes=tuple(zip(line.joint.sizes.names, sizes, strict=True)),
         waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
         measured=way.costs,
     )

@@ -19,6 +19,9 @@ from fxremat.planner.pool import Candidate, Pool
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Surroundings
 
+MOST_SPARE = 64
+"""Candidates of other surroundings that are evaluated."""
+
 SPREAD = 32
 """Members that are evaluated whatever the budget, evenly over all."""
 
@@ -61,6 +64,7 @@ def search_at(
     if baseline.peak_bytes > budget_bytes or allocations.settings is not None:
         members.around(budget_bytes)
     found = members.evaluated
+    found += [evaluator.candidate(c.codes, c.held) for c in search.spare[:MOST_SPARE]]
     solved = Pool.of(baseline, found)
     fitting = [c for c in solved.members if c.peak_bytes <= budget_bytes and c is not baseline]
     for start in reversed(fitting[-CLIMBS:]) if baseline.peak_bytes > budget_bytes else ():

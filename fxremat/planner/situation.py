@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import astuple, dataclass, replace
 
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.storage import allocated_bytes
-from fxremat.planner.surroundings import Surroundings
+from fxremat.passes.joint.sizes import Values
+from fxremat.planner.surroundings import Surroundings, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,10 @@ class Lesson:
     room_bytes: int = 0
     left_bytes: int = 0
     more_bytes: int = 0
+
+    def times(self, factor: float) -> Lesson:
+        """For outputs ``factor`` times as large."""
+        return Lesson(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
 
     def __or__(self, other: Lesson) -> Lesson:
         """Both."""
@@ -46,6 +49,7 @@ class Situation:
     """What is true at a call, beside what is true at every call of the graph.
 
     Attributes:
+        sizes: a number for each symbol of the graph.
         existing: primals that have a gradient.
         added: those of them to whose gradient the new one is added as soon as it is made.
         waiting: how many earlier steps wait for their backward.
@@ -57,6 +61,7 @@ class Situation:
             tutorial clears them.
     """
 
+    sizes: Values = ()
     existing: frozenset[int] = frozenset()
     added: frozenset[int] = frozenset()
     waiting: int = 0
@@ -73,12 +78,8 @@ class Situation:
 
     def gradient_bytes(self, joint: JointGraph) -> tuple[int, ...]:
         """Of each gradient that exists."""
-        values = (joint.primals[i].meta["val"] for i in sorted(self.existing))
-        return tuple(
-            allocated_bytes(v.numel() * v.element_size(), v.device)
-            for v in values
-            if isinstance(v, torch.Tensor)
-        )
+        sizes = joint.sizes.named(self.sizes)
+        return tuple(tensor_bytes(joint.primals[i], sizes) for i in sorted(self.existing))
 
     def turn_bytes(self, base: Surroundings) -> int:
         """What the step's own loss needs at the turn."""
@@ -88,7 +89,7 @@ class Situation:
         """The surroundings of the call.
 
         Args:
-            base: those of every call.
+            base: those of every call of these sizes.
             joint: the captured graph.
         """
         gradients = self.gradient_bytes(joint)

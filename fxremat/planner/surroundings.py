@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -95,7 +96,7 @@ def surroundings_of(
     tangents = _each(table, table.of(joint.tangents))
     loss_bytes = caller.loss_bytes
     if loss_bytes is None:
-        loss_bytes = sum(map(_unknown_loss_bytes, joint.tangents))
+        loss_bytes = sum(_unknown_loss_bytes(node, sizes) for node in joint.tangents)
     given = (
         *_each(table, table.of(joint.given)),
         *_unread_bytes(joint, real, caller),
@@ -115,17 +116,16 @@ def surroundings_of(
     )
 
 
-def _unknown_loss_bytes(tangent: fx.Node) -> int:
+def _unknown_loss_bytes(tangent: fx.Node, sizes: Mapping[str, int]) -> int:
     """Set aside for what a loss outside the model does with an output.
 
     A cross entropy keeps its logarithms, their gradient and that of its input; where the output
     is of less precision, a copy of it in full, too.
     """
-    value = tangent.meta["val"]
-    own = value.element_size()
+    own = tangent.meta["val"].element_size()
     full = max(own, FULL_PRECISION_BYTES)
     copied = full if own < full else 0
-    return int(value.numel() * (copied + 2 * full + own))
+    return _elements(tangent, sizes) * int(copied + 2 * full + own)
 
 
 def _each(table: StorageTable, ids: Iterable[int]) -> tuple[int, ...]:
@@ -145,11 +145,15 @@ def _unread_bytes(
             yield allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
 
 
-def _tensor_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
+def tensor_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
     """Of the elements of a tensor, whatever its storage."""
-    (layout,), value = layouts_of(node), node.meta["val"]
-    elements = math.prod(number_at(n, sizes) for n in layout.shape)
-    return allocated_bytes(elements * value.element_size(), value.device)
+    value = node.meta["val"]
+    return allocated_bytes(_elements(node, sizes) * value.element_size(), value.device)
+
+
+def _elements(node: fx.Node, sizes: Mapping[str, int]) -> int:
+    (layout,) = layouts_of(node)
+    return math.prod(number_at(n, sizes) for n in layout.shape)
 
 
 def _unread_gradient_bytes(real: Mapping[fx.Node, torch.Tensor], caller: Caller) -> Iterator[int]:
@@ -176,11 +180,16 @@ def own_gradients(joint: JointGraph) -> frozenset[int]:
 def _largest_copied_gradient(joint: JointGraph, sizes: Mapping[str, int]) -> int:
     """Autograd copies a gradient whose strides are not its parameter's, one at a time."""
     largest = 0
+    of_node = joint.storages.of_node
+    times = Counter(of_node[n] for n in joint.backward_outputs if isinstance(n, fx.Node))
     for primal, gradient in zip(joint.primals, joint.backward_outputs, strict=True):
         if isinstance(gradient, fx.Node):
             wanted, made = primal.meta["val"], gradient.meta["val"]
-            if wanted.stride() != made.stride() or _is_shared(joint, gradient):
-                largest = max(largest, _tensor_bytes(gradient, sizes))
+            # Autograd cannot take over what others share, nor a part of a storage.
+            shared = times[of_node[gradient]] > 1
+            part = made.untyped_storage().nbytes() > made.numel() * made.element_size()
+            if wanted.stride() != made.stride() or shared or part:
+                largest = max(largest, tensor_bytes(gradient, sizes))
     return largest
 
 
@@ -194,6 +203,12 @@ def _is_shared(joint: JointGraph, gradient: fx.Node) -> bool:
     value = gradient.meta["val"]
     part = value.untyped_storage().nbytes() > value.numel() * value.element_size()
     return len(sharing) > 1 or part
+
+
+def settled(caller: Caller, joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> Caller:
+    """``caller`` without its tensors: what they take is counted, and they may go."""
+    unread = (*_unread_bytes(joint, real, caller), *_unread_gradient_bytes(real, caller))
+    return replace(caller, held_bytes=(*caller.held_bytes, *unread), resident=())
 
 
 def made_outputs(joint: JointGraph) -> tuple[int, ...]:

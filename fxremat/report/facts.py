@@ -55,6 +55,7 @@ class PlanFacts:
         origin: what the plan holds for; ``None`` for one that was not made of a model.
         measured: what was measured of the graph; ``None`` likewise.
         beside: what the call that it was made for found beside what every call does, and bytes.
+        sizes: that it is for, by the names that they have in the code.
         waiting_bytes: what a step holds between its forward and its backward, without a loss.
     """
 
@@ -85,6 +86,7 @@ class PlanFacts:
     origin: Origin | None = field(default=None, repr=False)
     measured: RecordedCosts | None = field(default=None, repr=False)
     beside: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()
     waiting_bytes: int = 0
 
     @property
