@@ -268,15 +268,22 @@ class Family:
             self.lessons[situation.kind] = known | lesson
 
     def _learn(self, situation: Situation, plan: Plan, seen: Levels) -> None:
-        """A step was watched to its end."""
+        """A step was watched to its end.
+
+        What stayed within the budget teaches nothing that would forbid it.
+        """
         around = self.planner.around(situation)
         lesson = _lesson_of(seen, plan, around)
+        peak_bytes = around.given_bytes + seen.peak_bytes
+        over = peak_bytes - plan.budget_bytes
         with self._lock:
             known = self._seen_at(situation.sizes)
+            if known | lesson == known:
+                return
+            taught = replace(situation, lesson=situation.lesson | lesson)
+            if over <= 0 and not self.planner.fits(taught):
+                return
             self.seen[situation.sizes] = known | lesson
-        if known | lesson == known:
-            return
-        peak_bytes = around.given_bytes + seen.peak_bytes
         told = _told(lesson)
         LOG.info(
             "a step was watched: %s at its peak of %s planned; %s",
@@ -284,7 +291,6 @@ class Family:
             format_bytes(plan.predicted_held_bytes),
             told,
         )
-        over = peak_bytes - plan.budget_bytes
         if over > 0:
             _warn(
                 f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its "
