@@ -298,33 +298,44 @@ def keep_all_ran(step: Captured) -> Ran:
 
 @dataclass
 class Made:
-    """Takes gradients as they are made."""
+    """Takes gradients as they are made, and drops some at once."""
 
     gradients: list[Tensor | None]
+    dropped: frozenset[int] = frozenset()
 
     def give(self, made: dict[int, Tensor]) -> None:
         for primal, gradient in made.items():
-            self.gradients[primal] = gradient
+            if primal not in self.dropped:
+                self.gradients[primal] = gradient
 
 
-def _call(step: Captured, graphs: tuple[fx.GraphModule, fx.GraphModule]) -> tuple[Any, Any]:
+def _call(
+    step: Captured,
+    graphs: tuple[fx.GraphModule, fx.GraphModule],
+    dropped: frozenset[int] = frozenset(),
+) -> tuple[Any, Any]:
     forward, backward = graphs
     saved = forward([*step.primals])
     outputs = saved[: step.output_count]
     del saved[: step.output_count]
     tangents = [t.clone() for t in step.tangents]  # autograd holds them through the backward
-    made = Made([None] * len(step.primals))
+    made = Made([None] * len(step.primals), dropped)
     saved.extend((*tangents, made))
     backward(saved)
     return outputs, made.gradients
 
 
-def measured_peak_bytes(step: Captured, program: Program) -> int:
-    """Most bytes that running the emitted graphs of ``program`` allocates, tangents included."""
+def measured_peak_bytes(
+    step: Captured, program: Program, *, dropped: frozenset[int] = frozenset()
+) -> int:
+    """Most bytes that running the emitted graphs of ``program`` allocates, tangents included.
+
+    Nobody keeps the gradients of the primals ``dropped``.
+    """
     graphs = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
     with torch.random.fork_rng(), torch.no_grad():
         with torch_compat.AllocationLog() as log:
-            results = _call(step, graphs)
+            results = _call(step, graphs, dropped)
         del results
     now = peak = 0
     for _mark, change in log.events:

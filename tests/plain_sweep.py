@@ -33,6 +33,7 @@ class Sweep:
 def sweep(program: Program, footprints: Footprints, surroundings: Surroundings) -> Sweep:
     """Replay ``program``."""
     now = turn = surroundings.given_bytes
+    nbytes = program.line.joint.storages.nbytes
     peaks: list[int] = []
     held: list[int] = []
     for index, call in enumerate(program.calls):
@@ -41,7 +42,7 @@ def sweep(program: Program, footprints: Footprints, surroundings: Surroundings) 
             now += surroundings.tangent_bytes
         footprint = footprints.of(call.block, kept=call.kept)
         peaks.append(now + footprint.peak_bytes)
-        now += footprint.change_bytes
+        now += footprint.change_bytes - sum(nbytes[i] for i in call.handed)
         held.append(now)
     return Sweep(tuple(peaks), tuple(held), turn, now + surroundings.end_bytes)
 

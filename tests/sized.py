@@ -22,7 +22,7 @@ from fxremat.passes.joint.sizes import Size, layouts_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
-from tests.harness import SEED, Captured, Ran, bare, capture, silent
+from tests.harness import SEED, Captured, Made, Ran, bare, capture, silent
 from tests.models import ZOO
 from tests.plain_sweep import sweep
 
@@ -133,8 +133,10 @@ class AtSize:
         outputs = saved[:count]
         del saved[:count]
         tangents = [t.clone() for t in self.static.tangents]
-        saved.extend(tangents)
-        return outputs, backward(saved)
+        made = Made([None] * len(self.primals))
+        saved.extend((*tangents, made))
+        backward(saved)
+        return outputs, made.gradients
 
 
 SIZED: dict[str, Dims] = {

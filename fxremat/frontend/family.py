@@ -38,7 +38,7 @@ LOG = logging.getLogger("fxremat")
 MOST_WATCHED = 2
 """Sizes at which steps are watched: what a loss takes at others follows from these."""
 
-MOST_PLANS = 256
+MOST_PLANS = 128
 """Plans of a family that are kept; that which was used longest ago goes first."""
 
 
@@ -278,17 +278,24 @@ class Family:
             self.lessons[situation.kind] = known | lesson
 
     def _learn(self, situation: Situation, plan: Plan, seen: Levels) -> None:
-        """A step was watched to its end."""
+        """A step was watched to its end.
+
+        What stayed within the budget teaches nothing that would forbid it.
+        """
         around = self.planner.around(situation)
         lesson = _lesson_of(seen, plan, around)
+        peak_bytes = around.given_bytes + seen.peak_bytes
+        over = peak_bytes - plan.budget_bytes
         with self._lock:
             known = self._seen_at(situation.sizes)
+            if known | lesson == known:
+                return
+            taught = replace(situation, lesson=situation.lesson | lesson)
+            if over <= 0 and not self.planner.fits(taught, thorough=False):
+                return
             self.seen[situation.sizes] = known | lesson
-        if known | lesson == known:
-            return
         if situation.sizes == self.planner.sizes.hints:
             self.planner.keep_lesson(known | lesson)
-        peak_bytes = around.given_bytes + seen.peak_bytes
         told = _told(lesson)
         LOG.info(
             "a step was watched: %s at its peak of %s planned; %s",
@@ -296,7 +303,6 @@ class Family:
             format_bytes(plan.predicted_held_bytes),
             told,
         )
-        over = peak_bytes - plan.budget_bytes
         if over > 0:
             _warn(
                 f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its "

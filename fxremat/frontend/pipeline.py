@@ -46,7 +46,10 @@ LOG = logging.getLogger("fxremat")
 
 LEAST = Budget("min")
 
-MOST_SIZES = 256
+MOST_BLOCKS = 4096
+"""Distinct blocks whose code is kept."""
+
+MOST_SIZES = 128
 """Sizes whose costs are kept; which was met first goes first."""
 
 MOST_BYTES = 1 << 60
@@ -205,10 +208,10 @@ class Planner:
         """Of the gradients of the outputs, at sizes ``values``."""
         return self._costed_at(values)[0].base.tangent_bytes
 
-    def fits(self, situation: Situation) -> bool:
-        """Whether any schedule that was found does at a call."""
+    def fits(self, situation: Situation, *, thorough: bool = True) -> bool:
+        """Whether any schedule does at a call: of those that are known, or ``thorough``, any."""
         assert self.budget.nbytes is not None
-        ways = self._within(situation, self.budget)
+        ways = self._within(situation, self.budget if thorough else LEAST)
         return min(way.least_bytes for way in ways) <= self.budget.nbytes
 
     def room_bytes(self, situation: Situation) -> int:
@@ -386,8 +389,16 @@ class Planner:
         self._ways = [way.knowing(own) for way, own in zip(self._ways, found, strict=True)]
         return found
 
+    def _make_room(self) -> None:
+        """Forget blocks of plans that may be gone: what is used again is found again."""
+        if len(self._modules.modules) > MOST_BLOCKS:
+            self._modules = BlockModules()
+            for costed in self._graphs:
+                costed.graph.blocks.clear()
+
     def _made(self, situation: Situation, origin: Origin, budget: Budget) -> Planned:
         """Search for the best plan, among schedules that are known where there are some."""
+        self._make_room()
         ways = self._within(situation, budget)
         first = ways[0].search
         full_bytes = first.counted_bytes(first.baseline)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+
 from torch import fx
 
 from fxremat.passes.stages.linearize import Line
@@ -15,7 +18,8 @@ def handed_over(line: Line, surroundings: Surroundings) -> frozenset[fx.Node]:
     handed over only then: it counts as if it stayed.
     """
     outputs = line.joint.backward_outputs
-    added = {outputs[i] for i in surroundings.added if not _is_read_after(line, i)}
+    readers = _readers(line) if surroundings.added else {}
+    added = {outputs[i] for i in surroundings.added if not _is_read_after(line, i, readers)}
     others = (node for i, node in enumerate(outputs) if i not in surroundings.added)
     return frozenset(n for n in added.difference(others) if isinstance(n, fx.Node))
 
@@ -26,13 +30,29 @@ def staying(line: Line, surroundings: Surroundings) -> frozenset[fx.Node]:
     return frozenset(made - handed_over(line, surroundings))
 
 
-def _is_read_after(line: Line, index: int) -> bool:
-    """Whether a primal is read by the backward of a stage after that which makes its gradient."""
+def _readers(line: Line) -> Mapping[tuple[int, ...], set[int]]:
+    """By storages: the stages that read a primal which lies in them, or a view of it."""
     joint = line.joint
+    found: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+    for node in (*joint.primals, *line.views):
+        stages = {line.stage_of[user] for user in node.users if user in line.stage_of}
+        found[joint.storages.of_node[node]] |= stages
+    return found
+
+
+def _is_read_after(line: Line, index: int, readers: Mapping[tuple[int, ...], set[int]]) -> bool:
+    """Whether a primal may be read by the backward of a stage after what makes its gradient.
+
+    Backwards of branches that meet run in any order, one after the other or mixed.
+    """
+    joint, segments = line.joint, line.segments
     primal, gradient = joint.primals[index], joint.backward_outputs[index]
-    table = joint.storages
-    own = table.of_node[primal]
-    aliases = [n for n in (*joint.primals, *line.views) if table.of_node[n] == own]
-    readers = (line.stage_of[u] for n in aliases for u in n.users if u in line.stage_of)
-    made = line.stage_of.get(gradient, 0) if isinstance(gradient, fx.Node) else 0
-    return min(readers, default=made) < made
+    if not isinstance(gradient, fx.Node):
+        return False
+    made = line.sums.get(gradient, frozenset({line.stage_of.get(gradient, 0)}))
+
+    def has_run(reader: int, stage: int) -> bool:
+        return reader >= stage and segments.at(reader) in segments.path(segments.at(stage))
+
+    stages = readers[joint.storages.of_node[primal]]
+    return not all(any(has_run(reader, stage) for stage in made) for reader in stages)

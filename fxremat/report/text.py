@@ -43,6 +43,10 @@ def _summary(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Table:
     if on_reserved or plan.predicted_reserved_bytes != plan.predicted_peak_bytes:
         reserved = _exact(plan.predicted_reserved_bytes) + (f", {used}" if on_reserved else "")
         grid.add_row("predicted reserved", reserved)
+    if plan.sizes:
+        grid.add_row("made for sizes", ", ".join(f"{name} = {n}" for name, n in plan.sizes))
+    for what, nbytes in plan.beside:
+        grid.add_row("of that beside", f"{_exact(nbytes)} for {what}")
     grid.add_row("with everything kept", _exact(plan.baseline_peak_bytes))
     grid.add_row("predicted time", _time(plan))
     grid.add_row("lower bound", _bound(plan))

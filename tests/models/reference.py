@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Everything that a training step leaves behind, as copies.
@@ -73,14 +76,14 @@ def run_step(
         with entry.context(device.type):
             outputs = (model if call is None else call)(*args, **kwargs)
             loss = entry.loss(outputs)
-        kept = tree_map(_copy, outputs)
+        kept = tree_map(_aside, outputs)
         differentiable = tree_map(lambda x: isinstance(x, Tensor) and x.requires_grad, outputs)
-        # The outputs would otherwise stay alive for the whole backward.
+        # The outputs would otherwise stay alive for the whole backward, as would copies.
         del outputs
         loss.backward()
     return StepResult(
         loss=_copy(loss),
-        outputs=kept,
+        outputs=tree_map(lambda restore: restore(), kept),
         differentiable=differentiable,
         gradients={name: _copy(p.grad) for name, p in model.named_parameters()},
         input_gradients=[_copy(x.grad) for x in inputs],
@@ -189,6 +192,22 @@ def move(sample: tuple[Args, Kwargs], device: torch.device) -> tuple[Args, Kwarg
 
 def _floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _aside(x: Any) -> Callable[[], Any]:
+    """Restores ``x``, which is kept where torch's allocator does not count it."""
+    if not isinstance(x, Tensor):
+        return lambda: x
+    value = x.detach().resolve_conj().resolve_neg()
+    parts = torch.view_as_real(value) if value.is_complex() else value
+    bits = parts.view(_INTEGERS[parts.element_size()]).cpu().numpy().copy()
+    dtype, is_complex = parts.dtype, value.is_complex()
+
+    def restore() -> Tensor:
+        found = torch.from_numpy(bits).view(dtype)
+        return torch.view_as_complex(found) if is_complex else found
+
+    return restore
 
 
 def _copy(x: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import operator
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, groupby
 from types import FunctionType, MethodType
@@ -88,6 +89,7 @@ class ScheduleModule(torch_compat.GraphOfModules):
         exec(compile(source, file_name, "exec"), scope)
         # Tracebacks show the emitted lines.
         linecache.cache[file_name] = (len(source), None, source.splitlines(True), file_name)
+        weakref.finalize(self, linecache.cache.pop, file_name, None).atexit = False
         self.take_code(source, scope["forward"])
         # Its forward, found at once: calling a module takes microseconds, for hooks of nobody.
         for name, call in self.calls():

@@ -274,6 +274,15 @@ def _is_symbolic(node: fx.Node) -> bool:
     return False
 
 
+def _maker(number: torch.SymInt, node: fx.Node) -> fx.Node:
+    """The operation whose result has a size; ``node``, which has it too, may be a tangent."""
+    for other in node.graph.nodes:
+        shapes = (item.shape for item in _items(other) if isinstance(item, torch.Tensor))
+        if other.op == "call_function" and any(str(number) in map(str, s) for s in shapes):
+            return other
+    return node
+
+
 @dataclass(slots=True)
 class _Settler:
     """Copies nodes; symbols get their names as they are met."""
@@ -322,9 +331,10 @@ class _Settler:
             )
         expression, hint = torch_compat.expression_of(number)
         if hint is None:
+            maker = _maker(number, node)
             raise CaptureError(
-                f"the sizes {number} computed by {node.target} depend on data\n"
-                f"{node.meta.get('stack_trace', '')}\n"
+                f"the sizes {number} computed by {maker.target} depend on data\n"
+                f"{maker.meta.get('stack_trace', '')}\n"
                 "fxremat plans shapes known before: replace the data-dependent operation"
             )
         if expression not in self.numbers:

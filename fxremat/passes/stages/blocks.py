@@ -47,6 +47,11 @@ class BlockCache:
             )
         return self._blocks[key]
 
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._blocks.clear()
+        self._keys.clear()
+
     def key(self, block: Block) -> Key:
         """Equal for blocks for which one piece of code can stand; see :func:`block_key`."""
         found = self._keys.get(id(block))
