@@ -276,7 +276,8 @@ def _is_symbolic(node: fx.Node) -> bool:
 
 def _maker(number: torch.SymInt, node: fx.Node) -> fx.Node:
     """The operation whose result has a size; ``node``, which has it too, may be a tangent."""
-    for other in node.graph.nodes:
+    nodes: Iterable[fx.Node] = node.graph.nodes
+    for other in nodes:
         shapes = (item.shape for item in _items(other) if isinstance(item, torch.Tensor))
         if other.op == "call_function" and any(str(number) in map(str, s) for s in shapes):
             return other
