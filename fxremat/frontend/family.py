@@ -42,6 +42,10 @@ MOST_PLANS = 128
 """Plans of a family that are kept; that which was used longest ago goes first."""
 
 
+class _FewerWaitError(Exception):
+    """What a call found is not so any more."""
+
+
 @dataclass(slots=True, eq=False)
 class Compiled:
     """A plan in use.
@@ -165,10 +169,11 @@ class Family:
         self.watcher.end()
         sizes = self.planner.sizes.values(args)
         situation, leaves = self._find(args, sizes)
-        if situation.waiting and situation not in self.plans:
-            gc.collect()  # graphs that nobody can run backwards any more
+        try:
+            situation, compiled = self._plan_for(situation, on_new)
+        except _FewerWaitError:
             situation, leaves = self._find(args, sizes)
-        situation, compiled = self._plan_for(situation, on_new)
+            situation, compiled = self._plan_for(situation, on_new)
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
@@ -366,6 +371,10 @@ class Family:
             if situation.existing and not stays and self.planner.fits(cleared):
                 self.cleared.add(situation.kind)
                 return cleared, self.planner.again(cleared)
+            if situation.waiting:
+                gc.collect()  # graphs that nobody can run backwards any more
+                if sum(step.held_bytes for step in self.in_flight) < situation.waiting_bytes:
+                    raise _FewerWaitError from None
             if not self._taught_waiting(situation):
                 raise
         planned = self.planner.again(situation, least=True)
