@@ -184,6 +184,9 @@ class Family:
         results = list(compiled.forward(args))
         saved = results[self.output_count :]
         del results[self.output_count :]
+        # Autograd makes the results lead to the step: it must not lead to them.
+        returned = set(map(id, results))
+        saved = [t.detach() if id(t) in returned else t for t in saved]
         held_bytes = plan.waiting_bytes + self.planner.turn_bytes(situation)
         step = Step(
             compiled,
