@@ -79,7 +79,8 @@ class StepCompiler:
     @property
     def compiled(self) -> list[Compiled]:
         """All plans that are in use."""
-        return [compiled for family in self.families for compiled in family.plans.values()]
+        found = (compiled for family in self.families for compiled in family.plans.values())
+        return list(dict.fromkeys(found))
 
     def measure_overhead(self, call: Callable[[], object]) -> None:
         """Find what a step takes beside its calls, for the latest plan and those to come.
