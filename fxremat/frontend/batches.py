@@ -28,6 +28,9 @@ CURVE = 12
 CLOSER = 2
 """Times that sizes half-way from the fastest to its neighbours are added."""
 
+NEAR = 16
+"""Where the model refuses the largest size that fits, so many below it are asked for first."""
+
 FRONTIER = 8
 """Sizes of each further dimension, where there is one."""
 
@@ -194,12 +197,7 @@ class Batching:
         return BatchPoint(sizes, least, seconds + self.overhead_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
-        largest = self.planner.largest(
-            self.situation,
-            group,
-            most=self.most,
-            taken=lambda size: self._is_taken(self._at([group], [size])),
-        )
+        largest = self._largest(self.situation, group)
         if largest is None:
             raise self._nothing([group])
         sizes = sorted({max(1, largest * (i + 1) // CURVE) for i in range(CURVE)} | {1})
@@ -219,26 +217,34 @@ class Batching:
         spread = []
         count = max(2, round(FRONTIER ** (1 / len(others))))
         for group in others:
-            top = self._largest_known(smallest, group)
+            top = self._largest(smallest, group)
             if top is None:
                 raise self._nothing(groups)
             spread.append(sorted({round(top ** ((i + 1) / count)) for i in range(count)}))
         points = []
         for sizes in itertools.product(*spread):
-            largest = self._largest_known(self._at(others, sizes), first)
+            largest = self._largest(self._at(others, sizes), first)
             if largest is not None:
                 points.append(self._point(groups, (largest, *sizes)))
         return points
 
-    def _largest_known(self, situation: Situation, group: Sequence[Dimension]) -> int | None:
-        return self.planner.largest(
-            situation,
-            group,
-            most=self.most,
-            taken=lambda size: self._is_taken(
-                replace(situation, sizes=resized(situation.sizes, group, size))
-            ),
-        )
+    def _largest(self, situation: Situation, group: Sequence[Dimension]) -> int | None:
+        """The largest size of ``group`` that fits, and that the model takes."""
+
+        def is_taken(size: int) -> bool:
+            return self._is_taken(replace(situation, sizes=resized(situation.sizes, group, size)))
+
+        high = self.planner.largest(situation, group, most=self.most)
+        if high is None or is_taken(high):
+            return high
+        for size in range(high - 1, max(0, high - NEAR), -1):  # such as multiples of something
+            if is_taken(size):
+                return size
+        low = situation.sizes[group[0].symbol]
+        while high - low > 1:  # such as what a table of positions has room for
+            middle = (low + high) // 2
+            low, high = (middle, high) if is_taken(middle) else (low, middle)
+        return low
 
     def _nothing(self, groups: Sequence[Sequence[Dimension]]) -> BudgetError:
         situation = self._at(groups, [1] * len(groups))

@@ -27,28 +27,21 @@ def largest_fitting(
 
     Ensures: the answer fits, and one more does not, or is above ``most``.
     """
-    found = _guessed(bytes_at, first=min(first, most), budget_bytes=budget_bytes, most=most)
-    step = 1
-    if fits(found):
-        low, high = found, most + 1
-        while low < most and high > most:
-            if fits(min(low + step, most)):
-                low = min(low + step, most)
-                step *= 2
-            else:
-                high = min(low + step, most)
-    else:
-        low, high = 0, found
-        while high > 1 and low == 0:
-            lower = max(high - step, 1)
-            if fits(lower):
-                low = lower
-            else:
-                high = lower
-                step *= 2
-    while low and high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    low, high = 0, most + 1
+    up = down = 1
+    while high - low > 1:
+        # Trying may have shown how to do with less, so it is guessed anew each time.
+        guess = _guessed(
+            bytes_at, first=min(low or first, most), budget_bytes=budget_bytes, most=most
+        )
+        middle = (low + high) // 2 if high <= most else most
+        if guess <= low:
+            guess = min(low + up, middle)
+            up *= 2
+        elif guess >= high:
+            guess = max(high - down, middle)
+            down *= 2
+        low, high = (guess, high) if fits(guess) else (low, guess)
     return low or None
 
 

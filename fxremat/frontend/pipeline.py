@@ -243,7 +243,6 @@ class Planner:
         group: Sequence[Dimension],
         *,
         most: int,
-        taken: Callable[[int], bool] = lambda _size: True,
     ) -> int | None:
         """The largest size of some dimensions that follow each other that fits.
 
@@ -251,7 +250,6 @@ class Planner:
             situation: what a call finds beside it.
             group: the dimensions.
             most: the largest that is tried.
-            taken: whether the model takes a size.
 
         Returns ``None`` where not even 1 fits.
         """
@@ -262,7 +260,7 @@ class Planner:
 
         return largest_fitting(
             lambda size: self.least_bytes(at(size)),
-            lambda size: taken(size) and self.fits(at(size)),
+            lambda size: self.fits(at(size)),
             first=situation.sizes[group[0].symbol],
             budget_bytes=self.budget.nbytes,
             most=most,
