@@ -368,7 +368,7 @@ class Family:
         """
         try:
             return situation, self.planner.again(situation)
-        except BudgetError:
+        except BudgetError as error:
             cleared = replace(situation, cleared=True)
             stays = self.accumulate or situation.kind in self.kept
             if situation.existing and not stays and self.planner.fits(cleared):
@@ -379,7 +379,7 @@ class Family:
                 if sum(step.held_bytes for step in self.in_flight) < situation.waiting_bytes:
                     raise _FewerWaitError from None
             if not self._taught_waiting(situation):
-                raise
+                raise self.planner.advised(error, situation) from None
         planned = self.planner.again(situation, least=True)
         plan = planned.plan
         budget_bytes = self.planner.budget.nbytes or 0
