@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from fxremat.api import backend, compile, frontier, plan
+    from fxremat.api import backend, compile, frontier, max_batch, plan
     from fxremat.costs.measure import StepMeasurement, measure_step
     from fxremat.errors import (
         ArgumentError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from fxremat.frontend.compiled import CompiledModule
     from fxremat.frontend.sample import Sample
+    from fxremat.report.batches import Batches, BatchPoint
     from fxremat.report.frontier import Frontier
     from fxremat.report.plan import Plan
 
@@ -38,6 +39,7 @@ _HOMES = {
     "backend": "api",
     "compile": "api",
     "frontier": "api",
+    "max_batch": "api",
     "plan": "api",
     "CompiledModule": "frontend.compiled",
     "ArgumentError": "errors",
@@ -56,6 +58,8 @@ _HOMES = {
     "TransferError": "errors",
     "StepMeasurement": "costs.measure",
     "measure_step": "costs.measure",
+    "BatchPoint": "report.batches",
+    "Batches": "report.batches",
     "Frontier": "report.frontier",
     "Plan": "report.plan",
     "Sample": "frontend.sample",
@@ -64,6 +68,8 @@ _HOMES = {
 __all__ = [
     "ArgumentError",
     "BackwardError",
+    "BatchPoint",
+    "Batches",
     "BudgetError",
     "BudgetWarning",
     "CaptureError",
@@ -85,6 +91,7 @@ __all__ = [
     "backend",
     "compile",
     "frontier",
+    "max_batch",
     "measure_step",
     "plan",
 ]

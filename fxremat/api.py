@@ -13,9 +13,10 @@ from torch import fx, nn
 
 from fxremat import optional, torch_compat
 from fxremat.costs.cost import Progress
-from fxremat.errors import CaptureError
+from fxremat.errors import ArgumentError, BudgetError, CaptureError
 from fxremat.frontend.arguments import Arguments, Loss, Offload, Optimizer, read_model
-from fxremat.frontend.budget import Readable
+from fxremat.frontend.batches import Batching, Dim, read_dims, read_most
+from fxremat.frontend.budget import Budget, Readable
 from fxremat.frontend.capture import PlannedOnly, StepCompiler
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.frontend.sample import Sample, call_without_data, check_sample
@@ -23,6 +24,7 @@ from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import generators_restored
 from fxremat.planner.surroundings import Caller
+from fxremat.report.batches import Batches
 from fxremat.report.frontier import Frontier
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
@@ -179,6 +181,60 @@ def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
     All points come from the tables that one plan is made from: no solve a point.
     """
     return plan(model, sample, 1.0, **options).frontier
+
+
+def max_batch(
+    model: nn.Module,
+    sample: object,
+    budget: str | int,
+    *,
+    dim: Dim | list[Dim] = 0,
+    most: int | None = None,
+    **options: Any,
+) -> Batches:
+    """The largest batch that fits ``budget``, and the one of the most samples a second.
+
+    The step is captured and measured once, at the sample, which need not fit itself. All else is
+    computed; nothing is run of any other size but convolutions, alone, whose libraries must be
+    asked what memory they take.
+
+    Args:
+        model: the module to train.
+        sample: as for :func:`compile`. Sizes that are equal in it vary together, so its batch
+            should differ from its other sizes, and be at least 2.
+        budget: ``"6 GiB"``, or bytes as an int.
+        dim: the batch: a dimension of the sample's first tensor; or a pair, an argument's index
+            or name and a dimension of it. A list of these asks for all sizes that fit together:
+            for some sizes of the others the largest of the first.
+        most: the largest size that is asked for; none beyond 2^20 is anyway.
+        **options: of :func:`compile`, but ``dynamic`` and ``plan``.
+
+    Returns sizes, their least budgets and predicted seconds. The first time that a size beyond the
+    largest is compiled may find it to fit yet, or the largest to be one too many, where kernels
+    take other memory there than they say.
+
+    Raises:
+        BudgetError: the budget is no number of bytes, or no size fits.
+        ArgumentError: a dimension does not exist, does not vary or varies only with another of
+            the same argument; an option cannot be read.
+        SampleError, NoGradientError, CaptureError, CostError, HostMemoryError: as
+            :func:`compile`.
+    """
+    read = Budget.read(budget)
+    if read.nbytes is None:
+        raise BudgetError(f"budget is {budget!r}: give bytes as '6 GiB' or an int")
+    for name in {"dynamic", "plan"} & options.keys():
+        message = f"{name}= is not for max_batch, which captures all sizes at once: leave it out"
+        raise ArgumentError(message, argument=name, value=options[name])
+    model, call, limit = read_model(model), Sample.of(sample), read_most(most)
+    asked = read_dims(model, call, dim)
+    compiled = compile(model, call, 1.0, dynamic=True, **options)
+    (family,) = compiled.__dict__["_compiler"].families
+    (situation,) = family.plans
+    family.planner.budget = read
+    found = Batching(family.planner, situation, model, call, compiled.plan.overhead_s, limit)
+    with generators_restored(), _training(model), torch.enable_grad():
+        return found.over(asked)
 
 
 def backend(

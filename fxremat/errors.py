@@ -7,6 +7,8 @@ are about what was found when the model was captured, planned or run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class FxrematError(Exception):
     """Base of all errors raised by fxremat."""
@@ -18,11 +20,21 @@ class BudgetError(FxrematError):
     Attributes:
         least_budget_bytes: the least budget for which a schedule was found, or
             ``None`` when the budget could not be read at all.
+        largest: where sizes vary: for each dimension of an argument, named as
+            ``args[0].shape[0]``, the largest size that fits while what does not follow it
+            stays as it is; none where not even 1 does.
     """
 
-    def __init__(self, message: str, *, least_budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        least_budget_bytes: int | None = None,
+        largest: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(message)
         self.least_budget_bytes = least_budget_bytes
+        self.largest = dict(largest or {})
 
 
 class BudgetWarning(UserWarning):

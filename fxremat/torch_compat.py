@@ -430,6 +430,12 @@ def symbol_hint(number: torch.SymInt, symbol: Any) -> int:
     return int(hints[symbol])
 
 
+def symbol_most(number: torch.SymInt, symbol: Any) -> int | None:
+    """The largest value of a symbol for which what was captured holds; ``None``: any."""
+    upper = number.node.shape_env.var_to_range[symbol].upper
+    return int(upper) if upper.is_Integer else None
+
+
 def python_text(expression: Any) -> str:
     """A sympy expression of sizes as Python code."""
     from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415

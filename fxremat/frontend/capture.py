@@ -44,6 +44,7 @@ class StepCompiler:
         latest: the plan of the step that ran last.
         dry: compiled graphs raise :class:`PlannedOnly` instead of running.
         resident: tensors that the step being captured holds, used or not.
+        arguments: tensors of the call being captured, and their places in it, where known.
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan.
         overhead_s: what a step takes beside its calls, once that is known.
@@ -62,6 +63,7 @@ class StepCompiler:
     latest: Compiled | None = None
     dry: bool = False
     resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
+    arguments: Callable[[], tuple[tuple[str, torch.Tensor], ...]] = tuple
     host: HostMemory | None = None
     exact: bool = True
     overhead_s: float = 0.0
@@ -79,7 +81,8 @@ class StepCompiler:
     @property
     def compiled(self) -> list[Compiled]:
         """All plans that are in use."""
-        return [compiled for family in self.families for compiled in family.plans.values()]
+        found = (compiled for family in self.families for compiled in family.plans.values())
+        return list(dict.fromkeys(found))
 
     def measure_overhead(self, call: Callable[[], object]) -> None:
         """Find what a step takes beside its calls, for the latest plan and those to come.
@@ -153,6 +156,7 @@ class StepCompiler:
                 budget=self.budget,
                 caller=replace(self.caller, resident=self.resident()),
                 progress=self.progress,
+                places=_places(inputs, self.arguments()),
                 host=self.host,
                 exact=self.exact,
                 store=self.store,
@@ -261,3 +265,11 @@ def _real_inputs(
         if isinstance(value, torch.Tensor) and not torch_compat.is_fake(value):
             found[primal] = value
     return found
+
+
+def _places(
+    inputs: Mapping[int, torch.Tensor], arguments: Sequence[tuple[str, torch.Tensor]]
+) -> dict[int, str]:
+    """Of primals that are arguments of the call."""
+    place = {id(tensor): name for name, tensor in reversed(arguments)}
+    return {i: place[id(tensor)] for i, tensor in inputs.items() if id(tensor) in place}

@@ -17,6 +17,7 @@ from fxremat.errors import CaptureError, FxrematError
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.family import Compiled
 from fxremat.frontend.outputs import Detaching, Unused, refuse_gradients
+from fxremat.frontend.sample import places_of
 from fxremat.frontend.trace import StepTrace, trace_step
 from fxremat.report.plan import Plan
 
@@ -138,6 +139,7 @@ class CompiledModule(nn.Module):
         original: nn.Module = self.__dict__["_original"]
         compiler: StepCompiler = self.__dict__["_compiler"]
         compiler.resident = lambda: _resident(original, args, kwargs)
+        compiler.arguments = lambda: places_of(args, kwargs)
         try:
             with torch_compat.capture_settings():
                 self._mark_sizes(args, kwargs)
@@ -158,7 +160,7 @@ class CompiledModule(nn.Module):
             traceback.clear_frames(error.__traceback__)  # see capture.emitted
             raise
         finally:
-            compiler.resident = tuple  # a batch must not outlive its step
+            compiler.resident = compiler.arguments = tuple  # a batch must not outlive its step
 
     def _mark_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first sizes are captured as numbers, the next as symbols: all of them at once, not

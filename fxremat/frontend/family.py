@@ -42,6 +42,10 @@ MOST_PLANS = 128
 """Plans of a family that are kept; that which was used longest ago goes first."""
 
 
+class _FewerWaitError(Exception):
+    """What a call found is not so any more."""
+
+
 @dataclass(slots=True, eq=False)
 class Compiled:
     """A plan in use.
@@ -165,10 +169,11 @@ class Family:
         self.watcher.end()
         sizes = self.planner.sizes.values(args)
         situation, leaves = self._find(args, sizes)
-        if situation.waiting and situation not in self.plans:
-            gc.collect()  # graphs that nobody can run backwards any more
+        try:
+            situation, compiled = self._plan_for(situation, on_new)
+        except _FewerWaitError:
             situation, leaves = self._find(args, sizes)
-        situation, compiled = self._plan_for(situation, on_new)
+            situation, compiled = self._plan_for(situation, on_new)
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
@@ -363,14 +368,18 @@ class Family:
         """
         try:
             return situation, self.planner.again(situation)
-        except BudgetError:
+        except BudgetError as error:
             cleared = replace(situation, cleared=True)
             stays = self.accumulate or situation.kind in self.kept
             if situation.existing and not stays and self.planner.fits(cleared):
                 self.cleared.add(situation.kind)
                 return cleared, self.planner.again(cleared)
+            if situation.waiting:
+                gc.collect()  # graphs that nobody can run backwards any more
+                if sum(step.held_bytes for step in self.in_flight) < situation.waiting_bytes:
+                    raise _FewerWaitError from None
             if not self._taught_waiting(situation):
-                raise
+                raise self.planner.advised(error, situation) from None
         planned = self.planner.again(situation, least=True)
         plan = planned.plan
         budget_bytes = self.planner.budget.nbytes or 0
@@ -399,12 +408,36 @@ class Family:
             step.plan.family._teach(step.situation, lesson)
         return bool(lessons)
 
+    def _as_good(self, situation: Situation) -> Compiled | None:
+        """A plan for a call that found less and still fits, or one that recomputes nothing.
+
+        No other is faster. Where the allocator's blocks are replayed, sums say nothing.
+        """
+        if self.planner.joint.device.type == "cuda":
+            return None
+        now = self.planner.around(situation)
+        for other, compiled in reversed(self.plans.items()):
+            plan = compiled.planned.plan
+            if other.sizes != situation.sizes or other.added != situation.added:
+                continue
+            then = self.planner.around(other)
+            more = (
+                now.given_bytes - then.given_bytes,
+                now.turn_bytes - then.turn_bytes,
+                now.tangent_bytes - then.tangent_bytes,
+            )
+            fits = plan.counted_bytes + sum(max(0, n) for n in more) <= plan.budget_bytes
+            kept = not (compiled.planned.graphs.recomputes or compiled.planned.graphs.arena)
+            if fits and (min(more) >= 0 or kept):
+                return compiled
+        return None
+
     def _plan_for(
         self, situation: Situation, on_new: Callable[[Compiled], None] | None
     ) -> tuple[Situation, Compiled]:
         """The plan for a situation, one that is there or a new one; and what it takes for true."""
         with self._lock:
-            compiled = self.plans.pop(situation, None)
+            compiled = self.plans.pop(situation, None) or self._as_good(situation)
             if compiled is None:
                 situation, planned = self._new_plan(situation)
                 compiled = Compiled.of(planned, self)
@@ -413,8 +446,8 @@ class Family:
                     on_new(compiled)
                 if planned.plan.counted_bytes > (self.planner.budget.nbytes or 0):
                     return situation, compiled  # for this time only
-                if len(self.plans) >= MOST_PLANS:
-                    self.plans.pop(next(iter(self.plans)))
+            if len(self.plans) >= MOST_PLANS:
+                self.plans.pop(next(iter(self.plans)))
             self.plans[situation] = compiled
             return situation, compiled
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +18,11 @@ from fxremat.costs.library import with_convolutions
 from fxremat.costs.overhead import Around, Rehearsal
 from fxremat.costs.scaled import Anchor, ScaledCosts
 from fxremat.costs.synthetic import Synthesizer
-from fxremat.errors import CostError, PlanError
+from fxremat.errors import BudgetError, CostError, PlanError
 from fxremat.frontend.budget import Budget
+from fxremat.frontend.dimensions import Dimension, dimensions_of, groups_of, resized
 from fxremat.frontend.emission import Graphs, follow
+from fxremat.frontend.largest import largest_fitting
 from fxremat.frontend.origin import differences, key_of, origin_of_costs, origin_of_plan, version_of
 from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph, Way, emit, fastest
@@ -36,6 +38,7 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import linearize
 from fxremat.passes.stages.signature import tensor_key
 from fxremat.planner.allocations import settings_of
+from fxremat.planner.resized import least_bytes_at
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
 from fxremat.planner.surroundings import Caller, Surroundings, settled, surroundings_of
 from fxremat.planner.transfers import HostMemory
@@ -51,6 +54,9 @@ MOST_BLOCKS = 4096
 
 MOST_SIZES = 128
 """Sizes whose costs are kept; which was met first goes first."""
+
+MOST_SIZE = 1 << 20
+"""Of a dimension: more is not tried."""
 
 MOST_BYTES = 1 << 60
 """More than any budget."""
@@ -86,6 +92,7 @@ class Planner:
         budget: what the peak may reach.
         caller: what is needed beside the step at every call.
         progress: told how far measuring and solving have come.
+        places: of primals that are arguments of the call, where known.
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan; else inputs of norms may be
             rebuilt from outputs where that is faster, or fits where nothing else does.
@@ -96,6 +103,7 @@ class Planner:
     Attributes:
         budget: as given; a share means the bytes of the first plan from then on.
         joint: the graph that plans are made for.
+        dimensions: of arguments, whose sizes are symbols.
 
     Raises:
         CaptureError, GraphError, CostError: as the passes raise them.
@@ -110,6 +118,7 @@ class Planner:
         budget: Budget,
         caller: Caller,
         progress: Progress,
+        places: Mapping[int, str] | None = None,
         host: HostMemory | None = None,
         exact: bool = True,
         allocator: AllocatorSettings | None = None,
@@ -118,6 +127,8 @@ class Planner:
     ) -> None:
         self.budget = budget
         module, self.sizes = settle(module)
+        primals = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.dimensions = dimensions_of(primals, self.sizes, places or {})
         self._module = module
         self._output_count = forward_output_count
         self._mutated = torch_compat.mutated_primals(module)
@@ -158,16 +169,26 @@ class Planner:
             HostMemoryError: the host memory cannot be had.
             CostError: an operation cannot be measured.
         """
-        planned = self._followed(kept, situation) if kept else self._planned(situation, self.budget)
+        try:
+            planned = (
+                self._followed(kept, situation) if kept else self._planned(situation, self.budget)
+            )
+        except BudgetError as error:
+            self._settle()
+            raise self.advised(error, situation) from None
         if kept is None and rehearse:
             planned = self._with_overhead(planned)
         self.budget = replace(self.budget, nbytes=planned.plan.budget_bytes, share=None)
+        self._settle()
+        return planned
+
+    def _settle(self) -> None:
+        """Let the values of the captured call go: no batch outlives its step."""
         traced = self._graphs[0].graph
         self._caller = settled(self._caller, traced.line.joint, traced.real)
-        self._inputs = {}  # no batch outlives its step
+        self._inputs = {}
         self._graphs = [replace(own, graph=replace(own.graph, real={})) for own in self._graphs]
         self._progress = _silent
-        return planned
 
     def again(self, situation: Situation, *, least: bool = False) -> Planned:
         """The plan for a later call.
@@ -214,6 +235,78 @@ class Planner:
         ways = self._within(situation, self.budget if thorough else LEAST)
         return min(way.least_bytes for way in ways) <= self.budget.nbytes
 
+    def advised(self, error: BudgetError, situation: Situation) -> BudgetError:
+        """``error``, that a call does not fit, with the largest sizes that do."""
+        if error.least_budget_bytes is None or self.budget.nbytes is None:
+            return error
+        largest: dict[str, int] = {}
+        told = []
+        for group in groups_of(self.dimensions, self.sizes.hints, situation.sizes):
+            most = min(self.sizes.most[d.symbol] or MOST_SIZE for d in group)
+            found = self.largest(situation, group, most=most)
+            if found is not None:
+                largest |= {d.name: found for d in group}
+                told.append(f"{found} for {' = '.join(d.name for d in group)}")
+        if not told:
+            return error
+        return BudgetError(
+            f"{error}. The largest sizes that fit, each while others stay: {'; '.join(told)}",
+            least_budget_bytes=error.least_budget_bytes,
+            largest=largest,
+        )
+
+    def largest(
+        self,
+        situation: Situation,
+        group: Sequence[Dimension],
+        *,
+        most: int,
+    ) -> int | None:
+        """The largest size of some dimensions that follow each other that fits.
+
+        Args:
+            situation: what a call finds beside it.
+            group: the dimensions.
+            most: the largest that is tried.
+
+        Returns ``None`` where not even 1 fits.
+        """
+        assert self.budget.nbytes is not None
+
+        def at(size: int) -> Situation:
+            return replace(situation, sizes=resized(situation.sizes, group, size))
+
+        return largest_fitting(
+            lambda size: self.least_bytes(at(size)),
+            lambda size: self.fits(at(size)),
+            first=situation.sizes[group[0].symbol],
+            budget_bytes=self.budget.nbytes,
+            most=most,
+        )
+
+    def least_bytes(self, situation: Situation) -> int:
+        """The least budget of a call, by schedules that are known; nothing is run for it."""
+        self._know_ways(situation)
+        found = []
+        for way, costed in zip(self._ways, self._graphs, strict=True):
+            if situation.sizes == self.sizes.hints:
+                own = costed
+            else:
+                own = self._resize(costed, situation.sizes, run=False)
+            around = own.around(situation)
+            if way.transfers is None:
+                found.append(least_bytes_at(way.search, own.measured, around))
+            else:
+                found.append(way.at(own.measured, around, budget_bytes=MOST_BYTES).least_bytes)
+        return min(found)
+
+    def predicted(self, situation: Situation) -> tuple[int, float]:
+        """The least budget of a call that fits, and the seconds of its plan's calls."""
+        assert self.budget.nbytes is not None
+        ways = self._within(situation, self.budget)
+        _, found = fastest(ways, self.budget.nbytes)
+        return min(way.least_bytes for way in ways), found.total_s
+
     def room_bytes(self, situation: Situation) -> int:
         """The least that a step allocates beyond what is there whatever its plan."""
         ways = self._within(situation, LEAST)
@@ -250,12 +343,15 @@ class Planner:
             self._resized[values] = [self._resize(costed, values) for costed in self._graphs]
         return self._resized[values]
 
-    def _resize(self, costed: _Costed, values: Values) -> _Costed:
+    def _resize(self, costed: _Costed, values: Values, *, run: bool = True) -> _Costed:
+        """``costed`` at sizes ``values``; what no law tells of is measured there if ``run``."""
         graph = costed.graph
         if costed.scaled is None:
             anchor = Anchor(self.sizes.hints, costed.measured.costs)
             costed.scaled = ScaledCosts.of(graph.line, graph.blocks, (anchor,))
-        costs = with_convolutions(costed.scaled.at(values), graph.line, values, cost_cache())
+        costs = costed.scaled.at(values)
+        if run:
+            costs = with_convolutions(costs, graph.line, values, cost_cache())
         measured = costed.measured.at(costs)
         joint, caller = measured.line.joint, self._caller
         if caller.loss_bytes is not None:  # as the outputs that it is computed from
@@ -371,9 +467,7 @@ class Planner:
 
         Schedules that are known are taken; where none fits, others are looked for.
         """
-        hints = replace(situation, sizes=self.sizes.hints)
-        if not self._ways:
-            self._ways = self._search(hints)
+        new = self._know_ways(situation) and situation.sizes == self.sizes.hints
         costed = self._costed_at(situation.sizes)
         most = MOST_BYTES if budget.nbytes is None else budget.nbytes
         ways = []
@@ -383,7 +477,7 @@ class Planner:
                 ways.append(way.within(around))
             else:
                 ways.append(way.at(own.measured, around, budget_bytes=most))
-        if budget.nbytes is None or min(way.least_bytes for way in ways) <= budget.nbytes:
+        if new or budget.nbytes is None or min(w.least_bytes for w in ways) <= budget.nbytes:
             return ways
         found = self._search(situation)
         self._ways = [way.knowing(own) for way, own in zip(self._ways, found, strict=True)]
@@ -395,6 +489,13 @@ class Planner:
             self._modules = BlockModules()
             for costed in self._graphs:
                 costed.graph.blocks.clear()
+
+    def _know_ways(self, situation: Situation) -> bool:
+        """Let some schedules be known, those at the sizes of the capture; were none?"""
+        new = not self._ways
+        if new:
+            self._ways = self._search(replace(situation, sizes=self.sizes.hints))
+        return new
 
     def _made(self, situation: Situation, origin: Origin, budget: Budget) -> Planned:
         """Search for the best plan, among schedules that are known where there are some."""

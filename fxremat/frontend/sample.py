@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +44,30 @@ class Sample:
             "a dict of keywords, or fxremat.Sample(args, kwargs)"
         )
 
+    def map(self, change: Callable[[Any], Any]) -> Sample:
+        """The same call with each of its leaves changed."""
+        args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
+        return Sample(args, kwargs)
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, with its place in the call."""
         leaves, _ = pytree.tree_flatten_with_path((self.args, self.kwargs))
         for path, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 yield "sample" + pytree.keystr(path[1:]), leaf
+
+
+def places_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[str, torch.Tensor], ...]:
+    """Every tensor of a call, named as ``args[0]`` or ``kwargs['x']``."""
+    named = (("args", args), ("kwargs", kwargs))
+    return tuple(
+        (name + pytree.keystr(path), leaf)
+        for name, values in named
+        for path, leaf in pytree.tree_flatten_with_path(values)[0]
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
 def check_sample(model: nn.Module, sample: Sample) -> None:

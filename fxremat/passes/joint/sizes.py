@@ -151,11 +151,13 @@ class Sizes:
         names: of each, as emitted code has them; none where all sizes are numbers.
         hints: their values at the capture.
         sources: where each is read: a primal and its dimension, -1 where it is the number itself.
+        most: the largest value of each for which the graph holds; ``None``: any.
     """
 
     names: tuple[str, ...] = ()
     hints: Values = ()
     sources: tuple[tuple[int, int], ...] = ()
+    most: tuple[int | None, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.names)
@@ -276,7 +278,8 @@ def _is_symbolic(node: fx.Node) -> bool:
 
 def _maker(number: torch.SymInt, node: fx.Node) -> fx.Node:
     """The operation whose result has a size; ``node``, which has it too, may be a tangent."""
-    for other in node.graph.nodes:
+    nodes: Iterable[fx.Node] = node.graph.nodes
+    for other in nodes:
         shapes = (item.shape for item in _items(other) if isinstance(item, torch.Tensor))
         if other.op == "call_function" and any(str(number) in map(str, s) for s in shapes):
             return other
@@ -290,6 +293,7 @@ class _Settler:
     copied: dict[fx.Node, Any] = field(default_factory=dict)
     names: dict[Any, Any] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)
+    most: dict[str, int | None] = field(default_factory=dict)
     numbers: dict[Any, int] = field(default_factory=dict)
     storages: dict[int, Any] = field(default_factory=dict)
 
@@ -349,6 +353,7 @@ class _Settler:
                 name = f"{PREFIX}{len(self.names)}"
                 self.names[symbol] = _symbol(name)
                 self.hints[name] = torch_compat.symbol_hint(number, symbol)
+                self.most[name] = torch_compat.symbol_most(number, symbol)
         return Size(hint, expression.xreplace(self.names), self.hints)
 
     def _tensor(self, traced: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -381,5 +386,8 @@ class _Settler:
                 "could be read from: pass dynamic=False to torch.compile"
             )
         return Sizes(
-            tuple(self.hints), tuple(self.hints.values()), tuple(found[n] for n in self.hints)
+            tuple(self.hints),
+            tuple(self.hints.values()),
+            tuple(found[n] for n in self.hints),
+            tuple(self.most.values()),
         )

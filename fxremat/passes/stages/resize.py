@@ -43,6 +43,7 @@ class _Resizer:
     sizes: dict[str, int]
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    made: dict[Size, Size] = field(default_factory=dict)
 
     def line(self, line: Line) -> Line:
         """The whole."""
@@ -122,7 +123,7 @@ class _Resizer:
         if isinstance(value, fx.Node):
             return self.new[value]
         if isinstance(value, Size):
-            return Size(number_at(value, self.sizes), value.expression, self.sizes)
+            return self._size(value)
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._value, value))
         if isinstance(value, dict):
@@ -130,6 +131,13 @@ class _Resizer:
         if isinstance(value, slice):
             return slice(*map(self._value, (value.start, value.stop, value.step)))
         return value
+
+    def _size(self, size: Size) -> Size:
+        """A number of the copy; few of a graph's are distinct, and making one is slow."""
+        if size not in self.made:
+            number = number_at(size, self.sizes)
+            self.made[size] = Size(number, size.expression, self.sizes)
+        return self.made[size]
 
     def _layout(self, layout: Layout) -> Layout:
         return Layout(

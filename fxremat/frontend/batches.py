@@ -1,0 +1,278 @@
+"""How large a batch may be: from one symbolic capture, without running any of them."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxremat.errors import ArgumentError, BudgetError, SampleError
+from fxremat.frontend.dimensions import Dimension, resized
+from fxremat.frontend.pipeline import MOST_SIZE, Planner
+from fxremat.frontend.sample import Sample, call_without_data, places_of
+from fxremat.planner.situation import Situation
+from fxremat.report.batches import Batches, BatchPoint
+from fxremat.units import format_bytes
+
+Dim = int | tuple[int | str, int]
+"""A dimension of the sample's first tensor, or an argument's index or name and a dimension."""
+
+CURVE = 12
+"""Sizes of a curve, evenly among all; the best one's neighbours come on top."""
+
+CLOSER = 2
+"""Times that sizes half-way from the fastest to its neighbours are added."""
+
+NEAR = 16
+"""Where the model refuses the largest size that fits, so many below it are asked for first."""
+
+FRONTIER = 8
+"""Sizes of each further dimension, where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A dimension that the user named.
+
+    Attributes:
+        place: the argument.
+        dim: of its dimensions, from 0.
+        size: in the sample.
+        written: as the user named it.
+    """
+
+    place: str
+    dim: int
+    size: int
+    written: object
+
+    @property
+    def name(self) -> str:
+        """As Python says it."""
+        return f"{self.place}.shape[{self.dim}]"
+
+    def refuse(self, why: str) -> ArgumentError:
+        """An error that says why it cannot vary."""
+        return ArgumentError(f"dim is {self.written!r}: {why}", argument="dim", value=self.written)
+
+
+def read_dims(model: nn.Module, sample: Sample, dim: Dim | Sequence[Dim]) -> tuple[Asked, ...]:
+    """The dimensions that the user named.
+
+    Raises:
+        ArgumentError: the sample has no such argument or dimension, or one is named twice.
+    """
+    several = list(dim) if isinstance(dim, list) else [dim]
+    asked = tuple(_read_dim(model, sample, one) for one in several)
+    if not asked:
+        raise ArgumentError("dim is []: name at least one dimension", argument="dim", value=dim)
+    sizes = [one.size for one in asked]
+    for one in asked:
+        if sizes.count(one.size) > 1:
+            raise one.refuse(
+                f"two of the dimensions have size {one.size} in the sample, and sizes that are "
+                "equal there vary together: give a sample in which they differ"
+            )
+    return asked
+
+
+def _read_dim(model: nn.Module, sample: Sample, dim: Any) -> Asked:
+    places = places_of(sample.args, sample.kwargs)
+    argument, number = dim if isinstance(dim, tuple) and len(dim) == 2 else (None, dim)
+    if not _is_number(number) or not (argument is None or isinstance(argument, (int, str))):
+        raise ArgumentError(
+            f"dim is {dim!r}: must be an int, a pair of an argument's index or name and an int, "
+            "or a list of these",
+            argument="dim",
+            value=dim,
+        )
+    wanted = "" if argument is None else _place_of(model, sample, argument)
+    for place, tensor in places:
+        own = place == wanted or place.startswith(f"{wanted}[") or not wanted
+        if own and -tensor.dim() <= number < tensor.dim():
+            index = number % tensor.dim()
+            return Asked(place, index, tensor.shape[index], dim)
+    known = ", ".join(f"{place} of shape {tuple(tensor.shape)}" for place, tensor in places)
+    raise ArgumentError(
+        f"dim is {dim!r}: the sample has no such dimension; its tensors are {known}",
+        argument="dim",
+        value=dim,
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _place_of(model: nn.Module, sample: Sample, argument: int | str) -> str:
+    """Where an argument of the model is in the sample."""
+    if isinstance(argument, int):
+        return f"args[{argument}]"
+    names = list(inspect.signature(model.forward).parameters)
+    if argument not in sample.kwargs and argument in names[: len(sample.args)]:
+        return f"args[{names.index(argument)}]"
+    return f"kwargs[{argument!r}]"
+
+
+def read_most(most: object) -> int:
+    """The largest size that is asked for.
+
+    Raises:
+        ArgumentError: it is no positive int.
+    """
+    if most is None:
+        return MOST_SIZE
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise ArgumentError(
+            f"most is {most!r}: must be an int of at least 1, or None", argument="most", value=most
+        )
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """One captured step whose sizes vary.
+
+    Attributes:
+        planner: of the step.
+        situation: what the captured call found.
+        model: what was captured.
+        sample: of the capture.
+        overhead_s: what a step takes beside its calls.
+        most: the largest size that is asked for.
+    """
+
+    planner: Planner
+    situation: Situation
+    model: nn.Module
+    sample: Sample
+    overhead_s: float
+    most: int
+
+    def over(self, asked: Sequence[Asked]) -> Batches:
+        """The sizes that fit.
+
+        Raises:
+            BudgetError: none does.
+            ArgumentError: a dimension does not vary, or only with another of the same argument.
+        """
+        groups = [self._group(one) for one in asked]
+        points = self._curve(groups[0]) if len(groups) == 1 else self._frontier(groups)
+        assert self.planner.budget.nbytes is not None
+        names = tuple(one.name for one in asked)
+        return Batches(self.planner.budget.nbytes, names, tuple(points))
+
+    def _group(self, asked: Asked) -> tuple[Dimension, ...]:
+        """All dimensions that vary with one."""
+        known, hints = self.planner.dimensions, self.planner.sizes.hints
+        if not any(d.place == asked.place and d.dim == asked.dim for d in known):
+            raise asked.refuse(
+                f"{asked.name}, {asked.size} in the sample, does not vary: the model takes only "
+                "this size, or does not use the argument; a sample's sizes must be at least 2"
+            )
+        group = tuple(d for d in known if hints[d.symbol] == asked.size)
+        places = [d.place for d in group]
+        for dimension in group:
+            if places.count(dimension.place) > 1:
+                tied = " and ".join(d.name for d in group if d.place == dimension.place)
+                raise asked.refuse(
+                    f"{tied} are both {asked.size} in the sample, and sizes that are equal there "
+                    "vary together: give a sample in which they differ"
+                )
+        return group
+
+    def _at(self, groups: Sequence[Sequence[Dimension]], sizes: Sequence[int]) -> Situation:
+        values = self.situation.sizes
+        for group, size in zip(groups, sizes, strict=True):
+            values = resized(values, group, size)
+        return replace(self.situation, sizes=values)
+
+    def _point(self, groups: Sequence[Sequence[Dimension]], sizes: tuple[int, ...]) -> BatchPoint:
+        least, seconds = self.planner.predicted(self._at(groups, sizes))
+        return BatchPoint(sizes, least, seconds + self.overhead_s)
+
+    def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
+        largest = self._largest(self.situation, group)
+        if largest is None:
+            raise self._nothing([group])
+        sizes = sorted({max(1, largest * (i + 1) // CURVE) for i in range(CURVE)} | {1})
+        found = {size: self._point([group], (size,)) for size in sizes}
+        for _ in range(CLOSER):
+            known = sorted(found)
+            best = known.index(min(known, key=lambda size: found[size].seconds_a_sample))
+            near = known[max(0, best - 1) : best + 2]
+            for size in {(a + b) // 2 for a, b in itertools.pairwise(near)} - found.keys():
+                found[size] = self._point([group], (size,))
+        return [found[size] for size in sorted(found)]
+
+    def _frontier(self, groups: Sequence[Sequence[Dimension]]) -> list[BatchPoint]:
+        """For sizes of all but the first dimension the largest of the first."""
+        first, *others = groups
+        smallest = self._at([first], [1])
+        spread = []
+        count = max(2, round(FRONTIER ** (1 / len(others))))
+        for group in others:
+            top = self._largest(smallest, group)
+            if top is None:
+                raise self._nothing(groups)
+            spread.append(sorted({round(top ** ((i + 1) / count)) for i in range(count)}))
+        points = []
+        for sizes in itertools.product(*spread):
+            largest = self._largest(self._at(others, sizes), first)
+            if largest is not None:
+                points.append(self._point(groups, (largest, *sizes)))
+        return points
+
+    def _largest(self, situation: Situation, group: Sequence[Dimension]) -> int | None:
+        """The largest size of ``group`` that fits, and that the model takes."""
+
+        def is_taken(size: int) -> bool:
+            return self._is_taken(replace(situation, sizes=resized(situation.sizes, group, size)))
+
+        high = self.planner.largest(situation, group, most=self.most)
+        if high is None or is_taken(high):
+            return high
+        for size in range(high - 1, max(0, high - NEAR), -1):  # such as multiples of something
+            if is_taken(size):
+                return size
+        low = situation.sizes[group[0].symbol]
+        while high - low > 1:  # such as what a table of positions has room for
+            middle = (low + high) // 2
+            low, high = (middle, high) if is_taken(middle) else (low, middle)
+        return low
+
+    def _nothing(self, groups: Sequence[Sequence[Dimension]]) -> BudgetError:
+        situation = self._at(groups, [1] * len(groups))
+        least, budget = self.planner.least_bytes(situation), self.planner.budget.nbytes
+        names = ", ".join(group[0].name for group in groups)
+        return BudgetError(
+            f"no size fits {budget} bytes: where {names} is 1 the least feasible budget is {least} "
+            f"bytes ({format_bytes(least)}). Give at least that",
+            least_budget_bytes=least,
+        )
+
+    def _is_taken(self, situation: Situation) -> bool:
+        """Whether the model takes arguments of such sizes, such as its table of positions does."""
+        hints = self.planner.sizes.hints
+        new = {(d.place, d.dim): situation.sizes[d.symbol] for d in self.planner.dimensions}
+        if situation.sizes == hints:
+            return True
+        places = iter(places_of(self.sample.args, self.sample.kwargs))
+
+        def like(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            place, tensor = next(places)
+            shape = [new.get((place, dim), size) for dim, size in enumerate(tensor.shape)]
+            return tensor.new_empty(shape)
+
+        try:
+            call_without_data(self.model, self.sample.map(like))
+        except SampleError:
+            return False
+        return True
