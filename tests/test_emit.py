@@ -82,7 +82,7 @@ def test_the_arguments_are_emptied(name: str):
         assert arguments == []
         made = Made([None] * len(step.primals))
         arguments = [*results[step.output_count :], *step.tangents, made]
-        assert backward(arguments) == ()
+        assert list(backward(arguments)) == []
         assert arguments == []
 
 
