@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -14,6 +15,8 @@ from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.signature import block_key
 from tests.harness import (
+    SEED,
+    Made,
     capture,
     captured,
     periodic,
@@ -22,6 +25,8 @@ from tests.harness import (
     run_traced,
 )
 from tests.models.bits import assert_bitwise_equal
+from tests.test_handed import OWN, step_of
+from tests.test_replay import random_decision
 
 models = pytest.mark.parametrize("name", ["gpt", "resnet50", "outputs", "gru", "inplace"])
 
@@ -37,13 +42,14 @@ def test_the_backward_takes_what_the_forward_hands_over(name: str):
         assert taken == [n.name for n in step.joint.primals]
         results = forward.graph.output_node().args[0]
         assert len(results) == step.output_count + len(program.saved)
-        inputs = list(backward.graph.find_nodes(op="placeholder"))
+        *inputs, receiver = backward.graph.find_nodes(op="placeholder")
         assert len(inputs) == len(program.saved) + len(step.joint.tangents)
         for result, placed in zip(results[step.output_count :], inputs, strict=False):
             assert result.meta["val"] is placed.meta["val"]
         tail = [n.name for n in inputs[len(program.saved) :]]
         assert tail == [n.name for n in step.joint.tangents]
-        assert len(backward.graph.output_node().args[0]) == len(step.joint.primals)
+        assert all(n.target == "give" for n in receiver.users)
+        assert not backward.graph.output_node().args[0]
 
 
 @models
@@ -55,15 +61,54 @@ def test_a_primal_that_is_replaced_is_not_read_again(name: str):
 
 
 @models
-def test_gradients_stand_where_their_primals_do(name: str):
+def test_each_gradient_is_given_once(name: str):
     step = captured(name)
-    program = step.program(keep_all(len(step.line.stages)))
-    _, backward = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
-    for primal, gradient in zip(
-        step.joint.primals, backward.graph.output_node().args[0], strict=True
-    ):
-        if isinstance(gradient, fx.Node):
-            assert gradient.meta["val"].shape == primal.meta["val"].shape
+    count = len(step.line.stages)
+    wanted = {
+        i: gradient
+        for i, gradient in enumerate(step.joint.backward_outputs)
+        if isinstance(gradient, fx.Node)
+    }
+    for schedule in (keep_all(count), periodic(count, 2)):
+        program = step.program(schedule)
+        _, backward = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
+        calls = backward.graph.find_nodes(op="call_method", target="give")
+        given = [pair for node in calls for pair in node.args[1].items()]
+        assert sorted(i for i, _ in given) == sorted(wanted)
+        for primal, gradient in given:
+            assert gradient.meta["val"] is wanted[primal].meta["val"]
+
+
+class Spoiling(Made):
+    """Writes into each primal as soon as its gradient is there, as an optimizer does."""
+
+    def __init__(self, primals: list[Tensor]) -> None:
+        super().__init__([None] * len(primals))
+        self.primals = primals
+
+    def give(self, made: dict[int, Tensor]) -> None:
+        super().give(made)
+        for primal in made:
+            self.primals[primal].fill_(math.nan)
+
+
+@pytest.mark.parametrize("name", [*OWN, "gpt", "siamese", "gru"])
+def test_a_primal_may_change_once_its_gradient_is_given(name: str):
+    step = step_of(name)
+    expected = run_traced(step).gradients
+    for seed in range(12 if name in OWN else 3):
+        codes, _ = random_decision(step, seed)
+        program = step.evaluator().program(step.evaluator().candidate(codes))
+        forward, backward = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(SEED)
+            primals = [p.clone() for p in step.primals]
+            made = Spoiling(primals)
+            saved = forward([*primals])[step.output_count :]
+            backward([*saved, *step.tangents, made])
+        assert_bitwise_equal(made.gradients, expected)
+        spoilt = [p.isnan().all() for p, g in zip(primals, expected, strict=True) if g is not None]
+        assert all(spoilt)
 
 
 def test_stages_that_are_alike_share_a_module():
