@@ -1,0 +1,175 @@
+"""What a call finds, and what of it is held when."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import fx
+
+from fxremat.planner.situation import NO_LESSON, Lesson, Situation
+from fxremat.planner.surroundings import Surroundings
+from tests.harness import Captured, bare, captured
+from tests.sized import at_size, symbolic
+
+BASE = Surroundings(
+    given_bytes=1_000, turn_bytes=500, tangent_bytes=300, given_each_bytes=(600, 400)
+)
+
+
+def step() -> Captured:
+    return captured("tied")
+
+
+def weights() -> list[int]:
+    """Primals that get a gradient."""
+    outputs = step().joint.backward_outputs
+    return [i for i, gradient in enumerate(outputs) if isinstance(gradient, fx.Node)]
+
+
+def bytes_of(primals: list[int]) -> tuple[int, ...]:
+    """As torch counts them."""
+    return tuple(step().primals[i].nbytes for i in primals)
+
+
+def around(situation: Situation, base: Surroundings = BASE) -> Surroundings:
+    return situation.around(base, step().joint)
+
+
+def test_nothing_found_changes_nothing():
+    assert around(Situation()) == BASE
+
+
+def test_gradients_that_exist_are_given_one_by_one():
+    some = weights()[:3]
+    found = around(Situation(existing=frozenset(some)))
+    assert found.given_bytes == BASE.given_bytes + sum(bytes_of(some))
+    assert found.given_each_bytes == (*BASE.given_each_bytes, *bytes_of(some))
+    assert (found.turn_bytes, found.tangent_bytes) == (BASE.turn_bytes, BASE.tangent_bytes)
+    assert not found.added
+
+
+def test_those_that_are_added_to_are_given_back_as_they_are_made():
+    some = frozenset(weights()[:3])
+    found = around(Situation(existing=some, added=some))
+    assert found.added == some
+    assert found.given_bytes == around(Situation(existing=some)).given_bytes
+
+
+def test_those_that_are_cleared_are_there_in_the_forward_only():
+    some = weights()[:3]
+    total = sum(bytes_of(some))
+    found = around(Situation(existing=frozenset(some), added=frozenset(some), cleared=True))
+    assert found.given_bytes == BASE.given_bytes + total
+    assert found.turn_bytes == BASE.turn_bytes
+    assert found.given_bytes + found.tangent_bytes == BASE.given_bytes + BASE.tangent_bytes
+    assert not found.added
+
+
+@pytest.mark.parametrize("name", ["waiting_bytes", "kept_bytes", "state_bytes"])
+def test_what_others_hold_is_given(name: str):
+    found = around(Situation(waiting=2, **{name: 77}))
+    assert found == replace(BASE, given_bytes=BASE.given_bytes + 77)
+
+
+def test_buckets_are_given_one_by_one():
+    found = around(Situation(bucket_bytes=(7, 9)))
+    each = (*BASE.given_each_bytes, 7, 9)
+    assert found == replace(BASE, given_bytes=BASE.given_bytes + 16, given_each_bytes=each)
+
+
+@pytest.mark.parametrize(
+    ("lesson", "given", "turn", "tangents"),
+    [
+        (Lesson(turn_bytes=800), 1_000, 800, 300),
+        (Lesson(turn_bytes=400), 1_000, 500, 300),
+        (Lesson(room_bytes=70), 1_000, 570, 300),
+        (Lesson(turn_bytes=800, room_bytes=70), 1_000, 870, 300),
+        (Lesson(left_bytes=310), 1_000, 500, 310),
+        (Lesson(left_bytes=290), 1_000, 500, 300),
+        (Lesson(more_bytes=5), 1_005, 500, 300),
+    ],
+)
+def test_lessons_leave_room_where_it_was_needed(
+    lesson: Lesson, given: int, turn: int, tangents: int
+):
+    found = around(Situation(lesson=lesson))
+    assert (found.given_bytes, found.turn_bytes, found.tangent_bytes) == (given, turn, tangents)
+
+
+def test_what_was_learned_twice_is_the_most_of_both():
+    one, other = Lesson(1, 5, 2, 8), Lesson(3, 4, 6, 7)
+    assert one | other == other | one == Lesson(3, 5, 6, 8)
+    assert one | NO_LESSON == one
+
+
+def test_lessons_grow_with_outputs_and_are_rounded_up():
+    assert Lesson(10, 0, 3, 7).times(1.5) == Lesson(15, 0, 5, 11)
+    assert Lesson(10, 0, 3, 7).times(1.0) == Lesson(10, 0, 3, 7)
+
+
+def test_all_that_is_found_is_told_of_and_nothing_else():
+    some = frozenset(weights()[:2])
+    numbers = {"waiting_bytes": 11, "kept_bytes": 12, "state_bytes": 13}
+    lesson = Lesson(14, 15, 16, 17)
+    found = Situation(
+        existing=some, waiting=3, bucket_bytes=(18, 19), lesson=lesson, **numbers
+    ).described(step().joint)
+    gradients = sum(bytes_of(sorted(some)))
+    assert sorted(n for _, n in found) == sorted([gradients, 18 + 19, *range(11, 18)])
+    assert len({what for what, _ in found}) == len(found)
+    assert Situation().described(step().joint) == ()
+
+
+def test_steps_are_of_a_kind_by_others_and_gradients():
+    some = frozenset(weights()[:2])
+    kinds = [
+        Situation().kind,
+        Situation(existing=some).kind,
+        Situation(waiting=1).kind,
+        Situation(waiting=1, existing=some).kind,
+    ]
+    assert len(set(kinds)) == 4
+    assert Situation(existing=some, kept_bytes=5, lesson=Lesson(1)).kind == kinds[1]
+
+
+@pytest.mark.parametrize("sizes", [(5, 17), (2, 64)])
+def test_gradients_of_inputs_are_as_large_as_at_the_call(sizes: tuple[int, int]):
+    """Those of parameters are the same at all sizes."""
+    other = at_size("gpt", (3, 24), sizes)
+    joint = symbolic("gpt", (3, 24)).joint
+    tensors = [i for i, p in enumerate(other.primals) if isinstance(p, torch.Tensor)]
+    found = Situation(sizes=other.values, existing=frozenset(tensors)).gradient_bytes(joint)
+    assert found == tuple(other.primals[i].nbytes for i in tensors)
+    first = Situation(sizes=joint.sizes.hints, existing=frozenset(tensors)).gradient_bytes(joint)
+    assert first != found
+
+
+def test_evaluations_follow_what_is_found():
+    """Gradients that exist weigh on the whole step, unless new ones go into them."""
+    own = step()
+    some = frozenset(weights())
+    total = sum(bytes_of(sorted(some)))
+
+    def held(situation: Situation) -> tuple[int, int, int]:
+        evaluator = own.evaluator(around(situation, bare(own.joint)))
+        found = evaluator.evaluation(evaluator.keep_all())
+        return found.held_bytes[0], found.turn_bytes, found.end_bytes
+
+    begin, turn, end = held(Situation())
+    assert held(Situation(existing=some)) == (begin + total, turn + total, end + total)
+    assert held(Situation(existing=some, cleared=True)) == (begin + total, turn + total, end)
+    assert held(Situation(existing=some, added=some)) == (begin + total, turn + total, end)
+
+
+def test_every_number_of_a_situation_counts():
+    """A field that is added must be counted, and told of."""
+    plain = Situation()
+    for field in fields(Situation):
+        if not field.name.endswith("bytes"):
+            continue
+        value = (5,) if isinstance(getattr(plain, field.name), tuple) else 5
+        other = replace(plain, **{field.name: value})
+        assert around(other).given_bytes == BASE.given_bytes + 5
+        assert [n for _, n in other.described(step().joint)] == [5]
