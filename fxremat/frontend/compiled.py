@@ -93,7 +93,8 @@ class CompiledModule(nn.Module):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """One plan for each shape seen so far."""
-        return tuple(compiled.planned.plan for compiled in self._compiler.compiled)
+        plans = (compiled.planned.plan for compiled in self._compiler.compiled)
+        return tuple({id(plan): plan for plan in plans}.values())
 
     @property
     def forward_code(self) -> str:

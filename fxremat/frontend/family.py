@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, BudgetWarning
+from fxremat.frontend.emission import Emitted
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.passes.joint.sizes import Values
@@ -53,21 +54,23 @@ class Compiled:
     Attributes:
         planned: the plan, its graphs and its host memory.
         family: to which it belongs.
-        forward, backward: what runs.
         watched: whether a step of it was watched, or is.
     """
 
     planned: Planned
     family: Family
-    forward: torch_compat.BoxedCallable
-    backward: torch_compat.BoxedCallable
     watched: bool = False
+    _runs: tuple[Values, tuple[torch_compat.BoxedCallable, ...]] | None = None
 
-    @staticmethod
-    def of(planned: Planned, family: Family) -> Compiled:
-        """A plan to run."""
-        forward, backward = planned.graphs.both
-        return Compiled(planned, family, emitted(forward.forward), emitted(backward.forward))
+    def at(self, values: Values) -> tuple[torch_compat.BoxedCallable, ...]:
+        """The forward and the backward where the symbols are ``values``."""
+        if self._runs is None or self._runs[0] != values:
+            graphs: tuple[Emitted, ...] = self.planned.graphs.both
+            if values != tuple(n for _, n in self.planned.plan.sizes):
+                names = self.family.planner.sizes.named(values)
+                graphs = tuple(graph.at(names) for graph in graphs)
+            self._runs = values, tuple(emitted(graph.forward) for graph in graphs)
+        return self._runs[1]
 
 
 @dataclass(slots=True)
@@ -149,7 +152,7 @@ class Family:
         planned = planner.first(situation, kept=kept, rehearse=rehearse)
         family._own = own_gradients(planner.joint)
         family._made = made_outputs(planner.joint)
-        family.plans[situation] = Compiled.of(planned, family)
+        family.plans[situation] = Compiled(planned, family)
         return family
 
     def forward(
@@ -167,7 +170,8 @@ class Family:
             BudgetError: no plan that was found fits; nothing has run.
         """
         self.watcher.end()
-        sizes = self.planner.sizes.values(args)
+        values = self.planner.sizes.values(args)
+        sizes = self._shaping(values)
         situation, leaves = self._find(args, sizes)
         try:
             situation, compiled = self._plan_for(situation, on_new)
@@ -181,7 +185,8 @@ class Family:
             compiled.watched = self.watcher.begin(
                 self.planner.joint.device, lambda seen: self._learn(situation, plan, seen)
             )
-        results = list(compiled.forward(args))
+        forward, backward = compiled.at(values)
+        results = list(forward(args))
         saved = results[self.output_count :]
         del results[self.output_count :]
         # Autograd makes the results lead to the step: it must not lead to them.
@@ -190,6 +195,7 @@ class Family:
         held_bytes = plan.waiting_bytes + self.planner.turn_bytes(situation)
         step = Step(
             compiled,
+            backward,
             saved,
             [results[i] for i in self._made],
             situation=situation,
@@ -225,7 +231,7 @@ class Family:
         values.extend(args[1:])
         args.clear()
         values.append(gradients)
-        step.plan.backward(values)
+        step.backward(values)
         if self.watcher.is_watching(step) and any(self.in_flight):
             self.watcher.after()  # what follows is another step's
         returned = gradients.finish()
@@ -267,6 +273,12 @@ class Family:
                 f"{self.planner.budget.nbytes}: gradients that exist during its forward are still "
                 "there in its backward. From the next step on they are planned for"
             )
+
+    def _shaping(self, values: Values) -> Values:
+        """``values``, without those that no tensor follows: a counter is none of a plan's sizes."""
+        hints = self.planner.sizes.hints
+        shaping = self.planner.shaping
+        return tuple(values[i] if i in shaping else hints[i] for i in range(len(values)))
 
     def _seen_at(self, sizes: Values) -> Lesson:
         """What watched steps have taught: of other sizes, as their outputs are larger."""
@@ -440,7 +452,7 @@ class Family:
             compiled = self.plans.pop(situation, None) or self._as_good(situation)
             if compiled is None:
                 situation, planned = self._new_plan(situation)
-                compiled = Compiled.of(planned, self)
+                compiled = Compiled(planned, self)
                 _tell(planned.plan)
                 if on_new is not None:
                     on_new(compiled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -147,6 +148,11 @@ class Planner:
         self._graphs: list[_Costed] = []
         self._resized: dict[Values, list[_Costed]] = {}
         self._ways: list[Way] = []
+
+    @functools.cached_property
+    def shaping(self) -> frozenset[int]:
+        """Symbols that tensors of the graph follow."""
+        return self.sizes.shaping(self._module.graph.nodes)
 
     @property
     def joint(self) -> JointGraph:

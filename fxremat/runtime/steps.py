@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,13 +38,14 @@ class Step:
 
     Args:
         plan: whose graphs run.
+        backward: the one of them that is to come.
         situation: in which the forward ran.
         saved: what the backward graph takes first; tensors.
         outputs: what the forward returns to its caller, which may hold it for long.
         held_bytes: device memory of all that, beside what others hold.
 
     Attributes:
-        plan, situation, held_bytes: as given.
+        plan, backward, situation, held_bytes: as given.
         number: larger for later ones.
         leaves: by primal, whose gradients it computes.
     """
@@ -53,6 +54,7 @@ class Step:
         "__weakref__",
         "_saved",
         "_versions",
+        "backward",
         "held_bytes",
         "leaves",
         "number",
@@ -64,6 +66,7 @@ class Step:
     def __init__(
         self,
         plan: Any,
+        backward: Callable[[list[Any]], object],
         saved: list[Tensor],
         outputs: Sequence[object],
         *,
@@ -72,6 +75,7 @@ class Step:
         leaves: Sequence[Any],
     ) -> None:
         self.plan = plan
+        self.backward = backward
         self.situation = situation
         self.held_bytes = held_bytes
         self.leaves = leaves

@@ -107,6 +107,7 @@ class SizedSchedule:
     _boxed_call = True
 
     def __init__(self, module: ScheduleModule, names: Mapping[str, int]) -> None:
+        self._module, self._names = module, names
         self._runs = {
             name: _sized(stage, names, {}) if _follows(stage) else stage.forward
             for name, stage in module.stages()
@@ -117,6 +118,10 @@ class SizedSchedule:
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph; ``args`` is emptied."""
         return self.forward(args)
+
+    def at(self, names: Mapping[str, int]) -> SizedSchedule:
+        """As of the module; what is not named stays."""
+        return SizedSchedule(self._module, {**self._names, **names})
 
     def calls(self) -> Iterator[tuple[str, torch_compat.BoxedCallable]]:
         """As of the module."""

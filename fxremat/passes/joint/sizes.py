@@ -176,6 +176,12 @@ class Sizes:
         """``values`` by the names that emitted code has."""
         return dict(zip(self.names, values, strict=True))
 
+    def shaping(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
+        """Symbols that a tensor of ``nodes`` follows; the others are only computed with."""
+        numbers = (n for node in nodes for layout in layouts_of(node) for n in layout.numbers)
+        names = {name for number in numbers if isinstance(number, Size) for name in number.names}
+        return frozenset(i for i, name in enumerate(self.names) if name in names)
+
     def formulas(self, numbers: Iterable[int]) -> Formulas:
         """``numbers`` as functions of the sizes."""
         return Formulas(self.names, numbers)
