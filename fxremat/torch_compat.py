@@ -503,7 +503,17 @@ def capture_failures() -> tuple[type[BaseException], ...]:
     return (TorchDynamoException,)
 
 
-def compile_whole(model: torch.nn.Module, backend: Callable[..., Any], *, dynamic: bool) -> Any:
+def with_code_of_its_own(model: torch.nn.Module) -> Callable[..., Any]:
+    """A function that calls ``model``. Dynamo keeps what it captures by code objects."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return call
+
+
+def compile_whole(model: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool) -> Any:
     """``model`` compiled as one graph; ``dynamic``: sizes that vary become symbols."""
     return torch.compile(model, backend=backend, fullgraph=True, dynamic=None if dynamic else False)
 

@@ -115,12 +115,6 @@ def test_models_that_log_or_install_hooks_are_captured_whole(name: str):
     assert len(compiled.plans) == 1
 
 
-def test_planning_inside_a_profile_is_refused():
-    compiled = fxremat.compile(Plain(), X, "1 GiB")
-    with pytest.raises(fxremat.CostError, match="profiler"):
-        fxremat.measure_step(compiled, lambda: compiled(torch.randn(3, 16)).sum().backward())
-
-
 def test_plans_for_other_shapes_share_the_host_limit():
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]
@@ -132,6 +126,7 @@ def test_plans_for_other_shapes_share_the_host_limit():
     call = fxremat.compile(model, batches[0], "min", host_limit=needed, **options)
     for _ in range(2):
         for batch in batches:
+            model.zero_grad()
             call(batch).sum().backward()
             planned = [compiled.planned for compiled in call.__dict__["_compiler"].compiled]
             arenas = [p.graphs.arena for p in planned if p.graphs.arena is not None]

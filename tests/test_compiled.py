@@ -99,6 +99,7 @@ def test_other_shapes_are_planned_anew(pair: tuple[Net, fxremat.CompiledModule])
     first = compiled.plan
     compiled(X[:32]).sum().backward()
     assert len(compiled.plans) == 2 and compiled.plan is compiled.plans[1]
+    assert compiled.plan.sizes and not first.sizes
     compiled.zero_grad()
     compiled(X).sum().backward()
     assert len(compiled.plans) == 2 and compiled.plan is first

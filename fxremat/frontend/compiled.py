@@ -15,6 +15,7 @@ from fxremat import torch_compat
 from fxremat.costs.measure import device_of
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.entry import Entry
 from fxremat.frontend.family import Compiled
 from fxremat.frontend.outputs import Detaching, Unused, refuse_gradients
 from fxremat.frontend.sample import places_of
@@ -53,14 +54,10 @@ class CompiledModule(nn.Module):
         self.__dict__["_unused"] = unused
         inner = torch_compat.wrapped_by(original)
         captured = Detaching(inner, unused) if unused else inner
-        self.__dict__["_whole"] = torch_compat.compile_whole(
-            captured, compiler, dynamic=dynamic is not False
-        )
+        self.__dict__["_whole"] = Entry(captured, compiler, dynamic=dynamic)
         self.__dict__["_outer"] = None
         if inner is not original:
             self.__dict__["_outer"] = torch_compat.wrapped_anew(original, self.__dict__["_whole"])
-        self.__dict__["_dynamic"] = dynamic
-        self.__dict__["_first"] = None
         # Dynamo keeps compiled code for longer than this module lives.
         weakref.finalize(self, compiler.close).atexit = False
         unwatch = compiler.optimizers.watch(original, device_of(original))
@@ -143,7 +140,6 @@ class CompiledModule(nn.Module):
         compiler.arguments = lambda: places_of(args, kwargs)
         try:
             with torch_compat.capture_settings():
-                self._mark_sizes(args, kwargs)
                 outer = None if compiler.dry else self.__dict__["_outer"]
                 return (outer or self.__dict__["_whole"])(*args, **kwargs)
         except torch_compat.capture_failures() as error:
@@ -162,20 +158,6 @@ class CompiledModule(nn.Module):
             raise
         finally:
             compiler.resident = compiler.arguments = tuple  # a batch must not outlive its step
-
-    def _mark_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The first sizes are captured as numbers, the next as symbols: all of them at once, not
-        each as it is seen to change.
-        """
-        dynamic, compiler = self.__dict__["_dynamic"], self.__dict__["_compiler"]
-        if dynamic is False or any(family.planner.sizes for family in compiler.families):
-            return
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        shapes = [t.shape for t in tensors]
-        if self.__dict__["_first"] is None:
-            self.__dict__["_first"] = shapes
-        if dynamic or shapes != self.__dict__["_first"]:
-            torch_compat.let_sizes_vary(tensors)
 
     def train(self, mode: bool = True) -> CompiledModule:
         """Put the model into training or eval mode."""

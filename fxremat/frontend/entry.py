@@ -1,0 +1,55 @@
+"""The way from a call into captured code: the first sizes as numbers, all others as symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fxremat import torch_compat
+
+
+class Entry:
+    """Calls a model as it was captured.
+
+    A capture with symbols serves all sizes. The first one has its own, with numbers: operations are
+    fewer there, and what was planned for it is not planned less exactly once other sizes come.
+
+    Args:
+        model: what is captured.
+        backend: of Dynamo.
+        dynamic: ``True``: symbols from the first call on; ``False``: never; ``None``: from the
+            second size on.
+    """
+
+    def __init__(
+        self, model: nn.Module, backend: Callable[..., Any], *, dynamic: bool | None
+    ) -> None:
+        self._dynamic = dynamic
+        self._first: list[object] | None = None
+        self._own = torch_compat.compile_whole(model, backend, dynamic=dynamic is not False)
+        self._others = torch_compat.compile_whole(
+            torch_compat.with_code_of_its_own(model), backend, dynamic=True
+        )
+        self._marked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, captured anew where it must be."""
+        if self._dynamic is False:
+            return self._own(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        sizes: list[object] = [t.shape for t in tensors]
+        sizes += [x for x in leaves if type(x) is int]
+        if self._first is None:
+            self._first = sizes
+        if sizes == self._first and not self._dynamic:
+            return self._own(*args, **kwargs)
+        if not self._marked:  # all sizes at once, not each as it is seen to change
+            torch_compat.let_sizes_vary(tensors)
+        results = self._others(*args, **kwargs)
+        self._marked = True
+        return results
