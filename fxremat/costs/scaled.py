@@ -130,7 +130,7 @@ class _Known:
     work_s: Floats
     stages_s: Floats
     workspace_bytes: Floats
-    larger_bytes: Indices
+    larger_bytes: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,7 +256,7 @@ class ScaledCosts:
     def _storage_bytes(self, values: Values, work: Work) -> Indices:
         """Of each storage; what is larger than traced at an anchor is larger here."""
         traced = self._traced_bytes(values)
-        larger = np.max([self._larger_bytes(k, work) for k in self.known], axis=0)
+        larger: Floats = np.max([self._larger_bytes(k, work) for k in self.known], axis=0)
         found: Indices = np.ceil(np.maximum(traced, larger)).astype(np.int64)
         return found
 
@@ -284,7 +284,7 @@ class ScaledCosts:
             self._work_s(self.rates.seconds(work), again_s),
             np.array([(s.forward_s, s.rebuild_s, s.backward_s) for s in costs.stages]).ravel(),
             np.array([float(n) for _, _, n in costs.workspace_bytes]),
-            np.where(np.array(costs.storage_bytes) > traced, costs.storage_bytes, 0),
+            np.where(np.array(costs.storage_bytes) > traced, costs.storage_bytes, 0).astype(float),
         )
 
     def _workspaces(self, work: Work) -> Indices:
