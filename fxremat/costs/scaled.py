@@ -9,7 +9,9 @@ with the sum over its operations. So they are never negative, never fall as work
 those of an anchor at an anchor.
 
 **Bytes of storages** are exact: expressions of the trace. A kernel that returns more than its
-trace says is taken to do so in the same proportion.
+trace says is taken to go by what it reads and makes, of which that counts which has grown most,
+or all together where none has grown: the number that ``mse_loss`` returns lies in a storage as
+large as what it was computed from.
 
 **Workspaces** are part of the peak. An operation that took none at any anchor is taken to take
 none. For others a bound is used that is never too small where a workspace neither shrinks as
@@ -120,7 +122,7 @@ class _Known:
         work_s: of each stage's forward, rebuild and backward: what their operations would take.
         stages_s: what these took.
         workspace_bytes: of operations as they run.
-        storage_ratio: how much larger each storage is than traced.
+        larger_bytes: of storages that are larger than traced; 0 for others.
     """
 
     work: Work
@@ -128,7 +130,7 @@ class _Known:
     work_s: Floats
     stages_s: Floats
     workspace_bytes: Floats
-    storage_ratio: Floats
+    larger_bytes: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +146,7 @@ class ScaledCosts:
         granules: what it rounds them up to.
         again: operations that may run again, by index.
         workspaces: operations of the anchors' workspaces, by index.
+        makers: of each storage, what first holds it, by index.
         groups: operations of each stage's forward, rebuild and backward.
     """
 
@@ -155,6 +158,7 @@ class ScaledCosts:
     granules: Indices
     again: Indices
     workspaces: Indices
+    makers: Indices
     groups: _Groups
 
     @staticmethod
@@ -194,6 +198,7 @@ class ScaledCosts:
             np.array(table.granule_bytes, dtype=np.int64),
             again,
             np.array([i for i, _, _ in first.workspace_bytes], dtype=np.int64),
+            _makers(line),
             _stage_groups(line, blocks),
         )
         known = tuple(bare._know(anchor) for anchor in anchors)
@@ -206,6 +211,7 @@ class ScaledCosts:
             bare.granules,
             again,
             bare.workspaces,
+            bare.makers,
             bare.groups,
         )
 
@@ -237,7 +243,7 @@ class ScaledCosts:
                     first.workspace_bytes, workspaces.tolist(), strict=True
                 )
             ),
-            storage_bytes=tuple(self._storage_bytes(values).tolist()),
+            storage_bytes=tuple(self._storage_bytes(values, work).tolist()),
             displaced=tuple(sorted({s for a in self.anchors for s in a.costs.displaced})),
             link=first.link,
         )
@@ -247,10 +253,18 @@ class ScaledCosts:
         rounded: Indices = -(-asked // self.granules) * self.granules
         return rounded
 
-    def _storage_bytes(self, values: Values) -> Indices:
+    def _storage_bytes(self, values: Values, work: Work) -> Indices:
         """Of each storage; what is larger than traced at an anchor is larger here."""
-        more = np.max([k.storage_ratio for k in self.known], axis=0)
-        found: Indices = np.ceil(self._traced_bytes(values) * more).astype(np.int64)
+        traced = self._traced_bytes(values)
+        larger: Floats = np.max([self._larger_bytes(k, work) for k in self.known], axis=0)
+        found: Indices = np.ceil(np.maximum(traced, larger)).astype(np.int64)
+        return found
+
+    def _larger_bytes(self, known: _Known, work: Work) -> Floats:
+        """Of storages that were larger than traced at an anchor; 0 for others."""
+        grown = self.works.growth(work, known.work)
+        factor = np.where(grown > 1, grown, np.minimum(ratio(work.nbytes, known.work.nbytes), 1))
+        found: Floats = known.larger_bytes * factor[self.makers]
         return found
 
     def _work_s(self, model_s: Floats, again_s: Floats) -> Floats:
@@ -270,7 +284,7 @@ class ScaledCosts:
             self._work_s(self.rates.seconds(work), again_s),
             np.array([(s.forward_s, s.rebuild_s, s.backward_s) for s in costs.stages]).ravel(),
             np.array([float(n) for _, _, n in costs.workspace_bytes]),
-            np.array(costs.storage_bytes) / np.maximum(traced, 1),
+            np.where(np.array(costs.storage_bytes) > traced, costs.storage_bytes, 0).astype(float),
         )
 
     def _workspaces(self, work: Work) -> Indices:
@@ -298,6 +312,16 @@ def _outline(costs: RecordedCosts) -> tuple[object, ...]:
         [i for i, _ in costs.again_s],
         [(i, mode) for i, mode, _ in costs.workspace_bytes],
     )
+
+
+def _makers(line: Line) -> Indices:
+    """Of each storage the first node that holds it, by index."""
+    table = line.joint.storages
+    found = np.zeros(len(table.nbytes), dtype=np.int64)
+    for index, node in reversed(list(enumerate(line.joint.module.graph.nodes))):
+        for storage in table.of_node.get(node, ()):
+            found[storage] = index
+    return found
 
 
 def _stage_groups(line: Line, blocks: BlockCache) -> _Groups:

@@ -1,0 +1,204 @@
+"""How large a batch may be, held against compiling at those sizes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fxremat
+from benchmarks.max_batch import MODELS, measure
+
+BUDGET = 400_000
+
+
+class Net(nn.Module):
+    """Blocks over ``(batch, length, 24)``; at most 64 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions = nn.Embedding(64, 24)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 96), nn.GELU(), nn.Linear(96, 24)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        x = x + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = x + block(x)
+        return x if y is None else mse_loss(x, y)
+
+
+def sample(batch: int = 6, length: int = 10) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (batch, length, 24)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+@functools.cache
+def batches() -> fxremat.Batches:
+    found = fxremat.max_batch(Net(), sample(), BUDGET)
+    torch._dynamo.reset()
+    return found
+
+
+def peak_bytes(model: nn.Module, call: Any, args: tuple[Any, ...], loss: Any = None) -> int:
+    def step() -> None:
+        model.zero_grad()
+        out = call(*args)
+        (out if loss is None else loss(out)).backward()
+
+    model.zero_grad()
+    return fxremat.measure_step(model, step).peak_bytes
+
+
+def test_it_fits_and_one_more_does_not():
+    largest = batches().largest.size
+    model = Net()
+    call = fxremat.compile(model, sample(largest), BUDGET, dynamic=False)
+    assert peak_bytes(model, call, sample(largest)) <= BUDGET
+    with pytest.raises(fxremat.BudgetError):
+        fxremat.compile(model, sample(largest + 1), BUDGET, dynamic=False)
+
+
+def test_the_sample_itself_need_not_fit():
+    large = fxremat.max_batch(Net(), sample(4 * batches().largest.size), BUDGET)
+    assert large.largest.size == batches().largest.size
+
+
+def test_the_curve_grows_to_the_largest(tmp_path: Path):
+    found = batches()
+    sizes = [point.size for point in found.curve]
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == found.largest.size
+    least = [point.least_bytes for point in found.curve]
+    assert least == sorted(least) and least[-1] <= BUDGET
+    assert all(found.fastest.seconds_a_sample <= p.seconds_a_sample for p in found.curve)
+    assert found.names == ("args[0].shape[0]",)
+    assert str(found.largest.size) in repr(found)
+    assert "largest" in found.show()
+    pytest.importorskip("matplotlib")
+    found.plot(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_size_beyond_most_is_answered():
+    found = fxremat.max_batch(Net(), sample(), BUDGET, most=7)
+    assert found.largest.size == found.curve[-1].size == 7
+
+
+def test_no_size_that_the_model_refuses_is_answered():
+    found = fxremat.max_batch(Net(), sample(), 10 * BUDGET, dim=("x", 1))
+    assert found.largest.size == 64
+
+
+def test_several_dimensions_have_a_frontier(tmp_path: Path):
+    found = fxremat.max_batch(Net(), sample(), BUDGET, dim=[0, 1])
+    assert found.names == ("args[0].shape[0]", "args[0].shape[1]")
+    lengths = [point.sizes[1] for point in found.curve]
+    assert lengths == sorted(set(lengths)) and len(lengths) > 3
+    largest = [point.size for point in found.curve]
+    assert largest == sorted(largest, reverse=True)
+    middle = found.curve[len(lengths) // 2]
+    fxremat.compile(Net(), sample(*middle.sizes), BUDGET, dynamic=False)
+    with pytest.raises(fxremat.BudgetError):
+        fxremat.compile(Net(), sample(middle.size + 1, middle.sizes[1]), BUDGET, dynamic=False)
+    pytest.importorskip("matplotlib")
+    found.plot(tmp_path / "frontier.svg")
+    assert (tmp_path / "frontier.svg").stat().st_size
+
+
+def test_what_the_caller_holds_is_counted():
+    """A loss outside the model and an optimizer's state."""
+    model, x = Net(), sample()[0]
+
+    def loss(out: Tensor) -> Tensor:
+        return out.softmax(-1).square().sum()
+
+    options: dict[str, Any] = {"loss": loss, "optimizer": torch.optim.Adam}
+    found = fxremat.max_batch(model, x, BUDGET, **options)
+    largest = found.largest.size
+    assert largest < fxremat.max_batch(model, x, BUDGET, loss=loss).largest.size
+    x = sample(largest)[0]
+    call = fxremat.compile(model, x, BUDGET, dynamic=False, **options)
+    assert peak_bytes(model, call, (x,), loss) <= BUDGET
+    with pytest.raises(fxremat.BudgetError):
+        fxremat.compile(model, sample(largest + 1)[0], BUDGET, dynamic=False, **options)
+
+
+def test_an_error_tells_the_largest_size_and_training_goes_on():
+    model = Net()
+    call = fxremat.compile(model, sample(), BUDGET, dynamic=True)
+    with pytest.raises(fxremat.BudgetError) as caught:
+        call(*sample(500))
+    largest = caught.value.largest
+    size = largest["args[0].shape[0]"]
+    assert largest["args[1].shape[0]"] == size
+    assert str(size) in str(caught.value)
+    assert peak_bytes(model, call, sample(size)) <= BUDGET
+    model.zero_grad()
+    with pytest.raises(fxremat.BudgetError) as again:
+        call(*sample(size + 1))
+    assert again.value.largest["args[0].shape[0]"] == size
+
+
+def test_a_first_call_that_does_not_fit_tells_it_too():
+    with pytest.raises(fxremat.BudgetError) as caught:
+        fxremat.compile(Net(), sample(24), BUDGET, dynamic=True)
+    size = caught.value.largest["args[0].shape[0]"]
+    fxremat.compile(Net(), sample(size), BUDGET, dynamic=True)
+
+
+def test_an_error_of_fixed_sizes_tells_none():
+    with pytest.raises(fxremat.BudgetError) as caught:
+        fxremat.compile(Net(), sample(500), BUDGET, dynamic=False)
+    assert caught.value.largest == {}
+
+
+@pytest.mark.parametrize("dim", [3, -4, "x", 1.0, True, [], (5, 0), ("z", 0), (0, 1, 2), [0, 0]])
+def test_a_dimension_that_is_none_is_refused(dim: Any):
+    with pytest.raises(fxremat.ArgumentError):
+        fxremat.max_batch(Net(), sample(), BUDGET, dim=dim)
+
+
+def test_a_size_that_the_model_fixes_is_refused():
+    with pytest.raises(fxremat.ArgumentError):
+        fxremat.max_batch(Net(), sample(), BUDGET, dim=2)
+
+
+def test_sizes_that_are_equal_in_the_sample_are_refused():
+    with pytest.raises(fxremat.ArgumentError):
+        fxremat.max_batch(Net(), sample(10, 10), BUDGET)
+
+
+@pytest.mark.parametrize("budget", [0.5, "min", "much"])
+def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: Any):
+    with pytest.raises(fxremat.BudgetError):
+        fxremat.max_batch(Net(), sample(), budget)
+
+
+@pytest.mark.parametrize("options", [{"dynamic": False}, {"plan": None}, {"most": 0}])
+def test_options_that_mean_nothing_here_are_refused(options: Any):
+    with pytest.raises(fxremat.ArgumentError):
+        fxremat.max_batch(Net(), sample(), BUDGET, **options)
+
+
+def test_a_budget_that_fits_nothing_tells_the_least():
+    with pytest.raises(fxremat.BudgetError) as caught:
+        fxremat.max_batch(Net(), sample(), 1000)
+    least = caught.value.least_budget_bytes
+    assert least is not None
+    assert fxremat.max_batch(Net(), sample(), least).largest.size >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_the_zoo(name: str):
+    row = measure(name)
+    assert row["peak_bytes"] <= row["budget_bytes"]
+    assert row["one_more_least_bytes"] > row["budget_bytes"]

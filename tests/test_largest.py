@@ -1,0 +1,54 @@
+"""The largest size that fits, of numbers alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.frontend.largest import largest_fitting
+
+
+class Asked:
+    """A step that takes ``fixed + each * size`` bytes, and what was asked of it."""
+
+    def __init__(self, fixed: int, each: int, *, off: int = 0) -> None:
+        self.fixed, self.each, self.off = fixed, each, off
+        self.guessed: list[int] = []
+        self.tried: list[int] = []
+
+    def largest(self, budget: int, *, first: int, most: int) -> int | None:
+        def bytes_at(size: int) -> int:
+            self.guessed.append(size)
+            return self.fixed + self.each * size + self.off
+
+        def fits(size: int) -> bool:
+            self.tried.append(size)
+            return self.fixed + self.each * size <= budget
+
+        return largest_fitting(bytes_at, fits, first=first, budget_bytes=budget, most=most)
+
+
+@given(
+    fixed=st.integers(0, 10**6),
+    each=st.integers(0, 10**4),
+    off=st.integers(-(10**5), 10**5),
+    budget=st.integers(1, 2 * 10**6),
+    first=st.integers(1, 500),
+    most=st.integers(1, 2000),
+)
+def test_it_fits_and_one_more_does_not(
+    fixed: int, each: int, off: int, budget: int, first: int, most: int
+):
+    """However far off the guesses are."""
+    found = Asked(fixed, each, off=off).largest(budget, first=first, most=most)
+    sizes = [n for n in range(1, most + 1) if fixed + each * n <= budget]
+    assert found == (max(sizes) if sizes else None)
+
+
+@pytest.mark.parametrize("first", [1, 7, 100, 5000])
+def test_few_are_tried_where_bytes_grow_evenly(first: int):
+    asked = Asked(10**6, 12_345)
+    assert asked.largest(10**7, first=first, most=1 << 20) == (10**7 - 10**6) // 12_345
+    assert len(asked.tried) <= 2
+    assert len(asked.guessed) <= 12
