@@ -1,23 +1,33 @@
-"""A compiled model in the hands of a caller: whatever they do, the numbers are the reference's."""
+"""Steps in flight: what a forward leaves behind goes when nobody can run its backward any more."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+import pickle
+import random
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import fxremat
+from fxremat import torch_compat
+from fxremat.errors import BackwardError
+from fxremat.frontend.compiled import CompiledModule
+from fxremat.runtime.steps import InFlight, Step
 from tests.models.bits import assert_bitwise_equal
 from tests.models.zoo import seeded
 
-WIDTH, ROWS = 16, 256
-Step = Callable[[nn.Module, Any], Any]
-
+ROWS, WIDTH = 64, 16
+OUTPUT_BYTES = ROWS * WIDTH * 4
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -27,244 +37,456 @@ def batch(seed: int = 0, rows: int = ROWS) -> Tensor:
         return torch.randn(rows, WIDTH)
 
 
-def blocks() -> nn.Module:
-    """Everything a recomputation can get wrong: statistics and draws."""
+class Blocks(nn.Module):
+    """Layers, and what becomes of the last one's result."""
+
+    def __init__(self, end: Callable[[Tensor], Any] = lambda x: x) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.end = end
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return self.end(x)
+
+
+def compiled(
+    end: Callable[[Tensor], Any] = lambda x: x, budget: float | str | int = "16 MiB"
+) -> CompiledModule:
+    """With room for many steps, unless told otherwise."""
     with seeded(0):
-        return nn.Sequential(
-            *(
-                layer
-                for _ in range(5)
-                for layer in (
-                    nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.GELU()
-                )
-            )
-        )  # fmt: skip
+        return fxremat.compile(Blocks(end), batch(), budget)
 
 
-def two_calls(_model, call):
-    (call(batch(0)).sum() + call(batch(1)).square().sum()).backward()
+ENDS: dict[str, Callable[[Tensor], Any]] = {
+    "plain": lambda x: x,
+    "read_by_its_backward": torch.tanh,
+    "several": lambda x: (torch.sigmoid(x), {"half": x[:2], "sum": x.exp().sum()}),
+    "viewed": lambda x: torch.tanh(x).view(-1),
+    "softmax": lambda x: torch.log_softmax(x, 1),
+}
+each_end = pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 
 
-def first_call_first(_model, call):
-    a, b = call(batch(0)), call(batch(1))
-    a.sum().backward()
-    b.square().sum().backward()
+def total(outputs: Any) -> Tensor:
+    """A loss of whatever is returned."""
+    leaves = torch.utils._pytree.tree_leaves(outputs)
+    return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
 
-def last_call_first(_model, call):
-    a, b = call(batch(0)), call(batch(1))
-    b.square().sum().backward()
-    a.sum().backward()
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing goes but what nobody refers to."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
-def forwards_without_backward(_model, call):
-    call(batch(0))
-    call(batch(1))
-    call(batch(2)).sum().backward()
+def left_bytes(run: Callable[[], object]) -> int:
+    """What is allocated by ``run`` and still there afterwards, without a collection."""
+    with uncollected(), torch_compat.AllocationLog() as log:
+        run()
+    return sum(change for _mark, change in log.events)
 
 
-def accumulation(_model, call):
-    for seed in range(4):
-        call(batch(seed)).sum().backward()
+def settle(call: CompiledModule) -> Tensor:
+    """Two steps, after which nothing new is learned; a batch."""
+    x = batch()
+    for _ in range(2):
+        call.zero_grad()
+        total(call(x)).backward()
+    call.zero_grad()
+    return x
 
 
-def retained_graph(_model, call):
-    y = call(batch())
-    y.sum().backward(retain_graph=True)
-    y.square().sum().backward(retain_graph=True)
-    y.sum().backward()
+@each_end
+def test_a_dropped_graph_frees_its_memory_at_once(end: Callable[[Tensor], Any]):
+    call = compiled(end)
+    x = settle(call)
+    assert left_bytes(lambda: call(x)) == 0
+    assert left_bytes(lambda: total(call(x))) == 0
+    kept: list[Any] = []
+    assert left_bytes(lambda: kept.append(call(x))) > OUTPUT_BYTES
 
 
-def input_gradients(_model, call):
+@each_end
+def test_an_input_that_is_differentiated_goes_with_its_graph(end: Callable[[Tensor], Any]):
+    call = compiled(end)
+    settle(call)
     x = batch().requires_grad_()
-    y = call(x)
-    (first,) = torch.autograd.grad(y.sum(), [x], retain_graph=True)
-    return first, torch.autograd.grad(y.square().sum(), [x])
+    total(call(x)).backward()
+    assert left_bytes(lambda: call(x)) == 0
+    assert left_bytes(lambda: call(2 * x)) == 0
 
 
-def some_gradients(model, call):
-    return torch.autograd.grad(call(batch()).sum(), [model[0].weight, model[16].bias])
+@each_end
+def test_an_error_before_the_backward_frees_all(end: Callable[[Tensor], Any]):
+    call = compiled(end)
+    x = settle(call)
+
+    def fail() -> None:
+        y = call(x)
+        raise ZeroDivisionError(total(y))
+
+    with uncollected(), torch_compat.AllocationLog() as log, suppress(ZeroDivisionError):
+        fail()
+    assert sum(change for _mark, change in log.events) == 0
 
 
-def output_changed_in_place(_model, call):
-    y = call(batch())
-    y.mul_(2)
-    y.sum().backward()
+@each_end
+def test_after_a_backward_gradients_are_all_that_is_left(end: Callable[[Tensor], Any]):
+    call = compiled(end)
+    x = settle(call)
+    expected = sum(p.nbytes for p in call.parameters())
+    assert left_bytes(lambda: total(call(x)).backward()) == expected
+    assert left_bytes(lambda: total(call(x)).backward()) == 0
 
 
-def parameter_hooks(model, call):
-    seen: list[Tensor] = []
-    model[0].weight.register_hook(lambda gradient: 2 * gradient)
-    model[4].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum()))
-    call(batch()).sum().backward()
-    return seen
+def test_a_result_that_is_held_holds_nothing_else_after_the_backward():
+    call = compiled(torch.tanh)
+    x = settle(call)
+    total(call(x)).backward()
+    kept: list[Tensor] = []
+
+    def run() -> None:
+        y = call(x)
+        y.sum().backward()
+        kept.append(y)
+
+    assert left_bytes(run) == OUTPUT_BYTES
 
 
-def module_hooks(_model, call):
-    seen: list[Tensor] = []
-    call.register_forward_hook(lambda _module, _inputs, output: seen.append(output.sum().detach()))
-    call.register_full_backward_hook(
-        lambda _module, _inputs, outputs: seen.append(outputs[0].sum())
-    )
-    call(batch()).sum().backward()
-    return seen
+def test_a_graph_that_is_retained_goes_when_it_is_dropped():
+    call = compiled(torch.tanh)
+    x = settle(call)
+    total(call(x)).backward()
+
+    def run() -> None:
+        loss = total(call(x))
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+
+    assert left_bytes(run) == 0
 
 
-def evaluation_between_steps(_model, call):
-    call(batch(0)).sum().backward()
-    call.eval()
-    y = call(batch(1))
-    call.train()
-    call(batch(2)).sum().backward()
-    return y.detach()
-
-
-def evaluation_before_the_backward(_model, call):
-    y = call(batch(0))
-    call.eval()
-    with torch.no_grad():
-        call(batch(1))
-    call.train()
-    y.sum().backward()
-
-
-def inference(_model, call):
-    with torch.inference_mode():
-        y = call(batch(0))
-    call(batch(1)).sum().backward()
-    return y.clone()
-
-
-def autocast(_model, call):
-    with torch.autocast("cpu", torch.bfloat16):
-        y = call(batch())
-    y.sum().backward()
-    return y.detach()
-
-
-def smaller_batch(_model, call):
-    call(batch(rows=ROWS // 2)).sum().backward()
-
-
-def backward_in_a_thread(_model, call):
-    y = call(batch())
-    thread = threading.Thread(target=lambda: y.sum().backward())
-    thread.start()
-    thread.join()
-
-
-def anomalies_detected(_model, call):
-    with torch.autograd.set_detect_anomaly(True, check_nan=True):
-        call(batch()).sum().backward()
-
-
-def saved_tensors_on_the_host(_model, call):
-    with torch.autograd.graph.save_on_cpu():
-        y = call(batch())
-    y.sum().backward()
-
-
-def optimizer_steps(model, call):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for seed in range(3):
-        optimizer.zero_grad()
-        call(batch(seed)).square().mean().backward()
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def other_data(model, call):
-    model[0].weight.data = torch.ones(WIDTH, WIDTH)
+def test_a_second_backward_is_refused_as_autograd_does():
+    call = compiled()
+    loss = call(batch()).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError):
+        loss.backward()
+    call.zero_grad()
     call(batch()).sum().backward()
 
 
-def other_parameter(model, call):
-    model[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    call(batch()).sum().backward()
+# Writing to what the backward reads.
 
 
-def other_layer(model, call):
-    with seeded(9):
-        model[0] = nn.Linear(WIDTH, WIDTH)
-    call(batch()).sum().backward()
-
-
-def functional(model, call):
-    state = {name: 2 * p.detach() for name, p in model.named_parameters()}
-    return functional_call(call, state, (batch(),)).detach()
-
-
-STEPS: list[Step] = [
-    two_calls, first_call_first, last_call_first, forwards_without_backward, accumulation,
-    retained_graph, input_gradients, some_gradients, output_changed_in_place, parameter_hooks,
-    module_hooks, evaluation_between_steps, evaluation_before_the_backward, inference, autocast,
-    smaller_batch, backward_in_a_thread, anomalies_detected, saved_tensors_on_the_host,
-    optimizer_steps, other_data, other_parameter, other_layer, functional,
-]  # fmt: skip
-
-
-def outcome(step: Step, model: nn.Module, call: Any) -> dict[str, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        returned = step(model, call)
-        return {
-            "returned": returned,
-            "gradients": {name: p.grad for name, p in model.named_parameters()},
-            "buffers": dict(model.named_buffers()),
-            "generator": torch.get_rng_state(),
-        }
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_the_numbers_are_the_references(step: Step):
-    model = blocks()
-    expected = outcome(step, model, torch.compile(model, backend="aot_eager", fullgraph=True))
-    torch._dynamo.reset()
-    model = blocks()
-    compiled = fxremat.compile(model, batch(), 0.8)
-    assert compiled.plan.predicted_peak_bytes < compiled.plan.baseline_peak_bytes
-    assert_bitwise_equal(outcome(step, model, compiled), expected)
-
-
-def plain() -> nn.Sequential:
-    with seeded(0):
-        return nn.Sequential(
-            *(layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
-        )
-
-
-def test_a_graph_is_retained_after_a_backward_whose_was_not():
-    """``aot_eager`` refuses that, so the reference is the model as it is."""
-
-    def outcome(call: Any) -> list[Tensor]:
-        call(batch(1)).sum().backward()
-        retained_graph(model, call)
-        found = [p.grad for p in model.parameters()]
-        model.zero_grad(set_to_none=True)
-        return found
-
-    model = plain()
-    expected = outcome(model)
-    assert_bitwise_equal(outcome(fxremat.compile(model, batch(), "min")), expected)
-
-
-def change_bias(model: nn.Module, _x: Tensor) -> None:
-    with torch.no_grad():
-        model[0].bias.add_(1)
-
-
-def change_input(_model: nn.Module, x: Tensor) -> None:
+def write_input(call: CompiledModule, x: Tensor, _y: Tensor) -> None:
     x.add_(1)
 
 
-@pytest.mark.parametrize("change", [change_bias, change_input])
-def test_what_a_recomputation_reads_must_not_change_before_the_backward(change):
-    """The reference may not need the old value; a recomputation does, and says so."""
-    model = plain()
-    compiled = fxremat.compile(model, batch(), "min")
-    x = batch()
-    y = compiled(x)
-    change(model, x)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+def write_result(call: CompiledModule, _x: Tensor, y: Tensor) -> None:
+    y.mul_(2)
+
+
+def write_a_view_of_the_result(call: CompiledModule, _x: Tensor, y: Tensor) -> None:
+    y.detach()[0].zero_()
+
+
+def write_parameter(call: CompiledModule, _x: Tensor, _y: Tensor) -> None:
+    with torch.no_grad():
+        call.layers[1].weight.mul_(2)
+
+
+def step_optimizer(call: CompiledModule, _x: Tensor, _y: Tensor) -> None:
+    for p in call.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(call.parameters(), 0.1).step()
+
+
+WRITES = [write_input, write_result, write_a_view_of_the_result, write_parameter, step_optimizer]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_what_the_backward_reads_must_not_be_written_to(write: Callable[..., None]):
+    """So says autograd, too."""
+    for call in (compiled(torch.tanh), Blocks(torch.tanh)):
+        x = batch()
+        y = call(x)
+        loss = y.sum()
+        write(call, x, y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+            loss.backward()
+        if isinstance(call, CompiledModule):
+            assert isinstance(caught.value, BackwardError)
+            del caught, y, loss
+            call.zero_grad()
+            call(batch()).sum().backward()
+
+
+def test_what_the_backward_does_not_read_may_be_written_to():
+    call, plain = compiled(), Blocks()
+    plain.load_state_dict(call.state_dict())
+    for model in (call, plain):
+        y = model(batch())
+        y.mul_(2)
         y.sum().backward()
+    found, expected = ([p.grad for p in m.parameters()] for m in (call, plain))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_error_is_told_before_anything_is_added():
+    call = compiled()
+    x = batch()
+    y = call(x)
+    x.add_(1)
+    with pytest.raises(BackwardError):
+        y.sum().backward()
+    assert all(p.grad is None for p in call.parameters())
+
+
+# What others do with saved tensors and with results.
+
+
+def gradients(call: CompiledModule, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    call.zero_grad()
+    run(batch(3)).square().sum().backward()
+    return [p.grad for p in call.parameters()]
+
+
+def saved_to_a_file(tensor: Tensor) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return file
+
+
+ELSEWHERE: dict[str, Callable[[], Any]] = {
+    "on_the_host": torch.autograd.graph.save_on_cpu,
+    "pickled": lambda: torch.autograd.graph.saved_tensors_hooks(pickle.dumps, pickle.loads),
+    "in_files": lambda: torch.autograd.graph.saved_tensors_hooks(saved_to_a_file, torch.load),
+    "copied": lambda: torch.autograd.graph.saved_tensors_hooks(copy.deepcopy, lambda t: t),
+    "cloned": lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t),
+    "as_they_are": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+}
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_hooks_may_keep_saved_tensors_elsewhere(elsewhere: Callable[[], Any]):
+    call = compiled(torch.tanh)
+    expected = [g.clone() for g in gradients(call, call)]
+
+    def run(x: Tensor) -> Tensor:
+        with elsewhere():
+            return call(x)
+
+    assert_bitwise_equal(gradients(call, run), expected)
+    call.zero_grad()
+    x = batch()
+    run(x).sum().backward()
+    assert left_bytes(lambda: run(x)) == 0
+    assert left_bytes(lambda: run(x).sum().backward()) == 0
+
+
+def test_hooks_that_lose_a_step_are_an_error():
+    call = compiled()
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.tensor([-7])):
+        y = call(batch())
+    with pytest.raises(BackwardError):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_model_keeps_nothing(reentrant: bool):
+    call = compiled(torch.tanh)
+    expected = [g.clone() for g in gradients(call, call)]
+
+    def checkpointed(x: Tensor) -> Tensor:
+        x.requires_grad_()
+        result: Tensor = checkpoint(call, x, use_reentrant=reentrant, preserve_rng_state=False)
+        return result
+
+    for _ in range(2):
+        assert_bitwise_equal(gradients(call, checkpointed), expected)
+    call.zero_grad()
+    x, kept = batch(), []
+    assert left_bytes(lambda: kept.append(checkpointed(x))) == OUTPUT_BYTES
+
+
+def test_results_may_be_copied_and_written_out():
+    call = compiled(torch.tanh)
+    y = call(batch())
+    value = y.detach().clone()
+    file = io.BytesIO()
+    torch.save(y.detach(), file)
+    file.seek(0)
+    copies = [
+        copy.deepcopy(y.detach()),
+        pickle.loads(pickle.dumps(y.detach())),
+        torch.load(file),
+        copy.copy(y),
+    ]
+    y.sum().backward()
+    assert_bitwise_equal(copies, [value] * len(copies))
+
+
+# Tokens, and who waits.
+
+
+def made(*, saved: int = 1, outputs: tuple[Tensor, ...] = (), held_bytes: int = 5) -> Step:
+    """A step of no model."""
+    tensors = [torch.ones(2) for _ in range(saved)]
+    return Step(
+        None, lambda _: None, tensors, outputs, situation=None, held_bytes=held_bytes, leaves=()
+    )
+
+
+def in_a_backward(run: Callable[[], object], *, retain: bool = False) -> None:
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: run() and None)
+    x.sum().backward(retain_graph=retain)
+
+
+def test_a_token_and_its_copies_lead_to_their_step():
+    steps = [made() for _ in range(3)]
+    for step in steps:
+        token = step.token()
+        assert token.numel() == 1
+        assert token.device.type == "cpu"
+        assert Step.of(token) is Step.of(token.clone()) is step
+    assert [s.number for s in steps] == sorted({s.number for s in steps})
+
+
+def test_a_token_holds_its_step_and_a_copy_does_not():
+    step = made()
+    gone, token = weakref.ref(step), step.token()
+    copied = token.clone()
+    del step
+    assert Step.of(copied) is gone()
+    del token
+    assert gone() is None
+    with pytest.raises(BackwardError):
+        Step.of(copied)
+
+
+def test_what_was_saved_is_taken_once():
+    step, counts = made(saved=2), []
+    for _ in range(2):
+        in_a_backward(lambda: counts.append(len(step.take())), retain=True)
+    in_a_backward(lambda: counts.append(len(step.take())))
+    assert counts == [2, 2, 2]
+    with pytest.raises(BackwardError, match="retain_graph"):
+        in_a_backward(step.take)
+
+
+def test_steps_wait_until_they_are_taken_or_gone():
+    flight, steps = InFlight(), [made(held_bytes=3 + i) for i in range(3)]
+    for step in steps:
+        flight.add(step)
+    assert sorted(s.held_bytes for s in flight) == [3, 4, 5]
+    in_a_backward(steps[0].take, retain=True)
+    in_a_backward(steps[1].take)
+    assert sorted(s.held_bytes for s in flight) == [3, 5]
+    del steps, step
+    assert not list(flight)
+
+
+def test_results_count_as_long_as_somebody_holds_them():
+    flight = InFlight()
+    y, other = torch.ones(10), torch.ones(100)
+    waits, done = made(outputs=(y,)), made(outputs=(other,))
+    flight.add(waits)
+    flight.add(done)
+    nbytes = other.nbytes
+    assert flight.kept_bytes([waits]) == nbytes
+    assert flight.kept_bytes([]) == y.nbytes + nbytes
+    view = other[3:]
+    del other
+    assert flight.kept_bytes([waits]) == nbytes
+    del view
+    assert flight.kept_bytes([waits]) == 0
+    assert flight.kept_bytes([]) == y.nbytes
+
+
+def test_gradients_that_were_asked_for_count_as_long_as_they_are_held():
+    flight = InFlight()
+    gradient = torch.ones(10)
+    flight.returned([gradient, None])
+    assert flight.kept_bytes([]) == gradient.nbytes
+    del gradient
+    assert flight.kept_bytes([]) == 0
+
+
+def test_threads_have_their_own_steps():
+    """Each goes forward and back for itself, at the same time."""
+    call = compiled()
+    with torch.no_grad():
+        for p in call.parameters():
+            p.zero_()
+    x = torch.ones(ROWS, WIDTH)
+    settle(call)
+    rounds, count = 10, 3
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for _ in range(rounds):
+                losses = [call(x).sum() for _ in range(2)]
+                for loss in losses:
+                    loss.backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    bias = call.layers[-1].bias.grad  # half of every row's, in binary exact
+    assert bias.eq(0.5 * ROWS * rounds * count * 2).all()
+    assert left_bytes(run) == 0
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_leave_nothing():
+    """Of mixed sizes; some are dropped, some fail, some overlap."""
+    call = compiled(torch.tanh)
+    draw = random.Random(0)
+    sizes = (ROWS, ROWS // 2, 3 * ROWS // 4)
+    batches = [batch(rows=n) for n in sizes]
+    waiting: list[Tensor] = []
+
+    def some(count: int) -> None:
+        for _ in range(count):
+            y = call(draw.choice(batches))
+            match draw.randrange(5):
+                case 0:
+                    del y
+                case 1:
+                    waiting.append(y)
+                case 2:
+                    waiting.clear()
+                case _:
+                    y.sum().backward()
+                    call.zero_grad(set_to_none=draw.random() < 0.5)
+        waiting.clear()
+        call.zero_grad()
+
+    some(1000)
+    plans, objects = len(call.plans), objects_alive()
+    some(8000)
+    assert left_bytes(lambda: some(1000)) == 0
+    assert len(call.plans) <= max(2 * plans, 64)
+    assert objects_alive() - objects < 200 * max(1, len(call.plans) - plans) + 500
+
+
+def objects_alive() -> int:
+    gc.collect()
+    return sum(isinstance(o, Tensor | Step) for o in gc.get_objects())

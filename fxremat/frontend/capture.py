@@ -212,8 +212,10 @@ def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, a compiled step; its backward is refused where it could not be right."""
 
     def call(*args: Any) -> Any:
-        outputs = run(*args)
-        step = latest_step()
+        try:
+            outputs = run(*args)
+        finally:
+            step = latest_step()
         recomputes = step is not None and step.plan.planned.graphs.recomputes
         settings = torch_compat.kernel_settings() if recomputes else {}
         # Where hooks put another tensor in the token's place, the graph itself keeps the step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
@@ -43,7 +44,7 @@ MOST_PLANS = 128
 """Plans of a family that are kept; that which was used longest ago goes first."""
 
 
-class _FewerWaitError(Exception):
+class _LessHeldError(Exception):
     """What a call found is not so any more."""
 
 
@@ -172,12 +173,11 @@ class Family:
         self.watcher.end()
         values = self.planner.sizes.values(args)
         sizes = self._shaping(values)
-        situation, leaves = self._find(args, sizes)
-        try:
-            situation, compiled = self._plan_for(situation, on_new)
-        except _FewerWaitError:
+        compiled = None
+        while compiled is None:
             situation, leaves = self._find(args, sizes)
-            situation, compiled = self._plan_for(situation, on_new)
+            with contextlib.suppress(_LessHeldError):  # less each time
+                situation, compiled = self._plan_for(situation, on_new)
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
@@ -386,10 +386,13 @@ class Family:
             if situation.existing and not stays and self.planner.fits(cleared):
                 self.cleared.add(situation.kind)
                 return cleared, self.planner.again(cleared)
-            if situation.waiting:
-                gc.collect()  # graphs that nobody can run backwards any more
-                if sum(step.held_bytes for step in self.in_flight) < situation.waiting_bytes:
-                    raise _FewerWaitError from None
+            if situation.waiting or situation.kept_bytes:
+                gc.collect()  # what nobody can run backwards, or see, any more
+                waiting = list(self.in_flight)
+                held_bytes = sum(step.held_bytes for step in waiting)
+                held_bytes += self.in_flight.kept_bytes(waiting)
+                if held_bytes < situation.waiting_bytes + situation.kept_bytes:
+                    raise _LessHeldError from None
             if not self._taught_waiting(situation):
                 raise self.planner.advised(error, situation) from None
         planned = self.planner.again(situation, least=True)

@@ -28,9 +28,14 @@ _latest = threading.local()
 
 
 def latest_step() -> Step | None:
-    """The step whose forward this thread has run last, if it is still there."""
+    """The step whose forward this thread has run last, if it is still there.
+
+    Whoever asks holds it from then on, where its token does not.
+    """
     found = getattr(_latest, "step", None)
-    return None if found is None else found()
+    step = None if found is None else found()
+    _latest.held = None
+    return step
 
 
 class Step:
@@ -85,12 +90,18 @@ class Step:
         self.number = next(_numbers)
         _by_number[self.number] = self
         _latest.step = weakref.ref(self)
+        _latest.held = self if torch_compat.saved_elsewhere() else None
 
     def token(self) -> Tensor:
         """What autograd saves for this step, a number on the CPU."""
         token = torch.tensor([self.number])
         token.step = self  # type: ignore[attr-defined]
+        token.__getstate__ = _nothing  # type: ignore[method-assign]
         return token
+
+    def __deepcopy__(self, _memo: object) -> Step:
+        """Copies of a token are of the same step."""
+        return self
 
     @staticmethod
     def of(token: Tensor) -> Step:
@@ -133,6 +144,10 @@ class Step:
         self._saved = None
         self.held_bytes = 0
         return saved
+
+
+def _nothing() -> None:
+    """What is written of a token beside its number, where hooks write saved tensors to a file."""
 
 
 class InFlight:
