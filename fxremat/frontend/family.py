@@ -55,23 +55,26 @@ class Compiled:
     Attributes:
         planned: the plan, its graphs and its host memory.
         family: to which it belongs.
+        given_bytes: what was there beside it in the situation that it was made for.
         watched: whether a step of it was watched, or is.
     """
 
     planned: Planned
     family: Family
+    given_bytes: int
     watched: bool = False
     _runs: tuple[Values, tuple[torch_compat.BoxedCallable, ...]] | None = None
 
     def at(self, values: Values) -> tuple[torch_compat.BoxedCallable, ...]:
         """The forward and the backward where the symbols are ``values``."""
-        if self._runs is None or self._runs[0] != values:
+        runs = self._runs  # another thread may put those of other numbers there
+        if runs is None or runs[0] != values:
             graphs: tuple[Emitted, ...] = self.planned.graphs.both
             if values != tuple(n for _, n in self.planned.plan.sizes):
                 names = self.family.planner.sizes.named(values)
                 graphs = tuple(graph.at(names) for graph in graphs)
-            self._runs = values, tuple(emitted(graph.forward) for graph in graphs)
-        return self._runs[1]
+            runs = self._runs = values, tuple(emitted(graph.forward) for graph in graphs)
+        return runs[1]
 
 
 @dataclass(slots=True)
@@ -153,7 +156,8 @@ class Family:
         planned = planner.first(situation, kept=kept, rehearse=rehearse)
         family._own = own_gradients(planner.joint)
         family._made = made_outputs(planner.joint)
-        family.plans[situation] = Compiled(planned, family)
+        given_bytes = planner.around(situation).given_bytes
+        family.plans[situation] = Compiled(planned, family, given_bytes)
         return family
 
     def forward(
@@ -183,7 +187,7 @@ class Family:
             cuda_graph.refuse_host_memory(arena.nbytes)
         if not compiled.watched and (sizes in self.seen or len(self.seen) < MOST_WATCHED):
             compiled.watched = self.watcher.begin(
-                self.planner.joint.device, lambda seen: self._learn(situation, plan, seen)
+                self.planner.joint.device, lambda seen: self._learn(situation, compiled, seen)
             )
         forward, backward = compiled.at(values)
         results = list(forward(args))
@@ -297,13 +301,14 @@ class Family:
             known = self.lessons.get(situation.kind, NO_LESSON)
             self.lessons[situation.kind] = known | lesson
 
-    def _learn(self, situation: Situation, plan: Plan, seen: Levels) -> None:
+    def _learn(self, situation: Situation, compiled: Compiled, seen: Levels) -> None:
         """A step was watched to its end.
 
         What stayed within the budget teaches nothing that would forbid it.
         """
-        around = self.planner.around(situation)
-        lesson = _lesson_of(seen, plan, around)
+        plan, around = compiled.planned.plan, self.planner.around(situation)
+        own_bytes = plan.predicted_held_bytes - compiled.given_bytes
+        lesson = _lesson_of(seen, own_bytes, around)
         peak_bytes = around.given_bytes + seen.peak_bytes
         over = peak_bytes - plan.budget_bytes
         with self._lock:
@@ -455,7 +460,7 @@ class Family:
             compiled = self.plans.pop(situation, None) or self._as_good(situation)
             if compiled is None:
                 situation, planned = self._new_plan(situation)
-                compiled = Compiled(planned, self)
+                compiled = Compiled(planned, self, self.planner.around(situation).given_bytes)
                 _tell(planned.plan)
                 if on_new is not None:
                     on_new(compiled)
@@ -467,13 +472,12 @@ class Family:
             return situation, compiled
 
 
-def _lesson_of(seen: Levels, plan: Plan, around: Surroundings) -> Lesson:
-    """What a step needed beyond its plan."""
+def _lesson_of(seen: Levels, planned: int, around: Surroundings) -> Lesson:
+    """What a step needed beyond its plan, by which it was to allocate ``planned`` bytes."""
     slack = SCALARS * SCALAR_BYTES
     left = 0 if seen.taken_bytes is None else seen.taken_bytes - seen.left_bytes
     turn = seen.turn_bytes - seen.left_bytes
     own = max(seen.forward_bytes, seen.backward_bytes)
-    planned = plan.predicted_held_bytes - around.given_bytes
     if left > around.tangent_bytes + slack:
         own -= left - around.tangent_bytes
     return Lesson(
