@@ -2,7 +2,8 @@
 
 For each model within twice what its sample takes with everything kept: the answer; the measured
 peak of a step of that size, compiled for it alone, or its least budget where that is more; the
-least budget of one more, compiled for that alone; and the seconds that all but the capture takes.
+least budget of one more, compiled for that alone; and the seconds of CPU that all but the capture
+takes.
 Run: python -m benchmarks.max_batch [model …]
 """
 
