@@ -7,8 +7,6 @@ are about what was found when the model was captured, planned or run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 
 class FxrematError(Exception):
     """Base of all errors raised by fxremat."""
@@ -30,7 +28,7 @@ class BudgetError(FxrematError):
         message: str,
         *,
         least_budget_bytes: int | None = None,
-        largest: Mapping[str, int] | None = None,
+        largest: dict[str, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.least_budget_bytes = least_budget_bytes
