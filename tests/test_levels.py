@@ -318,14 +318,17 @@ def test_a_thread_that_is_gone_takes_its_watch_along():
 
 
 def test_torchs_own_profiler_is_left_as_it_was():
-    before = dict(vars(torch.autograd.profiler))
+    def of_fxremat() -> list[str]:
+        found = vars(torch.autograd.profiler).items()
+        return [name for name, v in found if "fxremat" in (getattr(v, "__module__", "") or "")]
+
     watcher, told = Watcher(), Told()
     watched_forward(watcher, told)
     watcher.end()
     in_a_thread(lambda: watched_forward(watcher, told))
     watched_forward(watcher, told)
     watcher.end()
-    assert vars(torch.autograd.profiler) == before
+    assert not of_fxremat()
 
 
 # A compiled model whose loss, outside, takes more than anyone can know.
