@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -197,13 +198,11 @@ class AllocationLog:
     ) -> None:
         self.events: list[tuple[str, int]] = []
         self._make_way = make_way
-        self._remove: Callable[[], None] | None = None
         self._on_cuda = device is not None and device.type == "cuda"
 
     def __enter__(self) -> AllocationLog:
         profiler: Any = torch.autograd
-        for log in list(_making_way):
-            log._make_way()  # type: ignore[misc]
+        _make_way()
         experimental = torch._C._profiler._ExperimentalConfig()
         state = profiler.ProfilerState.CPU
         try:
@@ -216,8 +215,8 @@ class AllocationLog:
                 "compile with, or run once, the shapes of the step that is profiled"
             ) from error
         if self._make_way is not None:
-            _making_way.append(self)
-            self._remove = _before_profiles(self._make_way)
+            _making_way[self] = self._make_way
+            _let_profiles_begin()
         return self
 
     def mark(self, name: str) -> None:
@@ -225,10 +224,13 @@ class AllocationLog:
         with torch.autograd.profiler.record_function(_MARK + name):
             pass
 
+    def forget(self) -> None:
+        """Of a thread that is gone, and its profiler with it."""
+        _making_way.pop(self, None)
+        _let_profiles_begin()
+
     def __exit__(self, *exc_info: object) -> None:
-        if self._remove is not None:
-            _making_way.remove(self)
-            self._remove()
+        self.forget()
         threads: Any = torch._C._autograd._disable_profiler_legacy()
         start = threads[0][0]
         records = [r for thread in threads for r in thread]
@@ -252,8 +254,13 @@ class AllocationLog:
 
 _MARK = "fxremat mark "  # no operator's name begins so
 
-_making_way: list[AllocationLog] = []
-"""Logs that go on until another one is needed."""
+_making_way: dict[AllocationLog, Callable[[], None]] = {}
+"""Logs that go on until another one is needed in their thread."""
+
+
+def _make_way() -> None:
+    for make_way in list(_making_way.values()):
+        make_way()
 
 
 def allocator_settings() -> dict[str, Any] | None:
@@ -694,27 +701,34 @@ def around_optimizers(
     return remove
 
 
-def _before_profiles(call: Callable[[], None]) -> Callable[[], None]:
-    """Have ``call`` called before a profile of the user's begins; what is returned ends that."""
+_profile_begins: dict[str, Callable[..., Any]] = {}
+"""What torch calls where a profile of the user's begins, as long as logs would be in its way."""
+
+_profiles = threading.Lock()
+
+
+def _let_profiles_begin() -> None:
+    """Have logs make way before a profile of the user's begins, as long as there are any."""
     from torch.autograd import profiler  # noqa: PLC0415
 
     module: Any = profiler
-    kept = {name: getattr(module, name) for name in ("_prepare_profiler", "_enable_profiler")}
 
     def made_way(begin: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            call()
+            _make_way()
             return begin(*args, **kwargs)
 
         return run
 
-    def remove() -> None:
-        for name, begin in kept.items():
-            setattr(module, name, begin)
-
-    for name, begin in kept.items():
-        setattr(module, name, made_way(begin))
-    return remove
+    with _profiles:
+        if _making_way and not _profile_begins:
+            for name in ("_prepare_profiler", "_enable_profiler"):
+                _profile_begins[name] = getattr(module, name)
+                setattr(module, name, made_way(_profile_begins[name]))
+        elif not _making_way:
+            while _profile_begins:
+                name, begin = _profile_begins.popitem()
+                setattr(module, name, begin)
 
 
 class StorageAlive:

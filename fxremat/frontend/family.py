@@ -56,13 +56,13 @@ class Compiled:
         planned: the plan, its graphs and its host memory.
         family: to which it belongs.
         given_bytes: what was there beside it in the situation that it was made for.
-        watched: whether a step of it was watched, or is.
+        watches: so many steps of it are watched, or until one was seen to its end.
     """
 
     planned: Planned
     family: Family
     given_bytes: int
-    watched: bool = False
+    watches: int = 4
     _runs: tuple[Values, tuple[torch_compat.BoxedCallable, ...]] | None = None
 
     def at(self, values: Values) -> tuple[torch_compat.BoxedCallable, ...]:
@@ -185,8 +185,8 @@ class Family:
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
-        if not compiled.watched and (sizes in self.seen or len(self.seen) < MOST_WATCHED):
-            compiled.watched = self.watcher.begin(
+        if compiled.watches and (sizes in self.seen or len(self.seen) < MOST_WATCHED):
+            compiled.watches -= self.watcher.begin(
                 self.planner.joint.device, lambda seen: self._learn(situation, compiled, seen)
             )
         forward, backward = compiled.at(values)
@@ -306,6 +306,8 @@ class Family:
 
         What stayed within the budget teaches nothing that would forbid it.
         """
+        if seen.taken_bytes is not None:
+            compiled.watches = 0
         plan, around = compiled.planned.plan, self.planner.around(situation)
         own_bytes = plan.predicted_held_bytes - compiled.given_bytes
         lesson = _lesson_of(seen, own_bytes, around)

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxremat.console import SIMPLE_HEAD, Table, show
 from fxremat.units import format_bytes, format_seconds
 
 WIDTH = 100
@@ -85,6 +84,9 @@ class Batches:
         Raises:
             ImportError: rich is not installed.
         """
+        # Only now: rich may be missing, and draws a random number when it is imported.
+        from fxremat.console import SIMPLE_HEAD, Table, show  # noqa: PLC0415
+
         table = Table(box=SIMPLE_HEAD, title=repr(self))
         for name in (*self.names, "least budget", "step", "a sample", ""):
             table.add_column(name, justify="left" if not name else "right")

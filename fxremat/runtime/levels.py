@@ -59,7 +59,7 @@ class Watcher:
 
     def __init__(self) -> None:
         self._log: torch_compat.AllocationLog | None = None
-        self._thread = 0
+        self._thread: threading.Thread | None = None
         self._step: weakref.ref[object] | None = None
         self._tell: Callable[[Levels], None] = _nobody
         self._on_cuda = False
@@ -72,6 +72,8 @@ class Watcher:
             device: of the step.
             tell: is told what was seen, when it ends.
         """
+        if self._thread is not None and not self._thread.is_alive():
+            self._forget()
         if self._log is not None or torch_compat.current_backward() >= 0:
             return False  # another thread's; or a forward that a backward runs again
         log = torch_compat.AllocationLog(device, make_way=self.end)
@@ -79,7 +81,8 @@ class Watcher:
             log.__enter__()
         except CostError:
             return False
-        self._log, self._thread, self._tell, self._step = log, threading.get_ident(), tell, None
+        self._log, self._tell, self._step = log, tell, None
+        self._thread = threading.current_thread()
         self._on_cuda, self._unseen_bytes = device.type == "cuda", 0
         self._mark(FORWARD)
         return True
@@ -123,12 +126,19 @@ class Watcher:
         tell, self._tell = self._tell, _nobody
         tell(_levels(log.events).without(self._unseen_bytes))
 
+    def _forget(self) -> None:
+        """The thread is gone in which something was watched: nothing can be told of it."""
+        log, self._log = self._log, None
+        if log is not None:
+            log.forget()
+        self._thread, self._tell = None, _nobody
+
     def _end_of(self, log: object) -> None:
         if self._log is log:
             self.end()
 
     def _is_here(self) -> bool:
-        here = self._log is not None and threading.get_ident() == self._thread
+        here = self._log is not None and threading.current_thread() is self._thread
         return here and torch_compat.current_backward() < 0
 
     def _mark(self, phase: str) -> None:
