@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from fxremat import optional, torch_compat
+from fxremat import torch_compat
 from fxremat.costs.cost import Progress
 from fxremat.errors import ArgumentError, BudgetError, CaptureError
 from fxremat.frontend.arguments import Arguments, Loss, Offload, Optimizer, read_model
@@ -57,7 +58,8 @@ def compile(
             keywords or a :class:`Sample`.
         budget: the most bytes that a step may have allocated: ``"6 GiB"``, bytes as an
             int, a share in (0, 1] of the peak with everything kept as a float, or
-            ``"min"``.
+            ``"min"``, the least that is feasible. A share means the bytes of the first plan
+            from then on; ``"min"`` becomes more where a later call needs more.
         reserve: bytes of the budget to leave alone.
         optimizer: an optimizer of the model, or its class; the state that it keeps is
             counted.
@@ -150,7 +152,7 @@ def _compile(model: nn.Module, call: Sample, asked: Arguments) -> CompiledModule
             compiled = CompiledModule(model, compiler, unused, dynamic=asked.dynamic)
             _plan_only(compiled, call)
         compiler.progress = _silent
-        # Other shapes get the same bytes, also where the budget was a share or "min".
+        # Other captures get the same bytes, also where the budget was a share or "min".
         if asked.kept is None:
             compiler.budget = replace(asked.budget, nbytes=compiled.plan.budget_bytes, share=None)
         compiler.kept = None  # it is of this shape
@@ -262,6 +264,20 @@ def backend(
         budget_on=asked.budget_on,
     )
     return _compiler(asked, caller, _silent)(module, example_inputs)
+
+
+def _captured_too_often(setting: str, limit: int) -> CaptureError:
+    return CaptureError(
+        f"this model cannot be captured once more: {setting} is {limit}, counted over all that "
+        "share its code, and torch would run it without a plan. Let what changes from call to "
+        "call be one capture (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors for "
+        "numbers), or raise the limit"
+    )
+
+
+torch_compat.never_uncompiled(
+    lambda found: found is backend or isinstance(found, StepCompiler), _captured_too_often
+)
 
 
 def _plan_only(compiled: CompiledModule, sample: Sample) -> None:

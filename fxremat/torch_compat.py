@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -523,6 +524,35 @@ def with_code_of_its_own(model: torch.nn.Module) -> Callable[..., Any]:
 def compile_whole(model: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool) -> Any:
     """``model`` compiled as one graph; ``dynamic``: sizes that vary become symbols."""
     return torch.compile(model, backend=backend, fullgraph=True, dynamic=None if dynamic else False)
+
+
+def never_uncompiled(
+    ours: Callable[[object], bool], error: Callable[[str, int], Exception]
+) -> None:
+    """Let no code of ours run as it is where Dynamo may not compile it again.
+
+    Dynamo runs code that it has compiled too often eagerly, and says so in its log alone.
+
+    Args:
+        ours: whether a backend is.
+        error: what is raised instead, from the name of the setting that is the limit, and
+            its value.
+    """
+    from torch._dynamo import config, convert_frame  # noqa: PLC0415
+    from torch._dynamo.eval_frame import innermost_backend  # noqa: PLC0415
+
+    module: Any = convert_frame
+    exceeds: Callable[..., tuple[bool, str]] = module.exceeds_recompile_limit
+
+    def asked(*args: Any) -> tuple[bool, str]:
+        exceeded, name = exceeds(*args)
+        if exceeded:  # who asks for which backend is told by nothing but its own frame
+            wrapped = innermost_backend(sys._getframe(1).f_locals["compiler_fn"])
+            if ours(getattr(wrapped, "compiler_fn", wrapped)):
+                raise error(f"torch._dynamo.config.{name}", getattr(config, name))
+        return exceeded, name
+
+    module.exceeds_recompile_limit = asked
 
 
 def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:

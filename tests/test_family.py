@@ -454,6 +454,19 @@ def test_the_budget_stays_that_of_the_first_plan():
     assert all(plan.counted_bytes <= budget for plan in call.plans)
 
 
+def test_the_least_is_what_a_later_call_needs_at_the_least():
+    call = fxremat.compile(model(), batch(), "min", loss=loss_of)
+    first = call.plan.budget_bytes
+    kept = [call(batch(seed)) for seed in range(3)]
+    more = call.plan.budget_bytes
+    assert first < more == call.plan.counted_bytes
+    for outputs in kept:
+        loss_of(outputs).backward()
+    call.zero_grad()
+    back(call)
+    assert call.plan.budget_bytes <= more
+
+
 def test_what_is_found_is_explained():
     call = tight()
     cleared(call)

@@ -30,6 +30,11 @@ class Budget:
     nbytes: int | None = None
     share: float | None = None
 
+    @property
+    def grows(self) -> bool:
+        """Whether it is ``"min"``: it becomes what a call needs at the least that needs more."""
+        return isinstance(self.written, str) and self.written.strip().lower() == "min"
+
     @staticmethod
     def read(written: Readable) -> Budget:
         """Read ``"6 GiB"``, bytes as an int, a share in (0, 1] as a float, or ``"min"``.
@@ -47,7 +52,7 @@ class Budget:
                     "must be in (0, 1]; give bytes as an int or as '6 GiB'"
                 )
             return Budget(written, share=share)
-        if isinstance(written, str) and written.strip().lower() == "min":
+        if Budget(written).grows:
             return Budget(written)
         nbytes: int | None = None
         if isinstance(written, str):

@@ -401,6 +401,8 @@ class Family:
                 if held_bytes < situation.waiting_bytes + situation.kept_bytes:
                     raise _LessHeldError from None
             if not self._taught_waiting(situation):
+                if self.planner.grown(error):
+                    return situation, self.planner.again(situation)
                 raise self.planner.advised(error, situation) from None
         planned = self.planner.again(situation, least=True)
         plan = planned.plan

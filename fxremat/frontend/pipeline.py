@@ -45,6 +45,7 @@ from fxremat.planner.surroundings import Caller, Surroundings, settled, surround
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings
+from fxremat.units import format_bytes
 
 LOG = logging.getLogger("fxremat")
 
@@ -176,12 +177,12 @@ class Planner:
             CostError: an operation cannot be measured.
         """
         try:
-            planned = (
-                self._followed(kept, situation) if kept else self._planned(situation, self.budget)
-            )
+            planned = self._followed(kept, situation) if kept else self.again(situation)
         except BudgetError as error:
-            self._settle()
-            raise self.advised(error, situation) from None
+            if not self.grown(error):
+                self._settle()
+                raise self.advised(error, situation) from None
+            planned = self.again(situation)
         if kept is None and rehearse:
             planned = self._with_overhead(planned)
         self.budget = replace(self.budget, nbytes=planned.plan.budget_bytes, share=None)
@@ -208,6 +209,19 @@ class Planner:
             HostMemoryError: the host memory cannot be had.
         """
         return self._planned(situation, LEAST if least else self.budget)
+
+    def grown(self, error: BudgetError) -> bool:
+        """Whether the budget is ``"min"``, and then lets it be what a call needs at the least."""
+        nbytes = error.least_budget_bytes
+        if nbytes is None or not self.budget.grows:
+            return False
+        LOG.info(
+            "the budget %r is %s from now on: a call needs that at the least",
+            self.budget.written,
+            format_bytes(nbytes),
+        )
+        self.budget = replace(self.budget, nbytes=nbytes)
+        return True
 
     def known_lesson(self) -> Lesson:
         """What steps of the sizes of the capture have taught another process."""
