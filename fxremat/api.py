@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 
 from fxremat import optional, torch_compat
-from fxremat import torch_compat
 from fxremat.costs.cost import Progress
 from fxremat.errors import ArgumentError, BudgetError, CaptureError
 from fxremat.frontend.arguments import Arguments, Loss, Offload, Optimizer, read_model
@@ -233,8 +232,15 @@ def max_batch(
     compiled = compile(model, call, 1.0, dynamic=True, **options)
     (family,) = compiled.__dict__["_compiler"].families
     (situation,) = family.plans
-    family.planner.budget = read
-    found = Batching(family.planner, situation, model, call, compiled.plan.overhead_s, limit)
+    found = Batching(
+        family.planner.schedules,
+        read.nbytes,
+        situation,
+        model,
+        call,
+        compiled.plan.overhead_s,
+        limit,
+    )
     with generators_restored(), _training(model), torch.enable_grad():
         return found.over(asked)
 

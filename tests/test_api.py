@@ -330,9 +330,7 @@ def test_what_torch_compile_may_not_capture_again_is_refused():
 def test_other_sizes_through_torch_compile_are_one_more_capture():
     """Also the smaller batch at the end of an epoch."""
     model, reference = layers(), layers()
-    compiled = torch.compile(
-        model, backend="fxremat", fullgraph=True, options={"budget": "1 GiB"}
-    )
+    compiled = torch.compile(model, backend="fxremat", fullgraph=True, options={"budget": "1 GiB"})
     plain = torch.compile(reference, backend="aot_eager")
     with torch._dynamo.config.patch(recompile_limit=4):  # two for each: they share code
         for rows in (8, 8, 5, 3, 8, 6):

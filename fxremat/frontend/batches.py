@@ -13,8 +13,8 @@ from torch import nn
 
 from fxremat.errors import ArgumentError, BudgetError, SampleError
 from fxremat.frontend.dimensions import Dimension, resized
-from fxremat.frontend.pipeline import MOST_SIZE, Planner
 from fxremat.frontend.sample import Sample, call_without_data, places_of
+from fxremat.frontend.schedules import MOST_SIZE, Schedules
 from fxremat.planner.situation import Situation
 from fxremat.report.batches import Batches, BatchPoint
 from fxremat.units import format_bytes
@@ -139,7 +139,8 @@ class Batching:
     """One captured step whose sizes vary.
 
     Attributes:
-        planner: of the step.
+        schedules: of the step.
+        budget_bytes: what is not to be exceeded.
         situation: what the captured call found.
         model: what was captured.
         sample: of the capture.
@@ -147,7 +148,8 @@ class Batching:
         most: the largest size that is asked for.
     """
 
-    planner: Planner
+    schedules: Schedules
+    budget_bytes: int
     situation: Situation
     model: nn.Module
     sample: Sample
@@ -163,13 +165,12 @@ class Batching:
         """
         groups = [self._group(one) for one in asked]
         points = self._curve(groups[0]) if len(groups) == 1 else self._frontier(groups)
-        assert self.planner.budget.nbytes is not None
         names = tuple(one.name for one in asked)
-        return Batches(self.planner.budget.nbytes, names, tuple(points))
+        return Batches(self.budget_bytes, names, tuple(points))
 
     def _group(self, asked: Asked) -> tuple[Dimension, ...]:
         """All dimensions that vary with one."""
-        known, hints = self.planner.dimensions, self.planner.sizes.hints
+        known, hints = self.schedules.step.dimensions, self.schedules.step.sizes.hints
         if not any(d.place == asked.place and d.dim == asked.dim for d in known):
             raise asked.refuse(
                 f"{asked.name}, {asked.size} in the sample, does not vary: the model takes only "
@@ -193,7 +194,7 @@ class Batching:
         return replace(self.situation, sizes=values)
 
     def _point(self, groups: Sequence[Sequence[Dimension]], sizes: tuple[int, ...]) -> BatchPoint:
-        least, seconds = self.planner.predicted(self._at(groups, sizes))
+        least, seconds = self.schedules.predicted(self._at(groups, sizes), self.budget_bytes)
         return BatchPoint(sizes, least, seconds + self.overhead_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
@@ -234,7 +235,7 @@ class Batching:
         def is_taken(size: int) -> bool:
             return self._is_taken(replace(situation, sizes=resized(situation.sizes, group, size)))
 
-        high = self.planner.largest(situation, group, most=self.most)
+        high = self.schedules.largest(situation, group, self.budget_bytes, most=self.most)
         if high is None or is_taken(high):
             return high
         for size in range(high - 1, max(0, high - NEAR), -1):  # such as multiples of something
@@ -248,7 +249,7 @@ class Batching:
 
     def _nothing(self, groups: Sequence[Sequence[Dimension]]) -> BudgetError:
         situation = self._at(groups, [1] * len(groups))
-        least, budget = self.planner.least_bytes(situation), self.planner.budget.nbytes
+        least, budget = self.schedules.least_bytes(situation), self.budget_bytes
         names = ", ".join(group[0].name for group in groups)
         return BudgetError(
             f"no size fits {budget} bytes: where {names} is 1 the least feasible budget is {least} "
@@ -258,8 +259,8 @@ class Batching:
 
     def _is_taken(self, situation: Situation) -> bool:
         """Whether the model takes arguments of such sizes, such as its table of positions does."""
-        hints = self.planner.sizes.hints
-        new = {(d.place, d.dim): situation.sizes[d.symbol] for d in self.planner.dimensions}
+        hints = self.schedules.step.sizes.hints
+        new = {(d.place, d.dim): situation.sizes[d.symbol] for d in self.schedules.step.dimensions}
         if situation.sizes == hints:
             return True
         places = iter(places_of(self.sample.args, self.sample.kwargs))

@@ -7,7 +7,6 @@ import gc
 import logging
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,16 +14,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxremat import torch_compat
-from fxremat.errors import BudgetError, BudgetWarning
+from fxremat.errors import BudgetError
 from fxremat.frontend.emission import Emitted
+from fxremat.frontend.lessons import Lessons, warn
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.situation import NO_LESSON, Lesson, Situation
+from fxremat.planner.situation import Lesson, Situation
 from fxremat.planner.surroundings import (
-    SCALAR_BYTES,
-    SCALARS,
-    Surroundings,
     made_outputs,
     own_gradients,
 )
@@ -36,9 +33,6 @@ from fxremat.runtime.steps import InFlight, Step
 from fxremat.units import format_bytes, format_seconds
 
 LOG = logging.getLogger("fxremat")
-
-MOST_WATCHED = 2
-"""Sizes at which steps are watched: what a loss takes at others follows from these."""
 
 MOST_PLANS = 128
 """Plans of a family that are kept; that which was used longest ago goes first."""
@@ -71,7 +65,7 @@ class Compiled:
         if runs is None or runs[0] != values:
             graphs: tuple[Emitted, ...] = self.planned.graphs.both
             if values != tuple(n for _, n in self.planned.plan.sizes):
-                names = self.family.planner.sizes.named(values)
+                names = self.family.planner.step.sizes.named(values)
                 graphs = tuple(graph.at(names) for graph in graphs)
             runs = self._runs = values, tuple(emitted(graph.forward) for graph in graphs)
         return runs[1]
@@ -83,6 +77,7 @@ class Family:
 
     Attributes:
         planner: makes plans.
+        lessons: that its steps have taught.
         in_flight: steps of the whole model whose backward has not run.
         watcher: of one step of the whole model at a time.
         optimizers: of the whole model.
@@ -91,13 +86,10 @@ class Family:
         gradients: primals that get a gradient, and which of the tensors that go in each is.
         plans: by situation, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
-        seen: what steps that were watched have taught, by sizes.
-        lessons: of several steps at once, by kind of situation.
-        cleared: kinds whose gradients must be gone before the backward, or nothing fits.
-        kept: kinds whose gradients were not.
     """
 
     planner: Planner
+    lessons: Lessons
     in_flight: InFlight
     watcher: Watcher
     optimizers: Optimizers
@@ -106,10 +98,6 @@ class Family:
     gradients: dict[int, int]
     plans: dict[Situation, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
-    seen: dict[Values, Lesson] = field(default_factory=dict)
-    lessons: dict[tuple[int, bool], Lesson] = field(default_factory=dict)
-    cleared: set[tuple[int, bool]] = field(default_factory=set)
-    kept: set[tuple[int, bool]] = field(default_factory=set)
     _own: frozenset[int] = frozenset()
     _made: tuple[int, ...] = ()
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -146,17 +134,15 @@ class Family:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
         """
         gradients = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
+        lessons = Lessons.of(planner)
         family = Family(
-            planner, in_flight, watcher, optimizers, accumulate, output_count, gradients
+            planner, lessons, in_flight, watcher, optimizers, accumulate, output_count, gradients
         )
-        known = planner.known_lesson()
-        if known != NO_LESSON:
-            family.seen[planner.sizes.hints] = known
-        situation, _ = family._find(values, planner.sizes.hints)
+        situation, _ = family._find(values, planner.step.sizes.hints)
         planned = planner.first(situation, kept=kept, rehearse=rehearse)
-        family._own = own_gradients(planner.joint)
-        family._made = made_outputs(planner.joint)
-        given_bytes = planner.around(situation).given_bytes
+        family._own = own_gradients(planner.step.joint)
+        family._made = made_outputs(planner.step.joint)
+        given_bytes = planner.step.around(situation).given_bytes
         family.plans[situation] = Compiled(planned, family, given_bytes)
         return family
 
@@ -175,7 +161,7 @@ class Family:
             BudgetError: no plan that was found fits; nothing has run.
         """
         self.watcher.end()
-        values = self.planner.sizes.values(args)
+        values = self.planner.step.sizes.values(args)
         sizes = self._shaping(values)
         compiled = None
         while compiled is None:
@@ -185,9 +171,9 @@ class Family:
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
-        if compiled.watches and (sizes in self.seen or len(self.seen) < MOST_WATCHED):
+        if compiled.watches and self.lessons.are_watched(sizes):
             compiled.watches -= self.watcher.begin(
-                self.planner.joint.device, lambda seen: self._learn(situation, compiled, seen)
+                self.planner.step.joint.device, lambda seen: _learn(situation, compiled, seen)
             )
         forward, backward = compiled.at(values)
         results = list(forward(args))
@@ -196,7 +182,7 @@ class Family:
         # Autograd makes the results lead to the step: it must not lead to them.
         returned = set(map(id, results))
         saved = [t.detach() if id(t) in returned else t for t in saved]
-        held_bytes = plan.waiting_bytes + self.planner.turn_bytes(situation)
+        held_bytes = plan.waiting_bytes + self.planner.step.turn_bytes(situation)
         step = Step(
             compiled,
             backward,
@@ -251,90 +237,20 @@ class Family:
         }
         if self.watcher.is_watching(step):
             gone = replace(situation, existing=situation.existing - now)
-            self.watcher.back(unseen_bytes=sum(gone.gradient_bytes(self.planner.joint)))
-        if situation.existing:
-            self._see_cleared(step, frozenset(now))
+            self.watcher.back(unseen_bytes=sum(gone.gradient_bytes(self.planner.step.joint)))
+        if now & situation.existing:
+            self.lessons.gradients_stayed(situation)
         new = frozenset(now) - situation.existing
         if self.contributors.summing == torch_compat.current_backward():
             new = frozenset(self.gradients)  # autograd holds those of other steps
         if new:
-            more = sum(replace(situation, existing=new).gradient_bytes(self.planner.joint))
-            around = self.planner.around(replace(situation, lesson=NO_LESSON))
-            self._teach(situation, Lesson(left_bytes=around.tangent_bytes + more))
-
-    def _see_cleared(self, step: Step, now: frozenset[int]) -> None:
-        """Gradients that a forward found are gone, or not, when the backward begins."""
-        situation: Situation = step.situation
-        if now.isdisjoint(situation.existing):
-            return
-        with self._lock:
-            self.kept.add(situation.kind)
-            self.cleared.discard(situation.kind)
-        if situation.cleared:
-            more = sum(situation.gradient_bytes(self.planner.joint))
-            _warn(
-                f"this step may take {more} bytes ({format_bytes(more)}) more than its budget of "
-                f"{self.planner.budget.nbytes}: gradients that exist during its forward are still "
-                "there in its backward. From the next step on they are planned for"
-            )
+            self.lessons.gradients_came(situation, new)
 
     def _shaping(self, values: Values) -> Values:
         """``values``, without those that no tensor follows: a counter is none of a plan's sizes."""
-        hints = self.planner.sizes.hints
-        shaping = self.planner.shaping
+        hints = self.planner.step.sizes.hints
+        shaping = self.planner.step.shaping
         return tuple(values[i] if i in shaping else hints[i] for i in range(len(values)))
-
-    def _seen_at(self, sizes: Values) -> Lesson:
-        """What watched steps have taught: of other sizes, as their outputs are larger."""
-        if not self.seen or sizes in self.seen:
-            return self.seen.get(sizes, NO_LESSON)
-        found = NO_LESSON
-        own = self.planner.tangent_bytes(sizes)
-        for other, lesson in self.seen.items():
-            if lesson != NO_LESSON:
-                found |= lesson.times(own / max(self.planner.tangent_bytes(other), 1))
-        return found
-
-    def _teach(self, situation: Situation, lesson: Lesson) -> None:
-        """What steps of its kind are planned for from now on."""
-        with self._lock:
-            known = self.lessons.get(situation.kind, NO_LESSON)
-            self.lessons[situation.kind] = known | lesson
-
-    def _learn(self, situation: Situation, compiled: Compiled, seen: Levels) -> None:
-        """A step was watched to its end.
-
-        What stayed within the budget teaches nothing that would forbid it.
-        """
-        if seen.taken_bytes is not None:
-            compiled.watches = 0
-        plan, around = compiled.planned.plan, self.planner.around(situation)
-        own_bytes = plan.predicted_held_bytes - compiled.given_bytes
-        lesson = _lesson_of(seen, own_bytes, around)
-        peak_bytes = around.given_bytes + seen.peak_bytes
-        over = peak_bytes - plan.budget_bytes
-        with self._lock:
-            known = self._seen_at(situation.sizes)
-            if known | lesson == known:
-                return
-            taught = replace(situation, lesson=situation.lesson | lesson)
-            if over <= 0 and not self.planner.fits(taught, thorough=False):
-                return
-            self.seen[situation.sizes] = known | lesson
-        if situation.sizes == self.planner.sizes.hints:
-            self.planner.keep_lesson(known | lesson)
-        told = _told(lesson)
-        LOG.info(
-            "a step was watched: %s at its peak of %s planned; %s",
-            format_bytes(peak_bytes),
-            format_bytes(plan.predicted_held_bytes),
-            told,
-        )
-        if over > 0:
-            _warn(
-                f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its "
-                f"budget of {plan.budget_bytes}: {told}. The next step's plan leaves room for that"
-            )
 
     def _find(
         self, values: Sequence[object], sizes: Values
@@ -369,11 +285,7 @@ class Family:
             self.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
         )
-        lesson = self._seen_at(sizes) | self.lessons.get(situation.kind, NO_LESSON)
-        cleared = situation.kind in self.cleared
-        if cleared or lesson != NO_LESSON:
-            situation = replace(situation, lesson=lesson, cleared=cleared)
-        return situation, leaves
+        return self.lessons.applied(situation), leaves
 
     def _new_plan(self, situation: Situation) -> tuple[Situation, Planned]:
         """A plan for a situation.
@@ -389,9 +301,9 @@ class Family:
             return situation, self.planner.again(situation)
         except BudgetError as error:
             cleared = replace(situation, cleared=True)
-            stays = self.accumulate or situation.kind in self.kept
-            if situation.existing and not stays and self.planner.fits(cleared):
-                self.cleared.add(situation.kind)
+            may_clear = not self.accumulate and self.lessons.may_clear(situation)
+            if may_clear and self.planner.fits(cleared):
+                self.lessons.clear(situation)
                 return cleared, self.planner.again(cleared)
             if situation.waiting or situation.kept_bytes:
                 gc.collect()  # what nobody can run backwards, or see, any more
@@ -403,12 +315,13 @@ class Family:
             if not self._taught_waiting(situation):
                 if self.planner.grown(error):
                     return situation, self.planner.again(situation)
-                raise self.planner.advised(error, situation) from None
+                budget_bytes = self.planner.budget.nbytes
+                raise self.planner.schedules.advised(error, situation, budget_bytes) from None
         planned = self.planner.again(situation, least=True)
         plan = planned.plan
         budget_bytes = self.planner.budget.nbytes or 0
         over = plan.counted_bytes - budget_bytes
-        _warn(
+        warn(
             f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more than "
             f"its budget of {budget_bytes}: {situation.waiting} earlier ones hold "
             f"{situation.waiting_bytes} bytes for their backward, and were planned without "
@@ -418,18 +331,18 @@ class Family:
 
     def _taught_waiting(self, situation: Situation) -> bool:
         """Whether steps that wait could leave room for a further one; then they will."""
-        room = self.planner.room_bytes(situation)
+        room = self.planner.schedules.room_bytes(situation)
         lessons: list[tuple[Step, Lesson]] = []
         for step in sorted(self.in_flight, key=lambda step: step.number, reverse=True):
-            lesson = self.lessons.get(step.situation.kind, NO_LESSON) | Lesson(room_bytes=room)
-            alone = replace(step.situation, lesson=lesson)
             family: Family = step.plan.family
+            lesson = family.lessons.of_kind(step.situation) | Lesson(room_bytes=room)
+            alone = replace(step.situation, lesson=lesson)
             if not family.planner.fits(alone):
                 return False
             lessons.append((step, lesson))
             room += step.held_bytes
         for step, lesson in lessons:
-            step.plan.family._teach(step.situation, lesson)
+            step.plan.family.lessons.teach(step.situation, lesson)
         return bool(lessons)
 
     def _as_good(self, situation: Situation) -> Compiled | None:
@@ -437,14 +350,14 @@ class Family:
 
         No other is faster. Where the allocator's blocks are replayed, sums say nothing.
         """
-        if self.planner.joint.device.type == "cuda":
+        if self.planner.step.joint.device.type == "cuda":
             return None
-        now = self.planner.around(situation)
+        now = self.planner.step.around(situation)
         for other, compiled in reversed(self.plans.items()):
             plan = compiled.planned.plan
             if other.sizes != situation.sizes or other.added != situation.added:
                 continue
-            then = self.planner.around(other)
+            then = self.planner.step.around(other)
             more = (
                 now.given_bytes - then.given_bytes,
                 now.turn_bytes - then.turn_bytes,
@@ -464,7 +377,7 @@ class Family:
             compiled = self.plans.pop(situation, None) or self._as_good(situation)
             if compiled is None:
                 situation, planned = self._new_plan(situation)
-                compiled = Compiled(planned, self, self.planner.around(situation).given_bytes)
+                compiled = Compiled(planned, self, self.planner.step.around(situation).given_bytes)
                 _tell(planned.plan)
                 if on_new is not None:
                     on_new(compiled)
@@ -476,32 +389,12 @@ class Family:
             return situation, compiled
 
 
-def _lesson_of(seen: Levels, planned: int, around: Surroundings) -> Lesson:
-    """What a step needed beyond its plan, by which it was to allocate ``planned`` bytes."""
-    slack = SCALARS * SCALAR_BYTES
-    left = 0 if seen.taken_bytes is None else seen.taken_bytes - seen.left_bytes
-    turn = seen.turn_bytes - seen.left_bytes
-    own = max(seen.forward_bytes, seen.backward_bytes)
-    if left > around.tangent_bytes + slack:
-        own -= left - around.tangent_bytes
-    return Lesson(
-        turn_bytes=turn if turn > around.turn_bytes + slack else 0,
-        left_bytes=left if left > around.tangent_bytes + slack else 0,
-        more_bytes=own - planned if own > planned + slack else 0,
-    )
-
-
-def _told(lesson: Lesson) -> str:
-    named = (
-        (lesson.turn_bytes, "were allocated between forward and backward"),
-        (lesson.left_bytes, "of that were still there in the backward"),
-        (lesson.more_bytes, "more than was planned were allocated in the graphs"),
-    )
-    return ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in named if nbytes)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, BudgetWarning, stacklevel=3)
+def _learn(situation: Situation, compiled: Compiled, seen: Levels) -> None:
+    """A step was watched to its end."""
+    if seen.taken_bytes is not None:
+        compiled.watches = 0
+    plan = compiled.planned.plan
+    compiled.family.lessons.learn(situation, plan, compiled.given_bytes, seen)
 
 
 def _tell(plan: Plan) -> None:

@@ -1,0 +1,249 @@
+"""A captured step: its graphs, and what they cost, at the sizes of the capture and at others."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.costs.cache import cost_cache
+from fxremat.costs.cost import Measured, Progress, measure_line
+from fxremat.costs.library import with_convolutions
+from fxremat.costs.scaled import Anchor, ScaledCosts
+from fxremat.errors import CostError
+from fxremat.frontend.dimensions import Dimension, dimensions_of
+from fxremat.frontend.origin import key_of, origin_of_costs
+from fxremat.frontend.store import Store
+from fxremat.frontend.ways import StepGraph
+from fxremat.ir import RecordedCosts
+from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.digest import digest
+from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.invert import is_inverse
+from fxremat.passes.joint.sizes import Values, settle
+from fxremat.passes.joint.storage import tensors_of
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.linearize import linearize
+from fxremat.planner.situation import Situation
+from fxremat.planner.surroundings import Caller, Surroundings, settled, surroundings_of
+
+LOG = logging.getLogger("fxremat")
+
+MOST_SIZES = 128
+"""Sizes whose costs are kept; which was met first goes first."""
+
+
+@dataclass(slots=True)
+class Costed:
+    """A graph of the step at one size, what it costs, and what is beside it at every call."""
+
+    graph: StepGraph
+    measured: Measured
+    base: Surroundings
+    scaled: ScaledCosts | None = None
+
+    def around(self, situation: Situation) -> Surroundings:
+        """What is beside it at a call."""
+        return situation.around(self.base, self.measured.line.joint)
+
+
+class CapturedStep:
+    """What AOTAutograd captured.
+
+    Args:
+        module: its joint graph.
+        forward_output_count: how many of its outputs are the forward's.
+        inputs: real values of primals, by index; they are held until :meth:`settle`.
+        caller: what is needed beside the step at every call.
+        progress: told how far measuring has come.
+        places: of primals that are arguments of the call, where known.
+        costs: of the step as it was traced, to be taken for what was measured.
+        store: costs that are known.
+
+    Attributes:
+        sizes: symbols of the capture.
+        dimensions: of arguments, whose sizes are symbols.
+        shaping: symbols that tensors of the graph follow.
+        inputs, caller, progress: as given; no batch and silent once it is settled.
+        costs: as given.
+
+    Raises:
+        CaptureError, GraphError: as the passes raise them.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        *,
+        forward_output_count: int,
+        inputs: Mapping[int, torch.Tensor],
+        caller: Caller,
+        progress: Progress,
+        places: Mapping[int, str],
+        costs: RecordedCosts | None,
+        store: Store,
+    ) -> None:
+        self._module, self.sizes = settle(module)
+        nodes = self._module.graph.nodes
+        primals = [n for n in nodes if n.op == "placeholder"]
+        self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, places)
+        self.shaping: frozenset[int] = self.sizes.shaping(nodes)
+        self.inputs = inputs
+        self.caller = caller
+        self.costs = costs
+        self._output_count = forward_output_count
+        self._mutated = torch_compat.mutated_primals(self._module)
+        self._digests = digest(
+            self._module, forward_output_count=forward_output_count, mutated_primals=self._mutated
+        )
+        self.progress = progress
+        self._store = store
+        self._graphs: list[Costed] = []
+        self._resized: dict[Values, list[Costed]] = {}
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Of the step."""
+        placeholders = self._module.graph.find_nodes(op="placeholder")
+        devices = {t.device for node in placeholders for t in tensors_of(node)}
+        return max(devices, key=lambda device: device.type != "cpu")
+
+    @property
+    def joint(self) -> JointGraph:
+        """The graph as it was traced; all have the same inputs and results."""
+        return self.graphs[0].graph.line.joint
+
+    @property
+    def graphs(self) -> list[Costed]:
+        """Ways to compute the step, at the sizes of the capture, the traced one first.
+
+        Raises:
+            CostError: an operation cannot be measured.
+        """
+        if not self._graphs:
+            self.take(self.graph(exact=True))
+        return self._graphs
+
+    @property
+    def lesson_key(self) -> str:
+        """What lessons of its steps are kept by."""
+        origin = origin_of_costs(self._digests, self.device)
+        return key_of(origin, loss=self.caller.loss_bytes)
+
+    def settle(self) -> None:
+        """Let the values of the captured call go: no batch outlives its step."""
+        traced = self.graphs[0].graph
+        self.caller = settled(self.caller, traced.line.joint, traced.real)
+        self.inputs = {}
+        self._graphs = [replace(own, graph=replace(own.graph, real={})) for own in self._graphs]
+        self.progress = silent
+
+    def graph(self, *, exact: bool) -> StepGraph:
+        """The step's graph as it was traced, or, not ``exact``, with norms undone."""
+        joint = build_joint_graph(
+            self._module,
+            forward_output_count=self._output_count,
+            mutated_primals=self._mutated,
+            exact=exact,
+            sizes=self.sizes,
+        )
+        line = linearize(joint)
+        real = {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
+        origin = origin_of_costs(self._digests, joint.device)
+        return StepGraph(line, BlockCache(line), real, exact, origin)
+
+    def take(self, graph: StepGraph, costs: RecordedCosts | None = None) -> None:
+        """Let ``graph`` be a further way to compute the step, at ``costs`` or what is measured."""
+        measured = Measured.of(graph.line, costs) if costs else self._measured(graph)
+        if self._graphs:  # nothing that is around knows how norms are computed
+            base = self._graphs[0].base
+        else:
+            base = surroundings_of(measured.line.joint, graph.real, self.caller)
+        self._graphs.append(Costed(graph, measured, base))
+        self._resized.clear()
+
+    def undo_norms(self) -> None:
+        """Let there be a way that rebuilds inputs of norms, if any can be rebuilt."""
+        if len(self.graphs) == 1:
+            undone = self.graph(exact=False)
+            if any(map(is_inverse, undone.line.joint.forward)):
+                self.take(undone)
+
+    def forget_blocks(self) -> None:
+        """What is used again is found again."""
+        for costed in self._graphs:
+            costed.graph.blocks.clear()
+
+    def at(self, values: Values) -> list[Costed]:
+        """The graphs at sizes ``values``, and what they cost there."""
+        if values == self.sizes.hints:
+            return self.graphs
+        if values not in self._resized:
+            if len(self._resized) >= MOST_SIZES:
+                self._resized.pop(next(iter(self._resized)))
+            self._resized[values] = [self._resize(own, values, run=True) for own in self.graphs]
+        return self._resized[values]
+
+    def roughly_at(self, values: Values) -> list[Costed]:
+        """The same, kept for nobody, and without running what no law tells of."""
+        if values == self.sizes.hints or values in self._resized:
+            return self.at(values)
+        return [self._resize(own, values, run=False) for own in self.graphs]
+
+    def around(self, situation: Situation) -> Surroundings:
+        """What is beside the step at a call."""
+        return self.at(situation.sizes)[0].around(situation)
+
+    def turn_bytes(self, situation: Situation) -> int:
+        """What the step's own loss needs at a call."""
+        return situation.turn_bytes(self.at(situation.sizes)[0].base)
+
+    def tangent_bytes(self, values: Values) -> int:
+        """Of the gradients of the outputs, at sizes ``values``."""
+        return self.at(values)[0].base.tangent_bytes
+
+    def _resize(self, costed: Costed, values: Values, *, run: bool) -> Costed:
+        """``costed`` at sizes ``values``; what no law tells of is measured there if ``run``."""
+        graph = costed.graph
+        if costed.scaled is None:
+            anchor = Anchor(self.sizes.hints, costed.measured.costs)
+            costed.scaled = ScaledCosts.of(graph.line, graph.blocks, (anchor,))
+        costs = costed.scaled.at(values)
+        if run:
+            costs = with_convolutions(costs, graph.line, values, cost_cache())
+        measured = costed.measured.at(costs)
+        joint, caller = measured.line.joint, self.caller
+        if caller.loss_bytes is not None:  # as the outputs that it is computed from
+            table, first = joint.storages, costed.base.tangent_bytes
+            share = table.total(table.of(joint.tangents)) / first if first else 1.0
+            caller = replace(caller, loss_bytes=math.ceil(caller.loss_bytes * share))
+        base = surroundings_of(joint, {}, caller, values=values)
+        return Costed(replace(graph, line=measured.line), measured, base)
+
+    def _measured(self, graph: StepGraph) -> Measured:
+        """What ``graph`` costs: given, known, or measured now."""
+        key = key_of(graph.origin, exact=graph.exact)
+        known = self.costs if graph.exact else None
+        if known is not None:
+            return Measured.of(graph.line, known)
+        known = self._store.get("costs", key, RecordedCosts)
+        if known is not None:
+            try:
+                return Measured.of(graph.line, known)
+            except CostError as error:
+                LOG.warning("known costs are ignored: %s", error)
+        measured = measure_line(
+            graph.line, graph.blocks, real=graph.real, cache=cost_cache(), progress=self.progress
+        )
+        self._store.put("costs", key, RecordedCosts, measured.costs)
+        return measured
+
+
+def silent(_what: str, _done: int, _total: int) -> None:
+    """No progress: later plans are made inside a training step."""

@@ -1,0 +1,197 @@
+"""Schedules of a captured step: those that are known, and what they come to at a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from fxremat import torch_compat
+from fxremat.costs.bandwidth import know_link, link_key, measure_link
+from fxremat.errors import BudgetError
+from fxremat.frontend.captured import CapturedStep, Costed
+from fxremat.frontend.dimensions import Dimension, groups_of, resized
+from fxremat.frontend.largest import largest_fitting
+from fxremat.frontend.origin import key_of
+from fxremat.frontend.store import Store
+from fxremat.frontend.ways import StepGraph, Way, fastest
+from fxremat.ir import MeasuredLink
+from fxremat.planner.allocations import settings_of
+from fxremat.planner.resized import least_bytes_at
+from fxremat.planner.situation import Situation
+from fxremat.planner.transfers import HostMemory
+from fxremat.simulate.allocator import AllocatorSettings
+
+MOST_SIZE = 1 << 20
+"""Of a dimension: more is not tried."""
+
+MOST_BYTES = 1 << 60
+"""More than any budget."""
+
+
+@dataclass(slots=True)
+class Schedules:
+    """Those of one captured step.
+
+    Attributes:
+        step: the step.
+        host: memory to which storages may travel; ``None``: none may.
+        exact: gradients must be bitwise those without a plan; else inputs of norms may be
+            rebuilt from outputs where that is faster, or fits where nothing else does.
+        allocator: rules that hold in place of those of the device's allocator.
+        store: bandwidths that are known.
+        known: by graph; none before the first was looked for.
+    """
+
+    step: CapturedStep
+    host: HostMemory | None
+    exact: bool
+    allocator: AllocatorSettings | None
+    store: Store
+    known: list[Way] = field(default_factory=list)
+
+    def rules(self, graph: StepGraph) -> AllocatorSettings | None:
+        """Those of the device's allocator."""
+        return self.allocator or settings_of(graph.device)
+
+    def within(self, situation: Situation, budget_bytes: int | None) -> list[Way]:
+        """All ways of the step, with what a call finds beside it.
+
+        Schedules that are known are taken; where none fits, others are looked for.
+
+        Args:
+            situation: what the call finds.
+            budget_bytes: within which they are to be; ``None``: those that are known will do.
+        """
+        first_size = situation.sizes == self.step.sizes.hints
+        new = self._look(situation) and first_size
+        ways = []
+        for way, own in zip(self.known, self.step.at(situation.sizes), strict=True):
+            around = own.around(situation)
+            if first_size:
+                ways.append(way.within(around))
+            else:
+                most = MOST_BYTES if budget_bytes is None else budget_bytes
+                ways.append(way.at(own.measured, around, budget_bytes=most))
+        if new or budget_bytes is None or min(w.least_bytes for w in ways) <= budget_bytes:
+            return ways
+        found = self._search(situation)
+        self.known = [way.knowing(own) for way, own in zip(self.known, found, strict=True)]
+        return found
+
+    def fits(self, situation: Situation, budget_bytes: int, *, thorough: bool = True) -> bool:
+        """Whether any does at a call: of those that are known, or ``thorough``, any."""
+        ways = self.within(situation, budget_bytes if thorough else None)
+        return min(way.least_bytes for way in ways) <= budget_bytes
+
+    def least_bytes(self, situation: Situation) -> int:
+        """The least budget of a call, by schedules that are known; nothing is run for it."""
+        self._look(situation)
+        found = []
+        for way, own in zip(self.known, self.step.roughly_at(situation.sizes), strict=True):
+            around = own.around(situation)
+            if way.transfers is None:
+                found.append(least_bytes_at(way.search, own.measured, around))
+            else:
+                found.append(way.at(own.measured, around, budget_bytes=MOST_BYTES).least_bytes)
+        return min(found)
+
+    def predicted(self, situation: Situation, budget_bytes: int) -> tuple[int, float]:
+        """The least budget of a call that fits, and the seconds of its plan's calls."""
+        ways = self.within(situation, budget_bytes)
+        _, found = fastest(ways, budget_bytes)
+        return min(way.least_bytes for way in ways), found.total_s
+
+    def room_bytes(self, situation: Situation) -> int:
+        """The least that a step allocates beyond what is there whatever its plan."""
+        ways = self.within(situation, None)
+        return min(w.least_bytes - w.search.setting.surroundings.given_bytes for w in ways)
+
+    def largest(
+        self, situation: Situation, group: Sequence[Dimension], budget_bytes: int, *, most: int
+    ) -> int | None:
+        """The largest size of some dimensions that follow each other that fits.
+
+        Args:
+            situation: what a call finds beside it.
+            group: the dimensions.
+            budget_bytes: what must not be exceeded.
+            most: the largest that is tried.
+
+        Returns ``None`` where not even 1 fits.
+        """
+
+        def at(size: int) -> Situation:
+            return replace(situation, sizes=resized(situation.sizes, group, size))
+
+        return largest_fitting(
+            lambda size: self.least_bytes(at(size)),
+            lambda size: self.fits(at(size), budget_bytes),
+            first=situation.sizes[group[0].symbol],
+            budget_bytes=budget_bytes,
+            most=most,
+        )
+
+    def advised(
+        self, error: BudgetError, situation: Situation, budget_bytes: int | None
+    ) -> BudgetError:
+        """``error``, that a call does not fit, with the largest sizes that do."""
+        if error.least_budget_bytes is None or budget_bytes is None:
+            return error
+        largest: dict[str, int] = {}
+        told = []
+        sizes = self.step.sizes
+        for group in groups_of(self.step.dimensions, sizes.hints, situation.sizes):
+            most = min(sizes.most[d.symbol] or MOST_SIZE for d in group)
+            found = self.largest(situation, group, budget_bytes, most=most)
+            if found is not None:
+                largest |= {d.name: found for d in group}
+                told.append(f"{found} for {' = '.join(d.name for d in group)}")
+        if not told:
+            return error
+        return BudgetError(
+            f"{error}. The largest sizes that fit, each while others stay: {'; '.join(told)}",
+            least_budget_bytes=error.least_budget_bytes,
+            largest=largest,
+        )
+
+    def _look(self, situation: Situation) -> bool:
+        """Let some schedules be known, those at the sizes of the capture; were none?"""
+        new = not self.known
+        if new:
+            self.known = self._search(replace(situation, sizes=self.step.sizes.hints))
+        return new
+
+    def _search(self, situation: Situation) -> list[Way]:
+        """All ways of the step."""
+        if not self.exact:
+            self.step.undo_norms()
+        return [self._way(costed, situation) for costed in self.step.at(situation.sizes)]
+
+    def _way(self, costed: Costed, situation: Situation) -> Way:
+        if self.host is not None:
+            self._find_link(costed.graph, self.host)
+        return Way.of(
+            costed.graph,
+            costed.measured,
+            costed.around(situation),
+            host=self.host,
+            progress=self.step.progress,
+            allocator=self.rules(costed.graph),
+            budget_on=self.step.caller.budget_on,
+        )
+
+    def _find_link(self, graph: StepGraph, host: HostMemory) -> None:
+        """Let the link to ``host`` be known: given, kept, or measured now."""
+        folder, limit = host.folder, host.limit_bytes
+        key = link_key(graph.device, host_dir=folder, host_limit_bytes=limit)
+        name = key_of(replace(graph.origin, operations="", code="", inputs=()), link=key[1:])
+        costs = self.step.costs
+        link = costs.link if costs else self.store.get("link", name, MeasuredLink)
+        if link is not None:
+            know_link(key, link)
+            return
+        with torch_compat.real_execution(), torch.no_grad():
+            link = measure_link(graph.device, host_dir=folder, host_limit_bytes=limit)
+        self.store.put("link", name, MeasuredLink, link)
