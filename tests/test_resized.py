@@ -103,3 +103,27 @@ def test_surroundings_follow_the_size():
         assert found == surroundings_of(at.line.joint, {}, caller)
         assert found == surroundings_of(at.static.joint, {}, caller)
         assert found != surroundings_of(step.joint, {}, caller)
+
+
+def test_what_a_search_at_another_size_finds_is_known_from_then_on():
+    """Schedules tell save options by their number: it must mean the same at every size."""
+    search, at = search_of("gpt", (3, 24)), at_size("gpt", (3, 24), (2, 64))
+    measured = search.measured.at(at.costs)
+    with pytest.MonkeyPatch.context() as patch:
+        search_quickly(patch)
+        there = Search.over(
+            measured,
+            BlockCache(measured.line),
+            bare(measured.line.joint),
+            progress=silent,
+            known=search,
+        )
+    members = there.pool.members
+    low, high = members[0].peak_bytes, members[-1].peak_bytes
+    for budget_bytes in (low, (low + high) // 2):
+        found = resized(at, search.knowing(there), budget_bytes)
+        chosen = found.fastest_within(budget_bytes)
+        assert chosen.total_s <= there.fastest_within(budget_bytes).total_s * (1 + 1e-9)
+        assert at.peak_bytes(found.evaluator.program(chosen)) == chosen.peak_bytes
+    optioned = [op for c in members for op in there.evaluator.decision(c).schedule.computations]
+    assert any(getattr(op, "option", 0) for op in optioned)

@@ -159,14 +159,24 @@ def _keeps(op: Op) -> TypeGuard[Forward]:
     return isinstance(op, Forward) and op.keep is Keep.ALL
 
 
-def find_options(measured: Measured, blocks: BlockCache) -> Options:
+def find_options(
+    measured: Measured, blocks: BlockCache, *, masks: tuple[tuple[int, ...], ...] | None = None
+) -> Options:
     """The save options of every stage; stages with equal numbers are searched once.
+
+    Args:
+        measured: the line and its costs.
+        blocks: of the line.
+        masks: to be taken instead, which were found at another size: schedules tell options by
+            their number.
 
     Ensures: each stage has at most ``MOST_OPTIONS``, none better than another in both
         bytes and seconds, and none keeps everything.
     """
     count = len(measured.line.stages)
     parts = tuple(parts_of(measured, blocks, index) for index in range(count))
+    if masks is not None:
+        return Options(parts, masks)
     found: dict[Numbers, tuple[int, ...]] = {}
     for part in parts:
         if part.numbers not in found:

@@ -97,8 +97,8 @@ class StepCompiler:
         else:
             self.overhead_s = planned.rehearsal.overhead_s(call)
             planned.note_overhead(self.overhead_s)
-        for compiled in self.compiled:  # no rehearsal stays, and with it no batch
-            compiled.planned = compiled.planned.with_overhead(self.overhead_s)
+        for family in self.families:
+            family.know_overhead(self.overhead_s)
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
@@ -173,11 +173,10 @@ class StepCompiler:
                 kept=self.kept,
                 rehearse=self.dry,
             )
-        (first,) = family.plans.values()
         if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
-            first.planned = first.planned.with_overhead(self.overhead_s)
+            family.know_overhead(self.overhead_s)
         self.families.append(family)
-        self.latest = first
+        (self.latest,) = family.plans.values()
         return family
 
     def _forward(self, family: Family) -> Callable[..., Any]:

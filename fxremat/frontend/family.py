@@ -86,6 +86,7 @@ class Family:
         gradients: primals that get a gradient, and which of the tensors that go in each is.
         plans: by situation, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
+        overhead_s: what a step takes beside its calls.
     """
 
     planner: Planner
@@ -98,6 +99,7 @@ class Family:
     gradients: dict[int, int]
     plans: dict[Situation, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
+    overhead_s: float = 0.0
     _own: frozenset[int] = frozenset()
     _made: tuple[int, ...] = ()
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -145,6 +147,12 @@ class Family:
         given_bytes = planner.step.around(situation).given_bytes
         family.plans[situation] = Compiled(planned, family, given_bytes)
         return family
+
+    def know_overhead(self, seconds: float) -> None:
+        """Let it be in all plans; no rehearsal stays, and with it no batch."""
+        self.overhead_s = seconds
+        for compiled in self.plans.values():
+            compiled.planned = compiled.planned.with_overhead(seconds)
 
     def forward(
         self, args: list[Any], *, on_new: Callable[[Compiled], None] | None = None
@@ -285,7 +293,18 @@ class Family:
             self.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
         )
+        if any(step.situation.kind == situation.kind for step in waiting):
+            self._leave_room(situation)
         return self.lessons.applied(situation), leaves
+
+    def _leave_room(self, situation: Situation) -> None:
+        """A step like this one still waits: a further one will come while this one does."""
+        known = self.lessons.of_kind(situation)
+        if known.room_bytes:
+            return
+        room = Lesson(room_bytes=self.planner.schedules.room_bytes(situation))
+        if self.planner.fits(replace(situation, lesson=known | room)):
+            self.lessons.teach(situation, room)
 
     def _new_plan(self, situation: Situation) -> tuple[Situation, Planned]:
         """A plan for a situation.
@@ -377,6 +396,7 @@ class Family:
             compiled = self.plans.pop(situation, None) or self._as_good(situation)
             if compiled is None:
                 situation, planned = self._new_plan(situation)
+                planned = planned.with_overhead(self.overhead_s)
                 compiled = Compiled(planned, self, self.planner.step.around(situation).given_bytes)
                 _tell(planned.plan)
                 if on_new is not None:

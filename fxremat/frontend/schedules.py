@@ -167,9 +167,11 @@ class Schedules:
         """All ways of the step."""
         if not self.exact:
             self.step.undo_norms()
-        return [self._way(costed, situation) for costed in self.step.at(situation.sizes)]
+        costed = self.step.at(situation.sizes)
+        known: Sequence[Way | None] = self.known or [None] * len(costed)
+        return [self._way(own, situation, way) for own, way in zip(costed, known, strict=True)]
 
-    def _way(self, costed: Costed, situation: Situation) -> Way:
+    def _way(self, costed: Costed, situation: Situation, known: Way | None) -> Way:
         if self.host is not None:
             self._find_link(costed.graph, self.host)
         return Way.of(
@@ -180,6 +182,7 @@ class Schedules:
             progress=self.step.progress,
             allocator=self.rules(costed.graph),
             budget_on=self.step.caller.budget_on,
+            known=known,
         )
 
     def _find_link(self, graph: StepGraph, host: HostMemory) -> None:

@@ -75,6 +75,7 @@ class Way:
         progress: Progress,
         allocator: AllocatorSettings | None,
         budget_on: Counted,
+        known: Way | None = None,
     ) -> Way:
         """Those of ``graph``.
 
@@ -86,6 +87,7 @@ class Way:
             progress: told how far solving has come.
             allocator: the rules of the device's.
             budget_on: what the budget is for.
+            known: those of the same graph at another size, which are to know what is found.
 
         Raises:
             HostMemoryError: the host memory cannot be had.
@@ -97,6 +99,7 @@ class Way:
             progress=progress,
             allocator=allocator,
             budget_on=budget_on,
+            known=known.search if known else None,
         )
         return Way(search, Transfers.of(search, host) if host else None, graph.exact)
 

@@ -76,6 +76,7 @@ class Search:
         generators: Sequence[Generator] = GENERATORS,
         allocator: AllocatorSettings | None = None,
         budget_on: Counted = "allocated",
+        known: Search | None = None,
     ) -> Search:
         """Solve what is measured.
 
@@ -87,10 +88,12 @@ class Search:
             generators: of schedules.
             allocator: the rules of the device's; ``None``: it hands out what is asked for.
             budget_on: what the budget is for.
+            known: a search of the same step at another size, which is to know what is found.
         """
         line = measured.line
         footprints = Footprints(line, measured.workspace_bytes)
-        options = find_options(measured, blocks)
+        masks = known.evaluator.options.masks if known else None
+        options = find_options(measured, blocks, masks=masks)
         chain = build_chain(line, blocks, options)
         evaluator = Evaluator.of(measured, blocks, options, surroundings)
         costs = build_costs(measured, chain, evaluator)
@@ -140,7 +143,7 @@ class Search:
         )
 
     def knowing(self, other: Search) -> Search:
-        """The same with the schedules of ``other``, of the same line with other surroundings."""
+        """The same with the schedules of ``other``, of the same step in another situation."""
         return replace(self, spare=(*self.spare, *other.pool.members))
 
     @property

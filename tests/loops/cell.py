@@ -130,7 +130,7 @@ def _begin(loop: Loop, subject: str, compile: Compile) -> _Run:
 
 def _measured(running: _Run) -> Ran:
     with running.loop.context():
-        running.iterate(TEACHING, kind=0)
+        running.iterate(running.loop.begins + TEACHING, kind=0)
         _collect()  # what an earlier error held is not of this loop
         before = _plans(running.job)
         with recording() as memory:

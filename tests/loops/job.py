@@ -136,7 +136,8 @@ class Loop:
 
     Attributes:
         name: for people.
-        rounds: the loop; it yields after each iteration, and may teach in the first two.
+        rounds: the loop; it yields after each iteration.
+        begins: the first iteration that is what the loop is about: it and the next may teach.
         wrap: what becomes of the model before it is compiled.
         optimizer: made of the parameters.
         tells: of the optimizer and the loss those that ``fxremat.compile`` is told of.
@@ -150,6 +151,7 @@ class Loop:
 
     name: str
     rounds: Rounds
+    begins: int = 0
     wrap: Callable[[nn.Module], nn.Module] = as_it_is
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = _adamw
     tells: frozenset[str] = frozenset({"optimizer"})

@@ -196,7 +196,7 @@ def _cross_entropy(outputs: object) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, -2), classes)
 
 
-@loop()
+@loop(begins=2)  # only then is there a step beside one that is retained
 def retain_later(job: Job) -> Iterator[None]:
     for number, batch in enumerate(job.batches()):
         job.optimizer.zero_grad()
