@@ -20,13 +20,13 @@ class Asked:
     def largest(self, budget: int, *, first: int, most: int) -> int | None:
         def bytes_at(size: int) -> int:
             self.guessed.append(size)
-            return self.fixed + self.each * size + self.off
+            return max(0, self.fixed + self.each * size + self.off)
 
-        def fits(size: int) -> bool:
+        def least_at(size: int) -> int:
             self.tried.append(size)
-            return self.fixed + self.each * size <= budget
+            return self.fixed + self.each * size
 
-        return largest_fitting(bytes_at, fits, first=first, budget_bytes=budget, most=most)
+        return largest_fitting(bytes_at, least_at, first=first, budget_bytes=budget, most=most)
 
 
 @given(

@@ -193,8 +193,11 @@ class Batching:
             values = resized(values, group, size)
         return replace(self.situation, sizes=values)
 
-    def _point(self, groups: Sequence[Sequence[Dimension]], sizes: tuple[int, ...]) -> BatchPoint:
-        least, seconds = self.schedules.predicted(self._at(groups, sizes), self.budget_bytes)
+    def _point(
+        self, groups: Sequence[Sequence[Dimension]], sizes: tuple[int, ...], *, run: bool = True
+    ) -> BatchPoint:
+        situation = self._at(groups, sizes)
+        least, seconds = self.schedules.predicted(situation, self.budget_bytes, run=run)
         return BatchPoint(sizes, least, seconds + self.overhead_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
@@ -202,13 +205,13 @@ class Batching:
         if largest is None:
             raise self._nothing([group])
         sizes = sorted({max(1, largest * (i + 1) // CURVE) for i in range(CURVE)} | {1})
-        found = {size: self._point([group], (size,)) for size in sizes}
+        found = {size: self._point([group], (size,), run=size == largest) for size in sizes}
         for _ in range(CLOSER):
             known = sorted(found)
             best = known.index(min(known, key=lambda size: found[size].seconds_a_sample))
             near = known[max(0, best - 1) : best + 2]
             for size in {(a + b) // 2 for a, b in itertools.pairwise(near)} - found.keys():
-                found[size] = self._point([group], (size,))
+                found[size] = self._point([group], (size,), run=False)
         return [found[size] for size in sorted(found)]
 
     def _frontier(self, groups: Sequence[Sequence[Dimension]]) -> list[BatchPoint]:
@@ -249,7 +252,7 @@ class Batching:
 
     def _nothing(self, groups: Sequence[Sequence[Dimension]]) -> BudgetError:
         situation = self._at(groups, [1] * len(groups))
-        least, budget = self.schedules.least_bytes(situation), self.budget_bytes
+        least, budget = self.schedules.roughly(situation), self.budget_bytes
         names = ", ".join(group[0].name for group in groups)
         return BudgetError(
             f"no size fits {budget} bytes: where {names} is 1 the least feasible budget is {least} "

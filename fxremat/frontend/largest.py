@@ -9,8 +9,8 @@ MOST_GUESSED = 12
 
 
 def largest_fitting(
-    bytes_at: Callable[[int], int],
-    fits: Callable[[int], bool],
+    roughly_at: Callable[[int], int],
+    least_at: Callable[[int], int],
     *,
     first: int,
     budget_bytes: int,
@@ -19,20 +19,25 @@ def largest_fitting(
     """The largest size that fits; ``None`` where not even 1 does.
 
     Args:
-        bytes_at: least bytes at a size, roughly, growing with it.
-        fits: whether a size does; what fits does so at every smaller size, too.
+        roughly_at: least bytes at a size, roughly, growing with it.
+        least_at: least bytes at a size; what fits does so at every smaller size, too.
         first: where to begin.
-        budget_bytes: that ``bytes_at`` should stay within.
+        budget_bytes: what must not be exceeded.
         most: the largest size that may be answered.
 
     Ensures: the answer fits, and one more does not, or is above ``most``.
     """
     low, high = 0, most + 1
     up = down = 1
+    share = 1.0  # of what was guessed of the size tried last, that it takes
+
+    def corrected(size: int) -> int:
+        return int(share * roughly_at(size))
+
     while high - low > 1:
-        # Trying may have shown how to do with less, so it is guessed anew each time.
+        # Trying may also have shown how to do with less, so it is guessed anew each time.
         guess = _guessed(
-            bytes_at, first=min(low or first, most), budget_bytes=budget_bytes, most=most
+            corrected, first=min(low or first, most), budget_bytes=budget_bytes, most=most
         )
         middle = (low + high) // 2 if high <= most else most
         if guess <= low:
@@ -41,7 +46,11 @@ def largest_fitting(
         elif guess >= high:
             guess = max(high - down, middle)
             down *= 2
-        low, high = (guess, high) if fits(guess) else (low, guess)
+        else:
+            up = down = 1
+        least_bytes = least_at(guess)
+        share = least_bytes / max(roughly_at(guess), 1)
+        low, high = (guess, high) if least_bytes <= budget_bytes else (low, guess)
     return low or None
 
 

@@ -82,10 +82,13 @@ class Schedules:
 
     def fits(self, situation: Situation, budget_bytes: int, *, thorough: bool = True) -> bool:
         """Whether any does at a call: of those that are known, or ``thorough``, any."""
-        ways = self.within(situation, budget_bytes if thorough else None)
-        return min(way.least_bytes for way in ways) <= budget_bytes
+        return self.least_bytes(situation, budget_bytes if thorough else None) <= budget_bytes
 
-    def least_bytes(self, situation: Situation) -> int:
+    def least_bytes(self, situation: Situation, budget_bytes: int | None) -> int:
+        """The least budget of a call: see :meth:`within`."""
+        return min(way.least_bytes for way in self.within(situation, budget_bytes))
+
+    def roughly(self, situation: Situation) -> int:
         """The least budget of a call, by schedules that are known; nothing is run for it."""
         self._look(situation)
         found = []
@@ -97,11 +100,31 @@ class Schedules:
                 found.append(way.at(own.measured, around, budget_bytes=MOST_BYTES).least_bytes)
         return min(found)
 
-    def predicted(self, situation: Situation, budget_bytes: int) -> tuple[int, float]:
-        """The least budget of a call that fits, and the seconds of its plan's calls."""
-        ways = self.within(situation, budget_bytes)
-        _, found = fastest(ways, budget_bytes)
+    def predicted(
+        self, situation: Situation, budget_bytes: int, *, run: bool = True
+    ) -> tuple[int, float]:
+        """The least budget of a call that fits, and the seconds of its plan's calls.
+
+        Args:
+            situation: what the call finds.
+            budget_bytes: what must not be exceeded.
+            run: what no law tells of; else it may be a little off.
+        """
+        ways = (
+            self.within(situation, budget_bytes)
+            if run
+            else self._rough_ways(situation, budget_bytes)
+        )
+        _, found = fastest(ways, max(budget_bytes, min(way.least_bytes for way in ways)))
         return min(way.least_bytes for way in ways), found.total_s
+
+    def _rough_ways(self, situation: Situation, budget_bytes: int) -> list[Way]:
+        """Ways that are known, where nothing is run for it."""
+        costed = self.step.roughly_at(situation.sizes)
+        return [
+            way.at(own.measured, own.around(situation), budget_bytes=budget_bytes)
+            for way, own in zip(self.known, costed, strict=True)
+        ]
 
     def room_bytes(self, situation: Situation) -> int:
         """The least that a step allocates beyond what is there whatever its plan."""
@@ -126,8 +149,8 @@ class Schedules:
             return replace(situation, sizes=resized(situation.sizes, group, size))
 
         return largest_fitting(
-            lambda size: self.least_bytes(at(size)),
-            lambda size: self.fits(at(size), budget_bytes),
+            lambda size: self.roughly(at(size)),
+            lambda size: self.least_bytes(at(size), budget_bytes),
             first=situation.sizes[group[0].symbol],
             budget_bytes=budget_bytes,
             most=most,

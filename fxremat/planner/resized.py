@@ -19,8 +19,8 @@ from fxremat.planner.pool import Candidate, Pool
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Surroundings
 
-MOST_SPARE = 64
-"""Candidates of other surroundings that are evaluated."""
+SPARE = 16
+"""Members of what was found in another situation that are evaluated, evenly over all."""
 
 SPREAD = 32
 """Members that are evaluated whatever the budget, evenly over all."""
@@ -64,7 +64,7 @@ def search_at(
     if baseline.peak_bytes > budget_bytes or allocations.settings is not None:
         members.around(budget_bytes)
     found = members.evaluated
-    found += [evaluator.candidate(c.codes, c.held) for c in search.spare[:MOST_SPARE]]
+    found += _spare(evaluator, search, SPARE)
     solved = Pool.of(baseline, found)
     fitting = [c for c in solved.members if c.peak_bytes <= budget_bytes and c is not baseline]
     for start in reversed(fitting[-CLIMBS:]) if baseline.peak_bytes > budget_bytes else ():
@@ -98,8 +98,18 @@ def least_bytes_at(search: Search, measured: Measured, surroundings: Surrounding
     """
     evaluator = search.evaluator.at(measured, surroundings)
     members = _Members(evaluator, search.pool.members)
-    lowest = (members.at(i) for i in range(min(LOWEST, len(members.known))))
-    return min(c.peak_bytes for c in (*lowest, members.at(len(members.known) - 1)))
+    lowest = [members.at(i) for i in range(min(LOWEST, len(members.known)))]
+    lowest += [members.at(len(members.known) - 1), *_spare(evaluator, search, 2)]
+    return min(c.peak_bytes for c in lowest)
+
+
+def _spare(evaluator: Evaluator, search: Search, most: int) -> list[Candidate]:
+    """Of each pool of another situation the lowest, and so many over all, evaluated."""
+    found: list[Candidate] = []
+    for pool in search.spare:
+        chosen = dict.fromkeys((*pool.members[:LOWEST], *pool.thinned(most)))
+        found += [evaluator.candidate(c.codes, c.held) for c in chosen]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,9 @@ from fxremat.units import Counted
 POINTS = 32
 """Candidates of a frontier whose peaks are replayed to tell of it."""
 
+MOST_SPARE = 4
+"""Pools of other situations that are known."""
+
 _EACH: tuple[Generator, ...] = (chain_schedules, equivalent_schedules, join_schedules)
 
 GENERATORS: tuple[Generator, ...] = (*_EACH, *map(kept_over_turn, _EACH))
@@ -53,7 +56,7 @@ class Search:
         pool: the same with what local search found.
         alone: the same for each generator alone, had the others found nothing.
         allocations: what the device's allocator hands out for each.
-        spare: schedules that were found for other surroundings.
+        spare: of what was found in other situations, the latest first.
     """
 
     measured: Measured
@@ -64,7 +67,7 @@ class Search:
     pool: Pool
     alone: tuple[Pool, ...]
     allocations: Allocations
-    spare: tuple[Candidate, ...] = ()
+    spare: tuple[Pool, ...] = ()
 
     @staticmethod
     def over(
@@ -137,14 +140,14 @@ class Search:
             evaluator=evaluator,
             relaxation=Relaxation.of(self.measured, evaluator.blocks, surroundings),
             solved=again_all(self.solved),
-            pool=again_all(self.pool, self.spare),
+            pool=again_all(self.pool, [c for pool in self.spare for c in pool.members]),
             alone=tuple(map(again_all, self.alone)),
             allocations=replace(self.allocations, surroundings=surroundings, known={}),
         )
 
     def knowing(self, other: Search) -> Search:
         """The same with the schedules of ``other``, of the same step in another situation."""
-        return replace(self, spare=(*self.spare, *other.pool.members))
+        return replace(self, spare=(other.pool, *self.spare)[:MOST_SPARE])
 
     @property
     def chain(self) -> Chain:
