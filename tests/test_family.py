@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import os
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -465,6 +469,40 @@ def test_the_least_is_what_a_later_call_needs_at_the_least():
     call.zero_grad()
     back(call)
     assert call.plan.budget_bytes <= more
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_leave_nothing_behind():
+    """Of ten sizes in random order; some are dropped, some raise, some are held for a while."""
+    call, draw = roomy(), random.Random(0)
+    optimizer = torch.optim.SGD(call.parameters(), 1e-3)
+    held: list[Tensor] = []
+    found: list[tuple[int, int]] = []
+    for number in range(10_000):
+        rows = draw.choice([64, 32, 48, 17, 5, 60, 33, 2, 63, 50])
+        outputs = call(torch.randn(rows, WIDTH))
+        chance = draw.random()
+        if chance < 0.05:
+            held = [outputs, *held[:1]]
+        if chance < 0.2:
+            continue
+        optimizer.zero_grad(set_to_none=chance < 0.8)
+        loss_of(outputs).backward()
+        optimizer.step()
+        if number % 1000 == 999:
+            gc.collect()
+            found.append((resident_bytes(), len(call.plans)))
+    assert found[-1][0] - found[1][0] < 4 << 20
+    assert found[-1][1] <= 2 * found[1][1]
+    del outputs
+    held.clear()
+    gc.collect()
+    assert not any(call.__dict__["_compiler"].in_flight)
 
 
 def test_what_is_found_is_explained():
