@@ -69,7 +69,6 @@ class CapturedStep:
     Attributes:
         sizes: symbols of the capture.
         dimensions: of arguments, whose sizes are symbols.
-        shaping: symbols that tensors of the graph follow.
         inputs, caller, progress: as given; no batch and silent once it is settled.
         costs: as given.
 
@@ -90,10 +89,8 @@ class CapturedStep:
         store: Store,
     ) -> None:
         self._module, self.sizes = settle(module)
-        nodes = self._module.graph.nodes
-        primals = [n for n in nodes if n.op == "placeholder"]
+        primals = self._module.graph.find_nodes(op="placeholder")
         self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, places)
-        self.shaping: frozenset[int] = self.sizes.shaping(nodes)
         self.inputs = inputs
         self.caller = caller
         self.costs = costs
@@ -106,6 +103,11 @@ class CapturedStep:
         self._store = store
         self._graphs: list[Costed] = []
         self._resized: dict[Values, list[Costed]] = {}
+
+    @functools.cached_property
+    def shaping(self) -> frozenset[int]:
+        """Symbols that tensors of the graph follow."""
+        return self.sizes.shaping(self._module.graph.nodes)
 
     @functools.cached_property
     def device(self) -> torch.device:
