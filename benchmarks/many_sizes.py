@@ -95,7 +95,7 @@ class Family:
     @property
     def captures(self) -> int:
         """How often the model was captured."""
-        return len(self.call.__dict__["_compiler"].families)
+        return len(self.call._compiler.families)
 
     def row(self, rows: int, part: float) -> Row:
         """All that is asked of one size."""

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxremat import optional, torch_compat
-from fxremat.costs.cost import Progress
+from fxremat import torch_compat
 from fxremat.errors import ArgumentError, BudgetError, CaptureError
 from fxremat.frontend.arguments import Arguments, Loss, Offload, Optimizer, read_model
 from fxremat.frontend.batches import Batching, Dim, read_dims, read_most
 from fxremat.frontend.budget import Budget, Readable
-from fxremat.frontend.capture import PlannedOnly, StepCompiler
-from fxremat.frontend.compiled import CompiledModule
-from fxremat.frontend.sample import Sample, call_without_data, check_sample
-from fxremat.frontend.store import Store
-from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
-from fxremat.frontend.untouched import generators_restored
+from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.compiled import CompiledModule, compiled, original_of
+from fxremat.frontend.runner import compiler_of, silent
+from fxremat.frontend.sample import Sample
+from fxremat.frontend.untouched import generators_restored, training
 from fxremat.planner.surroundings import Caller
 from fxremat.report.batches import Batches
 from fxremat.report.frontier import Frontier
@@ -33,7 +29,7 @@ from fxremat.units import Counted
 
 def compile(
     model: nn.Module,
-    sample: object,
+    sample: object = None,
     budget: Readable | None = None,
     *,
     reserve: int | str = 0,
@@ -54,7 +50,7 @@ def compile(
     Args:
         model: the module to train; it is captured in training mode and not changed.
         sample: arguments of one call, on the model's device: a tensor, a tuple, a dict of
-            keywords or a :class:`Sample`.
+            keywords or a :class:`Sample`. ``None``: the first training call is the sample.
         budget: the most bytes that a step may have allocated: ``"6 GiB"``, bytes as an
             int, a share in (0, 1] of the peak with everything kept as a float, or
             ``"min"``, the least that is feasible. A share means the bytes of the first plan
@@ -108,7 +104,7 @@ def compile(
         HostMemoryError: the host memory that the plan takes cannot be had.
     """
     cuda_graph.refuse_planning()
-    model = read_model(model)
+    model = original_of(read_model(model))
     asked = Arguments.read(
         budget,
         reserve=reserve,
@@ -124,50 +120,7 @@ def compile(
         dynamic=dynamic,
         plan=plan,
     )
-    call = Sample.of(sample)
-    check_sample(model, call)
-    return _compile(model, call, asked)
-
-
-def _compile(model: nn.Module, call: Sample, asked: Arguments) -> CompiledModule:
-    """Plan the step of one call, as asked."""
-    with generators_restored(), _training(model), torch.enable_grad():
-        outputs = call_without_data(torch_compat.wrapped_by(model), call)
-        # No outputs: they depend on data, which the capture reports.
-        known = outputs is not None
-        needs = needs_of_loss(asked.loss, outputs) if asked.loss is not None and known else None
-        caller = Caller(
-            reserve_bytes=asked.reserve_bytes,
-            held_bytes=optimizer_bytes(asked.optimizer, model),
-            accumulate=asked.accumulate,
-            loss_bytes=needs.nbytes if needs else None,
-            budget_on=asked.budget_on,
-        )
-        with _progress() as progress:
-            compiler = _compiler(asked, caller, progress)
-            unused = needs.unused if needs else None
-            if unused is not None:
-                unused = replace(unused, dropped=asked.drop_unused)
-            compiled = CompiledModule(model, compiler, unused, dynamic=asked.dynamic)
-            _plan_only(compiled, call)
-        compiler.progress = _silent
-        # Other captures get the same bytes, also where the budget was a share or "min".
-        if asked.kept is None:
-            compiler.budget = replace(asked.budget, nbytes=compiled.plan.budget_bytes, share=None)
-        compiler.kept = None  # it is of this shape
-    return compiled
-
-
-def _compiler(asked: Arguments, caller: Caller, progress: Progress) -> StepCompiler:
-    return StepCompiler(
-        asked.budget,
-        caller,
-        progress,
-        host=asked.host,
-        exact=asked.exact,
-        kept=asked.kept,
-        store=Store.of_environment(),
-    )
+    return compiled(model, asked, None if sample is None else Sample.of(sample))
 
 
 def plan(model: nn.Module, sample: object, budget: Readable, **options: Any) -> Plan:
@@ -227,10 +180,10 @@ def max_batch(
     for name in {"dynamic", "plan"} & options.keys():
         message = f"{name}= is not for max_batch, which captures all sizes at once: leave it out"
         raise ArgumentError(message, argument=name, value=options[name])
-    model, call, limit = read_model(model), Sample.of(sample), read_most(most)
+    model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
     asked = read_dims(model, call, dim)
-    compiled = compile(model, call, 1.0, dynamic=True, **options)
-    (family,) = compiled.__dict__["_compiler"].families
+    made = compile(model, call, 1.0, dynamic=True, **options)
+    (family,) = made._compiler.families
     (situation,) = family.plans
     found = Batching(
         family.planner.schedules,
@@ -238,10 +191,10 @@ def max_batch(
         situation,
         model,
         call,
-        compiled.plan.overhead_s,
+        made.plan.overhead_s,
         limit,
     )
-    with generators_restored(), _training(model), torch.enable_grad():
+    with generators_restored(), training(model), torch.enable_grad():
         return found.over(asked)
 
 
@@ -269,7 +222,7 @@ def backend(
         accumulate=asked.accumulate,
         budget_on=asked.budget_on,
     )
-    return _compiler(asked, caller, _silent)(module, example_inputs)
+    return compiler_of(asked, caller, silent)(module, example_inputs)
 
 
 def _captured_too_often(setting: str, limit: int) -> CaptureError:
@@ -284,61 +237,3 @@ def _captured_too_often(setting: str, limit: int) -> CaptureError:
 torch_compat.never_uncompiled(
     lambda found: found is backend or isinstance(found, StepCompiler), _captured_too_often
 )
-
-
-def _plan_only(compiled: CompiledModule, sample: Sample) -> None:
-    """Let Dynamo capture the call and plan it, but not run it."""
-    compiler: StepCompiler = compiled.__dict__["_compiler"]
-
-    def call() -> None:
-        with contextlib.suppress(PlannedOnly):
-            compiled.call_whole(sample.args, sample.kwargs)
-
-    compiler.dry = True
-    try:
-        call()
-        if compiler.compiled:
-            compiler.measure_overhead(call)
-    finally:
-        compiler.dry = False
-    if not compiler.compiled:
-        raise CaptureError(
-            f"{type(compiled.__dict__['_original']).__name__} computes nothing with a gradient "
-            "from this sample: there is no step to plan"
-        )
-
-
-@contextlib.contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Training mode for a model in eval mode; each module's own mode is put back."""
-    if model.training:
-        yield
-        return
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _silent(_what: str, _done: int, _total: int) -> None:
-    """No progress: later captures happen inside a training step."""
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, nothing elsewhere or without tqdm."""
-    found = optional.find("tqdm")
-    if found is None:
-        yield _silent
-        return
-    with found.tqdm(disable=None, leave=False, unit="stage") as bar:
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.set_description_str(f"fxremat: {what}", refresh=False)
-            bar.total, bar.n = total, done
-            bar.refresh()
-
-        yield show

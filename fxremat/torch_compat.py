@@ -76,6 +76,7 @@ def _dynamo_settings() -> dict[str, Any]:
         "ignore_logging_functions": methods,
         "allow_unspec_int_on_nn_module": True,
         "specialize_float": True,
+        "skip_nnmodule_hook_guards": False,  # hooks may be added, or removed, later
         "optimize_ddp": False,  # inside one that wraps the model the graph would be cut
     }
     if not hasattr(config, "ignore_logging_functions"):
@@ -511,19 +512,23 @@ def capture_failures() -> tuple[type[BaseException], ...]:
     return (TorchDynamoException,)
 
 
-def with_code_of_its_own(model: torch.nn.Module) -> Callable[..., Any]:
-    """A function that calls ``model``. Dynamo keeps what it captures by code objects."""
+def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``function``. Dynamo keeps what it captures by code objects."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
+        return function(*args, **kwargs)
 
     call.__code__ = call.__code__.replace()
     return call
 
 
-def compile_whole(model: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool) -> Any:
-    """``model`` compiled as one graph; ``dynamic``: sizes that vary become symbols."""
-    return torch.compile(model, backend=backend, fullgraph=True, dynamic=None if dynamic else False)
+def compile_whole(
+    function: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool
+) -> Any:
+    """``function`` compiled as one graph; ``dynamic``: sizes that vary become symbols."""
+    return torch.compile(
+        function, backend=backend, fullgraph=True, dynamic=None if dynamic else False
+    )
 
 
 def never_uncompiled(

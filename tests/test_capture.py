@@ -128,7 +128,7 @@ def test_plans_for_other_shapes_share_the_host_limit():
         for batch in batches:
             model.zero_grad()
             call(batch).sum().backward()
-            planned = [compiled.planned for compiled in call.__dict__["_compiler"].compiled]
+            planned = [compiled.planned for compiled in call._compiler.compiled]
             arenas = [p.graphs.arena for p in planned if p.graphs.arena is not None]
             assert sum(arena.allocated_bytes for arena in arenas) <= needed
     assert len(arenas) >= 3

@@ -1,95 +1,85 @@
-"""The module that ``fxremat.compile`` returns."""
+"""The module that ``fxremat.compile`` returns: the user's model, but for its training forward."""
 
 from __future__ import annotations
 
-import traceback
+import copy
+import functools
+import types
+import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from fxremat import torch_compat
 from fxremat.costs.measure import device_of
-from fxremat.errors import CaptureError, FxrematError
+from fxremat.errors import BudgetWarning, PlanError
+from fxremat.frontend.arguments import Arguments
+from fxremat.frontend.budget import Budget
 from fxremat.frontend.capture import StepCompiler
-from fxremat.frontend.entry import Entry
-from fxremat.frontend.family import Compiled
-from fxremat.frontend.outputs import Detaching, Unused, refuse_gradients
-from fxremat.frontend.sample import places_of
+from fxremat.frontend.runner import Runner
+from fxremat.frontend.sample import Sample, check_sample
 from fxremat.frontend.trace import StepTrace, trace_step
 from fxremat.report.plan import Plan
+
+
+@dataclass(slots=True)
+class _State:
+    """What a compiled module has beside its model.
+
+    Attributes:
+        original: the model.
+        asked: of ``fxremat.compile``.
+        runner: of its training forward; ``None`` before the first step was planned.
+        assigned: what others have put in the place of ``forward``.
+        kept: the plan of what this is a copy of.
+        trained: a step was run as planned, or its user was told that none is.
+    """
+
+    original: nn.Module
+    asked: Arguments
+    runner: Runner | None = None
+    assigned: Callable[..., Any] | None = None
+    kept: Plan | None = None
+    trained: bool = False
 
 
 class CompiledModule(nn.Module):
     """A model that trains under a byte budget.
 
-    It is the user's model in all but its training forward: parameters, buffers, modules,
-    ``state_dict``, ``train()``, ``to()`` and attributes are those of the original, which
-    it shares. In eval mode and without gradients it runs the original forward.
+    It is an instance of a subclass of the model's own class, under the same name, and has the
+    model's own ``__dict__``: to everybody else it is the model. Its forward runs as planned; in
+    eval mode and without gradients it is the model's. Hooks of the model run around it.
 
     Attributes:
         plan: of the step that ran last (of the sample, before any step).
-        plans: of every shape seen so far, in order.
+        plans: of every situation met so far, in order.
     """
 
-    def __new__(cls, original: nn.Module, *_args: object, **_kwargs: object) -> CompiledModule:
-        """An instance that can be indexed, counted and iterated if the original can."""
-        own = {name: _delegate(name) for name in _CONTAINER if hasattr(type(original), name)}
-        return super().__new__(type(cls.__name__, (cls,), own) if own else cls)
+    __slots__ = ("_state",)
+    _state: _State
 
-    def __init__(
-        self,
-        original: nn.Module,
-        compiler: StepCompiler,
-        unused: Unused | None = None,
-        *,
-        dynamic: bool | None = None,
-    ) -> None:
-        super().__init__()
-        self.__dict__["_original"] = original
-        self.__dict__["_compiler"] = compiler
-        self.__dict__["_unused"] = unused
-        inner = torch_compat.wrapped_by(original)
-        captured = Detaching(inner, unused) if unused else inner
-        self.__dict__["_whole"] = Entry(captured, compiler, dynamic=dynamic)
-        self.__dict__["_outer"] = None
-        if inner is not original:
-            self.__dict__["_outer"] = torch_compat.wrapped_anew(original, self.__dict__["_whole"])
-        # Dynamo keeps compiled code for longer than this module lives.
-        weakref.finalize(self, compiler.close).atexit = False
-        unwatch = compiler.optimizers.watch(original, device_of(original))
-        weakref.finalize(self, unwatch).atexit = False
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = original.__dict__[shared]
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        original: nn.Module | None = self.__dict__.get("_original")
-        return original.training if original is not None else True
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_original" in self.__dict__:
-            self._original.training = mode
+    def __init_subclass__(cls, **_options: Any) -> None:
+        """Nothing: whoever lists subclasses of the model's class has it already."""
 
     @property
     def plan(self) -> Plan:
-        """The plan of the step that ran last."""
-        return self._latest.planned.plan
+        """The plan of the step that ran last.
 
-    @property
-    def _latest(self) -> Compiled:
-        latest: Compiled | None = self._compiler.latest
+        Raises:
+            PlanError: no step was planned so far.
+        """
+        latest = self._compiler.latest
         assert latest is not None
-        return latest
+        return latest.planned.plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """One plan for each shape seen so far."""
+        """One plan for each situation met so far."""
+        if self._state.runner is None:
+            return ()
         plans = (compiled.planned.plan for compiled in self._compiler.compiled)
         return tuple({id(plan): plan for plan in plans}.values())
 
@@ -110,106 +100,167 @@ class CompiledModule(nn.Module):
             step: one forward and one backward of this module.
 
         Raises:
+            PlanError: no step was planned so far.
             ValueError: it ran the forward or the backward more or less than once.
         """
-        return trace_step(step, compiler=self._compiler, device=device_of(self._original))
+        device = device_of(self._state.original)
+        return trace_step(step, compiler=self._compiler, device=device)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as planned; in eval mode or without gradients, the original forward.
+    @property
+    def _compiler(self) -> StepCompiler:
+        runner = self._state.runner
+        if runner is None:
+            name = type(self).__name__
+            raise PlanError(
+                f"no step of {name} is planned yet: the first training call is, or give a sample "
+                "to compile"
+            )
+        return runner.compiler
 
-        Raises:
-            BudgetError: new shapes need more than the budget.
-            CaptureError: new shapes or flags lead to code that cannot be captured.
-        """
-        if not (self._original.training and torch.is_grad_enabled()):
-            return self._original(*args, **kwargs)
-        outputs = self.call_whole(args, kwargs)
-        detached: tuple[int, ...] = ()
-        if self.__dict__["_unused"] is not None:
-            outputs, detached = outputs
-        return refuse_gradients(outputs, detached) if detached else outputs
-
-    def call_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled graph; what Dynamo raises comes out as what really went wrong.
-
-        Returns the outputs; with those that were detached, if some have no use.
-        """
-        original: nn.Module = self.__dict__["_original"]
-        compiler: StepCompiler = self.__dict__["_compiler"]
-        compiler.resident = lambda: _resident(original, args, kwargs)
-        compiler.arguments = lambda: places_of(args, kwargs)
-        try:
-            with torch_compat.capture_settings():
-                outer = None if compiler.dry else self.__dict__["_outer"]
-                return (outer or self.__dict__["_whole"])(*args, **kwargs)
-        except torch_compat.capture_failures() as error:
-            cause = torch_compat.failure_cause(error)
-            if isinstance(cause, FxrematError):
-                raise cause from None
-            data_dependent = isinstance(cause, torch_compat.data_dependent_errors())
-            if cause is not error and not data_dependent:  # nothing that the model did
-                raise cause from error
-            raise CaptureError(
-                f"{type(original).__name__} cannot be captured as one graph: {cause}\n"
-                "fxremat plans whole steps: take what breaks the graph out of the forward"
-            ) from error
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # see capture.emitted
-            raise
-        finally:
-            compiler.resident = compiler.arguments = tuple  # a batch must not outlive its step
-
-    def train(self, mode: bool = True) -> CompiledModule:
-        """Put the model into training or eval mode."""
-        self._original.train(mode)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's, under the original's names."""
-        return self._original.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Into the original."""
-        return self._original.load_state_dict(*args, **kwargs)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> CompiledModule:
-        self._original._apply(*args, **kwargs)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_original"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "training" or "_original" not in self.__dict__:
-            super().__setattr__(name, value)
-        else:
-            setattr(self._original, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._original, name)
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        """A copy of the model, planned when it is first trained."""
+        copied: CompiledModule = object.__new__(type(self))
+        memo[id(self)] = copied
+        original = copy.deepcopy(self._state.original, memo)
+        object.__setattr__(copied, "__dict__", original.__dict__)
+        asked, kept = self._of_copies()
+        copied._state = _State(original, asked, kept=kept)
+        copied._state.assigned = copy.deepcopy(self._state.assigned, memo)
+        return copied
 
     def __reduce_ex__(self, _protocol: object) -> Any:
-        raise TypeError(
-            f"a compiled {type(self._original).__name__} cannot be copied or pickled: its plan "
-            "holds for this process; copy the original model, or its state_dict, and compile again"
+        """As a copy."""
+        state = self._state
+        return _restored, (state.original, *self._of_copies(), state.assigned)
+
+    def _of_copies(self) -> tuple[Arguments, Plan | None]:
+        """What a copy asks for, and the plan that it follows if it can."""
+        asked, runner = self._state.asked, self._state.runner
+        if isinstance(asked.optimizer, torch.optim.Optimizer):
+            asked = replace(asked, optimizer=type(asked.optimizer))
+        if runner is None:
+            return asked, self._state.kept
+        return replace(asked, budget=runner.compiler.budget, kept=None), self.plans[0]
+
+
+def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> CompiledModule:
+    """``model``, planned for ``sample``, or for its first training call.
+
+    Raises:
+        FxrematError: see :func:`fxremat.compile`.
+    """
+    made = _wrapped(model, asked)
+    if sample is not None:
+        _start(made._state, sample)
+    return made
+
+
+def original_of(model: nn.Module) -> nn.Module:
+    """The model that a compiled one was made of; any other as it is."""
+    return model._state.original if isinstance(model, CompiledModule) else model
+
+
+def _wrapped(model: nn.Module, asked: Arguments, kept: Plan | None = None) -> CompiledModule:
+    made: CompiledModule = object.__new__(_class_of(type(model)))
+    object.__setattr__(made, "__dict__", model.__dict__)
+    made._state = _State(model, asked, kept=kept)
+    return made
+
+
+def _restored(
+    original: nn.Module,
+    asked: Arguments,
+    kept: Plan | None,
+    assigned: Callable[..., Any] | None,
+) -> CompiledModule:
+    """A compiled module as it was pickled."""
+    made = _wrapped(original, asked, kept)
+    made._state.assigned = assigned
+    return made
+
+
+_classes: weakref.WeakKeyDictionary[type[nn.Module], type[CompiledModule]]
+_classes = weakref.WeakKeyDictionary()
+
+
+def _class_of(model: type[nn.Module]) -> type[CompiledModule]:
+    """The class of compiled modules that are of class ``model``."""
+    if model not in _classes:
+        own = {
+            "__slots__": (),
+            "__module__": model.__module__,
+            "__qualname__": model.__qualname__,
+            "__doc__": model.__doc__,
+            "forward": _Forward(model.forward),
+        }
+        bases = (CompiledModule, model)
+        _classes[model] = types.new_class(model.__name__, bases, {}, lambda body: body.update(own))
+    return _classes[model]
+
+
+class _Forward:
+    """The forward of compiled modules of one class.
+
+    What others assign to it is theirs alone: it may call what was there before, and the model
+    itself still has its own.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        @functools.wraps(forward)
+        def planned(module: CompiledModule, /, *args: Any, **kwargs: Any) -> Any:
+            return _forward(module._state, args, kwargs)
+
+        self._planned = planned
+
+    def __get__(self, module: CompiledModule | None, _owner: object = None) -> Any:
+        if module is None:
+            return self._planned
+        return module._state.assigned or types.MethodType(self._planned, module)
+
+    def __set__(self, module: CompiledModule, forward: Callable[..., Any]) -> None:
+        """Who takes a wrapper away again may go as far as the model's own forward."""
+        function: Any = getattr(forward, "__func__", forward)
+        own: Any = self._planned
+        while function is not own and hasattr(own, "__wrapped__"):
+            own = own.__wrapped__
+        module._state.assigned = None if function is own else forward
+
+    def __delete__(self, module: CompiledModule) -> None:
+        if module._state.assigned is None:
+            raise AttributeError("forward")
+        module._state.assigned = None
+
+
+def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Train as planned; in eval mode or without gradients, the model's own forward."""
+    original = state.original
+    if original.training and torch.is_grad_enabled():
+        if state.runner is None:
+            _start(state, Sample(args, kwargs))
+        assert state.runner is not None
+        state.trained = True
+        return state.runner(*args, **kwargs)
+    if torch.is_grad_enabled() and not state.trained:
+        state.trained = True
+        warnings.warn(
+            f"{type(original).__name__} is called in eval mode, with gradients: no plan is "
+            "followed, and no budget holds. Call train() to train it, or use torch.no_grad()",
+            BudgetWarning,
+            stacklevel=4,
         )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._original!r})"
+    return original.forward(*args, **kwargs)
 
 
-_CONTAINER = ("__getitem__", "__setitem__", "__len__", "__iter__", "__contains__")
-
-
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: CompiledModule, *args: Any) -> Any:
-        return getattr(self.__dict__["_original"], name)(*args)
-
-    return method
-
-
-def _resident(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, ...]:
-    arguments = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-    return (*model.parameters(), *model.buffers(), *arguments)
+def _start(state: _State, sample: Sample) -> None:
+    """Plan the first step: a copy follows the plan it was copied with, if that is one of this step."""
+    check_sample(state.original, sample)
+    kept = state.kept
+    if kept is not None:
+        nbytes = kept.budget_bytes
+        asked = replace(state.asked, kept=kept, budget=Budget(nbytes, nbytes=nbytes))
+        try:
+            state.runner = Runner.of(state.original, sample, asked)
+            return
+        except PlanError:
+            state.kept = None
+    state.runner = Runner.of(state.original, sample, state.asked)

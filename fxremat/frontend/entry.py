@@ -6,34 +6,32 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 
 
 class Entry:
-    """Calls a model as it was captured.
+    """Calls a forward as it was captured.
 
     A capture with symbols serves all sizes. The first one has its own, with numbers: operations are
     fewer there, and what was planned for it is not planned less exactly once other sizes come.
 
     Args:
-        model: what is captured.
+        forward: what is captured.
         backend: of Dynamo.
         dynamic: ``True``: symbols from the first call on; ``False``: never; ``None``: from the
             second size on.
     """
 
     def __init__(
-        self, model: nn.Module, backend: Callable[..., Any], *, dynamic: bool | None
+        self, forward: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool | None
     ) -> None:
         self._dynamic = dynamic
         self._first: list[object] | None = None
-        self._own = torch_compat.compile_whole(model, backend, dynamic=dynamic is not False)
-        self._others = torch_compat.compile_whole(
-            torch_compat.with_code_of_its_own(model), backend, dynamic=True
-        )
+        own, others = (torch_compat.with_code_of_its_own(forward) for _ in range(2))
+        self._own = torch_compat.compile_whole(own, backend, dynamic=dynamic is not False)
+        self._others = torch_compat.compile_whole(others, backend, dynamic=True)
         self._marked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

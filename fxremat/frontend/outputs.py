@@ -8,11 +8,11 @@ caller holds them, maybe through the whole backward; not returned at all, they c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat.errors import BackwardError
@@ -33,25 +33,26 @@ class Unused:
     dropped: bool = False
 
 
-class Detaching(nn.Module):
-    """A model some of whose outputs have no gradient, or are not returned."""
+def detaching(
+    forward: Callable[..., Any], unused: Unused
+) -> Callable[..., tuple[Any, tuple[int, ...]]]:
+    """``forward`` with some outputs that have no gradient, or are not returned.
 
-    def __init__(self, original: nn.Module, unused: Unused) -> None:
-        super().__init__()
-        self.original = original
-        self.leaves, self.count, self.dropped = unused.leaves, unused.count, unused.dropped
+    What it returns is followed by which of its leaves were detached for it.
+    """
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[int, ...]]:
-        """What the model returns, and which of its leaves were detached for it."""
-        leaves, spec = pytree.tree_flatten(self.original(*args, **kwargs))
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[int, ...]]:
+        leaves, spec = pytree.tree_flatten(forward(*args, **kwargs))
         detached: tuple[int, ...] = ()
-        if len(leaves) == self.count:
-            detached = tuple(i for i in self.leaves if leaves[i].requires_grad)
+        if len(leaves) == unused.count:
+            detached = tuple(i for i in unused.leaves if leaves[i].requires_grad)
         for i in detached:
-            leaves[i] = None if self.dropped else leaves[i].detach()
-        if self.dropped:
+            leaves[i] = None if unused.dropped else leaves[i].detach()
+        if unused.dropped:
             detached = ()
         return pytree.tree_unflatten(leaves, spec), detached
+
+    return call
 
 
 def refuse_gradients(outputs: Any, detached: tuple[int, ...]) -> Any:

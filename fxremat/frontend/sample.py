@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
 from fxremat.errors import NoGradientError, SampleError
-from fxremat.frontend.untouched import attributes_replaced
+from fxremat.frontend.untouched import attributes_replaced, generators_restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,38 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
     except torch_compat.data_dependent_errors():
         return None  # the capture tells where, and names the line
     except Exception as error:
+        if own_error(model, sample) is None:  # it does what cannot be done without data
+            return None
         shapes = ", ".join(f"{place} {tuple(t.shape)} {t.dtype}" for place, t in sample.tensors())
         raise SampleError(
             f"{type(model).__name__} rejects the sample ({shapes}): {type(error).__name__}: {error}"
         ) from error
+
+
+def own_error(model: nn.Module, call: Sample) -> Exception | None:
+    """What the model itself raises at a call; ``None``: nothing.
+
+    It is run on copies of the arguments and of its buffers, if it can be without gradients.
+    """
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().clone().requires_grad_(value.requires_grad)
+
+    found: Exception | None = None
+    for enabled in (False, True):
+        args, kwargs = pytree.tree_map(copied, (call.args, call.kwargs))
+        state = {name: copied(t) for name, t in model.named_buffers()}
+        try:
+            with (
+                generators_restored(),
+                attributes_replaced(model, copied),
+                torch.set_grad_enabled(enabled),
+            ):
+                functional_call(model, state, args, kwargs)
+        except Exception as error:
+            found = error
+        else:
+            return None
+    return found
