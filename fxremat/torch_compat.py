@@ -55,6 +55,7 @@ def capture_settings() -> contextlib.AbstractContextManager[Any]:
     from torch._dynamo import config  # noqa: PLC0415
 
     logging.getLogger("torch._dynamo.metrics_context").addFilter(_is_no_failed_metric)
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_wrong_shape)
     patched: contextlib.AbstractContextManager[Any] = config.patch(**_dynamo_settings())
     return patched
 
@@ -62,6 +63,11 @@ def capture_settings() -> contextlib.AbstractContextManager[Any]:
 def _is_no_failed_metric(record: logging.LogRecord) -> bool:
     """Torch 2.11 logs an error when it cannot write down which functions it ignores."""
     return "logging compilation metrics" not in record.getMessage()
+
+
+def _is_no_wrong_shape(record: logging.LogRecord) -> bool:
+    """Shapes that do not fit are raised: they need not be logged as well, with a traceback."""
+    return "failed while attempting to run meta" not in record.getMessage()
 
 
 def _dynamo_settings() -> dict[str, Any]:
@@ -558,6 +564,16 @@ def never_uncompiled(
         return exceeded, name
 
     module.exceeds_recompile_limit = asked
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """What was given to ``torch.compile``; any other module as it is."""
+    from torch._dynamo import OptimizedModule  # noqa: PLC0415
+
+    if not isinstance(model, OptimizedModule):
+        return model
+    inner: torch.nn.Module = model._orig_mod
+    return inner
 
 
 def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:

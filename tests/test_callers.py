@@ -100,16 +100,6 @@ def parameter_hooks(model, call):
     return seen
 
 
-def module_hooks(_model, call):
-    seen: list[Tensor] = []
-    call.register_forward_hook(lambda _module, _inputs, output: seen.append(output.sum().detach()))
-    call.register_full_backward_hook(
-        lambda _module, _inputs, outputs: seen.append(outputs[0].sum())
-    )
-    call(batch()).sum().backward()
-    return seen
-
-
 def evaluation_between_steps(_model, call):
     call(batch(0)).sum().backward()
     call.eval()
@@ -197,7 +187,7 @@ def functional(model, call):
 STEPS: list[Step] = [
     two_calls, first_call_first, last_call_first, forwards_without_backward, accumulation,
     retained_graph, input_gradients, some_gradients, output_changed_in_place, parameter_hooks,
-    module_hooks, evaluation_between_steps, evaluation_before_the_backward, inference, autocast,
+    evaluation_between_steps, evaluation_before_the_backward, inference, autocast,
     smaller_batch, backward_in_a_thread, anomalies_detected, saved_tensors_on_the_host,
     optimizer_steps, other_data, other_parameter, other_layer, functional,
 ]  # fmt: skip

@@ -1,8 +1,15 @@
 """The compiled module is the user's model in all but its training forward."""
 
 import copy
+import functools
+import inspect
+import io
 import pickle
+import types
+import warnings
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +35,8 @@ class Net(nn.Module):
     def describe(self) -> str:
         return f"{self.label} of {len(self.layers)}"
 
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 
@@ -81,7 +90,8 @@ def test_eval_and_no_grad_run_the_original_forward(pair: tuple[Net, fxremat.Comp
     calls = []
     handle = model.register_forward_hook(lambda *_: calls.append(1))
     compiled.eval()
-    assert torch.equal(compiled(X), model(X))
+    with torch.no_grad():
+        assert torch.equal(compiled(X), model(X))
     assert len(calls) == 2
     compiled.train()
     with torch.no_grad():
@@ -136,8 +146,225 @@ def test_containers_stay_containers():
         len(fxremat.compile(Net(), X, 1.0))
 
 
-def test_copies_are_refused(pair: tuple[Net, fxremat.CompiledModule]):
+def same_step(one: nn.Module, other: nn.Module) -> bool:
+    """Whether a step of both leaves the same gradients."""
+    for each in (one, other):
+        each.zero_grad()
+        torch.manual_seed(3)
+        each(X).square().sum().backward()
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def saved(compiled: fxremat.CompiledModule) -> fxremat.CompiledModule:
+    file = io.BytesIO()
+    torch.save(compiled, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = (copy.deepcopy, lambda compiled: pickle.loads(pickle.dumps(compiled)), saved)
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "pickle", "torch.save"])
+def test_copies_follow_the_plan_they_were_copied_with(pair, copied):
     _, compiled = pair
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="cannot be copied or pickled"):
-            copied(compiled)
+    other = copied(compiled)
+    assert isinstance(other, Net) and isinstance(other, fxremat.CompiledModule)
+    assert not other.plans
+    with pytest.raises(fxremat.PlanError, match="planned"):
+        _ = other.plan
+    assert other.norm.weight is not compiled.norm.weight
+    assert same_step(compiled, other)
+    assert other.plan == compiled.plan
+
+
+def test_a_copy_of_another_step_is_planned_anew(pair):
+    _, compiled = pair
+    other = copy.deepcopy(compiled)
+    other(X[:8]).sum().backward()
+    assert other.plan.budget_bytes == compiled.plan.budget_bytes
+    assert other.plan.counted_bytes < compiled.plan.counted_bytes
+
+
+def test_averages_of_it_are_made():
+    compiled = fxremat.compile(Net(), X, "min")
+    averaged = torch.optim.swa_utils.AveragedModel(compiled)
+    compiled(X).sum().backward()
+    averaged.update_parameters(compiled)
+    with torch.no_grad():
+        assert torch.equal(averaged.eval()(X), compiled.eval()(X))
+
+
+def test_it_is_of_the_models_class(pair):
+    model, compiled = pair
+    assert isinstance(compiled, Net)
+    assert type(compiled).__name__ == "Net" and type(compiled).__module__ == Net.__module__
+    assert str(compiled) == str(model)
+    for each in (compiled.forward, type(compiled).forward):
+        own = model.forward if each is not type(compiled).forward else Net.forward
+        assert inspect.signature(each) == inspect.signature(own)
+    assert vars(compiled) is vars(model)
+
+
+def test_a_forward_that_others_put_there_is_called(pair):
+    """As Accelerate does, and takes away again."""
+    model, compiled = pair
+    planned = compiled.forward
+
+    @functools.wraps(planned.__func__)
+    def doubled(self: nn.Module, *args: Tensor) -> Tensor:
+        return 2 * planned.__func__(self, *args)
+
+    torch.manual_seed(3)
+    expected = 2 * compiled(X)
+    compiled.forward = types.MethodType(doubled, compiled)
+    torch.manual_seed(3)
+    found = compiled(X)
+    assert torch.equal(found, expected)
+    assert not torch.equal(model.eval()(X), compiled(X))
+    assert model.forward.__func__ is Net.forward
+    compiled.train()
+    compiled.forward = types.MethodType(Net.forward, compiled)
+    assert compiled.forward == planned
+    compiled.forward = doubled
+    del compiled.forward
+    assert compiled.forward == planned
+
+
+def test_hooks_are_called_whenever_they_were_added(pair):
+    model, compiled = pair
+    seen: list[str] = []
+    compiled(X).sum().backward()
+    handles = [
+        compiled.register_forward_hook(lambda *_: seen.append("own")),
+        model.norm.register_forward_hook(lambda *_: seen.append("inner")),
+        compiled.register_full_backward_hook(lambda *_: seen.append("backward")),
+    ]
+    x = X.clone().requires_grad_()
+    compiled(x).sum().backward()
+    assert sorted(seen) == ["backward", "inner", "own"]
+    for handle in handles:
+        handle.remove()
+    compiled(X).sum().backward()
+    assert len(seen) == 3
+
+
+def test_a_hook_that_changes_what_an_inner_module_returns_is_followed(pair):
+    model, compiled = pair
+    compiled(X)
+    handle = model.layers[1].register_forward_hook(lambda _m, _i, output: output * 0)
+    torch.manual_seed(3)
+    found = compiled(X)
+    torch.manual_seed(3)
+    assert torch.equal(found, model(X))
+    handle.remove()
+    torch.manual_seed(3)
+    found = compiled(X)
+    torch.manual_seed(3)
+    assert torch.equal(found, model(X))
+
+
+def test_what_is_compiled_is_compiled_anew(pair):
+    model, compiled = pair
+    again = fxremat.compile(compiled, X, 1.0)
+    assert vars(again) is vars(model)
+    assert again.plan.counted_bytes > compiled.plan.counted_bytes
+    torched = fxremat.compile(torch.compile(model, backend="eager"), X, 1.0)
+    assert type(torched).__name__ == "Net" and vars(torched) is vars(model)
+
+
+def test_without_a_sample_the_first_step_is_one():
+    compiled = fxremat.compile(Net(), budget="1 MiB")
+    assert compiled.plans == ()
+    with torch.no_grad():
+        compiled(X)
+    assert compiled.plans == ()
+    assert same_step(compiled, fxremat.compile(Net(), X, "1 MiB"))
+    assert len(compiled.plans) == 1
+
+
+def test_training_in_eval_mode_is_warned_of():
+    compiled = fxremat.compile(Net().eval(), X, "min")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(X)
+    with pytest.warns(fxremat.BudgetWarning, match="train"):
+        compiled(X).sum().backward()
+    compiled.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        compiled(X).sum().backward()
+        compiled.eval()(X)
+
+
+class Particular(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 7:
+            raise KeyError("seven")
+        return super().forward(x)
+
+
+def test_what_the_model_raises_is_raised_as_it_is():
+    model = Particular()
+    compiled = fxremat.compile(model, X, 1.0)
+    before = {name: t.clone() for name, t in compiled.state_dict().items()}
+    with pytest.raises(KeyError, match="seven"):
+        compiled(X[:7])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        compiled(X[:, :5])
+    assert all(torch.equal(t, before[name]) for name, t in compiled.state_dict().items())
+    with pytest.raises(fxremat.SampleError, match="KeyError"):
+        fxremat.compile(model, X[:7], 1.0)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)[0]
+
+
+class Differentiates(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return slope
+
+
+class Cumulative(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm.momentum = None
+
+
+def hooked() -> Net:
+    model = Net()
+    model.norm.register_full_backward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "remedy"),
+    [
+        (Recurrent, "LSTMCell"),
+        (Differentiates, "autograd.grad"),
+        (Cumulative, "momentum"),
+        (hooked, "on the compiled model"),
+    ],
+)
+def test_what_cannot_be_captured_is_told_with_a_remedy(build: Callable[[], nn.Module], remedy: str):
+    with pytest.raises(fxremat.CaptureError, match=remedy) as caught:
+        fxremat.compile(build(), X, 1.0)
+    assert "test_compiled.py" in str(caught.value)
+    assert "Hint" not in str(caught.value)
+
+
+def test_numpy_in_the_forward_is_no_wrong_sample():
+    class Counts(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * torch.from_numpy(np.abs(x.detach().numpy())))
+
+    assert same_step(fxremat.compile(Counts(), X, 1.0), Counts())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxremat import torch_compat
 from fxremat.costs.measure import device_of
 from fxremat.errors import BudgetWarning, PlanError
 from fxremat.frontend.arguments import Arguments
@@ -156,8 +157,10 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
 
 
 def original_of(model: nn.Module) -> nn.Module:
-    """The model that a compiled one was made of; any other as it is."""
-    return model._state.original if isinstance(model, CompiledModule) else model
+    """The model that a compiled one was made of, by us or by torch; any other as it is."""
+    if isinstance(model, CompiledModule):
+        return model._state.original
+    return torch_compat.uncompiled(model)
 
 
 def _wrapped(model: nn.Module, asked: Arguments, kept: Plan | None = None) -> CompiledModule:
@@ -252,7 +255,7 @@ def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _start(state: _State, sample: Sample) -> None:
-    """Plan the first step: a copy follows the plan it was copied with, if that is one of this step."""
+    """Plan the first step: a copy's by the plan it was copied with, if that is one of this step."""
     check_sample(state.original, sample)
     kept = state.kept
     if kept is not None:

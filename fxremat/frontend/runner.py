@@ -7,7 +7,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import PlannedOnly, StepCompiler
 from fxremat.frontend.entry import Entry
 from fxremat.frontend.outputs import Unused, detaching, refuse_gradients
+from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
@@ -132,23 +133,20 @@ class Runner:
             raise
         finally:
             compiler.resident = compiler.arguments = tuple  # a batch must not outlive its step
-        self._fail(failed, Sample(args, kwargs))
+        raise self._failure(failed, Sample(args, kwargs))
 
-    def _fail(self, error: BaseException, call: Sample) -> NoReturn:
-        """Raise what really went wrong when ``call`` could not be captured."""
+    def _failure(self, error: BaseException, call: Sample) -> BaseException:
+        """What really went wrong when ``call`` could not be captured."""
         cause = torch_compat.failure_cause(error)
-        if isinstance(cause, FxrematError):
-            raise cause from None
-        own = own_error(self._inner, call)
+        own = cause if isinstance(cause, FxrematError) else own_error(self._inner, call)
         if own is not None:
-            raise own
+            own.__suppress_context__ = True
+            return own
         data_dependent = isinstance(cause, torch_compat.data_dependent_errors())
-        if cause is not error and not data_dependent:  # nothing that the model did
-            raise cause from error
-        raise CaptureError(
-            f"{type(self._inner).__name__} cannot be captured as one graph: {cause}\n"
-            "fxremat plans whole steps: take what breaks the graph out of the forward"
-        ) from error
+        if cause is error or data_dependent:
+            cause = refused(self._inner, cause)
+        cause.__cause__ = error  # else nothing that the model did
+        return cause
 
     def _plan_only(self, call: Sample) -> None:
         """Let Dynamo capture the call and plan it, but not run it."""

@@ -1,0 +1,59 @@
+"""What is said of a model that cannot be captured: the reason, the user's line, the remedy."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+import fxremat
+from fxremat.errors import CaptureError
+
+_REMEDIES = (
+    (
+        "RNN, GRU, or LSTM",
+        "nn.RNN, nn.GRU and nn.LSTM are one call of a library, which cannot be cut: write the loop "
+        "over nn.RNNCell, nn.GRUCell or nn.LSTMCell. (Dynamo's allow_rnn crashes the process on a "
+        "CPU)",
+    ),
+    (
+        "backwards hooks",
+        "a full backward hook of an inner module cannot be captured: register it on the compiled "
+        "model itself, or a hook on a tensor",
+    ),
+    ("Data-dependent branching", "let both branches be computed, and torch.where choose"),
+    (
+        "data-dependent expression",
+        "a number that is read from a tensor decides what is computed, as a BatchNorm of "
+        "momentum=None does: keep it a tensor, or a plain number",
+    ),
+)
+
+_DEFAULT = "fxremat plans whole steps: take what breaks the graph out of the forward"
+
+_FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n(?P<code>.*)$', re.M)
+
+MOST_LINES = 3
+"""Of the user's that are told, the innermost ones."""
+
+
+def refused(model: torch.nn.Module, cause: BaseException) -> CaptureError:
+    """The error that tells of ``model``, which Dynamo could not capture for ``cause``."""
+    reason = str(cause).strip()
+    first = reason.splitlines()[0]
+    remedy = next((told for sign, told in _REMEDIES if sign in reason), _DEFAULT)
+    lines = [first, *_lines_of(reason), remedy]
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured as one graph: " + "\n".join(lines)
+    )
+
+
+def _lines_of(reason: str) -> list[str]:
+    """The user's own lines that led there, once each."""
+    library = [str(Path(module.__file__ or "").parent) for module in (torch, fxremat)]
+    found: dict[str, None] = {}
+    for frame in _FRAME.finditer(reason):
+        if not frame["file"].startswith(tuple(library)):
+            found[f'  File "{frame["file"]}", line {frame["line"]}: {frame["code"].strip()}'] = None
+    return list(found)[-MOST_LINES:]
