@@ -32,6 +32,8 @@ _REMEDIES = (
 
 _DEFAULT = "fxremat plans whole steps: take what breaks the graph out of the forward"
 
+_EXPLANATION = re.compile(r"^ *Explanation: (.+)$", re.M)
+
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n(?P<code>.*)$', re.M)
 
 MOST_LINES = 3
@@ -41,9 +43,9 @@ MOST_LINES = 3
 def refused(model: torch.nn.Module, cause: BaseException) -> CaptureError:
     """The error that tells of ``model``, which Dynamo could not capture for ``cause``."""
     reason = str(cause).strip()
-    first = reason.splitlines()[0]
+    why = [reason.splitlines()[0], *_EXPLANATION.findall(reason)]
     remedy = next((told for sign, told in _REMEDIES if sign in reason), _DEFAULT)
-    lines = [first, *_lines_of(reason), remedy]
+    lines = [": ".join(why), *_lines_of(reason), remedy]
     return CaptureError(
         f"{type(model).__name__} cannot be captured as one graph: " + "\n".join(lines)
     )
