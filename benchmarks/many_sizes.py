@@ -3,8 +3,7 @@
 Each model is compiled once, at a sample of a batch of 8. Then come steps of 12 batches times 6
 lengths. For each: what the first step there takes beyond those that follow, in seconds of CPU; its
 measured peak against the budget; its gradients against those of ``aot_eager``; and the seconds that
-its plan predicts against those that a step takes, also beside how far the prediction at the sample
-is off at that time.
+its plan predicts against those that a step takes.
 Run: python -m benchmarks.many_sizes [model …] [--batches 12] [--lengths 6]
 """
 
@@ -88,9 +87,6 @@ class Family:
         sample = fxremat.Sample(args, kwargs)
         self.call = fxremat.compile(self.model, sample, SHARE, loss=self.entry.loss)
         self.budget_bytes = self.call.plan.budget_bytes
-        self.at_sample = step_of(self.entry, self.model, self.call, BATCH, 1.0)
-        for _ in range(3):
-            self.at_sample.run()
 
     @property
     def captures(self) -> int:
@@ -112,17 +108,13 @@ class Family:
         self.twin.zero_grad(set_to_none=True)
         took_s = statistics.median(cpu_s(step.run) for _ in range(REPEATED))
         predicted_s = self.call.plan.predicted_s
-        peak_bytes = step.peak_bytes()
-        sample_s = cpu_s(self.at_sample.run)
         return {
             **found,
             "new_s": first_s - took_s,
-            "peak_bytes": peak_bytes,
+            "peak_bytes": step.peak_bytes(),
             "bits": bits,
             "predicted_s": predicted_s,
             "took_s": took_s,
-            "sample_predicted_s": self.call.plan.predicted_s,
-            "sample_took_s": sample_s,
         }
 
 
@@ -144,7 +136,7 @@ def text_of(row: Row) -> list[str]:
     """A row for people."""
     size = f"{row['batch']} x {row['part']:.2f}"
     if "refused" in row:
-        return [row["model"], size, "refused", format_bytes(row["refused"]), "", "", "", ""]
+        return [row["model"], size, "refused", format_bytes(row["refused"]), "", "", ""]
     return [
         row["model"],
         size,
@@ -153,7 +145,6 @@ def text_of(row: Row) -> list[str]:
         "equal" if row["bits"] else "DIFFERENT",
         f"{1e3 * row['took_s']:.1f}",
         f"{_predicted(row) - 1:+.0%}",
-        f"{_beside_sample(row) - 1:+.0%}",
     ]
 
 
@@ -161,15 +152,10 @@ def _predicted(row: Row) -> float:
     return float(row["predicted_s"] / row["took_s"])
 
 
-def _beside_sample(row: Row) -> float:
-    return float(_predicted(row) * row["sample_took_s"] / row["sample_predicted_s"])
-
-
 def summary_of(rows: Sequence[Row]) -> list[str]:
     """A line about one model."""
     ran = [row for row in rows if "refused" not in row]
     off = [abs(_predicted(row) - 1) for row in ran]
-    beside = [abs(_beside_sample(row) - 1) for row in ran]
     return [
         rows[0]["model"],
         str(rows[0]["captures"]),
@@ -178,7 +164,6 @@ def summary_of(rows: Sequence[Row]) -> list[str]:
         f"{max(row['peak_bytes'] / row['budget_bytes'] for row in ran):.3f}",
         Spread.of([row["new_s"] for row in ran]).text(1e3, 0),
         Spread.of(off).text(100, 0),
-        Spread.of(beside).text(100, 0),
     ]
 
 
@@ -197,7 +182,7 @@ def main() -> None:
             kept.add(row)
         told.append(summary_of(rows))
     columns = ["model", "captures", "ran", "other bits", "peak / budget", "new size, ms"]
-    show("Many sizes", [*columns, "predicted off by %", "beside the sample's"], told)
+    show("Many sizes", [*columns, "predicted off by %"], told)
     kept.save()
 
 
