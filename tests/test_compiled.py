@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import pickle
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -368,3 +369,38 @@ def test_numpy_in_the_forward_is_no_wrong_sample():
             return super().forward(x * torch.from_numpy(np.abs(x.detach().numpy())))
 
     assert same_step(fxremat.compile(Counts(), X, 1.0), Counts())
+
+
+class Larger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = fxremat.compile(Net(), X, "min")
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+
+def test_a_part_of_a_larger_model_is_planned_with_it():
+    larger = Larger()
+    whole = fxremat.compile(larger, X, "min")
+    torch._dynamo.reset()
+    assert list(whole.state_dict()) == list(larger.state_dict())
+    assert same_step(whole, Larger())
+    assert not larger.net.plan.beside and len(larger.net.plans) == 1
+
+
+def test_threads_that_train_first_at_once_share_a_plan():
+    compiled = fxremat.compile(Net(), budget="1 MiB")
+    threads = [threading.Thread(target=compiled, args=(X,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(plan) for plan in compiled.plans}) == len(compiled.plans) >= 1
+
+
+def test_replicas_are_refused(pair):
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        pair[1]._replicate_for_data_parallel()

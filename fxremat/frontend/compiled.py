@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import types
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class _State:
         assigned: what others have put in the place of ``forward``.
         kept: the plan of what this is a copy of.
         trained: a step was run as planned, or its user was told that none is.
+        starting: one thread plans the first step, others wait.
     """
 
     original: nn.Module
@@ -45,6 +47,7 @@ class _State:
     assigned: Callable[..., Any] | None = None
     kept: Plan | None = None
     trained: bool = False
+    starting: threading.Lock = field(default_factory=threading.Lock)
 
 
 class CompiledModule(nn.Module):
@@ -118,6 +121,12 @@ class CompiledModule(nn.Module):
             )
         return runner.compiler
 
+    def _replicate_for_data_parallel(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is compiled and cannot be replicated by DataParallel: "
+            "use DistributedDataParallel, one process a device"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         """A copy of the model, planned when it is first trained."""
         copied: CompiledModule = object.__new__(type(self))
@@ -152,7 +161,7 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
     """
     made = _wrapped(model, asked)
     if sample is not None:
-        _start(made._state, sample)
+        made._state.runner = _started(made._state, sample)
     return made
 
 
@@ -218,6 +227,8 @@ class _Forward:
     def __get__(self, module: CompiledModule | None, _owner: object = None) -> Any:
         if module is None:
             return self._planned
+        if torch.compiler.is_compiling():  # as part of a larger model, which is captured whole
+            return module._state.original.forward
         return module._state.assigned or types.MethodType(self._planned, module)
 
     def __set__(self, module: CompiledModule, forward: Callable[..., Any]) -> None:
@@ -239,8 +250,8 @@ def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     original = state.original
     if original.training and torch.is_grad_enabled():
         if state.runner is None:
-            _start(state, Sample(args, kwargs))
-        assert state.runner is not None
+            with state.starting:
+                state.runner = state.runner or _started(state, Sample(args, kwargs))
         state.trained = True
         return state.runner(*args, **kwargs)
     if torch.is_grad_enabled() and not state.trained:
@@ -254,7 +265,7 @@ def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return original.forward(*args, **kwargs)
 
 
-def _start(state: _State, sample: Sample) -> None:
+def _started(state: _State, sample: Sample) -> Runner:
     """Plan the first step: a copy's by the plan it was copied with, if that is one of this step."""
     check_sample(state.original, sample)
     kept = state.kept
@@ -262,8 +273,7 @@ def _start(state: _State, sample: Sample) -> None:
         nbytes = kept.budget_bytes
         asked = replace(state.asked, kept=kept, budget=Budget(nbytes, nbytes=nbytes))
         try:
-            state.runner = Runner.of(state.original, sample, asked)
-            return
+            return Runner.of(state.original, sample, asked)
         except PlanError:
             state.kept = None
-    state.runner = Runner.of(state.original, sample, state.asked)
+    return Runner.of(state.original, sample, state.asked)
