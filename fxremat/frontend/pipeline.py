@@ -297,6 +297,8 @@ class Planner:
             origin=origin,
             beside=situation.described(self.step.joint),
             sizes=situation.sizes,
+            roles=self.step.roles,
+            gradient_bytes=sum(situation.gradient_bytes(self.step.joint)),
         )
         if self.step.joint.device.type == "cuda" and self.step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole

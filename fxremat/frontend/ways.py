@@ -10,6 +10,7 @@ from torch import fx
 
 from fxremat.costs.cost import Measured, Progress
 from fxremat.frontend.emission import Graphs, record_decision, write_graphs
+from fxremat.frontend.record import record_memory
 from fxremat.ir import Origin, RecordedCosts
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.sizes import Values
@@ -22,6 +23,7 @@ from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Surroundings
 from fxremat.planner.transfers import HostMemory, Moved, Transfers
 from fxremat.report.frontier import frontier_of
+from fxremat.report.memory import Kind
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
@@ -166,6 +168,8 @@ def emit(
     origin: Origin,
     beside: tuple[tuple[str, int], ...],
     sizes: Values = (),
+    roles: Mapping[int, Kind] | None = None,
+    gradient_bytes: int = 0,
 ) -> tuple[Plan, Graphs]:
     """Write the graphs of a schedule, and the plan that tells of them.
 
@@ -181,6 +185,8 @@ def emit(
         origin: what the plan holds for.
         beside: what the call found beside the graphs, and its bytes.
         sizes: a number for each symbol of the graph.
+        roles: what primals are, where known.
+        gradient_bytes: of the gradients that exist before the step.
     """
     search, chosen = way.search, found.candidate
     line, evaluation = search.measured.line, found.evaluation
@@ -233,6 +239,14 @@ def emit(
         sizes=tuple(zip(line.joint.sizes.names, sizes, strict=True)),
         waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
         measured=way.costs,
+        memory=record_memory(
+            program,
+            around,
+            search.allocations.footprints,
+            found.moves,
+            roles=roles or {},
+            gradient_bytes=gradient_bytes,
+        ),
     )
     return plan, graphs
 
