@@ -42,7 +42,8 @@ def record_memory(
         roles: what primals are, where known.
         gradient_bytes: of the gradients that exist before the step.
 
-    Ensures: the most at the instants of a call is what an evaluation has for it.
+    Ensures: the most at the instants of a call, and what is held at the last of them, is what an
+        evaluation has for it.
     """
     line = program.line
     requests = requests_of_step(program, surroundings, footprints, moves)
@@ -58,6 +59,7 @@ def record_memory(
         record.follow(asked[:released])
         calls.append(record.next())
         record.follow(asked[released:], _workspaces(call, footprints))
+        record.next()
     if program.turn == len(program.calls):
         turn = record.turn(requests.turn, surroundings)
     end = record.next()

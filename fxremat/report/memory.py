@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
+from fxremat.ir import Lane, Timeline
+
 
 class Kind(Enum):
     """What memory is held for."""
@@ -56,8 +58,8 @@ class Life:
 class StepMemory:
     """Memory of a step, instant by instant.
 
-    A new instant begins with each call, and where memory is taken after some was given back:
-    the most that is held at any time is held at one of them.
+    A new instant begins with each call, where memory is taken after some was given back, and once
+    the call is done: the most that is held at any time is held at one of them.
 
     Attributes:
         tensors: what is held.
@@ -80,11 +82,6 @@ class StepMemory:
         """Of instants."""
         return self.end + 1 if self.lives else 0
 
-    @property
-    def turn_call(self) -> int:
-        """Index of the first call after the turn."""
-        return sum(first < self.turn for first in self.calls)
-
     def held_bytes(self, lives: tuple[Life, ...] | None = None) -> tuple[int, ...]:
         """Bytes at each instant, of ``lives`` (all of them if ``None``)."""
         changes = [0] * (self.count + 1)
@@ -94,11 +91,25 @@ class StepMemory:
         return tuple(accumulate(changes[:-1]))
 
     def spans(self) -> Iterator[range]:
-        """The instants of each call."""
-        firsts = (*self.calls, self.end)
-        for index, first in enumerate(self.calls):
-            last = firsts[index + 1]
-            yield range(first, self.turn if first < self.turn < last else last)
+        """The instants of each call; at the last of them it is done."""
+        for first, after in zip(self.calls, (*self.calls[1:], self.end), strict=True):
+            yield range(first, self.turn if first < self.turn < after else after)
+
+    def times(self, timeline: Timeline) -> tuple[float, ...]:
+        """Seconds at which each instant begins; those of a call are spread evenly over it.
+
+        Args:
+            timeline: of the plan that this is the memory of, predicted or measured.
+        """
+        found = [0.0] * self.count
+        runs = [event for event in timeline.events if event.lane is Lane.COMPUTE]
+        for span, run in zip(self.spans(), runs, strict=True):
+            for i, instant in enumerate(span):
+                share = i / max(len(span) - 1, 1)
+                found[instant] = run.start_s + (run.end_s - run.start_s) * share
+            if span.stop in (self.turn, self.end):
+                found[span.stop] = run.end_s
+        return tuple(found)
 
     @property
     def peak_bytes(self) -> int:

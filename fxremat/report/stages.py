@@ -106,7 +106,9 @@ def tell_stages(plan: PlanFacts) -> tuple[StageStory, ...]:
         saved_bytes = chain.nbytes(saved)
         held_bytes = chain.nbytes(saved & _held(plan, runs, index)) + plan.held_bytes[index]
         held_bytes = min(held_bytes, saved_bytes)
-        rebuilt_s = max(backward_s.get(index, 0.0) - costs.backward_s, 0.0)
+        # A backward beside copies is slower, too.
+        in_part = runs[index][0].option > 0
+        rebuilt_s = max(backward_s.get(index, 0.0) - costs.backward_s, 0.0) if in_part else 0.0
         stories.append(
             StageStory(
                 index=index,
