@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from fxremat.planner.allocations import TANGENTS, Requests, requests_of_step
 from fxremat.planner.footprint import WORKSPACE, Footprints, Request
 from fxremat.planner.surroundings import Surroundings
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
+from fxremat.report.modules import common_module
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
 """How Dynamo names the captured module itself."""
@@ -220,14 +220,3 @@ def module_of(node: fx.Node) -> str:
         return ""
     path, _ = list(stack.values())[-1]
     return _ROOT.sub("", str(path))
-
-
-def common_module(modules: Iterable[str]) -> str:
-    """The innermost module that several lie in; the first and the last where that is the model."""
-    found = list(dict.fromkeys(filter(None, modules)))
-    if not found:
-        return ""
-    parts = os.path.commonprefix([name.split(".") for name in found])
-    if parts or len(found) == 1:
-        return ".".join(parts)
-    return f"{found[0]} … {found[-1]}"

@@ -47,7 +47,7 @@ def data_of(plan: PlanFacts) -> dict[str, Any]:
         PlanError: the plan does not say which tensors are held when.
     """
     memory = memory_of(plan)
-    stories = tell_stages(plan)
+    stories = tuple(story for story in tell_stages(plan) if story.executed)
     return {
         "summary": list(summarize(plan, stories)),
         "budget_bytes": plan.budget_bytes,
@@ -72,7 +72,7 @@ def data_of(plan: PlanFacts) -> dict[str, Any]:
             for e in plan.timeline.events
             if hasattr(e.op, "stage")
         ],
-        "stages": [_stage(story, memory) for story in stories if story.executed],
+        "stages": [_stage(story, memory) for story in stories],
         "frontier": [[p.peak_bytes, p.predicted_s] for p in plan.frontier.points],
     }
 

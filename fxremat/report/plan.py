@@ -6,11 +6,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fxremat.errors import PlanError
 from fxremat.report.codec import FormatError, decode, encode
 from fxremat.report.facts import PlanFacts
 from fxremat.report.files import pack, unpack, write_whole
+
+if TYPE_CHECKING:
+    from fxremat.report.trace import Traced
 
 KIND = "plan"
 
@@ -52,6 +56,42 @@ class Plan(PlanFacts):
         from fxremat.report.page import page_of  # noqa: PLC0415
 
         _write("page", path, lambda: page_of(self).encode())
+
+    def save_trace(self, path: str | os.PathLike[str], traced: Traced | None = None) -> None:
+        """Write the step as a trace for ``chrome://tracing`` and Perfetto.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            traced: what ``trace_step`` of the compiled module returned, to be seen beside it.
+
+        Raises:
+            PlanError: the file cannot be written, the plan was not made of a model, or ``traced``
+                is of another plan.
+        """
+        from fxremat.report.trace import trace_of  # noqa: PLC0415
+
+        _write("trace", path, lambda: trace_of(self, traced).encode())
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted memory as torch's memory tools read it.
+
+        For ``python -m torch.cuda._memory_viz`` and https://pytorch.org/memory_viz.
+
+        Args:
+            path: of the file; one that is there is replaced.
+
+        Raises:
+            PlanError: the file cannot be written, or the plan was not made of a model.
+        """
+        from fxremat.report.snapshot import snapshot_of  # noqa: PLC0415
+
+        _write("snapshot", path, lambda: snapshot_of(self))
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook."""
+        from fxremat.report.notebook import html_of  # noqa: PLC0415
+
+        return html_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan, and the costs that it rests on, into a file.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fxremat.console import SIMPLE_HEAD, Group, Table, Text, show
-from fxremat.report.alike import Alike, alike
-from fxremat.report.areas import named
+from fxremat.report.alike import alike
 from fxremat.report.facts import PlanFacts
 from fxremat.report.stages import StageStory, tell_stages
 from fxremat.report.summary import summarize
@@ -15,9 +14,9 @@ WIDTH = 100
 """Columns where the output is no terminal, which would have a width of its own."""
 
 LEGEND = (
-    "forward, boundary, saved: of each stage; boundary: what it hands to the next; saved: that and\n"
-    "what its backward needs of it; checkpoint: its input is kept, to recompute from; frees: bytes\n"
-    "not held meanwhile; frees and costs are of all stages of a row together"
+    "forward, saved, frees and costs are of all stages of a row; saved: what they hand on and what\n"
+    "their backwards need; checkpoint: the input is kept, to recompute from; frees: bytes not held\n"
+    "from forward to backward"
 )
 
 
@@ -51,24 +50,16 @@ def _table(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Table:
     modules = plan.memory.modules
     table.add_column("stage", no_wrap=True)
     if any(modules):
-        table.add_column("module")
-    for name in ("forward", "boundary", "saved"):
+        table.add_column("module", max_width=30, overflow="fold")
+    for name in ("forward", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("what happens to it, and why")
-    for group in alike(stories):
-        first = group.stories[0]
-        module = [_module(group, modules)] if any(modules) else []
+    for row in alike(stories, modules):
         table.add_row(
-            group.label,
-            *module,
-            format_seconds(sum(s.forward_s for s in group.stories) / len(group.stories)),
-            format_bytes(first.boundary_bytes),
-            format_bytes(first.saved_bytes),
-            f"{describe(*group.stories)}: {explain(*group.stories)}",
+            row.label,
+            *([row.module] if any(modules) else []),
+            format_seconds(sum(story.forward_s for story in row.stories)),
+            format_bytes(sum(story.saved_bytes for story in row.stories)),
+            f"{describe(*row.stories)}: {explain(*row.stories)}",
         )
     return table
-
-
-def _module(group: Alike, modules: tuple[str, ...]) -> str:
-    """Where in the model the stages of a group are."""
-    return named([modules[story.index] for story in group.stories])
