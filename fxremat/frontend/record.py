@@ -13,7 +13,7 @@ from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.emit.travel import Move
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.allocations import TANGENTS, Requests, requests_of_step
+from fxremat.planner.allocations import TANGENTS, requests_of_step
 from fxremat.planner.footprint import WORKSPACE, Footprints, Request
 from fxremat.planner.surroundings import Surroundings
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
@@ -63,7 +63,7 @@ def record_memory(
     if program.turn == len(program.calls):
         turn = record.turn(requests.turn, surroundings)
     end = record.next()
-    record.follow(requests.end, iter([Tensor("copy of a gradient", 0, Kind.WORKSPACES)]))
+    record.follow(requests.end, [Tensor("copy of a gradient", 0, Kind.WORKSPACES)])
     modules = tuple(common_module(map(module_of, s.forward or s.backward)) for s in line.stages)
     return StepMemory(*record.done(), tuple(calls), turn, end, modules)
 
@@ -147,8 +147,9 @@ class _Record:
         self.gave = True
         return tensor
 
-    def follow(self, requests: Iterable[Request], workspaces: Iterator[Tensor] = iter(())) -> None:
+    def follow(self, requests: Iterable[Request], workspaces: Iterable[Tensor] = ()) -> None:
         """Take and give what is asked for."""
+        workspaces = iter(workspaces)
         for key, nbytes in requests:
             if nbytes < 0:
                 self.give((None, key))

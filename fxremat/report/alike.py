@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -65,9 +65,7 @@ def alike(stories: Sequence[StageStory], modules: Sequence[str]) -> tuple[Alike,
     return rows
 
 
-def _runs(
-    stories: Sequence[StageStory], blocks: Sequence[str]
-) -> list[tuple[StageStory, ...]]:
+def _runs(stories: Sequence[StageStory], blocks: Sequence[str]) -> list[tuple[StageStory, ...]]:
     """Stages of one block that follow each other and are treated alike.
 
     One of which nothing is kept or computed again goes with those before it.

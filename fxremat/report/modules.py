@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -19,7 +19,8 @@ def common_module(modules: Iterable[str]) -> str:
     if not found:
         return ""
     first, last = found[0], found[-1]
-    parts = os.path.commonprefix([name.split(".") for name in found])
+    columns = zip(*(name.split(".") for name in found), strict=False)
+    parts = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns)]
     if not parts or block_of(first) != block_of(last):
         return f"{first}{BETWEEN}{last}"
     return ".".join(parts)
@@ -27,7 +28,7 @@ def common_module(modules: Iterable[str]) -> str:
 
 def block_of(module: str) -> str:
     """The outermost numbered module that one is in, else the outermost."""
-    module = module.split(BETWEEN)[0]
+    module = module.split(BETWEEN, maxsplit=1)[0]
     found = _BLOCK.match(module)
     return found[0] if found else module.split(".")[0]
 

@@ -14,9 +14,9 @@ WIDTH = 100
 """Columns where the output is no terminal, which would have a width of its own."""
 
 LEGEND = (
-    "forward, saved, frees and costs are of all stages of a row; saved: what they hand on and what\n"
-    "their backwards need; checkpoint: the input is kept, to recompute from; frees: bytes not held\n"
-    "from forward to backward"
+    "forward, saved, frees and costs are of all stages of a row; saved: what they hand on and\n"
+    "what their backwards need; checkpoint: the input is kept, to recompute from; frees: bytes\n"
+    "not held from forward to backward"
 )
 
 

@@ -73,7 +73,9 @@ def _run(event: Event, plan: PlanFacts, memory: StepMemory, pid: int) -> dict[st
     """An operation, or a copy."""
     op = event.op
     told: dict[str, Any] = {"peak_bytes": event.peak_bytes, "held_bytes": event.held_bytes}
-    category = "copy" if isinstance(op, Copy) else "forward" if isinstance(op, Forward) else "backward"
+    category = (
+        "copy" if isinstance(op, Copy) else "forward" if isinstance(op, Forward) else "backward"
+    )
     if isinstance(op, Copy):
         told["bytes"] = op.nbytes
     stage = getattr(op, "stage", None)
@@ -91,11 +93,8 @@ def _run(event: Event, plan: PlanFacts, memory: StepMemory, pid: int) -> dict[st
     }
 
 
-def _counters(
-    memory: StepMemory, times_s: tuple[float, ...], pid: int
-) -> Iterator[dict[str, Any]]:
-    """Device memory by kind at each instant; of those at one time, all but the last are a moment
-    earlier, so that no peak is lost."""
+def _counters(memory: StepMemory, times_s: tuple[float, ...], pid: int) -> Iterator[dict[str, Any]]:
+    """Device memory by kind at each instant; those at one time are told a nanosecond apart."""
     areas = [(area.name, memory.held_bytes(area.lives)) for area in areas_of(memory)]
     for time_s, group in groupby(range(memory.count), key=times_s.__getitem__):
         own = list(group)

@@ -57,7 +57,9 @@ def _describe_part(story: StageStory, *, keeps_input: bool) -> str:
         return f"{kept}, rest rebuilt" if kept else "nothing kept, rebuilt in its backward"
     if keeps_input:
         return "checkpoint"
-    return f"{_of(story.held_bytes, story.saved_bytes)} kept" if story.held_bytes else "nothing kept"
+    return (
+        f"{_of(story.held_bytes, story.saved_bytes)} kept" if story.held_bytes else "nothing kept"
+    )
 
 
 def _sources(story: StageStory) -> str:
@@ -85,4 +87,6 @@ def explain(*stories: StageStory) -> str:
     if not any(story.again or story.is_kept_in_part for story in stories):
         return "its backward needs nothing more"
     cost = f"costs {format_seconds(extra_s)}"
-    return f"frees {format_bytes(freed)}, {cost}" if freed else f"on the way to later stages, {cost}"
+    return (
+        f"frees {format_bytes(freed)}, {cost}" if freed else f"on the way to later stages, {cost}"
+    )
