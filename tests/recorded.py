@@ -17,7 +17,12 @@ def compiled_once(name: str, offload: str = "") -> tuple[CompiledModule, Callabl
     entry = ZOO[name]
     _, call = compiled(entry, 0.7, **({"offload": offload} if offload else {}))
     args, kwargs = entry.sample(0)
-    return call, lambda: entry.loss(call(*args, **kwargs)).backward()
+
+    def step() -> None:
+        call.zero_grad()
+        entry.loss(call(*args, **kwargs)).backward()
+
+    return call, step
 
 
 def plan_of_model(name: str, offload: str = "") -> Plan:

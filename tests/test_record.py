@@ -25,8 +25,11 @@ def assert_recorded(plan: Plan) -> None:
     assert memory.peak_bytes == max(held) == plan.predicted_held_bytes
     assert all(0 <= life.begin < life.end <= memory.count for life in memory.lives)
     assert memory.count == len(held)
-    backward = next(i for i, e in enumerate(events) if isinstance(e.op, Backward))
-    assert spans[backward - 1].stop <= memory.turn < spans[backward].start
+    before = [e.op for e, span in zip(events, spans, strict=True) if span.stop <= memory.turn]
+    after = [e.op for e, span in zip(events, spans, strict=True) if span.start > memory.turn]
+    assert [*before, *after] == [e.op for e in events]
+    assert not any(isinstance(op, Backward) for op in before)
+    assert {op.stage for op in after if not isinstance(op, Backward)} <= {op.stage for op in before}
     times = memory.times(plan.timeline)
     assert list(times) == sorted(times)
     assert 0 <= times[0] <= times[-1] <= plan.timeline.makespan_s
