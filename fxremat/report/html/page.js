@@ -49,6 +49,7 @@ for (const height of heights)
     height[i] = now;
     totals[i] += now;
   }
+for (const stage of plan.stages) stage.fate = `${stage.what}: ${stage.why}`;
 const stageOf = new Map(plan.stages.map((stage) => [stage.stage, stage]));
 const copies = plan.events.filter((event) => event[1] !== "compute");
 
@@ -283,10 +284,7 @@ function tell(lines, event) {
   tip.style.top = `${below ? event.clientY + 16 : event.clientY - 10 - tip.offsetHeight}px`;
 }
 
-function fate(stage) {
-  const found = stageOf.get(stage);
-  return found ? `${found.what}: ${found.why}` : "";
-}
+const fate = (stage) => stageOf.get(stage)?.fate ?? "";
 
 function aboutLife(life) {
   const [name, nbytes, stage, operation, module, kind] = plan.tensors[life.tensor];
@@ -412,15 +410,15 @@ function showFrontier() {
   const all = [...plan.frontier, own];
   const [x0, x1] = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]), plan.budget_bytes)];
   const [y0, y1] = [Math.min(...all.map((p) => p[1])), Math.max(...all.map((p) => p[1]))];
-  const x = (n) => 62 + (478 * (n - x0)) / (x1 - x0 || 1);
+  const x = (n) => 62 + (458 * (n - x0)) / (x1 - x0 || 1);
   const y = (s) => 250 - (216 * (s - y0)) / (y1 - y0 || 1);
   for (let i = 0; i <= 4; i++) {
     const s = y0 + ((y1 - y0) * i) / 4, n = x0 + ((x1 - x0) * i) / 4;
-    make("line", { x1: 62, x2: 540, y1: y(s), y2: y(s), stroke: "var(--line)" });
+    make("line", { x1: 62, x2: 520, y1: y(s), y2: y(s), stroke: "var(--line)" });
     make("text", { x: 54, y: y(s) + 4, "text-anchor": "end" }, seconds(s));
     make("text", { x: x(n), y: 272, "text-anchor": "middle" }, bytes(n));
   }
-  make("text", { x: 301, y: 292, "text-anchor": "middle" }, "budget");
+  make("text", { x: 291, y: 292, "text-anchor": "middle" }, "budget");
   make("line", { x1: x(plan.budget_bytes), x2: x(plan.budget_bytes), y1: 24, y2: 250,
     stroke: "var(--accent)", "stroke-dasharray": "5 4" });
   const points = plan.frontier;
@@ -441,7 +439,7 @@ const headings = [
   ["stage", "stage", String], ["module", "module"], ["forward", "forward_s", seconds],
   ["boundary", "boundary_bytes", bytes], ["saved", "saved_bytes", bytes],
   ["held", "held_bytes", bytes], ["on the host", "moved_bytes", bytes],
-  ["again", "extra_s", seconds], ["what happens to it", "what"], ["why", "why"],
+  ["again", "extra_s", seconds], ["what happens to it, and why", "fate"],
 ];
 let sorted = ["stage", 1];
 
