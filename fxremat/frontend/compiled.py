@@ -79,7 +79,7 @@ class CompiledModule(nn.Module):
     @property
     def plan(self) -> Plan:
         """The plan of the step that ran last."""
-        return self._latest.planned.plan
+        return self._latest.plan
 
     @property
     def _latest(self) -> Compiled:
@@ -90,7 +90,7 @@ class CompiledModule(nn.Module):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """One plan for each shape seen so far."""
-        plans = (compiled.planned.plan for compiled in self._compiler.compiled)
+        plans = (compiled.plan for compiled in self._compiler.compiled)
         return tuple({id(plan): plan for plan in plans}.values())
 
     @property

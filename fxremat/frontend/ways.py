@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -23,7 +24,7 @@ from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Surroundings
 from fxremat.planner.transfers import HostMemory, Moved, Transfers
 from fxremat.report.frontier import frontier_of
-from fxremat.report.memory import Kind
+from fxremat.report.memory import Kind, StepMemory
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
@@ -170,8 +171,8 @@ def emit(
     sizes: Values = (),
     roles: Mapping[int, Kind] | None = None,
     gradient_bytes: int = 0,
-) -> tuple[Plan, Graphs]:
-    """Write the graphs of a schedule, and the plan that tells of them.
+) -> tuple[Plan, Graphs, Callable[[], StepMemory]]:
+    """Write the graphs of a schedule, the plan that tells of them, and how to find its memory.
 
     Args:
         way: where the schedule was found.
@@ -239,16 +240,17 @@ def emit(
         sizes=tuple(zip(line.joint.sizes.names, sizes, strict=True)),
         waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
         measured=way.costs,
-        memory=record_memory(
-            program,
-            around,
-            search.allocations.footprints,
-            found.moves,
-            roles=roles or {},
-            gradient_bytes=gradient_bytes,
-        ),
     )
-    return plan, graphs
+    record = partial(
+        record_memory,
+        program,
+        around,
+        search.allocations.footprints,
+        found.moves,
+        roles=roles or {},
+        gradient_bytes=gradient_bytes,
+    )
+    return plan, graphs, record
 
 
 def _held_bytes(line: Line, held: Tensors) -> tuple[int, ...]:
