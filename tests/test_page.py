@@ -105,6 +105,19 @@ def test_a_browser_shows_the_plans_numbers(tmp_path: Path, mode: str):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_the_table_is_sorted_by_the_column_that_is_clicked(tmp_path: Path):
+    plan = plan_of_model("gpt")
+    plan.save_html(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    click = "<script>document.querySelector('[data-field=saved_bytes]').click()</script></body>"
+    (tmp_path / "clicked.html").write_text(text.replace("</body>", click))
+    page, _ = shown(tmp_path / "clicked.html", tmp_path / "profile")
+    saved = [int(row["saved_bytes"]) for row in page.rows if row]
+    assert saved == sorted((s.saved_bytes for s in tell_stages(plan) if s.executed), reverse=True)
+    assert saved != sorted(saved)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 def test_a_mistake_in_the_page_would_be_seen(tmp_path: Path):
     plan = plan_of_model("gpt")
     plan.save_html(tmp_path / "plan.html")

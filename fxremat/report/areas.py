@@ -91,6 +91,6 @@ def bands_of(modules: Sequence[str]) -> tuple[Band, ...]:
     for i in range(count):
         part = runs[i * len(runs) // count : (i + 1) * len(runs) // count]
         first, last = part[0][0], part[-1][-1]
-        name = named([blocks[run[0]] for run in part])
-        bands.append(Band(name or f"stages {span(first, last)}", range(first, last + 1)))
+        name = named([blocks[run[0]] for run in part]) or f"stage {span(first, last)}"
+        bands.append(Band(name, range(first, last + 1)))
     return tuple(bands)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-_BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 BETWEEN = " … "
@@ -28,9 +27,9 @@ def common_module(modules: Iterable[str]) -> str:
 
 def block_of(module: str) -> str:
     """The outermost numbered module that one is in, else the outermost."""
-    module = module.split(BETWEEN, maxsplit=1)[0]
-    found = _BLOCK.match(module)
-    return found[0] if found else module.split(".")[0]
+    parts = module.split(BETWEEN, maxsplit=1)[0].split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1 if numbers else 1])
 
 
 def blocks_of(modules: Iterable[str]) -> list[str]:

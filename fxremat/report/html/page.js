@@ -201,7 +201,8 @@ function drawHost(pen) {
   changes.forEach(([u, change], i) => {
     now += change;
     const next = i + 1 < changes.length ? changes[i + 1][0] : u;
-    pen.fillRect(toX(u), bottom - now * scale, toX(next) - toX(u), now * scale);
+    const x = Math.round(toX(u));
+    pen.fillRect(x, bottom - now * scale, Math.round(toX(next)) - x, now * scale);
   });
   pen.restore();
   pen.fillStyle = theme("--soft");
