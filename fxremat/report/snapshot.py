@@ -10,24 +10,13 @@ from typing import Any
 
 from fxremat.report.areas import memory_of
 from fxremat.report.facts import PlanFacts
-from fxremat.report.memory import Kind, StepMemory, Tensor
+from fxremat.report.memory import StepMemory, Tensor
 
 PROTOCOL = 4
+"""The latest that the viewer on torch's page reads."""
 
 BASE = 1 << 40
 """The first address."""
-
-CATEGORIES = {
-    Kind.PARAMETERS: "parameter",
-    Kind.BUFFERS: "parameter",
-    Kind.INPUTS: "input",
-    Kind.OTHER: "optimizer_state",
-    Kind.GRADIENTS: "gradient",
-    Kind.ACTIVATIONS: "activation",
-    Kind.PASSING: "autograd_detail",
-    Kind.WORKSPACES: "temporary",
-    Kind.LOSS: "temporary",
-}
 
 
 @dataclass(slots=True)
@@ -129,7 +118,6 @@ def _event(action: str, address: int, tensor: Tensor, time_us: int) -> dict[str,
         "stream": 0,
         "time_us": time_us,
         "frames": _frames(tensor),
-        "category": CATEGORIES[tensor.kind],
     }
 
 
