@@ -10,6 +10,7 @@ import fxremat
 from fxremat.ir import Backward, Copy
 from fxremat.report.memory import Kind
 from fxremat.report.plan import Plan
+from tests.models import ZOO
 from tests.recorded import plan_of_model
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -58,6 +59,17 @@ def test_tensors_say_what_they_are_and_where_they_come_from():
     assert len(plan.memory.modules) == len(plan.chain)
     for tensor in attention:
         assert plan.memory.modules[tensor.stage].startswith("blocks.2")
+
+
+def test_modules_are_named_as_in_the_model_where_outputs_are_detached():
+    entry = ZOO["hf_llama"]
+    args, kwargs = entry.sample(0)
+    sample = fxremat.Sample(args, kwargs)
+    call = fxremat.compile(entry.build(), sample, 1.0, loss=lambda outputs: outputs.loss)
+    named = {name for name, _ in call.named_modules()}
+    told = {tensor.module for tensor in call.plan.memory.tensors} - {""}
+    assert "model.layers.2.mlp.up_proj" in told
+    assert told <= named
 
 
 @pytest.mark.parametrize(("budget", "cleared_late"), [("1 MiB", False), (1.0, True)])

@@ -38,12 +38,12 @@ class Detaching(nn.Module):
 
     def __init__(self, original: nn.Module, unused: Unused) -> None:
         super().__init__()
-        self.original = original
+        self.fxremat_model = original  # names of modules begin with that
         self.leaves, self.count, self.dropped = unused.leaves, unused.count, unused.dropped
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[int, ...]]:
         """What the model returns, and which of its leaves were detached for it."""
-        leaves, spec = pytree.tree_flatten(self.original(*args, **kwargs))
+        leaves, spec = pytree.tree_flatten(self.fxremat_model(*args, **kwargs))
         detached: tuple[int, ...] = ()
         if len(leaves) == self.count:
             detached = tuple(i for i in self.leaves if leaves[i].requires_grad)

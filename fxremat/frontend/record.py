@@ -19,8 +19,8 @@ from fxremat.planner.surroundings import Surroundings
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
 from fxremat.report.modules import common_module
 
-_ROOT = re.compile(r"^L\['\w+'\]\.?")
-"""How Dynamo names the captured module itself."""
+_ROOT = re.compile(r"^L\['\w+'\]\.?(fxremat_model\.?)?")
+"""How Dynamo names the captured module itself, within ``Detaching`` or not."""
 
 
 def record_memory(

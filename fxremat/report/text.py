@@ -5,6 +5,7 @@ from __future__ import annotations
 from fxremat.console import SIMPLE_HEAD, Group, Table, Text, show
 from fxremat.report.alike import alike
 from fxremat.report.facts import PlanFacts
+from fxremat.report.modules import BETWEEN
 from fxremat.report.stages import StageStory, tell_stages
 from fxremat.report.summary import summarize
 from fxremat.report.words import describe, explain
@@ -12,6 +13,8 @@ from fxremat.units import format_bytes, format_seconds
 
 WIDTH = 100
 """Columns where the output is no terminal, which would have a width of its own."""
+
+MODULE_WIDTH = 30
 
 LEGEND = (
     "forward, saved, frees and costs are of all stages of a row; saved: what they hand on and\n"
@@ -50,16 +53,25 @@ def _table(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Table:
     modules = plan.memory.modules
     table.add_column("stage", no_wrap=True)
     if any(modules):
-        table.add_column("module", max_width=30, overflow="fold")
+        table.add_column("module", max_width=MODULE_WIDTH, overflow="fold")
     for name in ("forward", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("what happens to it, and why")
     for row in alike(stories, modules):
         table.add_row(
             row.label,
-            *([row.module] if any(modules) else []),
+            *([_broken(row.module)] if any(modules) else []),
             format_seconds(sum(story.forward_s for story in row.stories)),
             format_bytes(sum(story.saved_bytes for story in row.stories)),
             f"{describe(*row.stories)}: {explain(*row.stories)}",
         )
     return table
+
+
+def _broken(module: str) -> str:
+    """A module's name, in two lines where it is too long for one."""
+    if len(module) <= MODULE_WIDTH:
+        return module
+    mark = BETWEEN if BETWEEN in module else "."
+    head, dot, tail = module.rpartition(mark)
+    return f"{head}{dot.rstrip()}\n{tail}"
