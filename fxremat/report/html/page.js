@@ -252,6 +252,17 @@ function eventAt(x, y) {
   return lane && plan.events.find((e) => e[1] === lane && onAxis(e[2]) <= u && u <= onAxis(e[3], true));
 }
 
+/* The first column that shows `instant` or a later one. */
+function columnFrom(instant) {
+  let low = 0, high = columns.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (columns[middle] < instant) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
 /* Draws over all lives for which `wanted` holds. */
 function mark(wanted) {
   const [pen, scale] = prepare(element("marks"));
@@ -260,9 +271,8 @@ function mark(wanted) {
   pen.fillStyle = theme("--ink");
   pen.globalAlpha = 0.55;
   for (const life of lives) {
-    const shown = wanted(life);
-    for (let c = 0; c < columns.length; c++) {
-      if (columns[c] < life.begin || columns[c] >= life.end) continue;
+    const shown = wanted(life), last = columnFrom(life.end);
+    for (let c = columnFrom(life.begin); c < last; c++) {
       if (shown) {
         const y = toY(base[c] + life.nbytes);
         pen.fillRect(left + c / scale, y, 1 / scale, toY(base[c]) - y);
