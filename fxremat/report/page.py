@@ -29,7 +29,7 @@ def page_of(plan: PlanFacts) -> str:
     # Nothing in the data can end the element that it is in.
     for mark, text in (
         ("/*style*/", _part("page.css")),
-        ("/*script*/", _part("page.js")),
+        ("/*script*/", _part("step.js") + _part("page.js")),
         ("/*data*/", data.replace("<", "\\u003c")),
     ):
         page = page.replace(mark, text)
