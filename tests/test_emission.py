@@ -27,8 +27,14 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: object, **_options: object) -> None:
         raise AssertionError("a plan was there")
 
-    for place in ("measure_line", "emit", "fastest", "measure_link", "Rehearsal"):
-        monkeypatch.setattr(f"fxremat.frontend.pipeline.{place}", refuse)
+    for place in (
+        "captured.measure_line",
+        "schedules.measure_link",
+        "pipeline.emit",
+        "pipeline.fastest",
+        "pipeline.Rehearsal",
+    ):
+        monkeypatch.setattr(f"fxremat.frontend.{place}", refuse)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.frontend import pipeline
+from fxremat.frontend import captured, pipeline
 from tests.models import ZOO
 from tests.test_emission import SAMPLE, model
 
@@ -40,14 +40,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 SCRIPT = """
 import sys
+from importlib import import_module
 from pathlib import Path
-from fxremat.frontend import pipeline
 from tests.models import ZOO
 from tests import test_reproducible as test
 
 folder, *refused = sys.argv[1:]
-for name in refused:
-    setattr(pipeline, name, test.refuse)
+for place in refused:
+    file, name = place.split(".")
+    setattr(import_module("fxremat.frontend." + file), name, test.refuse)
 test.save_plans(Path(folder))
 """
 
@@ -64,8 +65,8 @@ def in_another_process(
     return contents(folder)
 
 
-MEASURING = ("measure_line", "measure_link", "Rehearsal")
-PLANNING = ("emit", "fastest")
+MEASURING = ("captured.measure_line", "schedules.measure_link", "pipeline.Rehearsal")
+PLANNING = ("pipeline.emit", "pipeline.fastest")
 
 
 def test_other_processes_plan_the_same_or_know_it(tmp_path: Path):
@@ -90,7 +91,7 @@ def test_another_budget_needs_no_measuring(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
     full = fxremat.plan(model(), SAMPLE, 1.0)
     torch._dynamo.reset()
-    monkeypatch.setattr(pipeline, "measure_line", refuse)
+    monkeypatch.setattr(captured, "measure_line", refuse)
     monkeypatch.setattr(pipeline, "Rehearsal", refuse)
     least = fxremat.plan(model(), SAMPLE, "min")
     assert least.measured == full.measured
@@ -112,5 +113,5 @@ def test_damaged_entries_are_written_anew(tmp_path: Path, monkeypatch: pytest.Mo
     assert again.measured == first.measured
     assert again.forward_code == first.forward_code
     torch._dynamo.reset()
-    monkeypatch.setattr(pipeline, "measure_line", refuse)
+    monkeypatch.setattr(captured, "measure_line", refuse)
     assert fxremat.plan(model(), SAMPLE, "min") == again, "it was not written anew"

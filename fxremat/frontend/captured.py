@@ -70,7 +70,6 @@ class CapturedStep:
     Attributes:
         sizes: symbols of the capture.
         dimensions: of arguments, whose sizes are symbols.
-        shaping: symbols that tensors of the graph follow.
         roles: of primals, where known: parameters, buffers or arguments of the call.
         inputs, caller, progress: as given; no batch and silent once it is settled.
         costs: as given.
@@ -92,10 +91,8 @@ class CapturedStep:
         store: Store,
     ) -> None:
         self._module, self.sizes = settle(module)
-        nodes = self._module.graph.nodes
-        primals = [n for n in nodes if n.op == "placeholder"]
+        primals = self._module.graph.find_nodes(op="placeholder")
         self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, places)
-        self.shaping: frozenset[int] = self.sizes.shaping(nodes)
         self.inputs = inputs
         self.roles: Mapping[int, Kind] = {i: _role(t, i in places) for i, t in inputs.items()}
         self.caller = caller
@@ -109,6 +106,11 @@ class CapturedStep:
         self._store = store
         self._graphs: list[Costed] = []
         self._resized: dict[Values, list[Costed]] = {}
+
+    @functools.cached_property
+    def shaping(self) -> frozenset[int]:
+        """Symbols that tensors of the graph follow."""
+        return self.sizes.shaping(self._module.graph.nodes)
 
     @functools.cached_property
     def device(self) -> torch.device:
