@@ -22,7 +22,7 @@ __all__ = ["SIMPLE_HEAD", "Group", "RenderableType", "Table", "Text", "show"]
 
 _ASCII = dict.fromkeys(range(0x2500, 0x2580), "+")  # box drawing
 _ASCII |= dict.fromkeys(map(ord, "─━═"), "-") | dict.fromkeys(map(ord, "│┃║"), "|")
-_ASCII |= {ord("×"): "x", ord("µ"): "u", ord("…"): "~"}
+_ASCII |= {ord("×"): "x", ord("µ"): "u", ord("…"): "~", ord("–"): "-"}
 
 
 def show(what: RenderableType, *, width: int) -> str:

@@ -32,6 +32,7 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import linearize
 from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller, Surroundings, settled, surroundings_of
+from fxremat.report.memory import Kind
 
 LOG = logging.getLogger("fxremat")
 
@@ -69,6 +70,7 @@ class CapturedStep:
     Attributes:
         sizes: symbols of the capture.
         dimensions: of arguments, whose sizes are symbols.
+        roles: of primals, where known: parameters, buffers or arguments of the call.
         inputs, caller, progress: as given; no batch and silent once it is settled.
         costs: as given.
 
@@ -92,6 +94,7 @@ class CapturedStep:
         primals = self._module.graph.find_nodes(op="placeholder")
         self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, places)
         self.inputs = inputs
+        self.roles: Mapping[int, Kind] = {i: _role(t, i in places) for i, t in inputs.items()}
         self.caller = caller
         self.costs = costs
         self._output_count = forward_output_count
@@ -245,6 +248,13 @@ class CapturedStep:
         )
         self._store.put("costs", key, RecordedCosts, measured.costs)
         return measured
+
+
+def _role(tensor: torch.Tensor, is_argument: bool) -> Kind:
+    """What a primal is."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return Kind.PARAMETERS
+    return Kind.INPUTS if is_argument else Kind.BUFFERS
 
 
 def silent(_what: str, _done: int, _total: int) -> None:

@@ -77,14 +77,14 @@ class CompiledModule(nn.Module):
         """
         latest = self._compiler.latest
         assert latest is not None
-        return latest.planned.plan
+        return latest.plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """One plan for each situation met so far."""
         if self._state.runner is None:
             return ()
-        plans = (compiled.planned.plan for compiled in self._compiler.compiled)
+        plans = (compiled.plan for compiled in self._compiler.compiled)
         return tuple({id(plan): plan for plan in plans}.values())
 
     @property

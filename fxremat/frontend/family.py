@@ -59,6 +59,12 @@ class Compiled:
     watches: int = 4
     _runs: tuple[Values, tuple[torch_compat.BoxedCallable, ...]] | None = None
 
+    @property
+    def plan(self) -> Plan:
+        """The plan, for people: what a step holds in memory is found when somebody asks."""
+        self.planned = self.planned.recorded()
+        return self.planned.plan
+
     def at(self, values: Values) -> tuple[torch_compat.BoxedCallable, ...]:
         """The forward and the backward where the symbols are ``values``."""
         runs = self._runs  # another thread may put those of other numbers there

@@ -28,6 +28,7 @@ from fxremat.passes.stages.signature import tensor_key
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
+from fxremat.report.memory import StepMemory
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import format_bytes
@@ -48,16 +49,24 @@ class Planned:
         rehearsal: tells what the step takes beside its calls; it holds the step's inputs.
             ``None`` where that is known, or will not be.
         note_overhead: keeps what was told.
+        record: finds what a step holds in memory; ``None`` where the plan says it.
     """
 
     plan: Plan
     graphs: Graphs
     rehearsal: Rehearsal | None = None
     note_overhead: Callable[[float], None] = lambda _seconds: None
+    record: Callable[[], StepMemory] | None = None
 
     def with_overhead(self, seconds: float) -> Planned:
         """The same, of a step that takes ``seconds`` beside its calls."""
         return replace(self, plan=self.plan.with_overhead(seconds), rehearsal=None)
+
+    def recorded(self) -> Planned:
+        """The same, its plan with what a step holds in memory."""
+        if self.record is None:
+            return self
+        return replace(self, plan=replace(self.plan, memory=self.record()), record=None)
 
 
 class Planner:
@@ -285,7 +294,7 @@ class Planner:
             beside=situation.described(self.step.joint),
         )
         way, found = fastest(ways, resolved)
-        plan, emitted = emit(
+        plan, emitted, record = emit(
             way,
             found,
             resolved,
@@ -297,12 +306,16 @@ class Planner:
             origin=origin,
             beside=situation.described(self.step.joint),
             sizes=situation.sizes,
+            roles=self.step.roles,
+            gradient_bytes=sum(situation.gradient_bytes(self.step.joint)),
         )
         if self.step.joint.device.type == "cuda" and self.step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
+        planned = Planned(plan, emitted, record=record)
         if self.step.costs is None and situation.sizes == self.step.sizes.hints:
-            self._store.put("plan", self._plan_key(origin, budget), Plan, plan)
-        return Planned(plan, emitted)
+            planned = planned.recorded()
+            self._store.put("plan", self._plan_key(origin, budget), Plan, planned.plan)
+        return planned
 
     def _with_overhead(self, planned: Planned) -> Planned:
         """``planned`` with what the step takes beside its calls, or a way to find that."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
 
 from fxremat.costs.cost import Measured, Progress
 from fxremat.frontend.emission import Graphs, record_decision, write_graphs
+from fxremat.frontend.record import record_memory
 from fxremat.ir import Origin, RecordedCosts
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.sizes import Values
@@ -22,6 +24,7 @@ from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Surroundings
 from fxremat.planner.transfers import HostMemory, Moved, Transfers
 from fxremat.report.frontier import frontier_of
+from fxremat.report.memory import Kind, StepMemory
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
@@ -166,8 +169,10 @@ def emit(
     origin: Origin,
     beside: tuple[tuple[str, int], ...],
     sizes: Values = (),
-) -> tuple[Plan, Graphs]:
-    """Write the graphs of a schedule, and the plan that tells of them.
+    roles: Mapping[int, Kind] | None = None,
+    gradient_bytes: int = 0,
+) -> tuple[Plan, Graphs, Callable[[], StepMemory]]:
+    """Write the graphs of a schedule, the plan that tells of them, and how to find its memory.
 
     Args:
         way: where the schedule was found.
@@ -181,6 +186,8 @@ def emit(
         origin: what the plan holds for.
         beside: what the call found beside the graphs, and its bytes.
         sizes: a number for each symbol of the graph.
+        roles: what primals are, where known.
+        gradient_bytes: of the gradients that exist before the step.
     """
     search, chosen = way.search, found.candidate
     line, evaluation = search.measured.line, found.evaluation
@@ -234,7 +241,16 @@ def emit(
         waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
         measured=way.costs,
     )
-    return plan, graphs
+    record = partial(
+        record_memory,
+        program,
+        around,
+        search.allocations.footprints,
+        found.moves,
+        roles=roles or {},
+        gradient_bytes=gradient_bytes,
+    )
+    return plan, graphs, record
 
 
 def _held_bytes(line: Line, held: Tensors) -> tuple[int, ...]:

@@ -44,11 +44,13 @@ class Step:
         allocates: storages that its results take.
         releases: storages whose last reader it is, the block's inputs among them.
         workspace_bytes: needed while it runs.
+        node: the operation.
     """
 
     allocates: tuple[int, ...]
     releases: tuple[int, ...]
     workspace_bytes: int
+    node: fx.Node | None = None
 
 
 def steps_of(
@@ -78,7 +80,7 @@ def steps_of(
         second = storages.total(s for s in results if s in present)
         present.update(new)
         releases = tuple(s for s, last in last_use.items() if last == i and s not in staying)
-        steps.append(Step(new, releases, workspace_bytes(node, block) + second))
+        steps.append(Step(new, releases, workspace_bytes(node, block) + second, node))
     return tuple(steps)
 
 
@@ -137,7 +139,11 @@ class Footprints:
 
     def requests(self, block: Block, *, kept: frozenset[int]) -> tuple[Request, ...]:
         """What ``block`` asks of the allocator while others hold the storages ``kept``."""
+        return requests_of(self.steps(block), self._storages, kept=kept & block.reads)
+
+    def steps(self, block: Block) -> tuple[Step, ...]:
+        """What each operation of ``block`` does."""
         if id(block) not in self._steps:  # the entry keeps the block, so its id, alive
             steps = steps_of(block, self._storages, self._workspace_bytes)
             self._steps[id(block)] = (block, steps)
-        return requests_of(self._steps[id(block)][1], self._storages, kept=kept & block.reads)
+        return self._steps[id(block)][1]

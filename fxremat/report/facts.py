@@ -14,6 +14,7 @@ from fxremat.ir import (
     Timeline,
 )
 from fxremat.report.frontier import Frontier
+from fxremat.report.memory import StepMemory
 from fxremat.units import Counted
 
 
@@ -57,6 +58,8 @@ class PlanFacts:
         beside: what the call that it was made for found beside what every call does, and bytes.
         sizes: that it is for, by the names that they have in the code.
         waiting_bytes: what a step holds between its forward and its backward, without a loss.
+        memory: the tensors that it holds, instant by instant; empty for a plan that was not made
+            of a model.
     """
 
     budget_bytes: int
@@ -88,6 +91,7 @@ class PlanFacts:
     beside: tuple[tuple[str, int], ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
     waiting_bytes: int = 0
+    memory: StepMemory = field(default_factory=StepMemory, repr=False)
 
     @property
     def counted_bytes(self) -> int:

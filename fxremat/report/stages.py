@@ -67,13 +67,13 @@ class StageStory:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the first forward keeps all that the backward needs."""
-        return self.runs[0].keep is Keep.ALL and not self.is_kept_in_part
+        """Whether all of its saved set is held from its first forward to its backward."""
+        return not self.again and not self.rebuilt_s and self.held_bytes == self.saved_bytes
 
     @property
     def is_kept_in_part(self) -> bool:
-        """Whether the first forward keeps what its backward rebuilds the rest from."""
-        return self.runs[0].keep is Keep.ALL and self.rebuilt_s > 0
+        """Whether its backward alone rebuilds what is not held."""
+        return not self.again and self.rebuilt_s > 0
 
     @property
     def again(self) -> tuple[Run, ...]:
@@ -106,7 +106,9 @@ def tell_stages(plan: PlanFacts) -> tuple[StageStory, ...]:
         saved_bytes = chain.nbytes(saved)
         held_bytes = chain.nbytes(saved & _held(plan, runs, index)) + plan.held_bytes[index]
         held_bytes = min(held_bytes, saved_bytes)
-        rebuilt_s = max(backward_s.get(index, 0.0) - costs.backward_s, 0.0)
+        # A backward beside copies is slower, too.
+        in_part = runs[index][-1].option > 0
+        rebuilt_s = max(backward_s.get(index, 0.0) - costs.backward_s, 0.0) if in_part else 0.0
         stories.append(
             StageStory(
                 index=index,

@@ -1,0 +1,223 @@
+"""What a step holds in memory, as plain data for people."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from fxremat.passes.emit.program import Call, Program
+from fxremat.passes.emit.travel import Move
+from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.stages.linearize import Line
+from fxremat.planner.allocations import TANGENTS, requests_of_step
+from fxremat.planner.footprint import WORKSPACE, Footprints, Request
+from fxremat.planner.surroundings import Surroundings
+from fxremat.report.memory import Kind, Life, StepMemory, Tensor
+from fxremat.report.modules import common_module
+
+_ROOT = re.compile(r"^L\['\w+'\]\.?(fxremat_model\.?)?")
+"""How Dynamo names the captured module itself, within ``Detaching`` or not."""
+
+
+def record_memory(
+    program: Program,
+    surroundings: Surroundings,
+    footprints: Footprints,
+    moves: tuple[Move, ...],
+    *,
+    roles: Mapping[int, Kind],
+    gradient_bytes: int,
+) -> StepMemory:
+    """What is held while ``program`` runs.
+
+    Args:
+        program: the calls.
+        surroundings: what is held beside them.
+        footprints: of its line.
+        moves: what travels.
+        roles: what primals are, where known.
+        gradient_bytes: of the gradients that exist before the step.
+
+    Ensures: the most at the instants of a call, and what is held at the last of them, is what an
+        evaluation has for it.
+    """
+    line = program.line
+    requests = requests_of_step(program, surroundings, footprints, moves)
+    record = _Record(line)
+    for tensor in _given(line.joint, surroundings, roles, gradient_bytes):
+        record.take(tensor, (tensor.kind, 0))
+    calls: list[int] = []
+    turn = 0
+    for index, (call, asked) in enumerate(zip(program.calls, requests.calls, strict=True)):
+        if index == program.turn:
+            turn = record.turn(requests.turn, surroundings)
+        released = sum(m.release == index < program.turn for m in moves)
+        record.follow(asked[:released])
+        calls.append(record.next())
+        record.follow(asked[released:], _workspaces(call, footprints))
+        record.next()
+    if program.turn == len(program.calls):
+        turn = record.turn(requests.turn, surroundings)
+    end = record.next()
+    record.follow(requests.end, [Tensor("copy of a gradient", 0, Kind.WORKSPACES)])
+    modules = tuple(common_module(map(module_of, s.forward or s.backward)) for s in line.stages)
+    return StepMemory(*record.done(), tuple(calls), turn, end, modules)
+
+
+def _given(
+    joint: JointGraph, surroundings: Surroundings, roles: Mapping[int, Kind], gradient_bytes: int
+) -> Iterator[Tensor]:
+    """What is there before the step, summed up by its kind."""
+    table = joint.storages
+    storages: dict[Kind, set[int]] = {
+        kind: set() for kind in (Kind.PARAMETERS, Kind.BUFFERS, Kind.INPUTS)
+    }
+    seen: set[int] = set()
+    for index, node in enumerate((*joint.primals, *joint.constants)):
+        is_primal = index < len(joint.primals)
+        likely = is_primal and joint.backward_outputs[index] is not None
+        kind = roles.get(index, Kind.PARAMETERS if likely else Kind.INPUTS)
+        new = {*table.of_node[node]} - seen
+        storages[kind if is_primal else Kind.BUFFERS] |= new
+        seen |= new
+    for kind, own in storages.items():
+        yield Tensor(f"{len(own)} {kind.value}", table.total(own), kind)
+    yield Tensor("gradients that exist", gradient_bytes, Kind.GRADIENTS)
+    other = surroundings.given_bytes - table.total(seen) - gradient_bytes
+    yield Tensor("optimizer state, reserve and what else is held", other, Kind.OTHER)
+
+
+def _workspaces(call: Call, footprints: Footprints) -> Iterator[Tensor]:
+    """Of the operations of a call that have one, in order; how large, their requests say."""
+    for step in footprints.steps(call.block):
+        if step.workspace_bytes > 0 and step.node is not None:
+            name, operation = f"workspace of {step.node.name}", _operation(step.node)
+            module = module_of(step.node)
+            yield Tensor(name, 0, Kind.WORKSPACES, call.op.stage, operation, module)
+
+
+_LOSS = Tensor("loss outside the model", 0, Kind.LOSS)
+_TANGENT = Tensor("gradient of an output", 0, Kind.LOSS)
+
+Key = tuple[Kind | None, int]
+"""By which a tensor is given back: a storage, or what no storage is known of."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """Requests as lives of tensors."""
+
+    line: Line
+    tensors: dict[Tensor, int] = field(default_factory=dict)
+    lives: list[Life] = field(default_factory=list)
+    open: defaultdict[Key, list[tuple[Tensor, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    known: dict[int, Tensor] = field(default_factory=dict)
+    gradients: frozenset[int] = frozenset()
+    forward: frozenset[fx.Node] = frozenset()
+    now: int = 0
+    gave: bool = False
+
+    def __post_init__(self) -> None:
+        joint = self.line.joint
+        results = (node for node in joint.backward_outputs if isinstance(node, fx.Node))
+        self.gradients = joint.storages.of(results)
+        self.forward = frozenset(joint.forward)
+
+    def next(self) -> int:
+        """Begin an instant."""
+        self.now, self.gave = self.now + 1, False
+        return self.now
+
+    def take(self, tensor: Tensor, key: Key) -> None:
+        """A tensor is held from now on."""
+        if self.gave:
+            self.next()
+        self.open[key].append((tensor, self.now))
+
+    def give(self, key: Key) -> Tensor:
+        """It is not, from the next instant on."""
+        tensor, begin = self.open[key].pop()
+        self._live(tensor, begin, self.now + 1)
+        self.gave = True
+        return tensor
+
+    def follow(self, requests: Iterable[Request], workspaces: Iterable[Tensor] = ()) -> None:
+        """Take and give what is asked for."""
+        workspaces = iter(workspaces)
+        for key, nbytes in requests:
+            if nbytes < 0:
+                self.give((None, key))
+            elif key == WORKSPACE:
+                self.take(replace(next(workspaces, _LOSS), nbytes=nbytes), (None, key))
+            elif key <= TANGENTS:
+                self.take(replace(_TANGENT, nbytes=nbytes), (None, key))
+            else:
+                self.take(self._of(key), (None, key))
+
+    def turn(self, requests: tuple[Request, ...], surroundings: Surroundings) -> int:
+        """The turn; returns its instant."""
+        released = sum(key >= 0 for key, _ in requests)
+        self.follow(requests[:released])
+        instant = self.next()
+        self.follow(requests[released:])
+        # Gradients that are there in the forward only are taken off those of the outputs.
+        gone = sum(surroundings.tangent_each_bytes) - surroundings.tangent_bytes
+        if gone > 0:
+            tensor = self.give((Kind.GRADIENTS, 0))
+            left = replace(tensor, nbytes=tensor.nbytes - gone)
+            self.open[Kind.GRADIENTS, 0].append((left, self.now + 1))
+        return instant
+
+    def done(self) -> tuple[tuple[Tensor, ...], tuple[Life, ...]]:
+        """All tensors, and their lives: what is not given back is held until the end."""
+        end = self.now + 1
+        for own in self.open.values():
+            for tensor, begin in own:
+                self._live(tensor, begin, end)
+        self.lives.sort(key=lambda life: (life.begin, life.tensor))
+        return tuple(self.tensors), tuple(self.lives)
+
+    def _live(self, tensor: Tensor, begin: int, end: int) -> None:
+        if tensor.nbytes:
+            self.lives.append(Life(self.tensors.setdefault(tensor, len(self.tensors)), begin, end))
+
+    def _of(self, storage: int) -> Tensor:
+        if storage not in self.known:
+            joint = self.line.joint
+            owner = joint.storages.owner[storage]
+            if storage in self.gradients:
+                kind = Kind.GRADIENTS
+            elif owner in self.forward:
+                kind = Kind.ACTIVATIONS
+            else:
+                kind = Kind.PASSING
+            self.known[storage] = Tensor(
+                owner.name,
+                joint.storages.nbytes[storage],
+                kind,
+                self.line.stage_of.get(owner, -1),
+                _operation(owner),
+                module_of(owner),
+            )
+        return self.known[storage]
+
+
+def _operation(node: fx.Node) -> str:
+    """Its name without namespace and overload, e.g. ``"addmm"``."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet))
+
+
+def module_of(node: fx.Node) -> str:
+    """Where in the model an operation, or the one that it is the backward of, comes from."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return _ROOT.sub("", str(path))

@@ -1,0 +1,129 @@
+"use strict";
+/* Figures, legend, summary. */
+function showFigures() {
+  element("budget").textContent = bytes(plan.budget_bytes);
+  const more = plan.baseline_s ? plan.predicted_s / plan.baseline_s : 1;
+  const figures = [
+    ["predicted peak", bytes(plan.counted_bytes), "counted_bytes",
+      `${((100 * plan.counted_bytes) / plan.budget_bytes).toFixed(1)} % of the budget`],
+    ["with everything kept", bytes(plan.baseline_bytes), "baseline_bytes", ""],
+    ["least feasible budget", bytes(plan.least_budget_bytes), "least_budget_bytes", ""],
+    ["predicted time", seconds(plan.predicted_s), "predicted_s", `${more.toFixed(3)} × everything kept`],
+  ];
+  if (plan.host_bytes) figures.push(["host memory", bytes(plan.host_bytes), "host_bytes", ""]);
+  element("figures").replaceChildren();
+  for (const [name, text, field, note] of figures) {
+    const item = add(element("figures"), "li");
+    add(item, "small", name);
+    add(item, "b", text, { id: field }).dataset.value = plan[field];
+    add(item, "small", note || " ");
+  }
+  element("legend").replaceChildren();
+  [...plan.areas].reverse().forEach((area, i) => {
+    const index = plan.areas.length - 1 - i;
+    const item = add(element("legend"), "li");
+    add(item, "i").style.background = colour(area);
+    const peak = heights[index].reduce((a, b) => Math.max(a, b));
+    add(item, "span", `${area.name}, ${bytes(peak)}`);
+    item.addEventListener("mouseenter", () => mark((life) => life.area === index));
+    item.addEventListener("mouseleave", () => mark(null));
+  });
+  element("summary").replaceChildren();
+  for (const [name, text] of plan.summary) {
+    add(element("summary"), "dt", name);
+    add(element("summary"), "dd", text);
+  }
+}
+
+/* The frontier. */
+function showFrontier() {
+  const svg = element("frontier");
+  svg.replaceChildren();
+  const make = (tag, fields, text) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(fields)) made.setAttribute(name, value);
+    if (text) made.textContent = text;
+    svg.append(made);
+    return made;
+  };
+  const own = [plan.counted_bytes, plan.predicted_s];
+  const all = [...plan.frontier, own];
+  const [x0, x1] = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]), plan.budget_bytes)];
+  const [y0, y1] = [Math.min(...all.map((p) => p[1])), Math.max(...all.map((p) => p[1]))];
+  const x = (n) => 62 + (458 * (n - x0)) / (x1 - x0 || 1);
+  const y = (s) => 250 - (216 * (s - y0)) / (y1 - y0 || 1);
+  for (let i = 0; i <= 4; i++) {
+    const s = y0 + ((y1 - y0) * i) / 4, n = x0 + ((x1 - x0) * i) / 4;
+    make("line", { x1: 62, x2: 520, y1: y(s), y2: y(s), stroke: "var(--line)" });
+    make("text", { x: 54, y: y(s) + 4, "text-anchor": "end" }, seconds(s));
+    make("text", { x: x(n), y: 272, "text-anchor": "middle" }, bytes(n));
+  }
+  make("text", { x: 291, y: 292, "text-anchor": "middle" }, "budget");
+  make("line", { x1: x(plan.budget_bytes), x2: x(plan.budget_bytes), y1: 24, y2: 250,
+    stroke: "var(--accent)", "stroke-dasharray": "5 4" });
+  const points = plan.frontier;
+  let path = "";
+  points.forEach(([n, s], i) => { path += i ? `H${x(n)}V${y(s)}` : `M${x(n)} ${y(s)}`; });
+  make("path", { d: `${path}H${x(x1)}`, fill: "none", stroke: "var(--forward)", "stroke-width": 2 });
+  if (points.length < 200) for (const [n, s] of points) {
+    const dot = make("circle", { cx: x(n), cy: y(s), r: 2.6, fill: "var(--forward)" });
+    dot.addEventListener("mousemove", (event) => tell([["b", bytes(n)], ["span", seconds(s)]], event));
+    dot.addEventListener("mouseleave", (event) => tell([], event));
+  }
+  make("circle", { cx: x(own[0]), cy: y(own[1]), r: 6, fill: "none", stroke: "var(--accent)",
+    "stroke-width": 2 });
+}
+
+/* The table. */
+const headings = [
+  ["stage", "stage", String], ["module", "module"], ["forward", "forward_s", seconds],
+  ["boundary", "boundary_bytes", bytes], ["saved", "saved_bytes", bytes],
+  ["held", "held_bytes", bytes], ["on the host", "moved_bytes", bytes],
+  ["again", "extra_s", seconds], ["what happens to it, and why", "fate"],
+];
+let sorted = ["stage", 1];
+
+function showTable() {
+  const shown = headings.filter(([, field]) => plan.stages.some((stage) => stage[field]));
+  const [head, body] = [document.querySelector("thead"), document.querySelector("tbody")];
+  head.replaceChildren();
+  body.replaceChildren();
+  const row = add(head, "tr");
+  for (const [name, field, format] of shown) {
+    const cell = add(row, "th", name, { className: format ? "number" : "" });
+    cell.dataset.field = field;
+    if (field === sorted[0]) cell.ariaSort = sorted[1] > 0 ? "ascending" : "descending";
+    cell.addEventListener("click", () => {
+      sorted = [field, field === sorted[0] ? -sorted[1] : format && field !== "stage" ? -1 : 1];
+      showTable();
+    });
+  }
+  const [by, sign] = sorted;
+  const order = (a, b) => (a[by] < b[by] ? -sign : a[by] > b[by] ? sign : a.stage - b.stage);
+  for (const stage of [...plan.stages].sort(order)) {
+    const line = add(body, "tr");
+    for (const [, field, format] of shown) {
+      const text = format ? format(stage[field]) : stage[field];
+      const cell = add(line, "td", text, { className: format ? "number" : field });
+      cell.dataset[field] = stage[field];
+    }
+    line.addEventListener("mouseenter", () =>
+      mark((life) => plan.tensors[life.tensor][2] === stage.stage));
+    line.addEventListener("mouseleave", () => mark(null));
+  }
+}
+
+function show() {
+  showFigures();
+  showFrontier();
+  showTable();
+  draw();
+}
+
+const asked = location.hash.slice(1);
+const dark = asked ? asked === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+document.documentElement.dataset.theme = dark ? "dark" : "light";
+document.body.dataset.peakBytes = totals.reduce((a, b) => Math.max(a, b), 0);
+listen();
+show();
+document.body.dataset.drawn = "yes";

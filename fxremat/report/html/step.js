@@ -1,0 +1,371 @@
+"use strict";
+const plan = JSON.parse(document.getElementById("data").textContent);
+const element = (id) => document.getElementById(id);
+const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/* Bytes and seconds for people, as everywhere in fxremat. */
+function bytes(n) {
+  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
+    if (Math.abs(n) < 1024) return unit === "B" ? `${n.toFixed(0)} B` : `${n.toFixed(1)} ${unit}`;
+    n /= 1024;
+  }
+  return `${n.toFixed(1)} TiB`;
+}
+function seconds(s) {
+  for (const [unit, factor] of [["s", 1], ["ms", 1e3], ["µs", 1e6]])
+    if (s * factor >= 1 || unit === "µs") return `${Number((s * factor).toPrecision(3))} ${unit}`;
+}
+function add(parent, tag, text, fields = {}) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  Object.assign(made, fields);
+  parent.append(made);
+  return made;
+}
+
+/* The step: instants on an axis of seconds with a gap for the turn, and one after the end. */
+const count = plan.times_s.length;
+const gap = plan.makespan_s * 0.015 || 1;
+const turnS = plan.times_s[plan.turn];
+const begins = plan.times_s.map((t, i) => (i > plan.turn ? t + gap : t));
+const whole = [0, Math.max(begins[count - 1], plan.makespan_s + gap) + gap];
+const onAxis = (t, isEnd) => (t > turnS || (t === turnS && !isEnd) ? t + gap : t);
+
+/* Lives: tensor, first instant, instant after the last, area. Lowest area first. */
+const lives = [];
+for (let i = 0; i < plan.lives.length; i += 4) {
+  const [tensor, begin, end, area] = plan.lives.slice(i, i + 4);
+  lives.push({ tensor, begin, end, area, nbytes: plan.tensors[tensor][1] });
+}
+const heights = plan.areas.map(() => new Float64Array(count + 1));
+for (const life of lives) {
+  heights[life.area][life.begin] += life.nbytes;
+  heights[life.area][life.end] -= life.nbytes;
+}
+const totals = new Float64Array(count);
+for (const height of heights)
+  for (let i = 0, now = 0; i < count; i++) {
+    now += height[i];
+    height[i] = now;
+    totals[i] += now;
+  }
+for (const stage of plan.stages) stage.fate = `${stage.what}: ${stage.why}`;
+const stageOf = new Map(plan.stages.map((stage) => [stage.stage, stage]));
+const copies = plan.events.filter((event) => event[1] !== "compute");
+
+function colour(area) {
+  const bands = plan.areas.filter((a) => a.kind === "ACTIVATIONS" && a.band >= 0).length;
+  const dark = document.documentElement.dataset.theme === "dark";
+  if (area.kind === "ACTIVATIONS") {
+    const depth = area.band < 0 ? 0 : area.band / Math.max(1, bands - 1);
+    return `hsl(${172 + 48 * depth} ${36 + 12 * depth}% ${dark ? 34 + 20 * depth : 72 - 24 * depth}%)`;
+  }
+  const shade = { BUFFERS: 82, INPUTS: 66, OTHER: 50 }[area.kind];
+  if (area.kind === "PARAMETERS") return theme("--given");
+  if (shade) return `color-mix(in srgb, ${theme("--given")} ${shade}%, ${theme("--card")})`;
+  const names = { GRADIENTS: "--gradients", PASSING: "--passing", WORKSPACES: "--work" };
+  return theme(names[area.kind] || "--loss");
+}
+
+/* Layout of the picture, in CSS pixels. */
+const left = 74, right = 12, top0 = 16, memoryHeight = 340, laneHeight = 17, laneGap = 5;
+const hostHeight = plan.host_bytes ? 46 : 0;
+const lanes = ["compute", "D2H", "H2D"].filter((lane) => lane === "compute" || copies.length);
+const laneNames = { compute: "compute", D2H: "to host", H2D: "from host" };
+const lanesTop = top0 + memoryHeight + 30 + (hostHeight ? hostHeight + 12 : 0);
+const fullHeight = lanesTop + lanes.length * (laneHeight + laneGap) + 2;
+const most = Math.max(plan.budget_bytes, plan.peak_bytes) * 1.07;
+let view = whole, columns = [], width = 0;
+
+const toX = (u) => left + ((u - view[0]) / (view[1] - view[0])) * (width - left - right);
+const toU = (x) => view[0] + ((x - left) / (width - left - right)) * (view[1] - view[0]);
+const toY = (n) => top0 + memoryHeight * (1 - n / most);
+
+function instantAt(u) {
+  let low = 0, high = count - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (begins[middle] <= u) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+/* For each column of pixels the instant at which most is held, so that no peak is lost. */
+function chooseColumns(scale) {
+  columns = [];
+  for (let x = left; x < width - right; x += 1 / scale) {
+    const last = instantAt(toU(x + 1 / scale));
+    let best = instantAt(toU(x));
+    for (let i = best + 1; i <= last; i++) if (totals[i] > totals[best]) best = i;
+    columns.push(best);
+  }
+}
+
+function prepare(canvas) {
+  const scale = window.devicePixelRatio || 1;
+  width = element("step").clientWidth;
+  canvas.width = width * scale;
+  canvas.height = fullHeight * scale;
+  canvas.style.height = `${fullHeight}px`;
+  const pen = canvas.getContext("2d");
+  pen.scale(scale, scale);
+  pen.font = "11px system-ui, sans-serif";
+  pen.textBaseline = "middle";
+  return [pen, scale];
+}
+
+function draw() {
+  const [pen, scale] = prepare(element("memory"));
+  prepare(element("marks"));
+  chooseColumns(scale);
+  drawScale(pen);
+  const base = new Float64Array(columns.length);
+  plan.areas.forEach((area, index) => {
+    pen.fillStyle = colour(area);
+    runs(columns.length, (c) => columns[c], (from, to) => {
+      const nbytes = heights[index][columns[from]];
+      const y = toY(base[from] + nbytes);
+      if (nbytes) pen.fillRect(left + from / scale, y, (to - from) / scale, toY(base[from]) - y);
+      for (let c = from; c < to; c++) base[c] += nbytes;
+    });
+  });
+  drawBudget(pen);
+  if (hostHeight) drawHost(pen);
+  drawLanes(pen);
+}
+
+/* Calls `each` for runs of equal values. */
+function runs(length, value, each) {
+  for (let from = 0; from < length; ) {
+    let to = from + 1;
+    while (to < length && value(to) === value(from)) to++;
+    each(from, to);
+    from = to;
+  }
+}
+
+function step(range, wanted) {
+  const raw = range / wanted, power = 10 ** Math.floor(Math.log10(raw));
+  return [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw);
+}
+
+function drawScale(pen) {
+  pen.strokeStyle = theme("--line");
+  pen.fillStyle = theme("--soft");
+  pen.lineWidth = 1;
+  const unit = 1024 ** Math.max(0, Math.floor(Math.log(most) / Math.log(1024)));
+  const every = step(most / unit, 6) * unit;
+  pen.textAlign = "right";
+  for (let n = 0; n <= most; n += every) {
+    const y = Math.round(toY(n)) + 0.5;
+    pen.beginPath(); pen.moveTo(left, y); pen.lineTo(width - right, y); pen.stroke();
+    pen.fillText(bytes(n), left - 8, y);
+  }
+  pen.textAlign = "center";
+  const perTick = step(view[1] - view[0], 8);
+  for (let t = 0; t <= plan.makespan_s; t += perTick) {
+    const x = toX(onAxis(t, true));
+    if (x < left || x > width - right) continue;
+    pen.fillText(t ? seconds(t) : "0", x, top0 + memoryHeight + 12);
+  }
+  const atTurn = [toX(turnS), toX(turnS + gap)];
+  if (atTurn[0] > left && atTurn[1] < width - right) {
+    pen.fillText("turn", (atTurn[0] + atTurn[1]) / 2, top0 - 8);
+  }
+}
+
+function drawBudget(pen) {
+  const y = Math.round(toY(plan.budget_bytes)) + 0.5;
+  pen.strokeStyle = pen.fillStyle = theme("--accent");
+  pen.setLineDash([6, 4]);
+  pen.beginPath(); pen.moveTo(left, y); pen.lineTo(width - right, y); pen.stroke();
+  pen.setLineDash([]);
+  pen.textAlign = "left";
+  pen.fillText(`budget ${bytes(plan.budget_bytes)}`, left + 6, y - 8);
+}
+
+/* Host memory from the start of each copy there to the end of that back. */
+function drawHost(pen) {
+  const changes = [];
+  for (const [, lane, begin, end, , nbytes] of copies)
+    changes.push(lane === "D2H" ? [onAxis(begin), nbytes] : [onAxis(end, true), -nbytes]);
+  changes.sort((a, b) => a[0] - b[0]);
+  const bottom = top0 + memoryHeight + 26 + hostHeight;
+  const scale = (hostHeight - 6) / plan.host_bytes;
+  pen.save();
+  pen.beginPath(); pen.rect(left, 0, width - left - right, fullHeight); pen.clip();
+  pen.fillStyle = theme("--copy");
+  pen.globalAlpha = 0.65;
+  let now = 0;
+  changes.forEach(([u, change], i) => {
+    now += change;
+    const next = i + 1 < changes.length ? changes[i + 1][0] : u;
+    const x = Math.round(toX(u));
+    pen.fillRect(x, bottom - now * scale, Math.round(toX(next)) - x, now * scale);
+  });
+  pen.restore();
+  pen.fillStyle = theme("--soft");
+  pen.textAlign = "right";
+  pen.fillText("host", left - 8, bottom - hostHeight / 2 + 6);
+  pen.fillText(bytes(plan.host_bytes), left - 8, bottom - hostHeight / 2 - 7);
+}
+
+const laneY = (lane) => lanesTop + lanes.indexOf(lane) * (laneHeight + laneGap);
+
+function drawLanes(pen) {
+  pen.textAlign = "right";
+  for (const lane of lanes) {
+    pen.fillStyle = theme("--soft");
+    pen.fillText(laneNames[lane], left - 8, laneY(lane) + laneHeight / 2);
+    pen.fillStyle = theme("--line");
+    pen.fillRect(left, laneY(lane), width - left - right, laneHeight);
+  }
+  pen.save();
+  pen.beginPath(); pen.rect(left, lanesTop, width - left - right, fullHeight); pen.clip();
+  for (const [op, lane, begin, end] of plan.events) {
+    const x = toX(onAxis(begin)), wide = toX(onAxis(end, true)) - x;
+    const again = op.startsWith("F") && begin >= turnS;
+    const name = lane !== "compute" ? "--copy" : again ? "--again" : op.startsWith("B") ? "--backward" : "--forward";
+    pen.fillStyle = theme(name);
+    pen.fillRect(x, laneY(lane), Math.max(wide - (wide > 3 ? 0.7 : 0), 0.6), laneHeight);
+  }
+  pen.restore();
+}
+
+/* What is pointed at. */
+function lifeAt(x, y) {
+  const scale = window.devicePixelRatio || 1;
+  const instant = columns[Math.floor((x - left) * scale)];
+  let from = 0;
+  for (const life of lives) {
+    if (life.begin > instant || life.end <= instant) continue;
+    if (y <= toY(from) && y > toY(from + life.nbytes)) return life;
+    from += life.nbytes;
+  }
+  return null;
+}
+
+function eventAt(x, y) {
+  const lane = lanes.find((l) => y >= laneY(l) && y <= laneY(l) + laneHeight);
+  const u = toU(x);
+  return lane && plan.events.find((e) => e[1] === lane && onAxis(e[2]) <= u && u <= onAxis(e[3], true));
+}
+
+/* The first column that shows `instant` or a later one. */
+function columnFrom(instant) {
+  let low = 0, high = columns.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (columns[middle] < instant) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/* Draws over all lives for which `wanted` holds. */
+function mark(wanted) {
+  const [pen, scale] = prepare(element("marks"));
+  if (!wanted) return;
+  const base = new Float64Array(columns.length);
+  pen.fillStyle = theme("--ink");
+  pen.globalAlpha = 0.55;
+  for (const life of lives) {
+    const shown = wanted(life), last = columnFrom(life.end);
+    for (let c = columnFrom(life.begin); c < last; c++) {
+      if (shown) {
+        const y = toY(base[c] + life.nbytes);
+        pen.fillRect(left + c / scale, y, 1 / scale, toY(base[c]) - y);
+      }
+      base[c] += life.nbytes;
+    }
+  }
+}
+
+const tip = element("tip");
+function tell(lines, event) {
+  tip.replaceChildren();
+  lines.filter((line) => line && line[1]).forEach(([tag, text]) => {
+    add(add(tip, "div"), tag, text);
+  });
+  tip.hidden = !lines.length;
+  const x = Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8);
+  const below = event.clientY + 16 + tip.offsetHeight < window.innerHeight;
+  tip.style.left = `${x}px`;
+  tip.style.top = `${below ? event.clientY + 16 : event.clientY - 10 - tip.offsetHeight}px`;
+}
+
+const fate = (stage) => stageOf.get(stage)?.fate ?? "";
+
+function aboutLife(life) {
+  const [name, nbytes, stage, operation, module, kind] = plan.tensors[life.tensor];
+  const own = lives.filter((other) => other.tensor === life.tensor);
+  const again = own.indexOf(life) > 0 && life.begin > plan.turn && kind === "ACTIVATIONS";
+  const travelled = copies.some((copy) => copy[0] === `copy ${name}`);
+  const made = operation ? `${operation}${module ? ` in ${module}` : ""}` : "";
+  const how = again ? (travelled ? "back from the host" : "computed again") : "";
+  return [
+    ["b", name],
+    ["div", `${bytes(nbytes)} of ${plan.areas[life.area].kind === kind ? label(kind) : name}`],
+    ["span", [made, how].filter(Boolean).join(", ")],
+    ["span", stage >= 0 ? `stage ${stage}` : ""],
+    ["span", kind === "ACTIVATIONS" ? fate(stage) : ""],
+  ];
+}
+
+const label = (kind) => ({
+  PARAMETERS: "parameters", BUFFERS: "buffers", INPUTS: "inputs", OTHER: "what is beside the step",
+  GRADIENTS: "gradients", ACTIVATIONS: "activations", PASSING: "gradients passed on",
+  WORKSPACES: "workspaces", LOSS: "the loss",
+})[kind];
+
+function aboutEvent([op, , begin, end, stage, nbytes, peak]) {
+  const module = stageOf.get(stage)?.module;
+  return [
+    ["b", op],
+    ["div", `${seconds(end - begin)}, from ${seconds(begin)} on`],
+    ["span", nbytes ? bytes(nbytes) : `peak ${bytes(peak)}`],
+    ["span", `stage ${stage}${module ? `, ${module}` : ""}`],
+    ["span", fate(stage)],
+  ];
+}
+
+let dragged = null;
+function onMove(event) {
+  const box = element("marks").getBoundingClientRect();
+  const x = event.clientX - box.left, y = event.clientY - box.top;
+  if (dragged !== null) {
+    const [pen] = prepare(element("marks"));
+    pen.fillStyle = theme("--ink");
+    pen.globalAlpha = 0.12;
+    pen.fillRect(Math.min(x, dragged), top0, Math.abs(x - dragged), fullHeight - top0);
+    return;
+  }
+  const inside = x >= left && x < width - right;
+  const life = inside && y < top0 + memoryHeight ? lifeAt(x, y) : null;
+  const happens = inside && !life ? eventAt(x, y) : null;
+  if (life) mark((other) => other.tensor === life.tensor);
+  else mark(happens && ((other) => plan.tensors[other.tensor][2] === happens[4]));
+  tell(life ? aboutLife(life) : happens ? aboutEvent(happens) : [], event);
+}
+
+function listen() {
+  const marks = element("marks");
+  const at = (event) => event.clientX - marks.getBoundingClientRect().left;
+  marks.addEventListener("mousemove", onMove);
+  marks.addEventListener("mouseleave", (event) => { dragged = null; mark(null); tell([], event); });
+  marks.addEventListener("mousedown", (event) => { dragged = at(event); tell([], event); });
+  marks.addEventListener("mouseup", (event) => {
+    const [a, b] = [dragged, at(event)].sort((p, q) => p - q);
+    dragged = null;
+    if (b - a > 6) view = [Math.max(toU(a), whole[0]), Math.min(toU(b), whole[1])];
+    draw();
+  });
+  marks.addEventListener("dblclick", () => { view = whole; draw(); });
+  window.addEventListener("resize", draw);
+  element("theme").addEventListener("click", () => {
+    const root = document.documentElement.dataset;
+    root.theme = root.theme === "dark" ? "light" : "dark";
+    show();
+  });
+}

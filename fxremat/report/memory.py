@@ -1,0 +1,117 @@
+"""Which tensors a step holds, from which instant to which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+
+from fxremat.ir import Lane, Timeline
+
+
+class Kind(Enum):
+    """What memory is held for."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    INPUTS = "inputs"
+    OTHER = "beside the step"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+    PASSING = "gradients passed on"
+    WORKSPACES = "workspaces"
+    LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A storage, a workspace, or several tensors of one kind that are there all the time.
+
+    Attributes:
+        name: of the tensor that it was made for.
+        nbytes: its size.
+        kind: what it is for.
+        stage: which stage makes it; -1: none.
+        operation: what makes it, e.g. ``"addmm"``.
+        module: where in the model that is, e.g. ``"blocks.3.mlp"``; empty where nobody knows.
+    """
+
+    name: str
+    nbytes: int
+    kind: Kind
+    stage: int = -1
+    operation: str = ""
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A tensor that is held from the instant ``begin`` on, until right before ``end``."""
+
+    tensor: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Memory of a step, instant by instant.
+
+    A new instant begins with each call, where memory is taken after some was given back, and once
+    the call is done: the most that is held at any time is held at one of them.
+
+    Attributes:
+        tensors: what is held.
+        lives: when, by ascending ``begin``.
+        calls: the first instant of each call, in the order of the plan's timeline.
+        turn: the instant between forward and backward.
+        end: the instant after the last call.
+        modules: of each stage, where in the model its operations are.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    lives: tuple[Life, ...] = ()
+    calls: tuple[int, ...] = ()
+    turn: int = 0
+    end: int = 0
+    modules: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Of instants."""
+        return self.end + 1 if self.lives else 0
+
+    def held_bytes(self, lives: tuple[Life, ...] | None = None) -> tuple[int, ...]:
+        """Bytes at each instant, of ``lives`` (all of them if ``None``)."""
+        changes = [0] * (self.count + 1)
+        for life in self.lives if lives is None else lives:
+            changes[life.begin] += self.tensors[life.tensor].nbytes
+            changes[life.end] -= self.tensors[life.tensor].nbytes
+        return tuple(accumulate(changes[:-1]))
+
+    def spans(self) -> Iterator[range]:
+        """The instants of each call; at the last of them it is done."""
+        for first, after in zip(self.calls, (*self.calls[1:], self.end), strict=True):
+            yield range(first, self.turn if first < self.turn < after else after)
+
+    def times(self, timeline: Timeline) -> tuple[float, ...]:
+        """Seconds at which each instant begins; those of a call are spread evenly over it.
+
+        Args:
+            timeline: of the plan that this is the memory of, predicted or measured.
+        """
+        found = [0.0] * self.count
+        runs = [event for event in timeline.events if event.lane is Lane.COMPUTE]
+        for span, run in zip(self.spans(), runs, strict=True):
+            for i, instant in enumerate(span):
+                share = i / max(len(span) - 1, 1)
+                found[instant] = run.start_s + (run.end_s - run.start_s) * share
+            if span.stop in (self.turn, self.end):
+                found[span.stop] = run.end_s
+        return tuple(found)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes at any instant."""
+        return max(self.held_bytes(), default=0)

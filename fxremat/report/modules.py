@@ -1,0 +1,64 @@
+"""Names of modules, for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+BETWEEN = " … "
+"""Between the first and the last of several."""
+
+
+def common_module(modules: Iterable[str]) -> str:
+    """The innermost module that several lie in; where they are of two blocks, both ends."""
+    found = list(dict.fromkeys(filter(None, modules)))
+    if not found:
+        return ""
+    first, last = found[0], found[-1]
+    columns = zip(*(name.split(".") for name in found), strict=False)
+    parts = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns)]
+    if not parts or block_of(first) != block_of(last):
+        return f"{first}{BETWEEN}{last}"
+    return ".".join(parts)
+
+
+def block_of(module: str) -> str:
+    """The outermost numbered module that one is in, else the outermost."""
+    parts = module.split(BETWEEN, maxsplit=1)[0].split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1 if numbers else 1])
+
+
+def blocks_of(modules: Iterable[str]) -> list[str]:
+    """The block of each stage; one of no module goes with what comes before it."""
+    blocks: list[str] = []
+    for module in modules:
+        blocks.append(block_of(module) or (blocks[-1] if blocks else ""))
+    return blocks
+
+
+def pattern_of(module: str) -> str:
+    """The name with stars in place of numbers: the same for repeated blocks."""
+    return _NUMBER.sub("*", module)
+
+
+def named(modules: Sequence[str]) -> str:
+    """Modules that follow each other: ``blocks.0–4.mlp``, or the first and the last."""
+    told = [module for module in modules if module]
+    if not told or told[0] == told[-1]:
+        return told[0] if told else ""
+    first, last = told[0].split("."), told[-1].split(".")
+    differ = [i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]]
+    if len(first) == len(last) and len(differ) == 1:
+        at = differ[0]
+        if first[at].isdigit() and last[at].isdigit():
+            return ".".join([*first[:at], f"{first[at]}–{last[at]}", *first[at + 1 :]])
+    return f"{told[0].split(BETWEEN)[0]}{BETWEEN}{told[-1].split(BETWEEN)[-1]}"
+
+
+def span(first: int, last: int) -> str:
+    """Numbers that follow each other."""
+    return str(first) if first == last else f"{first}–{last}"
