@@ -19,8 +19,8 @@ from fxremat.planner.surroundings import Surroundings
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
 from fxremat.report.modules import common_module
 
-_ROOT = re.compile(r"^L\['\w+'\]\.?(fxremat_model\.?)?")
-"""How Dynamo names the captured module itself, within ``Detaching`` or not."""
+_ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
+"""How Dynamo names the captured module itself, or the functions that call it."""
 
 
 def record_memory(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-import fxremat
 from fxremat.errors import CaptureError
 
 _REMEDIES = (
@@ -53,7 +52,7 @@ def refused(model: torch.nn.Module, cause: BaseException) -> CaptureError:
 
 def _lines_of(reason: str) -> list[str]:
     """The user's own lines that led there, once each."""
-    library = [str(Path(module.__file__ or "").parent) for module in (torch, fxremat)]
+    library = [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
     found: dict[str, None] = {}
     for frame in _FRAME.finditer(reason):
         if not frame["file"].startswith(tuple(library)):
