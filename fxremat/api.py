@@ -22,7 +22,7 @@ from fxremat.frontend.compiled import CompiledModule
 from fxremat.frontend.sample import Sample, call_without_data, check_sample
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
-from fxremat.frontend.untouched import generators_restored
+from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.planner.surroundings import Caller
 from fxremat.report.batches import Batches
 from fxremat.report.frontier import Frontier
@@ -131,7 +131,7 @@ def compile(
 
 def _compile(model: nn.Module, call: Sample, asked: Arguments) -> CompiledModule:
     """Plan the step of one call, as asked."""
-    with generators_restored(), _training(model), torch.enable_grad():
+    with generators_restored(), in_training(model), torch.enable_grad():
         outputs = call_without_data(torch_compat.wrapped_by(model), call)
         # No outputs: they depend on data, which the capture reports.
         known = outputs is not None
@@ -241,7 +241,7 @@ def max_batch(
         compiled.plan.overhead_s,
         limit,
     )
-    with generators_restored(), _training(model), torch.enable_grad():
+    with generators_restored(), in_training(model), torch.enable_grad():
         return found.over(asked)
 
 
@@ -306,21 +306,6 @@ def _plan_only(compiled: CompiledModule, sample: Sample) -> None:
             f"{type(compiled.__dict__['_original']).__name__} computes nothing with a gradient "
             "from this sample: there is no step to plan"
         )
-
-
-@contextlib.contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Training mode for a model in eval mode; each module's own mode is put back."""
-    if model.training:
-        yield
-        return
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _silent(_what: str, _done: int, _total: int) -> None:

@@ -161,12 +161,9 @@ def _read_budget(value: Readable | None, kept: Plan | None) -> Budget:
     if value is None:
         return Budget(kept.budget_bytes, nbytes=kept.budget_bytes)
     budget = Budget.read(value)
-    if budget.nbytes is not None:
-        nbytes = budget.nbytes
-    elif budget.share is not None:
-        nbytes = int(budget.share * kept.baseline_peak_bytes)
-    else:
-        nbytes = kept.least_budget_bytes
+    nbytes = budget.bytes_of(
+        full_bytes=kept.baseline_peak_bytes, least_bytes=kept.least_budget_bytes
+    )
     if kept.counted_bytes > nbytes:
         raise BudgetError(
             f"budget {value!r} is {nbytes} bytes ({format_bytes(nbytes)}), but the step of plan= "

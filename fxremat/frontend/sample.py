@@ -99,17 +99,20 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
     """Call ``model`` on empty shells: shapes are computed, no data and no state is touched.
 
     Some libraries install hooks at a model's first call ever, under a lock that Dynamo
-    cannot enter; this call does it. Parameters and buffers are shells as well.
+    cannot enter; this call does it. Parameters and buffers are shells as well; what is one
+    already stays.
 
     Returns the outputs, as shells.
 
     Raises:
         SampleError: the model rejects the sample.
     """
-    mode = torch_compat.fake_mode()
+    mode = torch_compat.fake_mode_of(t for _, t in sample.tensors())
 
     def shell(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor) or torch_compat.is_fake(value):
+            return value
+        return mode.from_tensor(value)
 
     args, kwargs = pytree.tree_map(shell, (sample.args, sample.kwargs))
     state = {name: shell(t) for name, t in (*model.named_parameters(), *model.named_buffers())}

@@ -34,6 +34,21 @@ def generators_restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_training(model: nn.Module) -> Iterator[None]:
+    """Training mode for a model in eval mode; each module's own mode is put back."""
+    if model.training:
+        yield
+        return
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
 def attributes_replaced(
     model: nn.Module, shell: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
