@@ -5,12 +5,14 @@ take of its arithmetic, and a launch beside (Williams, Waterman, Patterson: Roof
 the least it could take: real ones take more, and all of them about equally more, so that plans
 compare well and seconds are too few.
 
-Storages are as large as traced, but where kernels are known to return more (:data:`LARGER`).
+Storages are as large as traced, but where kernels are known to return more.
 Workspaces are not in any trace. None is counted at its operation; :func:`aside_bytes` says what to
 set aside for them throughout.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -21,8 +23,8 @@ from fxremat.costs.devices import TF32, Device
 from fxremat.costs.work import Floats, Works
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.storage import tensors_of
-from fxremat.passes.stages.block import Block, is_getitem
+from fxremat.passes.joint.storage import StorageTable, tensors_of
+from fxremat.passes.stages.block import Block, Mode, call_of, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 
@@ -51,7 +53,7 @@ def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
         tuple(stages),
         tuple(sorted(again.items())),
         tuple((index, mode, 0) for index, mode in sorted(runs)),
-        _storage_bytes(line.joint, device),
+        _result_bytes(line.joint),
         (),
     )
     return Measured.of(line, costs)
@@ -83,18 +85,67 @@ def _lowered(node: fx.Node) -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
+def _result_bytes(joint: JointGraph) -> tuple[int, ...]:
+    """Of each storage, as large as kernels make it."""
+    table = joint.storages
+    found = list(table.nbytes)
+    for node in joint.module.graph.nodes:
+        made = _made_bytes(node, table)
+        for storage in table.of_node.get(node, ()) if made else ():
+            granule = table.granule_bytes[storage]
+            found[storage] = max(found[storage], -(-made // granule) * granule)
+    return tuple(found)
+
+
+def _made_bytes(node: fx.Node, table: StorageTable) -> int:
+    """What a kernel asks for whose result lies in more than its trace has; 0 for any other."""
+    if node.target in REDUCED:  # the mean lies where the terms were
+        shapes = [t.shape for n in node.all_input_nodes[:2] for t in tensors_of(n)]
+        (result,) = tensors_of(node)
+        return math.prod(torch.broadcast_shapes(*shapes)) * result.element_size()
+    if node.target is aten.copy.default:  # in a clone of all that its first argument lies in
+        return max(table.asked_bytes[i] for i in table.of_node[node.all_input_nodes[0]])
+    return 0
+
+
 CONVOLUTIONS = frozenset((aten.convolution.default, aten.convolution_backward.default))
 
-LARGER: frozenset[object] = frozenset()
+REDUCED: frozenset[object] = frozenset(
+    (
+        aten.mse_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.binary_cross_entropy.default,
+        aten.soft_margin_loss.default,
+    )
+)
 
+WORKING: frozenset[object] = CONVOLUTIONS | {
+    aten.native_batch_norm_backward.default,
+    aten.native_layer_norm_backward.default,
+    aten.native_group_norm_backward.default,
+    aten.native_dropout.default,
+    aten.native_dropout_backward.default,
+    aten.embedding_dense_backward.default,
+    aten._safe_softmax.default,
+    aten.cumsum.default,
+    aten.sort.stable,
+}
+"""Operations that were seen to take workspaces that grow with what they compute."""
 
-def _storage_bytes(joint: JointGraph, device: Device) -> tuple[int, ...]:
-    return joint.storages.nbytes
-
-
-ASIDE: frozenset[object] = frozenset()
+PRODUCTS: frozenset[object] = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default))
+"""They take workspaces on a CPU where numbers have 16 bits: matrices are packed anew."""
 
 
 def aside_bytes(joint: JointGraph) -> int:
-    """What to set aside for workspaces."""
-    return 0
+    """What to set aside for workspaces: all that the largest operation that takes some handles.
+
+    Of the tests' zoo on a CPU all but convolutions of a few kilobytes take less.
+    """
+    table, cpu = joint.storages, joint.device.type == "cpu"
+    most = 0
+    for node in (*joint.forward, *joint.backward):
+        target = call_of(node, Mode.FIRST)[0]
+        packs = cpu and target in PRODUCTS and next(tensors_of(node)).element_size() == 2
+        if packs or target in WORKING or "attention" in str(target):
+            most = max(most, table.total(table.of((node, *node.all_input_nodes))))
+    return most

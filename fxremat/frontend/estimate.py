@@ -15,6 +15,7 @@ from fxremat import torch_compat
 from fxremat.costs.devices import Device
 from fxremat.errors import BudgetError, CaptureError, FxrematError
 from fxremat.frontend.arguments import Arguments, Optimizer
+from fxremat.frontend.attention import as_on_gpu
 from fxremat.frontend.batches import Batching, Dim, read_dims
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.outputs import Detaching, Unused
@@ -23,10 +24,11 @@ from fxremat.frontend.sample import Sample, call_without_data, places_of
 from fxremat.frontend.shells import Shells
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import in_training
-from fxremat.ir import RecordedCosts
+from fxremat.ir import MeasuredLink, RecordedCosts
 from fxremat.passes.joint.storage import allocated_bytes
 from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller
+from fxremat.planner.transfers import HostMemory
 from fxremat.report.estimate import Estimate
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings
@@ -69,13 +71,14 @@ class _CapturedError(BaseException):
         self.found = found
 
 
-def capture(model: nn.Module, sample: Sample, *, dynamic: bool) -> Captured:
+def capture(model: nn.Module, sample: Sample, *, dynamic: bool, gpu: bool = False) -> Captured:
     """Capture the step of a call; model and sample are shells.
 
     Args:
         model: in training mode.
         sample: of the call.
         dynamic: sizes of its tensors become symbols.
+        gpu: operations are those that a GPU would be given.
 
     Raises:
         CaptureError: the model breaks the graph, or computes nothing with a gradient.
@@ -96,6 +99,8 @@ def capture(model: nn.Module, sample: Sample, *, dynamic: bool) -> Captured:
             inference_compiler=compiler,
             partition=partition,
         )
+        if gpu:
+            as_on_gpu(module)
         return aot(module, inputs)
 
     run = torch_compat.compile_whole(
@@ -179,8 +184,13 @@ def plan_dry(
     inner = torch_compat.wrapped_by(model)
     outputs = call_without_data(inner, sample)
     caller, unused = _caller(inner, sample, asked, shells, outputs)
-    captured = capture(Detaching(inner, unused) if unused else inner, sample, dynamic=dynamic)
     device, options = torch.device(asked.device.kind), asked.options
+    captured = capture(
+        Detaching(inner, unused) if unused else inner,
+        sample,
+        dynamic=dynamic,
+        gpu=device.type == "cuda",
+    )
     places = {id(tensor): name for name, tensor in reversed(places_of(sample.args, sample.kwargs))}
     planner = Planner(
         captured.joint,
@@ -190,7 +200,7 @@ def plan_dry(
         caller=caller,
         progress=silent,
         places={i: places[id(t)] for i, t in captured.inputs.items() if id(t) in places},
-        host=options.host,
+        host=_host(asked),
         exact=options.exact,
         allocator=AllocatorSettings() if device.type == "cuda" else None,
         costs=asked.costs,
@@ -200,6 +210,17 @@ def plan_dry(
     situation = Situation(planner.step.sizes.hints, existing, existing)
     planned = planner.first(situation, rehearse=False)
     return Dry(planner, situation, planned.plan.with_overhead(asked.overhead_s))
+
+
+def _host(asked: Asked) -> HostMemory | None:
+    """Host memory that is never taken, behind the device's link."""
+    if asked.options.host is None:
+        return None
+    rate = asked.device.link_bytes_per_s
+    # Two directions of PCIe do not hinder each other; copies on a CPU do, and computations too.
+    one = asked.device.kind == "cpu"
+    link = MeasuredLink(rate, rate, rate if one else 2 * rate, 1.0, one)
+    return replace(asked.options.host, link=link)
 
 
 def _caller(
@@ -273,7 +294,7 @@ def estimate_step(
     shells = Shells()
     dims = () if dim is None else read_dims(model, sample, dim)
     shape = sample.map(shells.of)
-    with shells.inside(model), in_training(model), torch.enable_grad():
+    with shells.inside(model), in_training(model), torch.enable_grad(), _autocast(asked.device):
         dry = plan_dry(model, shape, asked, shells, dynamic=False)
         plan = _within(dry, asked)
         batches = None
@@ -305,6 +326,13 @@ def estimate_step(
         library_bytes=asked.device.library_bytes,
         memory_bytes=asked.device.memory_bytes,
     )
+
+
+def _autocast(device: Device) -> contextlib.AbstractContextManager[object]:
+    """Where a GPU would be cast for, the step that is traced without one is, too."""
+    if device.kind == "cuda" and torch.is_autocast_enabled("cuda"):
+        return torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda"))
+    return contextlib.nullcontext()
 
 
 def _within(dry: Dry, asked: Asked) -> Plan | None:

@@ -85,6 +85,15 @@ def check_sample(model: nn.Module, sample: Sample) -> None:
                 f"{place} of shape {tuple(tensor.shape)} is on {tensor.device}, but the model is "
                 f"on {home}: move it with .to({home!r})"
             )
+    check_gradients(model, sample)
+
+
+def check_gradients(model: nn.Module, sample: Sample) -> None:
+    """Refuse a step without a backward.
+
+    Raises:
+        NoGradientError: nothing requires a gradient.
+    """
     tensors = (*model.parameters(), *(t for _, t in sample.tensors()))
     if not any(t.requires_grad for t in tensors):
         count = sum(1 for _ in model.parameters())
