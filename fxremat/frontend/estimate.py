@@ -294,7 +294,7 @@ def estimate_step(
     shells = Shells()
     dims = () if dim is None else read_dims(model, sample, dim)
     shape = sample.map(shells.of)
-    with shells.inside(model), in_training(model), torch.enable_grad(), _autocast(asked.device):
+    with shells.inside(model), in_training(model), torch.enable_grad():
         dry = plan_dry(model, shape, asked, shells, dynamic=False)
         plan = _within(dry, asked)
         batches = None
@@ -326,13 +326,6 @@ def estimate_step(
         library_bytes=asked.device.library_bytes,
         memory_bytes=asked.device.memory_bytes,
     )
-
-
-def _autocast(device: Device) -> contextlib.AbstractContextManager[object]:
-    """Where a GPU would be cast for, the step that is traced without one is, too."""
-    if device.kind == "cuda" and torch.is_autocast_enabled("cuda"):
-        return torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda"))
-    return contextlib.nullcontext()
 
 
 def _within(dry: Dry, asked: Asked) -> Plan | None:
