@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import fxremat
 from fxremat import Sample, torch_compat
@@ -106,7 +106,7 @@ class Counting(nn.Module):
         self.calls += 1
         self.cached = x
         self.seen += 1
-        return F.dropout(self.inner(x + self.plain), 0.5)
+        return functional.dropout(self.inner(x + self.plain), 0.5)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -195,8 +195,10 @@ def test_a_loss_outside_is_counted_as_if_it_ran(where: str) -> None:
     model, x = mlp(), torch.randn(64, 8)
     target = torch.zeros(64, dtype=torch.long)
     there = torch.zeros(64, dtype=torch.long, device=where)
-    real = fxremat.compile(model, x, 1.0, loss=lambda out: F.cross_entropy(out, target)).plan
-    found = fxremat.estimate(model, x, loss=lambda out: F.cross_entropy(out, there))
+    real = fxremat.compile(
+        model, x, 1.0, loss=lambda out: functional.cross_entropy(out, target)
+    ).plan
+    found = fxremat.estimate(model, x, loss=lambda out: functional.cross_entropy(out, there))
     assert found.peak_bytes == real.baseline_peak_bytes
 
 

@@ -275,5 +275,3 @@ def _least_s(run: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin_s)
     return min(seconds[1:])
-
-

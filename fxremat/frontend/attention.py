@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def as_on_gpu(module: fx.GraphModule) -> None:
     """Let attention in a graph of Dynamo's be that of a GPU; the graph is changed."""
-    target = F.scaled_dot_product_attention
+    target = functional.scaled_dot_product_attention
     for node in module.graph.find_nodes(op="call_function", target=target):
         node.target = attention
     module.recompile()
@@ -64,7 +64,7 @@ def attention(
 
 def _padded(tensor: Tensor) -> Tensor:
     missing = -tensor.shape[-1] % HEAD_MULTIPLE
-    return F.pad(tensor, (0, missing)) if missing else tensor
+    return functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -139,9 +139,7 @@ class Transfers:
         if link is None:
             device = search.setting.surroundings.device
             with torch_compat.real_execution(), torch.no_grad():
-                link = measure_link(
-                    device, host_dir=host.folder, host_limit_bytes=host.limit_bytes
-                )
+                link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
         pools = (search.pool, *search.alone)
         candidates = (search.baseline,) if host.only else bases.of_pools(pools)
         settled = search.settled

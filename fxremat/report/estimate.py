@@ -118,7 +118,9 @@ class Estimate:
             told.append(f"  {'the budget':<22} {format_bytes(self.budget_bytes):>11}   {fits}")
         elif self.memory_bytes is not None:
             fits = "fits" if self.fits else "does not fit"
-            told.append(f"  {'memory of the device':<22} {format_bytes(self.memory_bytes):>11}   {fits}")
+            told.append(
+                f"  {'memory of the device':<22} {format_bytes(self.memory_bytes):>11}   {fits}"
+            )
         if self.batches is not None:
             told.append(f"  {self.batches!r}")
         told.append(
