@@ -124,9 +124,9 @@ def shell_log(adopt: Callable[[Any], Any]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
     from torch.utils._pytree import tree_leaves, tree_map  # noqa: PLC0415
 
-    class ShellLog(TorchDispatchMode):
+    class ShellLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.alive: dict[int, StorageAlive] = {}
             self.peak_bytes = 0
 

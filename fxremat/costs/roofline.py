@@ -13,6 +13,7 @@ set aside for them throughout.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +103,8 @@ def _made_bytes(node: fx.Node, table: StorageTable) -> int:
     if node.target in REDUCED:  # the mean lies where the terms were
         shapes = [t.shape for n in node.all_input_nodes[:2] for t in tensors_of(n)]
         (result,) = tensors_of(node)
-        return math.prod(torch.broadcast_shapes(*shapes)) * result.element_size()
+        terms: Any = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+        return math.prod(terms) * result.element_size()
     if node.target is aten.copy.default:  # in a clone of all that its first argument lies in
         return max(table.asked_bytes[i] for i in table.of_node[node.all_input_nodes[0]])
     return 0

@@ -8,11 +8,19 @@ what FlashAttention keeps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
 aten = torch.ops.aten
+
+_Kernel = Callable[..., tuple[Tensor, ...]]
+
+_FLASH: _Kernel = aten._scaled_dot_product_flash_attention
+_EFFICIENT: _Kernel = aten._scaled_dot_product_efficient_attention
+_PLAIN: _Kernel = aten._scaled_dot_product_attention_math
 
 MOST_HEAD = 256
 """Of the last dimension, for FlashAttention."""
@@ -47,19 +55,14 @@ def attention(
     if four and query.dtype in HALVES and attn_mask is None and head <= MOST_HEAD:
         scale = head**-0.5 if scale is None else scale
         padded = (_padded(t) for t in (query, key, value))
-        flash = aten._scaled_dot_product_flash_attention
-        out: Tensor = flash(*padded, dropout_p, is_causal, False, scale=scale)[0]
-        return out[..., : value.shape[-1]]
+        made = _FLASH(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return made[..., : value.shape[-1]]
     if four and query.dtype in (*HALVES, torch.float32) and not enable_gqa:
         bias = _bias(attn_mask, query, key)
-        efficient = aten._scaled_dot_product_efficient_attention
-        out = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
-        return out
-    plain = aten._scaled_dot_product_attention_math
-    out = plain(
+        return _EFFICIENT(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return _PLAIN(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
-    return out
 
 
 def _padded(tensor: Tensor) -> Tensor:

@@ -102,40 +102,37 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """What :meth:`show` prints."""
+        slowest_s = self.frontier.points[0].predicted_s
         rows = [
-            ("everything kept", self.peak_bytes, self.predicted_s),
-            ("least feasible budget", self.least_budget_bytes, self._slowest_s),
+            ("everything kept", self.peak_bytes, _step(self.predicted_s)),
+            ("least feasible budget", self.least_budget_bytes, _step(slowest_s)),
         ]
-        if self.plan is not None:
-            rows.insert(1, ("within the budget", self.plan.counted_bytes, self.plan.predicted_s))
-        told = [f"a training step on {self.device}, from shapes alone"]
-        told += [
-            f"  {what:<22} {format_bytes(nbytes):>11}   {format_seconds(seconds):>8} a step"
-            for what, nbytes, seconds in rows
-        ]
+        fits = "fits" if self.fits else "does not fit"
         if self.budget_bytes is not None:
-            fits = "fits" if self.fits else "does not fit"
-            told.append(f"  {'the budget':<22} {format_bytes(self.budget_bytes):>11}   {fits}")
+            rows.append(("the budget", self.budget_bytes, fits))
         elif self.memory_bytes is not None:
-            fits = "fits" if self.fits else "does not fit"
-            told.append(
-                f"  {'memory of the device':<22} {format_bytes(self.memory_bytes):>11}   {fits}"
-            )
+            rows.append(("memory of the device", self.memory_bytes, fits))
+        if self.plan is not None:
+            rows.append(("a plan within it", self.plan.counted_bytes, _step(self.plan.predicted_s)))
+        told = [f"a training step on {self.device}, from shapes alone"]
+        for what, nbytes, more in rows:
+            told.append(f"  {what:<22} {format_bytes(nbytes):>11}   {more}")
         if self.batches is not None:
             told.append(f"  {self.batches!r}")
-        told.append(
-            f"  of each peak {format_bytes(self.workspace_bytes)} are set aside for workspaces, "
-            f"which no shape tells, and {format_bytes(self.library_bytes)} for libraries;\n"
-            "  seconds are the least that the device could take: compare plans by them"
-        )
+        told += [
+            f"of each peak {format_bytes(self.workspace_bytes)} are set aside for workspaces, "
+            "which no shape tells,",
+            f"and {format_bytes(self.library_bytes)} for what libraries hold; "
+            "seconds are by the device's figures: compare plans by them",
+        ]
         return told
-
-    @property
-    def _slowest_s(self) -> float:
-        return self.frontier.points[0].predicted_s
 
     def show(self) -> str:
         """Print it; returns what was printed."""
         text = "\n".join(self.lines())
         print(text)
         return text
+
+
+def _step(seconds: float) -> str:
+    return f"{format_seconds(seconds)} a step"
