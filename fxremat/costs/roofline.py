@@ -13,7 +13,7 @@ set aside for them throughout.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ def _made_bytes(node: fx.Node, table: StorageTable) -> int:
     if node.target in REDUCED:  # the mean lies where the terms were
         shapes = [t.shape for n in node.all_input_nodes[:2] for t in tensors_of(n)]
         (result,) = tensors_of(node)
-        terms: Any = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+        terms: Sequence[int] = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
         return math.prod(terms) * result.element_size()
     if node.target is aten.copy.default:  # in a clone of all that its first argument lies in
         return max(table.asked_bytes[i] for i in table.of_node[node.all_input_nodes[0]])
