@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from fxremat.api import backend, compile, frontier, max_batch, plan
+    from fxremat.api import backend, compile, estimate, frontier, max_batch, plan
+    from fxremat.costs.devices import Device
     from fxremat.costs.measure import StepMeasurement, measure_step
     from fxremat.errors import (
         ArgumentError,
@@ -32,16 +33,20 @@ if TYPE_CHECKING:
     from fxremat.frontend.compiled import CompiledModule
     from fxremat.frontend.sample import Sample
     from fxremat.report.batches import Batches, BatchPoint
+    from fxremat.report.estimate import Estimate
     from fxremat.report.frontier import Frontier
     from fxremat.report.plan import Plan
 
 _HOMES = {
     "backend": "api",
     "compile": "api",
+    "estimate": "api",
     "frontier": "api",
     "max_batch": "api",
     "plan": "api",
     "CompiledModule": "frontend.compiled",
+    "Device": "costs.devices",
+    "Estimate": "report.estimate",
     "ArgumentError": "errors",
     "BackwardError": "errors",
     "BudgetError": "errors",
@@ -75,6 +80,8 @@ __all__ = [
     "CaptureError",
     "CompiledModule",
     "CostError",
+    "Device",
+    "Estimate",
     "Frontier",
     "FxrematError",
     "GraphError",
@@ -90,6 +97,7 @@ __all__ = [
     "__version__",
     "backend",
     "compile",
+    "estimate",
     "frontier",
     "max_batch",
     "measure_step",

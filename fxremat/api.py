@@ -10,17 +10,27 @@ import torch
 from torch import fx, nn
 
 from fxremat import torch_compat
+from fxremat.costs.devices import Device, read_device
 from fxremat.errors import ArgumentError, BudgetError, CaptureError
-from fxremat.frontend.arguments import Arguments, Loss, Offload, Optimizer, read_model
+from fxremat.frontend.arguments import (
+    Arguments,
+    Loss,
+    Offload,
+    Optimizer,
+    read_model,
+    read_plan,
+)
 from fxremat.frontend.batches import Batching, Dim, read_dims, read_most
 from fxremat.frontend.budget import Budget, Readable
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
+from fxremat.frontend.estimate import Asked, estimate_step
 from fxremat.frontend.runner import compiler_of, silent
-from fxremat.frontend.sample import Sample
-from fxremat.frontend.untouched import generators_restored, training
+from fxremat.frontend.sample import Sample, check_gradients
+from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.planner.surroundings import Caller
 from fxremat.report.batches import Batches
+from fxremat.report.estimate import Estimate
 from fxremat.report.frontier import Frontier
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
@@ -194,8 +204,70 @@ def max_batch(
         made.plan.overhead_s,
         limit,
     )
-    with generators_restored(), training(model), torch.enable_grad():
+    with generators_restored(), in_training(model), torch.enable_grad():
         return found.over(asked)
+
+
+def estimate(
+    model: nn.Module,
+    sample: object,
+    *,
+    device: Device | str | os.PathLike[str] = "cpu",
+    budget: Readable | None = None,
+    dim: Dim | list[Dim] | None = None,
+    most: int | None = None,
+    costs: Plan | str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Estimate:
+    """What a training step would take of a device, which need not be here; nothing is allocated.
+
+    The step is captured without data and planned as :func:`compile` plans it. Bytes follow from
+    shapes: on a CPU they are those of :func:`compile`, but for what operations take while they
+    run, which no shape tells, and for which ``workspace_bytes`` are set aside. Seconds are the
+    least that the device could take, by its figures.
+
+    Args:
+        model: the module to train: on ``torch.device("meta")``, without data, or a real one,
+            wherever it is. It is not changed.
+        sample: as for :func:`compile`; its tensors may be on ``meta``.
+        device: the name of one, such as ``"cpu"``, ``"H100"`` or ``"A100"``, a :class:`Device`, or
+            the path of a file that :meth:`Device.save` wrote.
+        budget: as for :func:`compile`: plan for it, too. One that does not fit is no error.
+        dim: the batch, as for :func:`max_batch`: find the sizes of it that fit the budget, which
+            must then be bytes.
+        most: the largest size of it that is asked for.
+        costs: a plan of this step, made where it runs, or the file it was saved in: what was
+            measured for it is used in place of estimates.
+        **options: of :func:`compile`, but ``dynamic`` and ``plan``.
+
+    Returns the least budget, the peak with everything kept, the frontier between them and what was
+    asked for beside.
+
+    Raises:
+        ArgumentError: an argument or an option cannot be read, or the dimension does not vary.
+        BudgetError: the budget cannot be read.
+        PlanError: ``costs`` cannot be read.
+        CostError: ``costs`` are those of another step.
+        SampleError, NoGradientError, CaptureError: as :func:`compile`.
+    """
+    model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
+    for name in {"dynamic", "plan"} & options.keys():
+        message = f"{name}= is not for estimate, which runs nothing: leave it out"
+        raise ArgumentError(message, argument=name, value=options[name])
+    target, given = read_device(device), None if budget is None else Budget.read(budget)
+    if dim is not None and (given is None or given.nbytes is None):
+        raise ArgumentError("dim= needs a budget= in bytes", argument="dim", value=dim)
+    check_gradients(model, call)
+    known = read_plan("costs", costs)
+    asked = Asked(
+        target,
+        Arguments.read(1.0 if budget is None else budget, **options),
+        given,
+        known.measured if known else None,
+        known.overhead_s if known else 0.0,
+    )
+    with generators_restored():
+        return estimate_step(model, call, asked, dim, limit)
 
 
 def backend(

@@ -202,3 +202,20 @@ def test_the_zoo(name: str):
     row = measure(name)
     assert row["peak_bytes"] <= row["budget_bytes"]
     assert row["one_more_least_bytes"] > row["budget_bytes"]
+
+
+class Reconstructing(nn.Module):
+    """Takes its input twice, as a language model takes its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(self.inner(x), target)
+
+
+def test_one_tensor_may_be_several_arguments() -> None:
+    x = torch.randn(5, 8)
+    same = fxremat.max_batch(Reconstructing(), (x, x), "100 KiB")
+    assert same.largest.size > 5 * 8

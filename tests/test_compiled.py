@@ -404,3 +404,9 @@ def test_threads_that_train_first_at_once_share_a_plan():
 def test_replicas_are_refused(pair):
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         pair[1]._replicate_for_data_parallel()
+
+
+def test_sizes_of_one_model_say_nothing_of_another():
+    """Dynamo remembers by file, line and name which sizes were seen to vary."""
+    assert not fxremat.compile(Net(), X, 1.0).plan.sizes
+    assert not fxremat.compile(Net(), X[:32], 1.0).plan.sizes

@@ -26,6 +26,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("planner",),
     ("frontend",),
     ("api",),
+    ("command",),
+    ("__main__",),
 )
 """Rooms, lowest floor first. A file may import what is on floors below; neighbours never each
 other. Within a room, too, imports go one way."""

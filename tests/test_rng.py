@@ -10,7 +10,7 @@ from fxremat import torch_compat
 from fxremat.errors import GraphError
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.joint import rng
-from fxremat.runtime.rng import draw, record_state, redraw, restore_state
+from fxremat.runtime.rng import draw, record_state, redraw, restore_state, state_bytes
 from tests.harness import capture, captured, periodic, run_emitted, run_traced
 from tests.models.bits import assert_bitwise_equal, bitwise_equal
 
@@ -173,3 +173,12 @@ def test_a_draw_without_a_tensor_is_named():
     graph.output(node)
     with pytest.raises(GraphError, match=r"rand.*returns no tensor"):
         rng.record_states(graph, [node])
+
+
+def test_the_size_of_a_state_is_known() -> None:
+    assert state_bytes("cpu") == record_state("cpu").numel()
+
+
+@pytest.mark.cuda
+def test_the_size_of_a_gpus_state_is_known() -> None:
+    assert state_bytes("cuda") == record_state("cuda").numel()

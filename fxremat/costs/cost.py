@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -167,7 +167,7 @@ class _Stage:
 
     Attributes:
         first, again, backward: those of :func:`stage_blocks`.
-        whole: a recomputation of all that any schedule may ask of the stage again.
+        whole: that of :func:`whole_block`.
         staying: tensors that the next stages may read: the boundary after it, and pinned ones.
         timed: keys of ``first``, ``again`` and ``backward``; ``None``: nothing to do.
     """
@@ -183,11 +183,9 @@ class _Stage:
     def of(line: Line, blocks: BlockCache, index: int) -> _Stage:
         """Those of stage ``index``."""
         three = stage_blocks(line, blocks, index)
-        stage, boundary = line.stages[index], frozenset(boundary_after(line, index))
-        wanted = boundary.intersection(stage.forward).union(stage.saved) - line.pinned
-        whole = blocks(index, Mode.AGAIN, wanted)
+        staying = line.pinned.union(boundary_after(line, index))
         timed = tuple(blocks.key(b) if b.nodes else None for b in three)
-        return _Stage(*three, whole, boundary | line.pinned, timed)
+        return _Stage(*three, whole_block(line, blocks, index), staying, timed)
 
 
 class _Walk:
@@ -312,11 +310,7 @@ class _Walk:
         workspaces: dict[tuple[int, str], int] = {}
         for stage in self._stages:
             for block in (stage.first, stage.whole, stage.backward):
-                for node in block.nodes:
-                    if is_getitem(node):
-                        continue
-                    # Views of given tensors are part of any block.
-                    modes = Mode if node in self._line.views else (block.mode_of(node),)
+                for node, modes in runs_of(self._line, block):
                     found = self._cache.workspace_bytes[self.keys(node, block)]
                     workspaces.update({(order[node], mode.value): found for mode in modes})
         return RecordedCosts(
@@ -337,6 +331,21 @@ def stage_blocks(line: Line, blocks: BlockCache, index: int) -> tuple[Block, Blo
     again = blocks(index, Mode.AGAIN, frozenset(stage.saved))
     backward = blocks(index, Mode.BACKWARD, frozenset(backward_results(line, index)))
     return first, again, backward
+
+
+def runs_of(line: Line, block: Block) -> Iterator[tuple[fx.Node, Iterable[Mode]]]:
+    """The operations of a block, and how they may run."""
+    for node in block.nodes:
+        if not is_getitem(node):
+            # Views of given tensors are part of any block.
+            yield node, Mode if node in line.views else (block.mode_of(node),)
+
+
+def whole_block(line: Line, blocks: BlockCache, index: int) -> Block:
+    """A recomputation of all that any schedule may ask of a stage again."""
+    stage = line.stages[index]
+    passed_on = frozenset(stage.forward).intersection(boundary_after(line, index))
+    return blocks(index, Mode.AGAIN, passed_on.union(stage.saved) - line.pinned)
 
 
 def boundary_after(line: Line, index: int) -> Sequence[fx.Node]:

@@ -89,7 +89,7 @@ class Arguments:
             PlanError: ``plan`` is no file that holds one.
             ArgumentError: another one cannot be read.
         """
-        kept = _read_plan(plan)
+        kept = read_plan("plan", plan)
         arguments = Arguments(
             budget=_read_budget(budget, kept),
             reserve_bytes=_read_bytes("reserve", reserve, most=MOST_BYTES),
@@ -144,11 +144,17 @@ def _refuse(argument: str, value: object, must_be: str) -> NoReturn:
     raise ArgumentError(message, argument=argument, value=value)
 
 
-def _read_plan(value: object) -> Plan | None:
+def read_plan(argument: str, value: object) -> Plan | None:
+    """A plan, or the one in a file.
+
+    Raises:
+        ArgumentError: ``value`` is neither.
+        PlanError: the file holds none.
+    """
     if value is None or isinstance(value, Plan):
         return value
     if not isinstance(value, (str, os.PathLike)):
-        _refuse("plan", value, "a fxremat.Plan, the path of a file that Plan.save wrote, or None")
+        _refuse(argument, value, "a fxremat.Plan, the path of a file that Plan.save wrote, or None")
     return Plan.load(value)
 
 
@@ -161,12 +167,9 @@ def _read_budget(value: Readable | None, kept: Plan | None) -> Budget:
     if value is None:
         return Budget(kept.budget_bytes, nbytes=kept.budget_bytes)
     budget = Budget.read(value)
-    if budget.nbytes is not None:
-        nbytes = budget.nbytes
-    elif budget.share is not None:
-        nbytes = int(budget.share * kept.baseline_peak_bytes)
-    else:
-        nbytes = kept.least_budget_bytes
+    nbytes = budget.bytes_of(
+        full_bytes=kept.baseline_peak_bytes, least_bytes=kept.least_budget_bytes
+    )
     if kept.counted_bytes > nbytes:
         raise BudgetError(
             f"budget {value!r} is {nbytes} bytes ({format_bytes(nbytes)}), but the step of plan= "

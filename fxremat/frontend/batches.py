@@ -266,14 +266,13 @@ class Batching:
         new = {(d.place, d.dim): situation.sizes[d.symbol] for d in self.schedules.step.dimensions}
         if situation.sizes == hints:
             return True
-        places = iter(places_of(self.sample.args, self.sample.kwargs))
+        made: dict[int, torch.Tensor] = {}  # one tensor may be given in several places
+        for place, tensor in places_of(self.sample.args, self.sample.kwargs):
+            shape = [new.get((place, dim), size) for dim, size in enumerate(tensor.shape)]
+            made.setdefault(id(tensor), tensor.new_empty(shape))
 
         def like(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            place, tensor = next(places)
-            shape = [new.get((place, dim), size) for dim, size in enumerate(tensor.shape)]
-            return tensor.new_empty(shape)
+            return made.get(id(value), value)
 
         try:
             call_without_data(self.model, self.sample.map(like))

@@ -68,6 +68,17 @@ class Budget:
             raise BudgetError(f"budget is {written!r}: it must be at least one byte")
         return Budget(written, nbytes=nbytes)
 
+    def bytes_of(self, *, full_bytes: int, least_bytes: int) -> int:
+        """Bytes that it names, feasible or not.
+
+        Args:
+            full_bytes: peak with everything kept.
+            least_bytes: least peak that a schedule reaches.
+        """
+        if self.nbytes is not None:
+            return self.nbytes
+        return least_bytes if self.share is None else int(self.share * full_bytes)
+
     def resolve(
         self,
         *,
@@ -87,12 +98,7 @@ class Budget:
         Raises:
             BudgetError: below ``least_bytes``.
         """
-        if self.nbytes is not None:
-            nbytes = self.nbytes
-        elif self.share is not None:
-            nbytes = int(self.share * full_bytes)
-        else:
-            return least_bytes
+        nbytes = self.bytes_of(full_bytes=full_bytes, least_bytes=least_bytes)
         if nbytes < least_bytes:
             told = "".join(
                 f"; of these {n} ({format_bytes(n)}) are for {what}" for what, n in beside

@@ -14,7 +14,9 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.costs.cache import cost_cache
 from fxremat.costs.cost import Measured, Progress, measure_line
+from fxremat.costs.devices import Device
 from fxremat.costs.library import with_convolutions
+from fxremat.costs.roofline import aside_bytes, estimate_line
 from fxremat.costs.scaled import Anchor, ScaledCosts
 from fxremat.errors import CostError
 from fxremat.frontend.dimensions import Dimension, dimensions_of
@@ -26,7 +28,7 @@ from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.digest import digest
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
-from fxremat.passes.joint.sizes import Values, settle
+from fxremat.passes.joint.sizes import Values, place, settle
 from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import linearize
@@ -66,6 +68,8 @@ class CapturedStep:
         places: of primals that are arguments of the call, where known.
         costs: of the step as it was traced, to be taken for what was measured.
         store: costs that are known.
+        target: the device that the step is to be estimated for, and none that is here: nothing
+            is run then.
 
     Attributes:
         sizes: symbols of the capture.
@@ -89,8 +93,11 @@ class CapturedStep:
         places: Mapping[int, str],
         costs: RecordedCosts | None,
         store: Store,
+        target: Device | None = None,
     ) -> None:
         self._module, self.sizes = settle(module)
+        if target is not None and target.kind != "cpu":  # where it was traced
+            place(self._module, torch.device(target.kind))
         primals = self._module.graph.find_nodes(op="placeholder")
         self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, places)
         self.inputs = inputs
@@ -104,6 +111,7 @@ class CapturedStep:
         )
         self.progress = progress
         self._store = store
+        self._target = target
         self._graphs: list[Costed] = []
         self._resized: dict[Values, list[Costed]] = {}
 
@@ -138,7 +146,7 @@ class CapturedStep:
     @property
     def lesson_key(self) -> str:
         """What lessons of its steps are kept by."""
-        origin = origin_of_costs(self._digests, self.device)
+        origin = origin_of_costs(self._digests, self.device, self._target)
         return key_of(origin, loss=self.caller.loss_bytes)
 
     def settle(self) -> None:
@@ -160,7 +168,7 @@ class CapturedStep:
         )
         line = linearize(joint)
         real = {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
-        origin = origin_of_costs(self._digests, joint.device)
+        origin = origin_of_costs(self._digests, joint.device, self._target)
         return StepGraph(line, BlockCache(line), real, exact, origin)
 
     def take(self, graph: StepGraph, costs: RecordedCosts | None = None) -> None:
@@ -169,7 +177,7 @@ class CapturedStep:
         if self._graphs:  # nothing that is around knows how norms are computed
             base = self._graphs[0].base
         else:
-            base = surroundings_of(measured.line.joint, graph.real, self.caller)
+            base = self._around(measured.line.joint, graph.real, self.caller)
         self._graphs.append(Costed(graph, measured, base))
         self._resized.clear()
 
@@ -220,7 +228,7 @@ class CapturedStep:
             anchor = Anchor(self.sizes.hints, costed.measured.costs)
             costed.scaled = ScaledCosts.of(graph.line, graph.blocks, (anchor,))
         costs = costed.scaled.at(values)
-        if run:
+        if run and self._target is None:
             costs = with_convolutions(costs, graph.line, values, cost_cache())
         measured = costed.measured.at(costs)
         joint, caller = measured.line.joint, self.caller
@@ -228,8 +236,25 @@ class CapturedStep:
             table, first = joint.storages, costed.base.tangent_bytes
             share = table.total(table.of(joint.tangents)) / first if first else 1.0
             caller = replace(caller, loss_bytes=math.ceil(caller.loss_bytes * share))
-        base = surroundings_of(joint, {}, caller, values=values)
+        base = self._around(joint, {}, caller, values)
         return Costed(replace(graph, line=measured.line), measured, base)
+
+    def aside_bytes(self, values: Values) -> int:
+        """Of that, what is set aside for workspaces at sizes ``values``, where none is known."""
+        if self._target is None or self.costs is not None:
+            return 0
+        return aside_bytes(self.at(values)[0].measured.line.joint)
+
+    def _around(
+        self,
+        joint: JointGraph,
+        real: Mapping[fx.Node, torch.Tensor],
+        caller: Caller,
+        values: Values | None = None,
+    ) -> Surroundings:
+        if self._target is not None and self.costs is None:
+            caller = replace(caller, reserve_bytes=caller.reserve_bytes + aside_bytes(joint))
+        return surroundings_of(joint, real, caller, values=values)
 
     def _measured(self, graph: StepGraph) -> Measured:
         """What ``graph`` costs: given, known, or measured now."""
@@ -237,6 +262,8 @@ class CapturedStep:
         known = self.costs if graph.exact else None
         if known is not None:
             return Measured.of(graph.line, known)
+        if self._target is not None:
+            return estimate_line(graph.line, graph.blocks, self._target)
         known = self._store.get("costs", key, RecordedCosts)
         if known is not None:
             try:

@@ -16,6 +16,7 @@ import torch
 
 import fxremat.units as anchor
 from fxremat.costs.cache import THREADS, measuring_settings
+from fxremat.costs.devices import Device
 from fxremat.ir import Origin
 from fxremat.ir.recorded import Facts
 from fxremat.passes.joint.digest import Digests
@@ -23,8 +24,11 @@ from fxremat.planner.surroundings import Surroundings
 from fxremat.simulate.allocator import AllocatorSettings
 
 
-def origin_of_costs(digests: Digests, device: torch.device) -> Origin:
-    """What costs of a traced step hold for, measured on ``device`` under the settings of now."""
+def origin_of_costs(digests: Digests, device: torch.device, target: Device | None = None) -> Origin:
+    """What costs of a traced step hold for, measured on ``device`` under the settings of now.
+
+    Not measured, but estimated for ``target``, where there is one.
+    """
     settings = measuring_settings()
     if device.type != "cpu":
         del settings[THREADS]
@@ -32,7 +36,7 @@ def origin_of_costs(digests: Digests, device: torch.device) -> Origin:
         operations=digests.operations,
         code=digests.code,
         inputs=digests.inputs,
-        device=_device_name(device),
+        device=_device_name(device) if target is None else f"estimated for {target.name}",
         versions=_facts(_versions(device)),
         settings=_facts(settings),
         options=(),

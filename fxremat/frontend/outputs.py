@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat.errors import BackwardError
@@ -33,7 +34,16 @@ class Unused:
     dropped: bool = False
 
 
-def detaching(
+def forward_of(model: nn.Module, unused: Unused | None) -> Callable[..., Any]:
+    """What is captured of a model: hooks of the model itself run around it."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model.forward(*args, **kwargs)
+
+    return _detaching(forward, unused) if unused else forward
+
+
+def _detaching(
     forward: Callable[..., Any], unused: Unused
 ) -> Callable[..., tuple[Any, tuple[int, ...]]]:
     """``forward`` with some outputs that have no gradient, or are not returned.

@@ -11,6 +11,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.costs.cost import Progress
+from fxremat.costs.devices import Device
 from fxremat.costs.overhead import Around, Rehearsal
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import BudgetError, PlanError
@@ -86,6 +87,7 @@ class Planner:
         allocator: rules that hold in place of those of the device's allocator.
         costs: of the step as it was traced, to be taken for what was measured.
         store: costs and plans that are known; ``None``: there are none.
+        target: the device that the step is to be estimated for; ``None``: its own.
 
     Attributes:
         budget: as given; a share means the bytes of the first plan from then on.
@@ -111,6 +113,7 @@ class Planner:
         allocator: AllocatorSettings | None = None,
         costs: RecordedCosts | None = None,
         store: Store | None = None,
+        target: Device | None = None,
     ) -> None:
         self.budget = budget
         self._store = store or Store(None)
@@ -123,6 +126,7 @@ class Planner:
             places=places or {},
             costs=costs,
             store=self._store,
+            target=target,
         )
         self.schedules = Schedules(self.step, host, exact, allocator, self._store)
         self._host = host

@@ -20,12 +20,12 @@ from fxremat.errors import CaptureError, FxrematError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import PlannedOnly, StepCompiler
 from fxremat.frontend.entry import Entry
-from fxremat.frontend.outputs import Unused, detaching, refuse_gradients
+from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
 from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
-from fxremat.frontend.untouched import generators_restored, training
+from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.planner.surroundings import Caller
 
 
@@ -51,12 +51,7 @@ class Runner:
         self.compiler = compiler
         self._unused = unused
         self._inner = inner = torch_compat.wrapped_by(original)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:  # hooks of the model itself run around it
-            return inner.forward(*args, **kwargs)
-
-        captured = detaching(forward, unused) if unused else forward
-        self._whole = Entry(captured, compiler, dynamic=dynamic)
+        self._whole = Entry(forward_of(inner, unused), compiler, dynamic=dynamic)
         self._outer: Callable[..., Any] | None = None
         if inner is not original:
             self._outer = torch_compat.wrapped_anew(original, self._whole)
@@ -73,7 +68,7 @@ class Runner:
             BudgetError, PlanError, ArgumentError, SampleError, CaptureError, CostError,
             HostMemoryError: see :func:`fxremat.compile`.
         """
-        with generators_restored(), training(model), torch.enable_grad():
+        with generators_restored(), in_training(model), torch.enable_grad():
             outputs = call_without_data(torch_compat.wrapped_by(model), call)
             # No outputs: they depend on data, which the capture reports.
             known = outputs is not None

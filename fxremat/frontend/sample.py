@@ -85,6 +85,15 @@ def check_sample(model: nn.Module, sample: Sample) -> None:
                 f"{place} of shape {tuple(tensor.shape)} is on {tensor.device}, but the model is "
                 f"on {home}: move it with .to({home!r})"
             )
+    check_gradients(model, sample)
+
+
+def check_gradients(model: nn.Module, sample: Sample) -> None:
+    """Refuse a step without a backward.
+
+    Raises:
+        NoGradientError: nothing requires a gradient.
+    """
     tensors = (*model.parameters(), *(t for _, t in sample.tensors()))
     if not any(t.requires_grad for t in tensors):
         count = sum(1 for _ in model.parameters())
@@ -99,17 +108,20 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
     """Call ``model`` on empty shells: shapes are computed, no data and no state is touched.
 
     Some libraries install hooks at a model's first call ever, under a lock that Dynamo
-    cannot enter; this call does it. Parameters and buffers are shells as well.
+    cannot enter; this call does it. Parameters and buffers are shells as well; what is one
+    already stays.
 
     Returns the outputs, as shells.
 
     Raises:
         SampleError: the model rejects the sample.
     """
-    mode = torch_compat.fake_mode()
+    mode = torch_compat.fake_mode_of(t for _, t in sample.tensors())
 
     def shell(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor) or torch_compat.is_fake(value):
+            return value
+        return mode.from_tensor(value)
 
     args, kwargs = pytree.tree_map(shell, (sample.args, sample.kwargs))
     state = {name: shell(t) for name, t in (*model.named_parameters(), *model.named_buffers())}

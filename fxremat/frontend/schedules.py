@@ -195,7 +195,7 @@ class Schedules:
         return [self._way(own, situation, way) for own, way in zip(costed, known, strict=True)]
 
     def _way(self, costed: Costed, situation: Situation, known: Way | None) -> Way:
-        if self.host is not None:
+        if self.host is not None and self.host.link is None:
             self._find_link(costed.graph, self.host)
         return Way.of(
             costed.graph,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
 from collections.abc import Callable
@@ -107,17 +108,25 @@ class LossNeeds:
     unused: Unused | None
 
 
-def needs_of_loss(loss: Callable[[Any], torch.Tensor], outputs: object) -> LossNeeds:
+def needs_of_loss(
+    loss: Callable[[Any], torch.Tensor],
+    outputs: object,
+    adopt: Callable[[Any], Any] | None = None,
+) -> LossNeeds:
     """Run ``loss``, forward and backward, on made-up outputs.
 
     Args:
         loss: of the model's outputs.
         outputs: as empty shells; values are made up.
+        adopt: ``None``: it is really run. Else it runs on empty shells, which this makes of other
+            tensors that it reads; the memory of its operations' workspaces is not in what is told.
 
     Raises:
         ArgumentError: ``loss`` returns no scalar with a gradient. What ``loss`` itself raises
             is not caught.
     """
+    leaves, spec = pytree.tree_flatten(outputs)
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     made: dict[int, torch.Tensor] = {}
 
     def fill(index: int, value: object) -> object:
@@ -126,18 +135,20 @@ def needs_of_loss(loss: Callable[[Any], torch.Tensor], outputs: object) -> LossN
         made[index] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
         return made[index].requires_grad_(value.is_floating_point())
 
-    leaves, spec = pytree.tree_flatten(outputs)
-    values = pytree.tree_unflatten([fill(i, leaf) for i, leaf in enumerate(leaves)], spec)
-    device = next(iter(made.values())).device if made else device_of(nn.Module())
-
-    def run() -> None:
-        with torch.enable_grad():
-            torch.autograd.backward(_checked(loss, loss(values)))
-
-    library_workspaces(device)  # or a loss that multiplies would be charged with them
-    generators = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    with generators, torch_compat.AllocationLog(device) as log:
-        run()
+    with contextlib.ExitStack() as stack:
+        log: Any
+        if adopt is None:
+            device = tensors[0].device if tensors else device_of(nn.Module())
+            library_workspaces(device)  # or a loss that multiplies would be charged with them
+            devices = [device] if device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            log = torch_compat.AllocationLog(device)
+        else:
+            stack.enter_context(torch_compat.fake_mode_of(tensors))
+            log = torch_compat.shell_log(adopt)
+        filled = pytree.tree_unflatten([fill(i, leaf) for i, leaf in enumerate(leaves)], spec)
+        with log, torch.enable_grad():
+            torch.autograd.backward(_checked(loss, loss(filled)))
     unused = tuple(i for i, t in made.items() if t.requires_grad and t.grad is None)
     return LossNeeds(log.peak_bytes, Unused(unused, len(leaves)) if unused else None)
 

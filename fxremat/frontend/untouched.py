@@ -34,7 +34,7 @@ def generators_restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def training(model: nn.Module) -> Iterator[None]:
+def in_training(model: nn.Module) -> Iterator[None]:
     """Training mode for a model in eval mode; each module's own mode is put back."""
     if model.training:
         yield

@@ -66,6 +66,7 @@ class Caller:
         resident: tensors that the step holds whether its graph reads them or not: the
             model's parameters and buffers, the arguments of the call.
         budget_on: what the budget is for.
+        library_bytes: what libraries hold on the device; ``None``: they are asked.
     """
 
     reserve_bytes: int = 0
@@ -74,6 +75,7 @@ class Caller:
     loss_bytes: int | None = None
     resident: tuple[torch.Tensor, ...] = ()
     budget_on: Counted = "allocated"
+    library_bytes: int | None = None
 
 
 def surroundings_of(
@@ -97,12 +99,15 @@ def surroundings_of(
     loss_bytes = caller.loss_bytes
     if loss_bytes is None:
         loss_bytes = sum(_unknown_loss_bytes(node, sizes) for node in joint.tangents)
+    library_bytes = caller.library_bytes
+    if library_bytes is None:
+        library_bytes = library_workspaces(joint.device)
     given = (
         *_each(table, table.of(joint.given)),
         *_unread_bytes(joint, real, caller),
         *_unread_gradient_bytes(real, caller),
         *caller.held_bytes,
-        *filter(None, (library_workspaces(joint.device),)),
+        *filter(None, (library_bytes,)),
         *[allocated_bytes(SCALAR_BYTES, joint.device)] * SCALARS,
     )
     return Surroundings(

@@ -52,6 +52,8 @@ class HostMemory:
         limit_bytes: the most of it; ``None``: as much as it takes.
         folder: of the file that stands for it where the step runs on a CPU; ``None``: the
             system's for temporary files.
+        link: how fast it is, where the step is estimated and nothing is to be had of the host;
+            ``None``: that is measured.
         limit: what the arenas of all plans for this memory keep to together.
     """
 
@@ -59,6 +61,7 @@ class HostMemory:
     conv: bool = False
     limit_bytes: int | None = None
     folder: str | None = None
+    link: MeasuredLink | None = None
     limit: HostLimit = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -132,9 +135,11 @@ class Transfers:
         Raises:
             HostMemoryError: there is no host memory to measure with.
         """
-        device = search.setting.surroundings.device
-        with torch_compat.real_execution(), torch.no_grad():
-            link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
+        link = host.link
+        if link is None:
+            device = search.setting.surroundings.device
+            with torch_compat.real_execution(), torch.no_grad():
+                link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
         pools = (search.pool, *search.alone)
         candidates = (search.baseline,) if host.only else bases.of_pools(pools)
         settled = search.settled

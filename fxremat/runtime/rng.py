@@ -22,6 +22,17 @@ def record_state(device: str) -> Tensor:
     return torch.get_rng_state()
 
 
+CUDA_STATE_BYTES = 16
+"""A seed and an offset."""
+
+
+def state_bytes(device: str) -> int:
+    """Of what :func:`record_state` returns; the device need not be here."""
+    if torch.device(device).type == "cuda":
+        return CUDA_STATE_BYTES
+    return torch.get_rng_state().numel()
+
+
 def restore_state(device: str, state: Tensor) -> None:
     """Put the default generator of ``device`` into ``state``."""
     kind = torch.device(device)

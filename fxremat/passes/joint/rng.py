@@ -27,7 +27,8 @@ def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> bool:
             device = _device_of_draw(node)
             with graph.inserting_before(node):
                 state = graph.call_function(rng.record_state, (str(device),))
-            state.meta["val"] = torch_compat.fake_like_state(node, rng.record_state(str(device)))
+            nbytes = rng.state_bytes(str(device))
+            state.meta["val"] = torch_compat.fake_bytes_like(node, nbytes)
             _copy_origin(node, state)
             operation: Any = node.target
             node.args = (state, str(device), operation, *node.args)

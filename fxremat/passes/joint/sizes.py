@@ -268,6 +268,33 @@ def settle(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
     return torch_compat.graph_module(module, graph), settler.sizes(primals)
 
 
+def place(module: fx.GraphModule, device: torch.device) -> None:
+    """Let the tensors of a settled graph lie on ``device``; the graph is changed.
+
+    Views share storages as before.
+    """
+
+    def placed(item: object) -> object:
+        if not isinstance(item, torch.Tensor) or item.layout is not torch.strided:
+            return item
+        layout = _layout(item, int)
+        return torch_compat.fake_tensor(
+            item,
+            item.untyped_storage(),
+            layout.shape,
+            layout.stride,
+            layout.offset,
+            device=device,
+        )
+
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)):
+            node.meta["val"] = type(value)(map(placed, value))
+        elif value is not None:
+            node.meta["val"] = placed(value)
+
+
 def _items(node: fx.Node) -> Iterator[object]:
     value = node.meta.get("val")
     yield from value if isinstance(value, (tuple, list)) else (value,)

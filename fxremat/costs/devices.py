@@ -1,0 +1,277 @@
+"""Devices that a step can be estimated for: what their data sheets promise, or what was measured.
+
+Figures of the table are those of the makers' data sheets, without sparsity, for the board named;
+``float32`` is without TF32. Memory is what the driver tells, a link is one direction of PCIe. What
+a launch takes is of torch without CUDA graphs, some 5 µs on today's hosts.
+
+* H100, H200: NVIDIA H100 Tensor Core GPU data sheet (SXM5, 80 GB HBM3), H200 data sheet.
+* A100: NVIDIA A100 Tensor Core GPU data sheet (SXM4).
+* L40S, L4, T4, V100: NVIDIA's data sheets of these names (V100: SXM2, 32 GB).
+* 4090: NVIDIA Ada GPU architecture white paper, appendix A.
+* cpu: no data sheet, a machine of a few cores. Measure yours: :meth:`Device.calibrated`.
+
+Library workspaces are cuBLAS's, one for the thread that runs forwards and one for autograd's, as
+torch sizes them (``getChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fxremat import torch_compat
+from fxremat.errors import ArgumentError
+from fxremat.report.codec import FormatError, decode, encode
+from fxremat.report.files import pack, unpack, write_whole
+
+FILE = "device"
+"""Kind of a file that holds one."""
+
+TF32 = "tf32"
+"""Products of float32 that are computed in less: where torch is told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a device can do.
+
+    Attributes:
+        name: of it.
+        kind: torch's type of device, ``"cpu"`` or ``"cuda"``.
+        bytes_per_s: of its memory.
+        flops_per_s: by dtype, as ``"bfloat16"``, and ``"tf32"``; a product of a dtype that is
+            not listed is taken to be one of ``"float32"``.
+        launch_s: what an operation takes at least.
+        link_bytes_per_s: to host memory, in each direction.
+        memory_bytes: there is of it; ``None``: it is not known.
+        library_bytes: what libraries hold from their first call on.
+
+    Raises:
+        ArgumentError: a number is none, or not positive, or the kind is another.
+    """
+
+    name: str
+    kind: str
+    bytes_per_s: float
+    flops_per_s: tuple[tuple[str, float], ...]
+    launch_s: float
+    link_bytes_per_s: float
+    memory_bytes: int | None = None
+    library_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cpu", "cuda"):
+            raise self._refuse("kind", self.kind, "'cpu' or 'cuda'")
+        if "float32" not in dict(self.flops_per_s):
+            raise self._refuse("flops_per_s", self.flops_per_s, "pairs, one of them of 'float32'")
+        for name in ("bytes_per_s", "launch_s", "link_bytes_per_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise self._refuse(name, getattr(self, name), "positive")
+        for dtype, rate in self.flops_per_s:
+            if not 0 < rate < math.inf:
+                raise self._refuse("flops_per_s", (dtype, rate), "positive")
+        for name, least in (("memory_bytes", 1), ("library_bytes", 0)):
+            nbytes = getattr(self, name)
+            if nbytes is not None and nbytes < least:
+                raise self._refuse(name, nbytes, f"at least {least}")
+
+    def _refuse(self, name: str, value: object, must_be: str) -> ArgumentError:
+        message = f"{name} of device {self.name!r} is {value!r}: must be {must_be}"
+        return ArgumentError(message, argument=name, value=value)
+
+    def flop_s(self, dtype: str) -> float:
+        """Seconds of one floating-point operation of a product."""
+        rates = dict(self.flops_per_s)
+        return 1 / rates.get(dtype, rates["float32"])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it into a file of JSON, which ``device=`` of ``fxremat.estimate`` takes.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_whole(Path(path), pack(FILE, {"device": encode(Device, self)}, packed=False))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Device:
+        """The one that :meth:`save` wrote.
+
+        Raises:
+            ArgumentError: the file cannot be read, or holds none.
+        """
+        try:
+            return decode(Device, unpack(FILE, Path(path).read_bytes()).get("device"))
+        except (OSError, FormatError) as error:
+            message = f"no device can be read from {os.fspath(path)}: {error}"
+            raise ArgumentError(message, argument="device", value=path) from error
+
+    @staticmethod
+    def calibrated(device: str | torch.device = "cpu") -> Device:
+        """This machine's, measured in a few seconds.
+
+        What cannot be measured so is taken from the table: the bandwidth of the link, and, on
+        CUDA, the memory that libraries hold.
+
+        Args:
+            device: ``"cpu"`` or ``"cuda"``.
+
+        Raises:
+            ArgumentError: torch has no such device here.
+        """
+        found = torch.device(device)
+        if found.type not in ("cpu", "cuda") or (
+            found.type == "cuda" and not torch.cuda.is_available()
+        ):
+            message = f"device {str(device)!r} is not here: measure 'cpu' or a CUDA device"
+            raise ArgumentError(message, argument="device", value=device)
+        with torch_compat.real_execution(), torch.no_grad(), torch.random.fork_rng():
+            return _measured(found)
+
+
+def read_device(written: object) -> Device:
+    """A device, its name in the table whatever the case, or the path of a file that holds one.
+
+    Raises:
+        ArgumentError: none of these.
+    """
+    if isinstance(written, Device):
+        return written
+    if isinstance(written, str):
+        known = {name.lower(): device for name, device in DEVICES.items()}
+        if written.lower() in known:
+            return known[written.lower()]
+    if isinstance(written, (str, os.PathLike)) and Path(written).is_file():
+        return Device.load(written)
+    message = (
+        f"device is {written!r}: must be one of {', '.join(DEVICES)}, a fxremat.Device, or the "
+        "path of a file that Device.save wrote"
+    )
+    raise ArgumentError(message, argument="device", value=written)
+
+
+def _gpu(
+    name: str,
+    *,
+    tera_flops: tuple[float, float, float, float],
+    giga_bytes: float,
+    link: float,
+    mib: int,
+    hopper: bool = False,
+    bfloat16: bool = True,
+) -> Device:
+    """One of the table.
+
+    Args:
+        name: of it.
+        tera_flops: of float64, float32, TF32, and numbers of 16 bits, a second.
+        giga_bytes: of its memory, a second.
+        link: giga-bytes of one direction of its link, a second.
+        mib: of its memory.
+        hopper: its libraries take workspaces of that architecture.
+        bfloat16: numbers of that kind are as fast as those of float16.
+    """
+    float64, float32, tf32, halves = (1e12 * rate for rate in tera_flops)
+    return Device(
+        name,
+        "cuda",
+        1e9 * giga_bytes,
+        (
+            ("float64", float64),
+            ("float32", float32),
+            (TF32, tf32),
+            ("float16", halves),
+            ("bfloat16", halves if bfloat16 else float32),
+        ),
+        5e-6,
+        1e9 * link,
+        mib << 20,
+        2 * (32 << 20 if hopper else 8320 << 10),
+    )
+
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device(
+            "cpu",
+            "cpu",
+            2e10,
+            (("float64", 1e11), ("float32", 2e11), ("float16", 2e10), ("bfloat16", 1e11)),
+            3e-6,
+            5e9,
+        ),
+        _gpu("H100", tera_flops=(67, 67, 494.7, 989.4), giga_bytes=3350, link=64, mib=81559,
+             hopper=True),
+        _gpu("H200", tera_flops=(67, 67, 494.7, 989.4), giga_bytes=4800, link=64, mib=143771,
+             hopper=True),
+        _gpu("A100", tera_flops=(19.5, 19.5, 156, 312), giga_bytes=2039, link=32, mib=81920),
+        _gpu("A100-40GB", tera_flops=(19.5, 19.5, 156, 312), giga_bytes=1555, link=32, mib=40960),
+        _gpu("L40S", tera_flops=(1.4, 91.6, 183, 362), giga_bytes=864, link=32, mib=46068),
+        _gpu("L4", tera_flops=(0.5, 30.3, 60, 121), giga_bytes=300, link=32, mib=23034),
+        _gpu("4090", tera_flops=(1.3, 82.6, 82.6, 165.2), giga_bytes=1008, link=32, mib=24564),
+        _gpu("V100", tera_flops=(7.8, 15.7, 15.7, 125), giga_bytes=900, link=16, mib=32768,
+             bfloat16=False),
+        _gpu("T4", tera_flops=(0.25, 8.1, 8.1, 65), giga_bytes=320, link=16, mib=15360,
+             bfloat16=False),
+    )
+}  # fmt: skip
+"""By name."""
+
+_COPIED_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+_SIDE = {"cpu": 768, "cuda": 8192}
+_LAUNCHES = 2000
+_RUNS = 5
+
+
+def _measured(device: torch.device) -> Device:
+    """What is here: its memory, its products, its launches."""
+    bases = {"cpu": DEVICES["cpu"], "cuda": DEVICES["A100"]}
+    base = bases[device.type]
+    source = torch.ones(_COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copied_s = _least_s(lambda: target.copy_(source), device)
+    rates = []
+    for dtype, _ in base.flops_per_s:
+        if dtype != TF32:
+            side = _SIDE[device.type]
+            a = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
+            product_s = _least_s(lambda a=a: torch.mm(a, a), device)  # type: ignore[misc]
+            rates.append((dtype, 2 * side**3 / product_s))
+    small = torch.ones(16, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            torch.neg(small)
+
+    made = replace(
+        base,
+        name=f"this {device.type}",
+        bytes_per_s=2 * source.numel() / copied_s,
+        flops_per_s=tuple(rates),
+        launch_s=_least_s(launch, device) / _LAUNCHES,
+        memory_bytes=None,
+    )
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        made = replace(made, name=found.name, memory_bytes=found.total_memory)
+    return made
+
+
+def _least_s(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few runs, after one that is not counted."""
+    seconds = []
+    for _ in range(_RUNS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin_s = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin_s)
+    return min(seconds[1:])

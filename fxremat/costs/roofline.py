@@ -1,0 +1,153 @@
+"""Costs of a step that is run nowhere: from the shapes of its operations and a device's figures.
+
+An operation takes the longest of what its bytes take of the device's memory and what its products
+take of its arithmetic, and a launch beside (Williams, Waterman, Patterson: Roofline, 2009). That is
+the least it could take: real ones take more, and all of them about equally more, so that plans
+compare well and seconds are too few.
+
+Storages are as large as traced, but where kernels are known to return more.
+Workspaces are not in any trace. None is counted at its operation; :func:`aside_bytes` says what to
+set aside for them throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import fx
+
+from fxremat.costs.cost import Measured, runs_of, stage_blocks, whole_block
+from fxremat.costs.devices import TF32, Device
+from fxremat.costs.work import Floats, Works
+from fxremat.ir import RecordedCosts, StageSeconds
+from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.storage import StorageTable, tensors_of
+from fxremat.passes.stages.block import Block, Mode, call_of, is_getitem
+from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.linearize import Line
+
+aten = torch.ops.aten
+
+
+def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
+    """What the stages of ``line`` would take of ``device``; nothing is run."""
+    seconds = operation_seconds(line.joint, device)
+    order = line.order
+
+    def total_s(block: Block) -> float:
+        return float(sum(seconds[order[n]] for n in block.nodes))
+
+    stages, again = [], dict[int, float]()
+    runs = set[tuple[int, str]]()
+    for index in range(len(line.stages)):
+        first, rebuild, backward = stage_blocks(line, blocks, index)
+        whole = whole_block(line, blocks, index)
+        stages.append(StageSeconds(*map(total_s, (first, rebuild, backward))))
+        operations = (order[n] for n in whole.nodes if not is_getitem(n))
+        again.update({i: float(seconds[i]) for i in operations})
+        for block in (first, whole, backward):
+            runs.update((order[n], m.value) for n, modes in runs_of(line, block) for m in modes)
+    costs = RecordedCosts(
+        tuple(stages),
+        tuple(sorted(again.items())),
+        tuple((index, mode, 0) for index, mode in sorted(runs)),
+        _result_bytes(line.joint),
+        (),
+    )
+    return Measured.of(line, costs)
+
+
+def operation_seconds(joint: JointGraph, device: Device) -> Floats:
+    """Of each node, by index; 0 for one that computes nothing."""
+    works = Works.of(joint)
+    work = works.at(joint.sizes.hints)
+    flop_s = np.array([device.flop_s(_dtype_of(node)) for node in joint.module.graph.nodes])
+    busy_s = np.maximum(work.nbytes / device.bytes_per_s, work.flops * flop_s)
+    found: Floats = np.where(works.kind > 0, device.launch_s + busy_s, 0.0)
+    return found
+
+
+def _dtype_of(node: fx.Node) -> str:
+    """What a product computes with: the dtype of what it reads."""
+    sources = (t.dtype for n in node.all_input_nodes for t in tensors_of(n))
+    dtype = next((dtype for dtype in sources if dtype.is_floating_point), torch.float32)
+    if dtype is torch.float32 and _lowered(node):
+        return TF32
+    return str(dtype).removeprefix("torch.")
+
+
+def _lowered(node: fx.Node) -> bool:
+    """Whether torch lets a GPU compute products of float32 in TF32."""
+    if node.target in CONVOLUTIONS:
+        return torch.backends.cudnn.allow_tf32
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _result_bytes(joint: JointGraph) -> tuple[int, ...]:
+    """Of each storage, as large as kernels make it."""
+    table = joint.storages
+    found = list(table.nbytes)
+    for node in joint.module.graph.nodes:
+        made = _made_bytes(node, table)
+        for storage in table.of_node.get(node, ()) if made else ():
+            granule = table.granule_bytes[storage]
+            found[storage] = max(found[storage], -(-made // granule) * granule)
+    return tuple(found)
+
+
+def _made_bytes(node: fx.Node, table: StorageTable) -> int:
+    """What a kernel asks for whose result lies in more than its trace has; 0 for any other."""
+    if node.target in REDUCED:  # the mean lies where the terms were
+        shapes = [t.shape for n in node.all_input_nodes[:2] for t in tensors_of(n)]
+        (result,) = tensors_of(node)
+        terms: Sequence[int] = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+        return math.prod(terms) * result.element_size()
+    if node.target is aten.copy.default:  # in a clone of all that its first argument lies in
+        return max(table.asked_bytes[i] for i in table.of_node[node.all_input_nodes[0]])
+    return 0
+
+
+CONVOLUTIONS = frozenset((aten.convolution.default, aten.convolution_backward.default))
+
+REDUCED: frozenset[object] = frozenset(
+    (
+        aten.mse_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.binary_cross_entropy.default,
+        aten.soft_margin_loss.default,
+    )
+)
+
+WORKING: frozenset[object] = CONVOLUTIONS | {
+    aten.native_batch_norm_backward.default,
+    aten.native_layer_norm_backward.default,
+    aten.native_group_norm_backward.default,
+    aten.native_dropout.default,
+    aten.native_dropout_backward.default,
+    aten.embedding_dense_backward.default,
+    aten._safe_softmax.default,
+    aten.cumsum.default,
+    aten.sort.stable,
+}
+"""Operations that were seen to take workspaces that grow with what they compute."""
+
+PRODUCTS: frozenset[object] = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default))
+"""They take workspaces on a CPU where numbers have 16 bits: matrices are packed anew."""
+
+
+def aside_bytes(joint: JointGraph) -> int:
+    """What to set aside for workspaces: all that the largest operation that takes some handles.
+
+    Of the tests' zoo on a CPU all but convolutions of a few kilobytes take less.
+    """
+    table, cpu = joint.storages, joint.device.type == "cpu"
+    most = 0
+    for node in (*joint.forward, *joint.backward):
+        target = call_of(node, Mode.FIRST)[0]
+        packs = cpu and target in PRODUCTS and next(tensors_of(node)).element_size() == 2
+        if packs or target in WORKING or "attention" in str(target):
+            most = max(most, table.total(table.of((node, *node.all_input_nodes))))
+    return most

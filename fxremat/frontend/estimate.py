@@ -1,0 +1,347 @@
+"""A step that is estimated: captured without data, costed without running, planned as any other."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat import torch_compat
+from fxremat.costs.devices import Device
+from fxremat.errors import BudgetError, CaptureError, FxrematError
+from fxremat.frontend.arguments import Arguments, Optimizer
+from fxremat.frontend.attention import as_on_gpu
+from fxremat.frontend.batches import Batching, Dim, read_dims
+from fxremat.frontend.budget import Budget
+from fxremat.frontend.outputs import Unused, forward_of
+from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.refused import refused
+from fxremat.frontend.sample import Sample, call_without_data, places_of
+from fxremat.frontend.shells import Shells
+from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
+from fxremat.frontend.untouched import in_training
+from fxremat.ir import MeasuredLink, RecordedCosts
+from fxremat.passes.joint.storage import allocated_bytes
+from fxremat.planner.situation import Situation
+from fxremat.planner.surroundings import Caller
+from fxremat.planner.transfers import HostMemory
+from fxremat.report.estimate import Estimate
+from fxremat.report.plan import Plan
+from fxremat.simulate.allocator import AllocatorSettings
+
+WHOLE = Budget(1.0, share=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What AOTAutograd would compile.
+
+    Attributes:
+        joint: its joint graph.
+        output_count: how many of its outputs are the forward's.
+        inputs: shells of primals, by index.
+        gradients: primals that get one.
+    """
+
+    joint: fx.GraphModule
+    output_count: int
+    inputs: Mapping[int, torch.Tensor]
+
+    @property
+    def gradients(self) -> frozenset[int]:
+        """Leaves among the primals that get one."""
+        made = torch_compat.differentiated_primals(
+            self.joint, forward_output_count=self.output_count
+        )
+        return frozenset(i for i in made if i in self.inputs and self.inputs[i].is_leaf)
+
+
+class _CapturedError(BaseException):
+    """The joint graph is there: nothing is compiled.
+
+    No ``Exception``, so that no handler of the traced model can take it for its own.
+    """
+
+    def __init__(self, found: Captured) -> None:
+        super().__init__()
+        self.found = found
+
+
+def capture(
+    model: nn.Module,
+    sample: Sample,
+    unused: Unused | None = None,
+    *,
+    dynamic: bool,
+    gpu: bool = False,
+) -> Captured:
+    """Capture the step of a call; model and sample are shells.
+
+    Args:
+        model: in training mode.
+        sample: of the call.
+        unused: outputs without a gradient.
+        dynamic: sizes of its tensors become symbols.
+        gpu: operations are those that a GPU would be given.
+
+    Raises:
+        CaptureError: the model breaks the graph, or computes nothing with a gradient.
+    """
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any], **_options: Any) -> Any:
+        def partition(
+            joint: fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
+        ) -> Any:
+            raise _CapturedError(Captured(joint, num_fwd_outputs, _values(joint, inputs)))
+
+        def compiler(graph: fx.GraphModule, _inputs: object) -> Any:
+            return graph
+
+        aot = torch_compat.aot_autograd_backend(
+            forward_compiler=compiler,
+            backward_compiler=compiler,
+            inference_compiler=compiler,
+            partition=partition,
+        )
+        if gpu:
+            as_on_gpu(module)
+        return aot(module, inputs)
+
+    run = torch_compat.compile_whole(
+        torch_compat.with_code_of_its_own(forward_of(model, unused)), backend, dynamic=dynamic
+    )
+    if dynamic:
+        torch_compat.let_sizes_vary([t for _, t in places_of(sample.args, sample.kwargs)])
+    try:
+        with torch_compat.capture_settings():
+            run(*sample.args, **sample.kwargs)
+    except _CapturedError as error:
+        return error.found
+    except torch_compat.capture_failures() as error:
+        cause = torch_compat.failure_cause(error)
+        if isinstance(cause, _CapturedError):
+            return cause.found
+        if isinstance(cause, FxrematError):
+            raise cause from None
+        raise refused(model, cause) from error
+    raise CaptureError(
+        f"{type(model).__name__} computes nothing with a gradient from this sample: there is no "
+        "step to plan"
+    )
+
+
+def _values(joint: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
+    found = {
+        primal: inputs[source]
+        for primal, source in enumerate(torch_compat.primal_sources(joint))
+        if source is not None and source < len(inputs)
+    }
+    return {i: value for i, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What :func:`fxremat.estimate` was asked for, checked.
+
+    Attributes:
+        device: what is estimated for.
+        options: those of :func:`fxremat.compile`.
+        budget: ``None``: none was given.
+        costs: of the step, in place of estimated ones.
+        overhead_s: what it takes beside its calls, by who measured them.
+    """
+
+    device: Device
+    options: Arguments
+    budget: Budget | None
+    costs: RecordedCosts | None
+    overhead_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dry:
+    """A captured step that is never run.
+
+    Attributes:
+        planner: of it.
+        situation: of its calls.
+        kept: the plan that keeps everything.
+    """
+
+    planner: Planner
+    situation: Situation
+    kept: Plan
+
+
+def plan_dry(
+    model: nn.Module, sample: Sample, asked: Asked, shells: Shells, *, dynamic: bool
+) -> Dry:
+    """Capture a step and plan it, everything kept; model and sample are shells.
+
+    Raises:
+        SampleError, CaptureError, GraphError, CostError, ArgumentError: as
+            :func:`fxremat.estimate` says.
+    """
+    inner = torch_compat.wrapped_by(model)
+    outputs = call_without_data(inner, sample)
+    caller, unused = _caller(inner, sample, asked, shells, outputs)
+    device, options = torch.device(asked.device.kind), asked.options
+    captured = capture(
+        inner,
+        sample,
+        unused,
+        dynamic=dynamic,
+        gpu=device.type == "cuda",
+    )
+    places = {id(tensor): name for name, tensor in reversed(places_of(sample.args, sample.kwargs))}
+    planner = Planner(
+        captured.joint,
+        forward_output_count=captured.output_count,
+        inputs={i: _placed(t, device) for i, t in captured.inputs.items()},
+        budget=WHOLE,
+        caller=caller,
+        progress=silent,
+        places={i: places[id(t)] for i, t in captured.inputs.items() if id(t) in places},
+        host=_host(asked),
+        exact=options.exact,
+        allocator=AllocatorSettings() if device.type == "cuda" else None,
+        costs=asked.costs,
+        target=asked.device,
+    )
+    existing = captured.gradients if options.accumulate else frozenset()
+    situation = Situation(planner.step.sizes.hints, existing, existing)
+    planned = planner.first(situation, rehearse=False).recorded()
+    return Dry(planner, situation, planned.plan.with_overhead(asked.overhead_s))
+
+
+def _host(asked: Asked) -> HostMemory | None:
+    """Host memory that is never taken, behind the device's link."""
+    if asked.options.host is None:
+        return None
+    rate = asked.device.link_bytes_per_s
+    # Two directions of PCIe do not hinder each other; copies on a CPU do, and computations too.
+    one = asked.device.kind == "cpu"
+    link = MeasuredLink(rate, rate, rate if one else 2 * rate, 1.0, one)
+    return replace(asked.options.host, link=link)
+
+
+def _caller(
+    model: nn.Module, sample: Sample, asked: Asked, shells: Shells, outputs: object
+) -> tuple[Caller, Unused | None]:
+    """What is needed beside the step, and outputs without a gradient."""
+    options, device = asked.options, torch.device(asked.device.kind)
+    needs = None
+    if options.loss is not None and outputs is not None:
+        needs = needs_of_loss(options.loss, outputs, shells.of)
+    unused = needs.unused if needs else None
+    if unused is not None:
+        unused = replace(unused, dropped=options.drop_unused)
+    tensors = (*model.parameters(), *model.buffers(), *(t for _, t in sample.tensors()))
+    caller = Caller(
+        reserve_bytes=options.reserve_bytes,
+        held_bytes=_optimizer_bytes(options.optimizer, model, device, shells),
+        accumulate=options.accumulate,
+        loss_bytes=needs.nbytes if needs else None,
+        resident=tuple(_placed(t, device) for t in tensors),
+        budget_on=options.budget_on,
+        library_bytes=asked.device.library_bytes,
+    )
+    return caller, unused
+
+
+def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A shell of the same storage on ``device``."""
+    if tensor.device.type == device.type:
+        return tensor
+    return torch_compat.fake_tensor(
+        tensor,
+        tensor.untyped_storage(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        device=device,
+    )
+
+
+def _optimizer_bytes(
+    optimizer: Optimizer | None, model: nn.Module, device: torch.device, shells: Shells
+) -> tuple[int, ...]:
+    """Of each tensor that an optimizer would keep on ``device``."""
+
+    def alike(parameter: torch.Tensor) -> torch.Tensor:
+        if device.type == "cpu":
+            found: torch.Tensor = shells.of(parameter)
+            return found
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return nn.Parameter(empty, parameter.requires_grad)  # on no CPU, as those on a GPU
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = copy.copy(optimizer)
+        own.param_groups = [
+            {**group, "params": list(map(alike, group["params"]))} for group in own.param_groups
+        ]
+        optimizer = own
+    parameters = nn.ParameterList(map(alike, model.parameters()))
+    return tuple(allocated_bytes(n, device) for n in optimizer_bytes(optimizer, parameters))
+
+
+def silent(_what: str, _done: int, _total: int) -> None:
+    """No progress: nothing is measured, which takes the time."""
+
+
+def estimate_step(
+    model: nn.Module, sample: Sample, asked: Asked, dim: Dim | list[Dim] | None, most: int
+) -> Estimate:
+    """All that :func:`fxremat.estimate` returns."""
+    shells = Shells()
+    dims = () if dim is None else read_dims(model, sample, dim)
+    shape = sample.map(shells.of)
+    with shells.inside(model), in_training(model), torch.enable_grad():
+        dry = plan_dry(model, shape, asked, shells, dynamic=False)
+        plan = _within(dry, asked)
+        batches = None
+        if dims and asked.budget is not None and asked.budget.nbytes is not None:
+            sized = plan_dry(model, shape, asked, shells, dynamic=True)
+            batching = Batching(
+                sized.planner.schedules,
+                asked.budget.nbytes,
+                sized.situation,
+                torch_compat.wrapped_by(model),
+                shape,
+                asked.overhead_s,
+                most,
+            )
+            with contextlib.suppress(BudgetError):  # none fits
+                batches = batching.over(dims)
+    budget_bytes = None
+    if asked.budget is not None:
+        budget_bytes = asked.budget.bytes_of(
+            full_bytes=dry.kept.baseline_peak_bytes, least_bytes=dry.kept.least_budget_bytes
+        )
+    return Estimate(
+        device=asked.device.name,
+        kept=dry.kept,
+        budget_bytes=budget_bytes,
+        plan=plan,
+        batches=batches,
+        workspace_bytes=dry.planner.step.aside_bytes(dry.situation.sizes),
+        library_bytes=asked.device.library_bytes,
+        memory_bytes=asked.device.memory_bytes,
+    )
+
+
+def _within(dry: Dry, asked: Asked) -> Plan | None:
+    """The fastest plan within the budget, if there is one and anything fits."""
+    if asked.budget is None:
+        return None
+    dry.planner.budget = asked.budget
+    try:
+        planned = dry.planner.again(dry.situation)
+    except BudgetError:
+        return None
+    return planned.plan.with_overhead(asked.overhead_s)

@@ -1,0 +1,138 @@
+"""What a step would take of a device, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fxremat.report.batches import Batches
+from fxremat.report.frontier import Frontier
+from fxremat.report.plan import Plan
+from fxremat.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Estimate:
+    """What a training step would take, found from shapes alone.
+
+    Attributes:
+        device: name of the device that it was estimated for.
+        kept: the plan that keeps everything: its peak, its seconds, the frontier.
+        budget_bytes: what was asked for; ``None``: nothing was.
+        plan: the fastest within the budget; ``None``: there is none, or no budget.
+        batches: the sizes of the batch that fit the budget; ``None``: none does, or nobody asked.
+        workspace_bytes: part of every peak: set aside for what operations take of memory while
+            they run, which no shape tells.
+        library_bytes: part of every peak, too: what libraries hold from their first call on.
+        memory_bytes: of the device; ``None``: it is not known.
+    """
+
+    device: str
+    kept: Plan
+    budget_bytes: int | None
+    plan: Plan | None
+    batches: Batches | None
+    workspace_bytes: int
+    library_bytes: int
+    memory_bytes: int | None
+
+    @property
+    def least_budget_bytes(self) -> int:
+        """The least feasible budget."""
+        return self.kept.least_budget_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """With everything kept."""
+        return self.kept.baseline_peak_bytes
+
+    @property
+    def predicted_s(self) -> float:
+        """Of the step with everything kept."""
+        return self.kept.baseline_s
+
+    @property
+    def frontier(self) -> Frontier:
+        """The least step time at every budget, by recomputation alone."""
+        return self.kept.frontier
+
+    @property
+    def fits(self) -> bool:
+        """Whether some plan keeps to the budget; without one, to the device's memory."""
+        limit = self.budget_bytes or self.memory_bytes
+        return limit is None or self.least_budget_bytes <= limit
+
+    def facts(self) -> dict[str, Any]:
+        """All of it as what ``json`` can write: bytes and seconds."""
+        plan = self.plan
+        return {
+            "device": self.device,
+            "memory_bytes": self.memory_bytes,
+            "budget_bytes": self.budget_bytes,
+            "fits": self.fits,
+            "least_budget_bytes": self.least_budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "predicted_s": self.predicted_s,
+            "workspace_bytes": self.workspace_bytes,
+            "library_bytes": self.library_bytes,
+            "frontier": [[p.peak_bytes, p.predicted_s] for p in self.frontier.points],
+            "plan": plan
+            and {
+                "peak_bytes": plan.counted_bytes,
+                "predicted_s": plan.predicted_s,
+                "host_bytes": plan.host_bytes,
+            },
+            "batches": self.batches
+            and {
+                "names": list(self.batches.names),
+                "largest": list(self.batches.largest.sizes),
+                "fastest": list(self.batches.fastest.sizes),
+                "points": [
+                    {"sizes": list(p.sizes), "least_bytes": p.least_bytes, "s": p.predicted_s}
+                    for p in self.batches.points
+                ],
+            },
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"Estimate({self.device}: least budget {format_bytes(self.least_budget_bytes)}, "
+            f"everything kept {format_bytes(self.peak_bytes)})"
+        )
+
+    def lines(self) -> list[str]:
+        """What :meth:`show` prints."""
+        slowest_s = self.frontier.points[0].predicted_s
+        rows = [
+            ("everything kept", self.peak_bytes, _step(self.predicted_s)),
+            ("least feasible budget", self.least_budget_bytes, _step(slowest_s)),
+        ]
+        fits = "fits" if self.fits else "does not fit"
+        if self.budget_bytes is not None:
+            rows.append(("the budget", self.budget_bytes, fits))
+        elif self.memory_bytes is not None:
+            rows.append(("memory of the device", self.memory_bytes, fits))
+        if self.plan is not None:
+            rows.append(("a plan within it", self.plan.counted_bytes, _step(self.plan.predicted_s)))
+        told = [f"a training step on {self.device}, from shapes alone"]
+        for what, nbytes, more in rows:
+            told.append(f"  {what:<22} {format_bytes(nbytes):>11}   {more}")
+        if self.batches is not None:
+            told.append(f"  {self.batches!r}")
+        told += [
+            f"of each peak {format_bytes(self.workspace_bytes)} are set aside for workspaces, "
+            "which no shape tells,",
+            f"and {format_bytes(self.library_bytes)} for what libraries hold; "
+            "seconds are by the device's figures: compare plans by them",
+        ]
+        return told
+
+    def show(self) -> str:
+        """Print it; returns what was printed."""
+        text = "\n".join(self.lines())
+        print(text)
+        return text
+
+
+def _step(seconds: float) -> str:
+    return f"{format_seconds(seconds)} a step"

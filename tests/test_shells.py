@@ -1,0 +1,77 @@
+"""Stand-ins for tensors: without data, sharing what those share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fxremat import torch_compat
+from fxremat.errors import SampleError
+from fxremat.frontend.shells import Shells
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_a_shell_is_like_its_tensor(where: str) -> None:
+    tensor = torch.empty(4, 6, dtype=torch.float64, device=where).t()[1:]
+    shell = Shells().of(tensor)
+    assert torch_compat.is_fake(shell)
+    assert shell.device.type == "cpu"
+    assert (shell.shape, shell.stride(), shell.dtype) == (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
+    assert shell.storage_offset() == tensor.storage_offset()
+    assert shell.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+
+
+def test_a_tensor_has_one_shell_and_views_share_a_storage() -> None:
+    shells, tensor = Shells(), torch.empty(4, 6)
+    one, view = shells.of(tensor), shells.of(tensor[1:])
+    assert shells.of(tensor) is one
+    assert shells.of(one) is one
+    assert one is not view
+    assert torch_compat.storage_key(one) == torch_compat.storage_key(view)
+    other = shells.of(torch.empty(4, 6))
+    assert torch_compat.storage_key(one) != torch_compat.storage_key(other)
+
+
+def test_gradients_are_asked_for_as_before() -> None:
+    shells = Shells()
+    parameter = nn.Parameter(torch.empty(3))
+    assert isinstance(shells.of(parameter), nn.Parameter)
+    assert shells.of(parameter).requires_grad
+    assert not shells.of(nn.Parameter(torch.empty(3), requires_grad=False)).requires_grad
+    assert shells.of(torch.empty(3, requires_grad=True)).requires_grad
+    assert not shells.of(torch.empty(3)).requires_grad
+
+
+def test_what_is_no_tensor_stays() -> None:
+    assert Shells().of("x") == "x"
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    with pytest.raises(SampleError):
+        Shells().of(torch.eye(3).to_sparse())
+
+
+def test_a_model_is_as_before_even_after_an_error() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].weight = model[0].bias  # tied
+    model.plain = torch.ones(3)  # type: ignore[assignment]
+    before = dict(model.named_parameters()) | dict(model.named_buffers())
+    plain = model.plain
+
+    def inside() -> None:
+        with Shells().inside(model):
+            held = (*model.parameters(), *model.buffers(), model.plain)
+            assert all(map(torch_compat.is_fake, held))
+            assert model[1].weight is model[0].bias
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        inside()
+    after = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert all(after[name] is tensor for name, tensor in before.items())
+    assert model.plain is plain
