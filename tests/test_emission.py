@@ -43,7 +43,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpt", {}),
         ("siamese", {}),
         ("gpt", {"budget_on": "reserved", "accumulate": True}),
-        ("unet", {"offload": "auto"}),
+        ("unet", {"offload": "only"}),
     ],
     ids=["line with dropout", "join", "reserved", "transfers"],
 )
