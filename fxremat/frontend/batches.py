@@ -202,7 +202,9 @@ class Batching:
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
         largest = self._largest(self.situation, group)
-        if largest is None:
+        while largest and self._needs_others(self._at([group], [largest])):
+            largest -= 1
+        if not largest:
             raise self._nothing([group])
         sizes = sorted({max(1, largest * (i + 1) // CURVE) for i in range(CURVE)} | {1})
         found = {size: self._point([group], (size,), run=size == largest) for size in sizes}
@@ -213,6 +215,10 @@ class Batching:
             for size in {(a + b) // 2 for a, b in itertools.pairwise(near)} - found.keys():
                 found[size] = self._point([group], (size,), run=False)
         return [found[size] for size in sorted(found)]
+
+    def _needs_others(self, situation: Situation) -> bool:
+        """Whether a call fits only by what was found at other sizes: alone it would not."""
+        return self.schedules.alone_bytes(situation) > self.budget_bytes
 
     def _frontier(self, groups: Sequence[Sequence[Dimension]]) -> list[BatchPoint]:
         """For sizes of all but the first dimension the largest of the first."""

@@ -100,6 +100,11 @@ class Schedules:
                 found.append(way.at(own.measured, around, budget_bytes=MOST_BYTES).least_bytes)
         return min(found)
 
+    def alone_bytes(self, situation: Situation) -> int:
+        """The least budget of a call where it alone is compiled, with nothing known beforehand."""
+        costed = self.step.at(situation.sizes)
+        return min(self._way(own, situation, None).least_bytes for own in costed)
+
     def predicted(
         self, situation: Situation, budget_bytes: int, *, run: bool = True
     ) -> tuple[int, float]:
