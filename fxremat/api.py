@@ -23,9 +23,10 @@ from fxremat.frontend.arguments import (
 from fxremat.frontend.batches import Batching, Dim, read_dims, read_most
 from fxremat.frontend.budget import Budget, Readable
 from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.captured import silent
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
 from fxremat.frontend.estimate import Asked, estimate_step
-from fxremat.frontend.runner import compiler_of, silent
+from fxremat.frontend.runner import compiler_of
 from fxremat.frontend.sample import Sample, check_gradients
 from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.planner.surroundings import Caller

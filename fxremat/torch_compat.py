@@ -628,7 +628,6 @@ def never_uncompiled(
             its value.
     """
     from torch._dynamo import config, convert_frame  # noqa: PLC0415
-    from torch._dynamo.eval_frame import innermost_backend  # noqa: PLC0415
 
     module: Any = convert_frame
     exceeds: Callable[..., tuple[bool, str]] = module.exceeds_recompile_limit
@@ -636,8 +635,10 @@ def never_uncompiled(
     def asked(*args: Any) -> tuple[bool, str]:
         exceeded, name = exceeds(*args)
         if exceeded:  # who asks for which backend is told by nothing but its own frame
-            wrapped = innermost_backend(sys._getframe(1).f_locals["compiler_fn"])
-            if ours(getattr(wrapped, "compiler_fn", wrapped)):
+            backend = sys._getframe(1).f_locals["compiler_fn"]
+            while hasattr(backend, "_torchdynamo_orig_backend"):
+                backend = backend._torchdynamo_orig_backend
+            if ours(getattr(backend, "compiler_fn", backend)):
                 raise error(f"torch._dynamo.config.{name}", getattr(config, name))
         return exceeded, name
 

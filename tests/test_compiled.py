@@ -9,6 +9,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -410,3 +411,66 @@ def test_sizes_of_one_model_say_nothing_of_another():
     """Dynamo remembers by file, line and name which sizes were seen to vary."""
     assert not fxremat.compile(Net(), X, 1.0).plan.sizes
     assert not fxremat.compile(Net(), X[:32], 1.0).plan.sizes
+
+
+def test_copies_of_what_travels_keep_to_limits_of_their_own():
+    compiled = fxremat.compile(Net(), X, "min", offload="only", host_limit="8 MiB")
+    for other in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        assert same_step(compiled, other)
+        assert other.plan.host_bytes == compiled.plan.host_bytes
+
+
+class Scaled(Net):
+    def forward(self, x: Tensor, *, scale: float) -> Tensor:
+        return super().forward(x) * scale
+
+
+def test_hooks_before_the_forward_run_on_the_sample_as_on_any_call():
+    def build() -> Scaled:
+        model = Scaled()
+        model.register_forward_pre_hook(
+            lambda _model, args, kwargs: (args, {**kwargs, "scale": 2.0}), with_kwargs=True
+        )
+        return model
+
+    compiled = fxremat.compile(build(), X, "min")
+    assert same_step(compiled, build())
+    assert len(compiled.plans) == 1
+    later = fxremat.compile(build(), budget=compiled.plan.budget_bytes)
+    assert same_step(later, build())
+
+
+def test_hooks_of_what_is_wrapped_are_called(tmp_path: Path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
+    )
+    try:
+        model, seen = Net(), []
+        compiled = fxremat.compile(nn.parallel.DistributedDataParallel(model), X, 1.0)
+        model.register_forward_hook(lambda _m, _i, output: seen.append(output.shape))
+        compiled(X).sum().backward()
+        assert seen == [X.shape]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_was_scripted_is_refused():
+    with pytest.raises(fxremat.ArgumentError, match="scripted"):
+        fxremat.compile(torch.jit.script(nn.Linear(32, 32)), X, 1.0)
+
+
+class Clamps(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+            self.norm.weight.mul_(0.5)
+        raise ValueError("always")
+
+
+def test_what_is_refused_is_not_changed():
+    model = Clamps()
+    with pytest.raises(fxremat.SampleError, match="always"):
+        fxremat.compile(model, X, 1.0)
+    assert torch.equal(model.norm.weight, torch.ones(32)) and torch.equal(
+        model.scale, torch.ones(32)
+    )

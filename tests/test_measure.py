@@ -273,13 +273,11 @@ def clock_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], measure.Kern
 def test_kernels_are_timed_behind_a_device_that_is_held_up(clock_of):
     device = Device(kernel_s=0.5, launch_s=0.0005)
     clock = clock_of(device)
-    for _ in range(20):  # a busy machine may take its time over a launch
+    for _ in range(500):  # a busy machine may take its time over a launch
         device.told.clear()
         assert clock.seconds_of(device.run) == 0.5
         if clock.launched_s < 2 * device.launch_s:
             break
-    else:
-        pytest.skip("no launch took what it should: the machine is too busy to tell")
     assert device.told == ["delay", "event", "run", "event", "wait"]
     assert device.delays[0] >= 2 * device.launch_s
 

@@ -132,10 +132,12 @@ def read_model(model: object) -> nn.Module:
     """``model``, if it is a module.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is none, or one whose Python is gone.
     """
     if not isinstance(model, nn.Module):
         _refuse("model", model, "a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        _refuse("model", model, "the module that was scripted, not a torch.jit.ScriptModule")
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,6 +55,7 @@ class StepCompiler:
         watcher: of what new plans really take.
         on_new: is told of each new plan.
         optimizers: that step the model.
+        planning: one thread at a time plans: evaluators of one step share their room.
     """
 
     budget: Budget
@@ -72,6 +74,7 @@ class StepCompiler:
     in_flight: InFlight = field(default_factory=InFlight)
     watcher: Watcher = field(default_factory=Watcher)
     on_new: Callable[[Compiled], None] | None = None
+    planning: threading.RLock = field(default_factory=threading.RLock)
     optimizers: Optimizers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,6 +173,7 @@ class StepCompiler:
                 optimizers=self.optimizers,
                 accumulate=self.caller.accumulate,
                 output_count=output_count,
+                planning=self.planning,
                 kept=self.kept,
                 rehearse=self.dry,
             )

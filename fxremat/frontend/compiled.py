@@ -25,6 +25,7 @@ from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample, check_sample
 from fxremat.frontend.trace import StepTrace, trace_step
 from fxremat.report.plan import Plan
+from fxremat.runtime import cuda_graph
 
 
 @dataclass(slots=True)
@@ -148,6 +149,8 @@ class CompiledModule(nn.Module):
         asked, runner = self._state.asked, self._state.runner
         if isinstance(asked.optimizer, torch.optim.Optimizer):
             asked = replace(asked, optimizer=type(asked.optimizer))
+        if asked.host is not None:
+            asked = replace(asked, host=copy.copy(asked.host))  # with a limit of its own
         if runner is None:
             return asked, self._state.kept
         return replace(asked, budget=runner.compiler.budget, kept=None), self.plans[0]
@@ -161,7 +164,7 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
     """
     made = _wrapped(model, asked)
     if sample is not None:
-        made._state.runner = _started(made._state, sample)
+        made._state.runner = _started(made._state, sample, hooked=True)
     return made
 
 
@@ -251,7 +254,7 @@ def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if original.training and torch.is_grad_enabled():
         if state.runner is None:
             with state.starting:
-                state.runner = state.runner or _started(state, Sample(args, kwargs))
+                state.runner = state.runner or _started(state, Sample(args, kwargs), hooked=False)
         state.trained = True
         return state.runner(*args, **kwargs)
     if torch.is_grad_enabled() and not state.trained:
@@ -265,15 +268,22 @@ def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return original.forward(*args, **kwargs)
 
 
-def _started(state: _State, sample: Sample) -> Runner:
-    """Plan the first step: a copy's by the plan it was copied with, if that is one of this step."""
+def _started(state: _State, sample: Sample, *, hooked: bool) -> Runner:
+    """Plan the first step: a copy's by the plan it was copied with, if that is one of this step.
+
+    Args:
+        state: of the module.
+        sample: of a call.
+        hooked: hooks of the model are still to run on it.
+    """
+    cuda_graph.refuse_planning()
     check_sample(state.original, sample)
     kept = state.kept
     if kept is not None:
         nbytes = kept.budget_bytes
         asked = replace(state.asked, kept=kept, budget=Budget(nbytes, nbytes=nbytes))
         try:
-            return Runner.of(state.original, sample, asked)
+            return Runner.of(state.original, sample, asked, hooked=hooked)
         except PlanError:
             state.kept = None
-    return Runner.of(state.original, sample, state.asked)
+    return Runner.of(state.original, sample, state.asked, hooked=hooked)

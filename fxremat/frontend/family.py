@@ -90,6 +90,7 @@ class Family:
         accumulate: gradients exist at every call, or will.
         output_count: how many results of the forward go to its caller.
         gradients: primals that get a gradient, and which of the tensors that go in each is.
+        planning: is held by whoever plans, for any family of the model.
         plans: by situation, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
         overhead_s: what a step takes beside its calls.
@@ -103,12 +104,12 @@ class Family:
     accumulate: bool
     output_count: int
     gradients: dict[int, int]
+    planning: threading.RLock
     plans: dict[Situation, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
     overhead_s: float = 0.0
     _own: frozenset[int] = frozenset()
     _made: tuple[int, ...] = ()
-    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @staticmethod
     def of(
@@ -121,6 +122,7 @@ class Family:
         optimizers: Optimizers,
         accumulate: bool,
         output_count: int,
+        planning: threading.RLock,
         kept: Plan | None = None,
         rehearse: bool = True,
     ) -> Family:
@@ -135,6 +137,7 @@ class Family:
             optimizers: of the whole model.
             accumulate: a set of gradients is counted at every call.
             output_count: how many results of the forward go to its caller.
+            planning: is held by whoever plans.
             kept: a plan that is followed, instead of making one.
             rehearse: let it be told what the step takes beside its calls.
 
@@ -142,9 +145,17 @@ class Family:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
         """
         gradients = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
-        lessons = Lessons.of(planner)
+        lessons = Lessons.of(planner, planning)
         family = Family(
-            planner, lessons, in_flight, watcher, optimizers, accumulate, output_count, gradients
+            planner,
+            lessons,
+            in_flight,
+            watcher,
+            optimizers,
+            accumulate,
+            output_count,
+            gradients,
+            planning,
         )
         situation, _ = family._find(values, planner.step.sizes.hints)
         planned = planner.first(situation, kept=kept, rehearse=rehearse)
@@ -299,9 +310,10 @@ class Family:
             self.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
         )
-        if any(step.situation.kind == situation.kind for step in waiting):
-            self._leave_room(situation)
-        return self.lessons.applied(situation), leaves
+        with self.planning:
+            if any(step.situation.kind == situation.kind for step in waiting):
+                self._leave_room(situation)
+            return self.lessons.applied(situation), leaves
 
     def _leave_room(self, situation: Situation) -> None:
         """A step like this one still waits: a further one will come while this one does."""
@@ -398,7 +410,7 @@ class Family:
         self, situation: Situation, on_new: Callable[[Compiled], None] | None
     ) -> tuple[Situation, Compiled]:
         """The plan for a situation, one that is there or a new one; and what it takes for true."""
-        with self._lock:
+        with self.planning:
             compiled = self.plans.pop(situation, None) or self._as_good(situation)
             if compiled is None:
                 situation, planned = self._new_plan(situation)

@@ -30,6 +30,7 @@ class Lessons:
 
     Attributes:
         planner: of the family.
+        planning: is held by whoever plans, or asks what would fit.
         seen: what steps that were watched have taught, by sizes.
         several: of several steps at once, by kind of situation.
         cleared: kinds whose gradients must be gone before the backward, or nothing fits.
@@ -37,18 +38,18 @@ class Lessons:
     """
 
     planner: Planner
+    planning: threading.RLock
     seen: dict[Values, Lesson] = field(default_factory=dict)
     several: dict[_Kind, Lesson] = field(default_factory=dict)
     cleared: set[_Kind] = field(default_factory=set)
     kept: set[_Kind] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @staticmethod
-    def of(planner: Planner) -> Lessons:
+    def of(planner: Planner, planning: threading.RLock) -> Lessons:
         """With what other processes have learned."""
         known = planner.known_lesson()
         seen = {planner.step.sizes.hints: known} if known != NO_LESSON else {}
-        return Lessons(planner, seen)
+        return Lessons(planner, planning, seen)
 
     def applied(self, situation: Situation) -> Situation:
         """``situation`` with what is known of its like."""
@@ -64,7 +65,7 @@ class Lessons:
 
     def teach(self, situation: Situation, lesson: Lesson) -> None:
         """Let steps of its kind be planned for ``lesson`` too from now on."""
-        with self._lock:
+        with self.planning:
             self.several[situation.kind] = self.of_kind(situation) | lesson
 
     def are_watched(self, sizes: Values) -> bool:
@@ -77,12 +78,12 @@ class Lessons:
 
     def clear(self, situation: Situation) -> None:
         """Take gradients that such calls find to be gone before the backward."""
-        with self._lock:
+        with self.planning:
             self.cleared.add(situation.kind)
 
     def gradients_stayed(self, situation: Situation) -> None:
         """Gradients that a forward found were still there when its backward began."""
-        with self._lock:
+        with self.planning:
             self.kept.add(situation.kind)
             self.cleared.discard(situation.kind)
         if situation.cleared:
@@ -115,7 +116,7 @@ class Lessons:
         lesson = _lesson_of(seen, plan.predicted_held_bytes - given_bytes, around)
         peak_bytes = around.given_bytes + seen.peak_bytes
         over = peak_bytes - plan.budget_bytes
-        with self._lock:
+        with self.planning:
             known = self._seen_at(situation.sizes)
             if known | lesson == known:
                 return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,13 +21,14 @@ from fxremat.costs.measure import device_of
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import PlannedOnly, StepCompiler
+from fxremat.frontend.captured import silent
 from fxremat.frontend.entry import Entry
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
 from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
-from fxremat.frontend.untouched import generators_restored, in_training
+from fxremat.frontend.untouched import attributes_replaced, generators_restored, in_training
 from fxremat.planner.surroundings import Caller
 
 
@@ -52,17 +55,23 @@ class Runner:
         self._unused = unused
         self._inner = inner = torch_compat.wrapped_by(original)
         self._whole = Entry(forward_of(inner, unused), compiler, dynamic=dynamic)
-        self._outer: Callable[..., Any] | None = None
+        self._run: Callable[..., Any] = self._planned
         if inner is not original:
-            self._outer = torch_compat.wrapped_anew(original, self._whole)
+            self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._planned))
         # Dynamo keeps compiled code for longer than this lives.
         weakref.finalize(self, compiler.close).atexit = False
         unwatch = compiler.optimizers.watch(original, device_of(original))
         weakref.finalize(self, unwatch).atexit = False
 
     @staticmethod
-    def of(model: nn.Module, call: Sample, asked: Arguments) -> Runner:
+    def of(model: nn.Module, call: Sample, asked: Arguments, *, hooked: bool) -> Runner:
         """Plan the step of one call, as asked; the model is not changed.
+
+        Args:
+            model: the model.
+            call: arguments.
+            asked: of :func:`fxremat.compile`.
+            hooked: hooks of the model are still to run on the arguments.
 
         Raises:
             BudgetError, PlanError, ArgumentError, SampleError, CaptureError, CostError,
@@ -86,7 +95,7 @@ class Runner:
                 if unused is not None:
                     unused = replace(unused, dropped=asked.drop_unused)
                 runner = Runner(model, compiler, unused, dynamic=asked.dynamic)
-                runner._plan_only(call)
+                runner._plan_only(call, hooked=hooked)
             compiler.progress = silent
             # Other captures get the same bytes, also where the budget was a share or "min".
             assert compiler.latest is not None
@@ -103,24 +112,24 @@ class Runner:
             BudgetError: this call needs more than the budget.
             CaptureError: new shapes or flags lead to code that cannot be captured.
         """
-        outputs = self._captured(args, kwargs)
+        return self._told(self._run, args, kwargs)
+
+    def _planned(self, *args: Any, **kwargs: Any) -> Any:
+        """What is captured, and outputs as the model's own."""
+        outputs = self._whole(*args, **kwargs)
         detached: tuple[int, ...] = ()
         if self._unused is not None:
             outputs, detached = outputs
         return refuse_gradients(outputs, detached) if detached else outputs
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled graph; what Dynamo raises comes out as what really went wrong.
-
-        Returns the outputs; with those that were detached, if some have no use.
-        """
+    def _told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``run``; what Dynamo raises comes out as what really went wrong."""
         compiler = self.compiler
         compiler.resident = lambda: _resident(self.original, args, kwargs)
         compiler.arguments = lambda: places_of(args, kwargs)
         try:
             with torch_compat.capture_settings():
-                outer = None if compiler.dry else self._outer
-                return (outer or self._whole)(*args, **kwargs)
+                return run(*args, **kwargs)
         except torch_compat.capture_failures() as error:
             failed = error
         except BaseException as error:
@@ -143,13 +152,18 @@ class Runner:
         cause.__cause__ = error  # else nothing that the model did
         return cause
 
-    def _plan_only(self, call: Sample) -> None:
+    def _plan_only(self, call: Sample, *, hooked: bool) -> None:
         """Let Dynamo capture the call and plan it, but not run it."""
         compiler = self.compiler
+        whole: Callable[..., Any] = self._whole
+        untouched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if hooked and self._inner._forward_pre_hooks:  # they may give the forward other arguments
+            whole = _with_forward(self._inner, self._whole)
+            untouched = functools.partial(attributes_replaced, self._inner, lambda tensor: tensor)
 
         def run() -> None:
-            with contextlib.suppress(PlannedOnly):
-                self._captured(call.args, call.kwargs)
+            with contextlib.suppress(PlannedOnly), untouched():
+                self._told(whole, call.args, call.kwargs)
 
         compiler.dry = True
         try:
@@ -163,6 +177,21 @@ class Runner:
                 f"{type(self.original).__name__} computes nothing with a gradient from this "
                 "sample: there is no step to plan"
             )
+
+
+def _with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """``model`` with another forward, and all else it has: its hooks run around that."""
+
+    class Quiet:
+        def __init_subclass__(cls, **_options: Any) -> None:
+            """Nothing: whoever lists subclasses of the model's class has it already."""
+
+    own = {"forward": property(lambda _self: forward)}
+    bases = (Quiet, type(model))
+    made = types.new_class(type(model).__name__, bases, {}, lambda body: body.update(own))
+    found: nn.Module = object.__new__(made)
+    object.__setattr__(found, "__dict__", model.__dict__)
+    return found
 
 
 def compiler_of(asked: Arguments, caller: Caller, progress: Progress) -> StepCompiler:
@@ -183,10 +212,6 @@ def _resident(
 ) -> tuple[torch.Tensor, ...]:
     arguments = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
     return (*model.parameters(), *model.buffers(), *arguments)
-
-
-def silent(_what: str, _done: int, _total: int) -> None:
-    """No progress: later captures happen inside a training step."""
 
 
 @contextlib.contextmanager

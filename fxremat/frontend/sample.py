@@ -143,7 +143,8 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
 def own_error(model: nn.Module, call: Sample) -> Exception | None:
     """What the model itself raises at a call; ``None``: nothing.
 
-    It is run on copies of the arguments and of its buffers, if it can be without gradients.
+    It is run on copies of the arguments and of all that it has, if it can be without gradients.
+    Where the memory for that is not there, nothing is known.
     """
 
     def copied(value: Any) -> Any:
@@ -153,15 +154,17 @@ def own_error(model: nn.Module, call: Sample) -> Exception | None:
 
     found: Exception | None = None
     for enabled in (False, True):
-        args, kwargs = pytree.tree_map(copied, (call.args, call.kwargs))
-        state = {name: copied(t) for name, t in model.named_buffers()}
         try:
+            args, kwargs = pytree.tree_map(copied, (call.args, call.kwargs))
+            state = {n: copied(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
             with (
                 generators_restored(),
                 attributes_replaced(model, copied),
                 torch.set_grad_enabled(enabled),
             ):
                 functional_call(model, state, args, kwargs)
+        except torch.OutOfMemoryError:
+            return None
         except Exception as error:
             found = error
         else:

@@ -67,6 +67,10 @@ class HostMemory:
     def __post_init__(self) -> None:
         object.__setattr__(self, "limit", HostLimit(self.limit_bytes))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy keeps to a limit of its own."""
+        return HostMemory, (self.only, self.conv, self.limit_bytes, self.folder, self.link)
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
