@@ -287,6 +287,7 @@ class Planner:
     def _made(self, situation: Situation, origin: Origin, budget: Budget) -> Planned:
         """Search for the best plan, among schedules that are known where there are some."""
         self._make_room()
+        known = bool(self.schedules.known)
         ways = self.schedules.within(situation, budget.nbytes)
         first = ways[0].search
         full_bytes = first.counted_bytes(first.baseline)
@@ -316,7 +317,7 @@ class Planner:
         if self.step.joint.device.type == "cuda" and self.step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
         planned = Planned(plan, emitted, record=record)
-        if self.step.costs is None and situation.sizes == self.step.sizes.hints:
+        if self.step.costs is None and not known and situation.sizes == self.step.sizes.hints:
             planned = planned.recorded()
             self._store.put("plan", self._plan_key(origin, budget), Plan, planned.plan)
         return planned
