@@ -344,4 +344,4 @@ def _within(dry: Dry, asked: Asked) -> Plan | None:
         planned = dry.planner.again(dry.situation)
     except BudgetError:
         return None
-    return planned.plan.with_overhead(asked.overhead_s)
+    return planned.recorded().plan.with_overhead(asked.overhead_s)
