@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
@@ -60,6 +61,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Paused; between ``resume`` and ``pause`` logs of the package are part of what it sees."""
+    gc.collect()  # what other tests have left would be freed while it watches
     watch = Watch()
 
     class Shared(_AllocationLog):
