@@ -79,7 +79,7 @@ def lora() -> nn.Module:
 
 
 def trained(model: nn.Module, folder: Path, **settings: Any) -> dict[str, Any]:
-    """What 13 steps of a Trainer leave behind; it is stopped once, and resumed."""
+    """What 52 steps of a Trainer leave behind; it is stopped once, and resumed."""
     torch._dynamo.reset()
     arguments = {
         "output_dir": str(folder), "per_device_train_batch_size": 4, "num_train_epochs": 2,
@@ -92,12 +92,12 @@ def trained(model: nn.Module, folder: Path, **settings: Any) -> dict[str, Any]:
         return transformers.Trainer(
             model=model,
             args=transformers.TrainingArguments(**{**arguments, "num_train_epochs": epochs}),
-            train_dataset=Tokens(26, 0),
+            train_dataset=Tokens(102, 0),
             eval_dataset=Tokens(10, 1),
         )
 
     trainer(2).train()
-    resumed = trainer(3)
+    resumed = trainer(4)
     resumed.train(resume_from_checkpoint=True)
     told = ("loss", "eval_loss", "grad_norm", "epoch")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -169,10 +169,13 @@ def rows(count: int, seed: int) -> Tensor:
         return torch.randn(count, 8)
 
 
-def accelerated(order: str, precision: str) -> dict[str, Any]:
+def accelerated(order: str, precision: str, folder: Path) -> dict[str, Any]:
+    """What 50 steps leave behind; half way what was saved is read again."""
     torch._dynamo.reset()
     accelerate.state.AcceleratorState._reset_state(True)
-    client = accelerate.Accelerator(mixed_precision=precision, cpu=True)
+    client = accelerate.Accelerator(
+        mixed_precision=precision, cpu=True, gradient_accumulation_steps=2
+    )
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     if order == "compiled first":
@@ -181,11 +184,17 @@ def accelerated(order: str, precision: str) -> dict[str, Any]:
     if order == "prepared first":
         model = fxremat.compile(model, rows(16, 0), BUDGET)
     torch.manual_seed(0)
-    for seed in range(4):
+    for seed in range(100):
+        if seed == 50:
+            client.save_state(folder)
+            with torch.no_grad():
+                next(model.parameters()).zero_()
+            client.load_state(folder)
         with client.accumulate(model):
-            loss = model(rows(16 if seed < 3 else 5, seed)).float().square().mean()
+            loss = model(rows(16 if seed < 99 else 5, seed)).float().square().mean()
             client.backward(loss)
-            client.clip_grad_norm_(model.parameters(), 1.0)
+            if client.sync_gradients:
+                client.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     outputs = model.eval()(rows(16, 9)).detach()
@@ -196,9 +205,10 @@ def accelerated(order: str, precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("order", ["compiled first", "prepared first"])
-def test_accelerate(order: str):
-    assert_bitwise_equal(accelerated(order, "no"), accelerated("plain", "no"))
-    assert accelerated(order, "bf16")["outputs"].dtype == torch.float32
+def test_accelerate(order: str, tmp_path: Path):
+    expected = accelerated("plain", "no", tmp_path / "plain")
+    assert_bitwise_equal(accelerated(order, "no", tmp_path / "planned"), expected)
+    assert accelerated(order, "bf16", tmp_path / "bf16")["outputs"].dtype == torch.float32
 
 
 class Lit(lightning.LightningModule):
@@ -221,17 +231,26 @@ class Lit(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-def fitted(model: lightning.LightningModule, folder: Path, **settings: Any) -> dict[str, Any]:
+def fitted(
+    model: lightning.LightningModule,
+    folder: Path,
+    *,
+    epochs: tuple[int, ...] = (2, 4),
+    **settings: Any,
+) -> dict[str, Any]:
+    """What 13 steps an epoch leave behind, stopped and resumed between ``epochs``."""
     torch._dynamo.reset()
-    trainer = lightning.Trainer(
-        max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, accumulate_grad_batches=2,
-        gradient_clip_val=0.5, **settings,
-    )  # fmt: skip
-    data = DataLoader(TensorDataset(rows(36, 0)), batch_size=8)
-    lightning.seed_everything(0, verbose=False)
-    trainer.fit(model, data, data)
-    path = trainer.checkpoint_callback.best_model_path
+    data = DataLoader(TensorDataset(rows(196, 0)), batch_size=8)
+    path = None
+    for most in epochs:
+        trainer = lightning.Trainer(
+            max_epochs=most, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=folder, accumulate_grad_batches=2,
+            gradient_clip_val=0.5, **settings,
+        )  # fmt: skip
+        lightning.seed_everything(0, verbose=False)
+        trainer.fit(model, data, data, ckpt_path=path, weights_only=False)
+        path = trainer.checkpoint_callback.best_model_path
     return {
         "state": model.state_dict(),
         "saved": torch.load(path, weights_only=False)["state_dict"],
@@ -256,7 +275,7 @@ def test_lightning(build: Callable[[], Any], tmp_path: Path):
 def test_lightning_averages(build: Callable[..., Any], tmp_path: Path):
     def averaged(model: Any, folder: Path) -> dict[str, Any]:
         callback = lightning.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)
-        return fitted(model, folder, callbacks=[callback])
+        return fitted(model, folder, epochs=(4,), callbacks=[callback])
 
     expected = averaged(Lit(Net(norm=False)), tmp_path / "plain")
     assert_bitwise_equal(averaged(build(norm=False), tmp_path / "ours"), expected)
