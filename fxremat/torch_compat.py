@@ -729,9 +729,12 @@ def after_backward(call: Callable[[], None]) -> None:
     engine.queue_callback(call)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was written to; -1 where nobody counts."""
-    return -1 if tensor.is_inference() else int(tensor._version)
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was written to; -1 where nobody counts."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # there are inference tensors
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def saved_elsewhere() -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxremat.errors import BackwardError
-from fxremat.runtime.gradients import Contributors, Gradients, leaf_of
+from fxremat.runtime.gradients import Contributors, Gradients, leaves_among, with_gradients
 from tests.models.bits import assert_bitwise_equal
 from tests.models.zoo import seeded
 
@@ -70,7 +70,7 @@ class Rig:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rig: Rig, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.rig, ctx.leaves = rig, [leaf_of(t) for t in (x, *weights)]
+        ctx.rig, ctx.leaves = rig, leaves_among((x, *weights))
         ctx.save_for_backward(x, *weights)
         return sum(x @ w * (i + 1) / 3 for i, w in enumerate(weights))
 
@@ -587,8 +587,13 @@ class Special(Tensor):
 
 def test_leaves_are_told_from_all_else():
     plain = torch.ones(2)
-    for leaf in (plain, torch.ones(2, requires_grad=True), torch.nn.Parameter(plain)):
-        assert leaf_of(leaf) is leaf
+    leaves = [plain, torch.ones(2, requires_grad=True), torch.nn.Parameter(plain)]
+    assert all(a is b for a, b in zip(leaves_among(leaves), leaves, strict=True))
     computed = 2 * torch.ones(2, requires_grad=True)
-    for other in (computed, plain.as_subclass(Special), 7, None):
-        assert leaf_of(other) is None
+    assert leaves_among([computed, plain.as_subclass(Special), 7, None]) == [None] * 4
+
+
+def test_leaves_with_gradients_are_told():
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    leaves[1].sum().backward()
+    assert with_gradients([None, *leaves]) == {2}

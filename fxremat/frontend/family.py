@@ -27,7 +27,13 @@ from fxremat.planner.surroundings import (
 )
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
-from fxremat.runtime.gradients import Contributors, Gradients, adds, leaf_of
+from fxremat.runtime.gradients import (
+    Contributors,
+    Gradients,
+    adds,
+    leaves_among,
+    with_gradients,
+)
 from fxremat.runtime.levels import Levels, Watcher
 from fxremat.runtime.steps import InFlight, Step
 from fxremat.units import format_bytes, format_seconds
@@ -257,15 +263,13 @@ class Family:
     def _back(self, step: Step) -> None:
         """A backward begins: what is there that was not when its forward ran?"""
         situation: Situation = step.situation
-        now = {
-            i for i, leaf in enumerate(step.leaves) if leaf is not None and leaf.grad is not None
-        }
+        now = with_gradients(step.leaves)
         if self.watcher.is_watching(step):
             gone = replace(situation, existing=situation.existing - now)
             self.watcher.back(unseen_bytes=sum(gone.gradient_bytes(self.planner.step.joint)))
         if now & situation.existing:
             self.lessons.gradients_stayed(situation)
-        new = frozenset(now) - situation.existing
+        new = now - situation.existing
         if self.contributors.summing == torch_compat.current_backward():
             new = frozenset(self.gradients)  # autograd holds those of other steps
         if new:
@@ -281,29 +285,26 @@ class Family:
         self, values: Sequence[object], sizes: Values
     ) -> tuple[Situation, list[Tensor | None]]:
         """What a call with these primals finds, and the leaves among them that get gradients."""
-        leaves: list[Tensor | None] = [None] * len(values)
-        existing: list[int] = []
-        added: list[int] = []
+        leaves = leaves_among(values)
+        existing = with_gradients(leaves)
         waiting = list(self.in_flight)
-        alone = self.contributors.alone
-        for primal, value in enumerate(values):
-            leaf = leaf_of(value)
-            if leaf is None:
-                continue
-            made = primal in self.gradients
-            if leaf.grad is None and not (made and self.accumulate):
-                leaves[primal] = leaf if made else None
-                continue
-            leaves[primal] = leaf
-            existing.append(primal)
-            if not made:
-                continue  # a frozen one's
-            if leaf.grad is None or (primal in alone and not waiting and adds(leaf)):
-                added.append(primal)
+        made = self.gradients.keys()
+        if self.accumulate:
+            existing |= {primal for primal in made if leaves[primal] is not None}
+        for primal in range(len(leaves)):
+            if primal not in made and primal not in existing:
+                leaves[primal] = None
+        alone = () if waiting else self.contributors.alone
+        added = frozenset(
+            primal
+            for primal in existing & made
+            if (leaf := leaves[primal]) is not None
+            and (leaf.grad is None or (primal in alone and adds(leaf)))
+        )
         situation = Situation(
             sizes,
-            frozenset(existing),
-            frozenset(added),
+            existing,
+            added,
             len(waiting),
             sum(step.held_bytes for step in waiting),
             self.in_flight.kept_bytes(waiting),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +48,16 @@ class Contributors:
         self.joined.add(primal)
 
 
-def leaf_of(value: object) -> Tensor | None:
-    """``value`` where it is a leaf; ``None`` for subclasses, which have their own ways."""
-    if type(value) not in _PLAIN:
-        return None
-    assert isinstance(value, Tensor)
-    return value if value.is_leaf else None
+def leaves_among(values: Sequence[Any]) -> list[Tensor | None]:
+    """``None`` in place of what is no leaf; of subclasses, too, which have their own ways."""
+    return [value if type(value) in _PLAIN and value.is_leaf else None for value in values]
+
+
+def with_gradients(leaves: Sequence[Tensor | None]) -> frozenset[int]:
+    """Places of those that have one."""
+    return frozenset(
+        [i for i, leaf in enumerate(leaves) if leaf is not None and leaf.grad is not None]
+    )
 
 
 def adds(leaf: Tensor) -> bool:
@@ -125,10 +130,36 @@ class Gradients:
 
     def give(self, made: dict[int, Tensor]) -> None:
         """Gradients, by primal."""
-        for primal, gradient in made.items():
+        for primal, gradient in self._but_first_ones(made):
             leaf = self._leaves[primal]
             if leaf is None or not self._hand_over(primal, leaf, gradient):
                 self._returned[primal] = gradient
+
+    def _but_first_ones(self, made: dict[int, Tensor]) -> list[tuple[int, Tensor]]:
+        """Those that are left when first gradients are in ``.grad`` where no hook follows.
+
+        The usual case of :meth:`_hand_over`, for all in one go: hundreds of them are a step's.
+        """
+        if not self._early:
+            return list(made.items())
+        rest = []
+        alone, own, expected = self._contributors.alone, self._own, self._expected
+        with _accumulating:
+            for primal, gradient in made.items():
+                leaf = self._leaves[primal]
+                if (
+                    leaf is not None
+                    and primal in alone
+                    and primal in own
+                    and not leaf._post_accumulate_grad_hooks
+                    and takes(leaf, gradient)
+                    and torch_compat.will_accumulate(self._nodes[self._places[primal]])
+                ):
+                    leaf.grad = gradient
+                    expected[primal] = gradient, gradient._version, False
+                else:
+                    rest.append((primal, gradient))
+        return rest
 
     def finish(self) -> list[Tensor | None]:
         """What autograd gets, by primal."""

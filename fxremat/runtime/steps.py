@@ -85,7 +85,7 @@ class Step:
         self.held_bytes = held_bytes
         self.leaves = leaves
         self._saved: list[Tensor] | None = saved
-        self._versions = [torch_compat.version_of(t) for t in saved]
+        self._versions = torch_compat.versions_of(saved)
         self.outputs = [torch_compat.StorageAlive(t) for t in outputs if isinstance(t, Tensor)]
         self.number = next(_numbers)
         _by_number[self.number] = self
@@ -130,8 +130,8 @@ class Step:
                 "the backward of a compiled step runs a second time, and what its forward had "
                 "saved is gone: call backward(retain_graph=True) the first time"
             )
-        for tensor, version in zip(saved, self._versions, strict=True):
-            now = torch_compat.version_of(tensor)
+        versions = torch_compat.versions_of(saved)
+        for tensor, version, now in zip(saved, self._versions, versions, strict=True):
             if now != version:
                 raise BackwardError(
                     "one of the variables needed for gradient computation has been modified by "
