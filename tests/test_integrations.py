@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,18 @@ class Recorder(Logger):
         pass
 
 
+@pytest.fixture
+def no_process_group() -> Iterator[None]:
+    """What a test makes of one is gone after it."""
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_process_group")
 @pytest.mark.parametrize("settings", [{}, {"strategy": "ddp"}], ids=["one process", "DDP"])
 @pytest.mark.parametrize("module", [None, "net"])
 def test_lightning_fits_as_without(
