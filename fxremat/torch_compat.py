@@ -878,6 +878,26 @@ class StorageAlive:
         return not self._reference.expired()
 
 
+def call_instead(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have ``call`` run wherever ``model`` is called, as ``nn.Module.compile`` does.
+
+    ``None`` ends that.
+    """
+    model._compiled_call_impl = call
+
+
+def called_instead(model: torch.nn.Module) -> object:
+    """What runs wherever ``model`` is called, in the place of its own call; ``None`` if nothing."""
+    found: object = model._compiled_call_impl
+    return found
+
+
+def own_call(model: torch.nn.Module) -> Callable[..., Any]:
+    """The forward of ``model`` with its hooks around it, whatever runs instead."""
+    found: Callable[..., Any] = model._call_impl
+    return found
+
+
 def wrapped_by(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside a ``DistributedDataParallel``; any other as it is."""
     if not torch.distributed.is_available():

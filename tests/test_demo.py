@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-import fxremat
 from demo import train
 from demo.model import Config
 from demo.text import draw_batches, read_text
@@ -75,21 +73,3 @@ def test_the_demonstration_holds_its_budgets_and_its_bits(capsys):
     assert status == 0, printed
     assert "equal to the last bit" in printed
     assert "within its budget" in printed
-
-
-@pytest.mark.slow
-def test_the_readme_example_runs_and_explains_itself(capsys):
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    example = text.split("```python\n", 1)[1].split("```", 1)[0]
-    names: dict[str, object] = {}
-    exec(example, names)
-    model, optimizer, x = names["model"], names["optimizer"], names["x"]
-    assert "128.0 MiB (134217728 bytes)" in capsys.readouterr().out
-
-    def step():
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    peak_bytes = fxremat.measure_step(model, step).peak_bytes
-    assert peak_bytes <= model.plan.budget_bytes == 128 << 20

@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("planner",),
     ("frontend",),
     ("api",),
-    ("command",),
+    ("command", "integrations"),
     ("__main__",),
 )
 """Rooms, lowest floor first. A file may import what is on floors below; neighbours never each

@@ -1,0 +1,1 @@
+"""Small trainings within a byte budget, each beside the same training without one."""

@@ -1,0 +1,139 @@
+"""Transformers: a callback with which a ``Trainer`` trains within a budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fxremat.errors import ArgumentError
+from fxremat.frontend.budget import Readable
+from fxremat.frontend.compiled import CompiledModule
+from fxremat.integrations.in_place import InPlace, check_options
+
+try:
+    from accelerate.state import AcceleratorState
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "fxremat.integrations.transformers needs Transformers and Accelerate: "
+        "pip install 'fxremat[transformers]'"
+    ) from error
+
+from fxremat.integrations.accelerate import check_state, unwrapped
+
+
+class FxrematCallback(TrainerCallback):  # type: ignore[misc]
+    """``Trainer(model, …, callbacks=[FxrematCallback("20 GiB")])``.
+
+    From the beginning of a training to its end, calls of the model run as planned; the plan is
+    made at the first one, of the batch as the trainer collates it. The state of the trainer's
+    optimizer is counted, and with ``gradient_accumulation_steps`` gradients that exist.
+
+    Entries of the log that tell a loss also tell ``budget_bytes``, ``predicted_peak_bytes`` and,
+    on CUDA, ``measured_peak_bytes``: the most allocated in any forward and backward so far, for
+    which torch's own counter of the peak is set back at each step. Reporters that the trainer adds
+    for ``report_to`` come before callbacks, and do not see them.
+
+    Args:
+        budget: as for :func:`fxremat.compile`, for one process.
+        **options: of :func:`fxremat.compile`. With large vocabularies
+            ``loss=lambda outputs: outputs.loss`` saves the gradient of the logits; not where the
+            trainer makes a loss of them itself, as for label smoothing.
+
+    Raises:
+        BudgetError, ArgumentError: the budget or an option cannot be read.
+    """
+
+    def __init__(self, budget: Readable | None = None, **options: Any) -> None:
+        check_options(budget, options)
+        self._budget, self._options = budget, options
+        self._training: InPlace | None = None
+        self._optimizer: object = None
+
+    @property
+    def model(self) -> CompiledModule | None:
+        """The model as ``fxremat.compile`` returns it, with its plans; before training ``None``."""
+        return None if self._training is None else self._training.compiled
+
+    def on_init_end(self, args: Any, _state: Any, _control: Any, **_others: Any) -> None:
+        """Refuse arguments that do not go with a plan, before anything is loaded or run."""
+        _check(args)
+
+    def on_train_begin(
+        self, args: Any, _state: Any, _control: Any, *, model: nn.Module, **others: Any
+    ) -> None:
+        """Have the model run as planned."""
+        _check(args)
+        if getattr(model, f"is_{_checkpointing(args)}", False):
+            _refuse(_checkpointing(args), True, f"model.{_checkpointing(args)}_disable()")
+        optimizer = others.get("optimizer")
+        optimizer = None if optimizer is None else unwrapped(optimizer)
+        options = {
+            "optimizer": optimizer,
+            "accumulate": args.gradient_accumulation_steps > 1,
+            **self._options,
+        }
+        last = self._training
+        if last is not None:
+            last.end()
+            if last.model is model and self._optimizer is optimizer:
+                last.begin()
+                return
+        self._training, self._optimizer = InPlace(model, self._budget, options), optimizer
+
+    def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_others: Any) -> None:
+        """Begin to measure."""
+        if self._training is not None:
+            self._training.begin_step()
+
+    def on_pre_optimizer_step(self, _args: Any, _state: Any, _control: Any, **_others: Any) -> None:
+        """The step was measured; it must have been planned."""
+        if self._training is not None:
+            self._training.end_step()
+            self._training.check_planned("let compute_loss call the model itself")
+
+    def on_log(
+        self, _args: Any, state: Any, _control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Tell the plan beside the loss."""
+        if self._training is not None and logs is not None and "loss" in logs:
+            facts = self._training.facts()
+            logs.update(facts)
+            state.log_history[-1].update(facts)
+
+    def on_train_end(self, _args: Any, _state: Any, _control: Any, **_others: Any) -> None:
+        """The model is what it was."""
+        if self._training is not None:
+            self._training.end()
+
+
+def _check(args: Any) -> None:
+    """Refuse what recomputes as well, compiles as well, or takes the model apart.
+
+    Raises:
+        ArgumentError: naming the training argument.
+    """
+    if args.torch_compile:
+        _refuse("torch_compile", True, "torch_compile=False")
+    checkpointing = _checkpointing(args)
+    if getattr(args, checkpointing):
+        _refuse(checkpointing, True, f"{checkpointing}=False")
+    if args.n_gpu > 1:
+        _refuse("n_gpu", args.n_gpu, "one process a device (torchrun), not DataParallel")
+    check_state(AcceleratorState())
+
+
+def _checkpointing(args: Any) -> str:
+    """What gradient checkpointing is called."""
+    new, old = "activation_checkpointing", "gradient_checkpointing"
+    return new if hasattr(args, new) else old
+
+
+def _refuse(argument: str, value: object, remedy: str) -> None:
+    raise ArgumentError(
+        f"{argument}={value} does not go with FxrematCallback, which plans what is recomputed in "
+        f"the whole step: use {remedy}",
+        argument=argument,
+        value=value,
+    )

@@ -1,0 +1,30 @@
+"""Each example trains within its budget, as it does without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+
+from examples import compare
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.mark.parametrize("name", ["lora", "unet3d", "two_towers", "long_context"])
+def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    example = importlib.import_module(f"examples.{name}")
+    plain, planned = example.run(2)
+    assert planned.plan is not None and plain.plan is None
+    assert planned.peak_bytes <= planned.plan.budget_bytes < plain.peak_bytes
+    assert planned.losses == plain.losses and len(set(plain.losses)) == 2
+    assert compare.tell(plain, planned) == 0
+    assert f"{plain.losses[-1]:.9g}" in capsys.readouterr().out
+    other = dataclasses.replace(plain, losses=(*plain.losses[:-1], 0.0))
+    assert compare.tell(other, planned) == 1
+    large = dataclasses.replace(planned, peak_bytes=planned.plan.budget_bytes + 1)
+    assert compare.tell(plain, large) == 1
