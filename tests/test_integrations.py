@@ -17,7 +17,6 @@ import torch
 import transformers
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import fxremat
 from fxremat.integrations.accelerate import prepare
@@ -63,7 +62,7 @@ def test_trainer_with_a_callback_leaves_behind_what_it_does_without(tmp_path: Pa
     assert planned is not None
     assert all(plan.counted_bytes <= plan.budget_bytes for plan in planned.plans)
     losses = [row for row in found["log"] if "loss" in row]
-    assert len(losses) == 12
+    assert len(losses) == 52
     for row in losses:
         assert row["budget_bytes"] == 24 << 20
         assert 0 < row["predicted_peak_bytes"] <= row["budget_bytes"]
@@ -197,27 +196,10 @@ def test_lightning_fits_as_without(
     assert type(planned).__name__ == ("Net" if module else "Lit")
 
 
-def test_lightning_resumes_within_the_budget(tmp_path: Path) -> None:
-    def resumed(folder: Path, **settings: Any) -> Any:
-        fitted(Lit(Net()), folder, max_epochs=2, **settings)
-        (path,) = folder.rglob("*.ckpt")
-        model = Lit(Net())
-        torch._dynamo.reset()
-        again = lightning.Trainer(
-            max_epochs=4, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=folder, **settings,
-        )  # fmt: skip
-        again.fit(model, DataLoader(TensorDataset(rows(36, 0)), batch_size=8), ckpt_path=path)
-        return model.state_dict()
-
-    ours = resumed(tmp_path / "ours", callbacks=[LightningCallback(BUDGET)])
-    assert_bitwise_equal(ours, resumed(tmp_path / "plain"))
-
-
 def test_lightning_averages_a_planned_module(tmp_path: Path) -> None:
     def averaged(folder: Path, *callbacks: Any) -> dict[str, Any]:
         swa = lightning.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)
-        return fitted(Lit(Net(norm=False)), folder, callbacks=[*callbacks, swa])
+        return fitted(Lit(Net(norm=False)), folder, epochs=(4,), callbacks=[*callbacks, swa])
 
     found = averaged(tmp_path / "ours", LightningCallback(BUDGET))
     assert_bitwise_equal(found, averaged(tmp_path / "plain"))
