@@ -207,7 +207,7 @@ def draw(name: str, results: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("measured peak of a step (MiB)")
     axes.set_ylabel("step time ÷ aot_eager, which keeps everything")
     axes.set_title(name)
-    figure.legend(loc="outside lower center", ncols=4)
+    figure.legend(loc="outside lower center", ncols=2)
     axes.grid(alpha=0.3)
     figure.savefig(path)
 
