@@ -15,10 +15,18 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["lora", "unet3d", "two_towers", "long_context"])
-def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("lora", "32 MiB"),
+        ("unet3d", "96 MiB"),
+        ("two_towers", "64 MiB"),
+        ("long_context", "20 MiB"),
+    ],
+)
+def test_example(name: str, budget: str, capsys: pytest.CaptureFixture[str]) -> None:
     example = importlib.import_module(f"examples.{name}")
-    plain, planned = example.run(2)
+    plain, planned = example.run(2, budget)
     assert planned.plan is not None and plain.plan is None
     assert planned.peak_bytes <= planned.plan.budget_bytes < plain.peak_bytes
     assert planned.losses == plain.losses and len(set(plain.losses)) == 2
