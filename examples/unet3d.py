@@ -3,15 +3,13 @@
     python -m examples.unet3d
 
 The callback is all that differs from the training without a budget. A U-Net is hard on memory:
-what each resolution found waits for the way back up. Here the volumes are balls in noise, made at
-random; with your own, give ``fit`` your loader.
+what each resolution found waits for the way back up. The volumes are balls in noise.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 
 import lightning
 import torch
@@ -86,13 +84,13 @@ class UNet(lightning.LightningModule):
 
 def loss_of(scores: Tensor, mask: Tensor) -> Tensor:
     """Cross entropy, and one minus the Dice coefficient."""
-    found = scores.sigmoid()
-    dice = 2 * (found * mask).sum() / (found.sum() + mask.sum())
+    dice = 2 * (scores.sigmoid() * mask).sum() / (scores.sigmoid().sum() + mask.sum())
     return functional.binary_cross_entropy_with_logits(scores, mask) + 1 - dice
 
 
 def train(name: str, steps: int, callbacks: list[Callback]) -> Run:
     """Train the model; with the callback, within its budget."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     lightning.seed_everything(0, verbose=False)
     model = UNet()
     trainer = lightning.Trainer(
@@ -103,8 +101,7 @@ def train(name: str, steps: int, callbacks: list[Callback]) -> Run:
     trainer.fit(model, loader)
     # One more step, to measure it: after the fit the module runs without a plan again.
     planned = callbacks[0].model if callbacks else model
-    volumes, masks = next(iter(loader))
-    optimizer = trainer.optimizers[0]
+    (volumes, masks), optimizer = next(iter(loader)), trainer.optimizers[0]
 
     def step() -> None:
         loss_of(planned(volumes), masks).backward()
@@ -115,8 +112,6 @@ def train(name: str, steps: int, callbacks: list[Callback]) -> Run:
 
 def run(steps: int, budget: str) -> tuple[Run, Run]:
     """The same training without a budget and within one."""
-    warnings.filterwarnings("ignore", module="lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     plain = train("plain", steps, [])
     return plain, train("within a budget", steps, [FxrematCallback(budget)])
 
