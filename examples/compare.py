@@ -32,7 +32,7 @@ class Run:
     plan: fxremat.Plan | None = None
 
 
-Example = Callable[[int], tuple[Run, Run]]
+Example = Callable[[int, str], tuple[Run, Run]]
 """Trains for some steps, without a budget and within one."""
 
 
@@ -90,10 +90,12 @@ def _print(rows: Sequence[tuple[str, str, str]]) -> None:
     Console().print(table)
 
 
-def main(example: Example, description: str | None, *, steps: int) -> None:
+def main(example: Example, description: str | None, *, steps: int, budget: str) -> None:
     """Run an example from a shell, and exit."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=steps, help="steps to train (%(default)s)")
-    sys.exit(tell(*example(parser.parse_args().steps)))
+    parser.add_argument("--budget", default=budget, help="such as 64MiB (%(default)s)")
+    asked = parser.parse_args()
+    sys.exit(tell(*example(asked.steps, asked.budget)))

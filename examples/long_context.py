@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import fxremat
 from examples.compare import Run, main, measure
 
-BUDGET = "32 MiB"
 SHORT, MOST, BATCH = 96, 4096, 2
 
 
@@ -95,12 +94,12 @@ def longest(budget: str) -> int:
     return sizes.largest.size
 
 
-def run(steps: int) -> tuple[Run, Run]:
+def run(steps: int, budget: str) -> tuple[Run, Run]:
     """The same training without a budget and within one, on the longest context for that."""
-    length = longest(BUDGET)
+    length = longest(budget)
     plain = train("plain", steps, length, None)
-    return plain, train("within a budget", steps, length, BUDGET)
+    return plain, train("within a budget", steps, length, budget)
 
 
 if __name__ == "__main__":
-    main(run, __doc__, steps=4)
+    main(run, __doc__, steps=4, budget="32 MiB")

@@ -24,7 +24,6 @@ from torch.utils.data import Dataset
 from examples.compare import Run, main, measure
 from fxremat.integrations.transformers import FxrematCallback
 
-BUDGET = "32 MiB"
 LENGTH, BATCH = 128, 8
 
 
@@ -72,7 +71,7 @@ def train(name: str, steps: int, callback: FxrematCallback | None) -> Run:
             logging_steps=1,
             report_to=[],
             disable_tqdm=True,
-            dataloader_pin_memory=False,
+            use_cpu=True,
             save_strategy="no",
         )
         trainer = transformers.Trainer(
@@ -97,12 +96,12 @@ def train(name: str, steps: int, callback: FxrematCallback | None) -> Run:
     return measure(name, losses, model, step)
 
 
-def run(steps: int) -> tuple[Run, Run]:
+def run(steps: int, budget: str) -> tuple[Run, Run]:
     """The same training without a budget and within one."""
     plain = train("plain", steps, None)
-    callback = FxrematCallback(BUDGET, loss=lambda outputs: outputs.loss)
+    callback = FxrematCallback(budget, loss=lambda outputs: outputs.loss)
     return plain, train("within a budget", steps, callback)
 
 
 if __name__ == "__main__":
-    main(run, __doc__, steps=30)
+    main(run, __doc__, steps=30, budget="32 MiB")

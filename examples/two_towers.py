@@ -20,7 +20,6 @@ from torch.nn import functional
 from examples.compare import Run, main, measure
 from fxremat.integrations.accelerate import prepare
 
-BUDGET = "64 MiB"
 BATCH, SIZE, WIDTH, LAYERS = 32, 32, 96, 4
 PLACES = SIZE // 8
 WORDS = 3 + 2 * PLACES
@@ -70,7 +69,7 @@ class Towers(nn.Module):
 
 def train(name: str, steps: int, budget: str | None) -> Run:
     """Train the model, within a budget if there is one."""
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model: nn.Module = Towers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -94,10 +93,10 @@ def train(name: str, steps: int, budget: str | None) -> Run:
     return measure(name, losses, model, step)
 
 
-def run(steps: int) -> tuple[Run, Run]:
+def run(steps: int, budget: str) -> tuple[Run, Run]:
     """The same training without a budget and within one."""
-    return train("plain", steps, None), train("within a budget", steps, BUDGET)
+    return train("plain", steps, None), train("within a budget", steps, budget)
 
 
 if __name__ == "__main__":
-    main(run, __doc__, steps=40)
+    main(run, __doc__, steps=40, budget="64 MiB")

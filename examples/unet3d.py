@@ -3,47 +3,36 @@
     python -m examples.unet3d
 
 The callback is all that differs from the training without a budget. A U-Net is hard on memory:
-what each resolution found waits for the way back up. Here the volumes are balls in noise, made as
-they are needed; with your own, replace ``Balls``.
+what each resolution found waits for the way back up. The volumes are balls in noise.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from examples.compare import Run, main, measure
 from fxremat.integrations.lightning import FxrematCallback
 
-BUDGET = "96 MiB"
 SIZE, BATCH, WIDTHS = 48, 2, (8, 16, 32, 64)
 
 
-class Balls(Dataset[tuple[Tensor, Tensor]]):
-    """Volumes ``(1, SIZE, SIZE, SIZE)`` with a ball in noise, and masks of it."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        center = torch.rand(3, generator=generator) * SIZE / 2 + SIZE / 4
-        radius = 3 + 5 * torch.rand(1, generator=generator)
-        axes = (torch.arange(SIZE).float(),) * 3
-        places = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
-        mask = ((places - center).norm(dim=-1) < radius).float()[None]
-        return mask + torch.randn(mask.shape, generator=generator), mask
+def draw(seed: int) -> tuple[Tensor, Tensor]:
+    """A ball in noise, ``(1, SIZE, SIZE, SIZE)``, and the mask of the ball."""
+    generator = torch.Generator().manual_seed(seed)
+    center = torch.rand(3, generator=generator) * SIZE / 2 + SIZE / 4
+    radius = 3 + 5 * torch.rand(1, generator=generator)
+    axes = (torch.arange(SIZE).float(),) * 3
+    places = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
+    mask = ((places - center).norm(dim=-1) < radius).float()[None]
+    return mask + torch.randn(mask.shape, generator=generator), mask
 
 
 def convolutions(inputs: int, outputs: int) -> nn.Sequential:
@@ -95,30 +84,24 @@ class UNet(lightning.LightningModule):
 
 def loss_of(scores: Tensor, mask: Tensor) -> Tensor:
     """Cross entropy, and one minus the Dice coefficient."""
-    found = scores.sigmoid()
-    dice = 2 * (found * mask).sum() / (found.sum() + mask.sum())
+    dice = 2 * (scores.sigmoid() * mask).sum() / (scores.sigmoid().sum() + mask.sum())
     return functional.binary_cross_entropy_with_logits(scores, mask) + 1 - dice
 
 
 def train(name: str, steps: int, callbacks: list[Callback]) -> Run:
     """Train the model; with the callback, within its budget."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     lightning.seed_everything(0, verbose=False)
     model = UNet()
     trainer = lightning.Trainer(
-        max_steps=steps,
-        devices=1,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    loader = DataLoader(Balls(steps * BATCH), batch_size=BATCH)
+        max_steps=steps, accelerator="cpu", devices=1, callbacks=callbacks, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    loader = DataLoader([draw(i) for i in range(steps * BATCH)], batch_size=BATCH)
     trainer.fit(model, loader)
     # One more step, to measure it: after the fit the module runs without a plan again.
     planned = callbacks[0].model if callbacks else model
-    volumes, masks = next(iter(loader))
-    optimizer = trainer.optimizers[0]
+    (volumes, masks), optimizer = next(iter(loader)), trainer.optimizers[0]
 
     def step() -> None:
         loss_of(planned(volumes), masks).backward()
@@ -127,13 +110,11 @@ def train(name: str, steps: int, callbacks: list[Callback]) -> Run:
     return measure(name, model.losses, planned, step)
 
 
-def run(steps: int) -> tuple[Run, Run]:
+def run(steps: int, budget: str) -> tuple[Run, Run]:
     """The same training without a budget and within one."""
-    warnings.filterwarnings("ignore", module="lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     plain = train("plain", steps, [])
-    return plain, train("within a budget", steps, [FxrematCallback(BUDGET)])
+    return plain, train("within a budget", steps, [FxrematCallback(budget)])
 
 
 if __name__ == "__main__":
-    main(run, __doc__, steps=20)
+    main(run, __doc__, steps=20, budget="96 MiB")

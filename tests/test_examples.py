@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 
 import pytest
 
@@ -15,13 +16,29 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["lora", "unet3d", "two_towers", "long_context"])
-def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("lora", "32 MiB"),
+        ("unet3d", "96 MiB"),
+        ("two_towers", "64 MiB"),
+        ("long_context", "20 MiB"),
+    ],
+)
+def test_example(
+    name: str,
+    budget: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     example = importlib.import_module(f"examples.{name}")
-    plain, planned = example.run(2)
+    plain, planned = example.run(2, budget)
     assert planned.plan is not None and plain.plan is None
     assert planned.peak_bytes <= planned.plan.budget_bytes < plain.peak_bytes
     assert planned.losses == plain.losses and len(set(plain.losses)) == 2
+    assert compare.tell(plain, planned) == 0
+    assert f"{plain.losses[-1]:.9g}" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "rich.console", None)
     assert compare.tell(plain, planned) == 0
     assert f"{plain.losses[-1]:.9g}" in capsys.readouterr().out
     other = dataclasses.replace(plain, losses=(*plain.losses[:-1], 0.0))

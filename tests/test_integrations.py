@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -19,7 +20,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.integrations.accelerate import prepare
+from fxremat.integrations.accelerate import check_state, prepare
 from fxremat.integrations.lightning import FxrematCallback as LightningCallback
 from fxremat.integrations.transformers import FxrematCallback
 from tests.clients import Lit, Net, Tokens, fitted, gpt2, lora, rows, trained
@@ -152,6 +153,22 @@ def test_plans_are_kept_while_a_trainer_trains_on(tmp_path: Path) -> None:
     assert type(copy.deepcopy(model)) is type(model)
 
 
+class Replaces(transformers.TrainerCallback):
+    """Has something else run for the model's forward, from the second step on."""
+
+    def on_step_end(self, _args: Any, _state: Any, _control: Any, *, model: Any, **_: Any) -> None:
+        forward = type(model).forward
+        model.forward = lambda **inputs: forward(model, **inputs)
+
+
+def test_a_forward_replaced_while_training_is_told(tmp_path: Path) -> None:
+    done = trainer(gpt2(), tmp_path, FxrematCallback(BUDGET))
+    done.add_callback(Replaces())
+    with pytest.raises(fxremat.ArgumentError, match="forward"):
+        done.train()
+    assert done.state.global_step == 1
+
+
 class Recorder(Logger):
     name, version = "recorder", 0
 
@@ -203,6 +220,14 @@ def test_lightning_averages_a_planned_module(tmp_path: Path) -> None:
 
     found = averaged(tmp_path / "ours", LightningCallback(BUDGET))
     assert_bitwise_equal(found, averaged(tmp_path / "plain"))
+
+
+def test_too_small_a_budget_leaves_a_lightning_module_as_it_was(tmp_path: Path) -> None:
+    model = Lit(Net())
+    with pytest.raises(fxremat.BudgetError):
+        fitted(model, tmp_path, callbacks=[LightningCallback("1 KiB")])
+    model.train()(rows(16, 0)).sum().backward()  # without a plan
+    assert all(p.grad is not None for p in model.parameters())
 
 
 class Direct(Lit):
@@ -267,3 +292,31 @@ def test_prepare_refuses_what_it_cannot_plan() -> None:
     with pytest.raises(fxremat.ArgumentError, match="dynamo_backend"):
         prepare(client, Net(), budget=BUDGET)
     accelerate.state.AcceleratorState._reset_state(True)
+
+
+def test_what_shards_a_model_is_refused() -> None:
+    no, fsdp = accelerate.utils.DynamoBackend.NO, accelerate.DistributedType.FSDP
+    state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=no), distributed_type=fsdp)
+    with pytest.raises(fxremat.ArgumentError, match="FSDP"):
+        check_state(state)
+    with pytest.raises(fxremat.ArgumentError, match="Sharding"):
+        LightningCallback(BUDGET).setup(SimpleNamespace(strategy=Sharding()), Lit(Net()), "fit")
+
+
+class Sharding:
+    """A strategy of somebody else."""
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_peaks_are_measured_on_a_device_that_tells_them(tmp_path: Path) -> None:
+    done = trainer(gpt2(), tmp_path, FxrematCallback(BUDGET), use_cpu=False, max_steps=4)
+    done.train()
+    first, *others = [row for row in done.state.log_history if "loss" in row]
+    assert "measured_peak_bytes" not in first  # it was planned meanwhile
+    assert all(0 < row["measured_peak_bytes"] <= row["budget_bytes"] for row in others)
+    logger = Recorder()
+    settings = {"accelerator": "cuda", "logger": logger}
+    fitted(Lit(Net()), tmp_path, callbacks=[LightningCallback(BUDGET)], **settings)
+    row = [row for row in logger.rows if "fxremat/budget_bytes" in row][-1]
+    assert 0 < row["fxremat/measured_peak_bytes"] <= row["fxremat/budget_bytes"]

@@ -65,6 +65,7 @@ class InPlace:
         self.measured_peak_bytes: int | None = None
         self._forward = model.forward
         self._plans_before: int | None = None
+        self._called = self._passed_by = False
         if isinstance(model, CompiledModule):
             self.compiled = model
             return
@@ -93,7 +94,9 @@ class InPlace:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What runs in the place of a call of the model."""
         if self.model.forward != self._forward:  # others use the call for something else
+            self._passed_by = True
             return torch_compat.own_call(self.model)(*args, **kwargs)
+        self._called = True
         try:
             return torch_compat.own_call(self.compiled)(*args, **kwargs)
         except FxrematError:
@@ -122,6 +125,7 @@ class InPlace:
         """Before a forward. On CUDA the allocator's peak is counted anew."""
         device = device_of(self.model)
         self._plans_before = len(self.compiled.plans)
+        self._called = self._passed_by = False
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -134,17 +138,25 @@ class InPlace:
             self.measured_peak_bytes = max(peak_bytes, self.measured_peak_bytes or 0)
 
     def check_planned(self, remedy: str) -> None:
-        """After a step: it was one of the plan's.
+        """After a step: the plan was not passed by.
+
+        Args:
+            remedy: for who never calls the model.
 
         Raises:
-            ArgumentError: nothing was planned.
+            ArgumentError: nothing was planned so far, or this step ran another forward.
         """
+        name = type(self.model).__name__
         if not self.compiled.plans:
-            name = type(self.model).__name__
-            self.end()
-            raise ArgumentError(
-                f"a step was trained without a call of {name} in training mode, so nothing is "
-                f"planned and no budget holds: {remedy}",
-                argument="model",
-                value=self.model,
-            )
+            why = f"a step was trained without a call of {name} in training mode"
+        elif self._passed_by and not self._called:
+            why = f"the forward of {name} was replaced while it trains"
+            remedy = "replace it before training begins"
+        else:
+            return
+        self.end()
+        raise ArgumentError(
+            f"{why}, so it is not planned and no budget holds: {remedy}",
+            argument="model",
+            value=self.model,
+        )
