@@ -143,3 +143,10 @@ def test_lightning_averages(build: Callable[..., Any], tmp_path: Path):
 
     expected = averaged(Lit(Net(norm=False)), tmp_path / "plain")
     assert_bitwise_equal(averaged(build(norm=False), tmp_path / "ours"), expected)
+
+
+def test_a_backend_that_accelerate_does_not_know_is_never_taken_silently(tmp_path: Path):
+    with pytest.raises(ValueError, match="DynamoBackend"):
+        transformers.TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, torch_compile_backend="fxremat"
+        )

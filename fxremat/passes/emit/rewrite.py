@@ -111,6 +111,10 @@ def handed_after(program: Program) -> dict[int, list[int]]:
     return found
 
 
+_DESCRIBED = ("val", "desc", "tensor_meta")
+"""What is told of a value in metadata."""
+
+
 class _Writer:
     """Builds one of the two graphs."""
 
@@ -248,7 +252,7 @@ class _Writer:
 
     def _describe(self, node: fx.Node) -> None:
         new = self._values[node]
-        new.meta = {k: v for k, v in node.meta.items() if k in ("val", "desc", "tensor_meta")}
+        new.meta = {k: node.meta[k] for k in _DESCRIBED if k in node.meta}
         if self._line.role_of[node] is Role.SAVED:
             new.meta[GROUP] = f"kept{self._line.stage_of[node]}"
 
