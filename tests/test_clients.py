@@ -146,7 +146,7 @@ def test_lightning_averages(build: Callable[..., Any], tmp_path: Path):
 
 
 def test_a_backend_that_accelerate_does_not_know_is_never_taken_silently(tmp_path: Path):
+    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
     with pytest.raises(ValueError, match="DynamoBackend"):
-        transformers.TrainingArguments(
-            output_dir=str(tmp_path), use_cpu=True, torch_compile_backend="fxremat"
-        )
+        arguments = transformers.TrainingArguments(**arguments, torch_compile_backend="fxremat")
+        transformers.Trainer(model=gpt2(), args=arguments)
