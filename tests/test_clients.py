@@ -145,7 +145,10 @@ def test_lightning_averages(build: Callable[..., Any], tmp_path: Path):
     assert_bitwise_equal(averaged(build(norm=False), tmp_path / "ours"), expected)
 
 
-def test_a_backend_that_accelerate_does_not_know_is_never_taken_silently(tmp_path: Path):
+def test_a_backend_that_accelerate_does_not_know_is_never_taken_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # transformers sets it, for good
     arguments = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
     with pytest.raises(ValueError, match="DynamoBackend"):
         arguments = transformers.TrainingArguments(**arguments, torch_compile_backend="fxremat")
