@@ -1,0 +1,141 @@
+"""Allocators of devices: their settings, and a log of what they do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from fxremat.errors import CostError
+
+
+def allocator_settings() -> dict[str, Any] | None:
+    """How torch's caching allocator of CUDA is set, by the names of its snapshot.
+
+    ``None`` where another one is in use: the driver's (``cudaMallocAsync``) or a plugged-in one.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
+    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    found: dict[str, Any] = snapshot.get("allocator_settings", {})
+    return found
+
+
+class AllocationLog:
+    """What a device's allocator did between entering and leaving the context.
+
+    Of CUDA's it tells the blocks that are handed out, and no statistics are reset for it.
+
+    A thread has one profiler.
+
+    Args:
+        device: whose allocator.
+        make_way: ends this log when another one, or a profile of the user's, begins in its
+            thread; ``None``: it does not make way.
+
+    Attributes:
+        events: after leaving, ``(mark, signed bytes)`` of each allocation and release
+            in order, where ``mark`` is the last name passed to :meth:`mark`.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, *, make_way: Callable[[], None] | None = None
+    ) -> None:
+        self.events: list[tuple[str, int]] = []
+        self._make_way = make_way
+        self._on_cuda = device is not None and device.type == "cuda"
+
+    def __enter__(self) -> AllocationLog:
+        profiler: Any = torch.autograd
+        _make_way()
+        experimental = torch._C._profiler._ExperimentalConfig()
+        state = profiler.ProfilerState.CPU
+        try:
+            profiler._enable_profiler_legacy(
+                profiler.ProfilerConfig(state, False, True, False, False, False, experimental)
+            )
+        except RuntimeError as error:
+            raise CostError(
+                f"the allocator cannot be watched: {error}. Plan before the profiler starts: "
+                "compile with, or run once, the shapes of the step that is profiled"
+            ) from error
+        if self._make_way is not None:
+            _making_way[self] = self._make_way
+            _let_profiles_begin()
+        return self
+
+    def mark(self, name: str) -> None:
+        """Name what follows."""
+        with torch.autograd.profiler.record_function(_MARK + name):
+            pass
+
+    def forget(self) -> None:
+        """Of a thread that is gone, and its profiler with it."""
+        _making_way.pop(self, None)
+        _let_profiles_begin()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.forget()
+        threads: Any = torch._C._autograd._disable_profiler_legacy()
+        start = threads[0][0]
+        records = [r for thread in threads for r in thread]
+        if len(threads) > 1:
+            records.sort(key=start.cpu_elapsed_us)
+        current = ""
+        for record in records:
+            kind = record.kind()
+            if kind == "push" and record.name().startswith(_MARK):
+                current = record.name()[len(_MARK) :]
+            elif kind == "memory_alloc":
+                change = record.cuda_memory_usage() if self._on_cuda else record.cpu_memory_usage()
+                if change:  # none: of the other device
+                    self.events.append((current, change))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes at any instant, less those at the start; never negative."""
+        return max(0, *accumulate(change for _mark, change in self.events), 0)
+
+
+_MARK = "fxremat mark "  # no operator's name begins so
+
+_making_way: dict[AllocationLog, Callable[[], None]] = {}
+"""Logs that go on until another one is needed in their thread."""
+
+
+def _make_way() -> None:
+    for make_way in list(_making_way.values()):
+        make_way()
+
+
+_profile_begins: dict[str, Callable[..., Any]] = {}
+"""What torch calls where a profile of the user's begins, as long as logs would be in its way."""
+
+_profiles = threading.Lock()
+
+
+def _let_profiles_begin() -> None:
+    """Have logs make way before a profile of the user's begins, as long as there are any."""
+    from torch.autograd import profiler  # noqa: PLC0415
+
+    module: Any = profiler
+
+    def made_way(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _make_way()
+            return begin(*args, **kwargs)
+
+        return run
+
+    with _profiles:
+        if _making_way and not _profile_begins:
+            for name in ("_prepare_profiler", "_enable_profiler"):
+                _profile_begins[name] = getattr(module, name)
+                setattr(module, name, made_way(_profile_begins[name]))
+        elif not _making_way:
+            while _profile_begins:
+                name, begin = _profile_begins.popitem()
+                setattr(module, name, begin)

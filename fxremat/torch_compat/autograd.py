@@ -1,0 +1,86 @@
+"""Autograd's engine: before, while and after a backward runs, and what waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def before_backward(outputs: object, check: Callable[[], None]) -> None:
+    """Call ``check`` right before each backward of a compiled step, in its thread.
+
+    Gradients are enabled there exactly if the backward is to be differentiated.
+    """
+    from torch.utils._pytree import tree_leaves  # noqa: PLC0415
+
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            node: Any = leaf.grad_fn
+            while node and "CompiledFunction" not in node.name():
+                node = node.next_functions[0][0] if node.next_functions else None
+            if node:
+                node.register_prehook(lambda _gradients: check())
+                return
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` called once the backward that runs has ended, which raises what it raises."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def current_backward() -> int:
+    """The number of the backward that this thread runs; -1 outside any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs was asked for with ``retain_graph``."""
+    asked: Any = torch._C._autograd._get_current_graph_task_keep_graph
+    return bool(asked())
+
+
+def next_nodes() -> list[Any]:
+    """Where the gradients go that the node of autograd's graph that runs now returns.
+
+    One for each tensor that went into it; ``None`` for what needs no gradient.
+    """
+    node: Any = torch._C._current_autograd_node()
+    return [function for function, _ in node.next_functions]
+
+
+def will_accumulate(node: Any) -> bool | None:
+    """Whether the backward that runs accumulates into a leaf, whose node this is.
+
+    ``None``: it returns the gradient instead (``torch.autograd.grad``), or none runs.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was written to; -1 where nobody counts."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # there are inference tensors
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def saved_elsewhere() -> bool:
+    """Whether hooks put other tensors in place of those that autograd saves now.
+
+    Not those of ``torch.utils.checkpoint``: they run the forward again, and what it saved the
+    first time must go.
+    """
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    hooks = top(False)
+    return hooks is not None and "checkpoint" not in getattr(hooks[0], "__qualname__", "")
+
+
+def free_saved(ctx: Any) -> None:
+    """In the backward of a function: it holds the tensors that it saved no longer."""
+    ctx.maybe_clear_saved_tensors()

@@ -1,0 +1,146 @@
+"""Dynamo: how a function is captured whole, and what is raised where it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+
+def capture_settings() -> contextlib.AbstractContextManager[Any]:
+    """Settings under which Dynamo captures a call; they cost some 20 µs a call.
+
+    Loggers are traced through as if they were not there, because ``warning_once`` in a
+    loss would break the graph. A number that a module counts with is a symbol once it changes,
+    as a size is; a float is not.
+    """
+    from torch._dynamo import config  # noqa: PLC0415
+
+    logging.getLogger("torch._dynamo.metrics_context").addFilter(_is_no_failed_metric)
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_wrong_shape)
+    patched: contextlib.AbstractContextManager[Any] = config.patch(**_dynamo_settings())
+    return patched
+
+
+def _is_no_failed_metric(record: logging.LogRecord) -> bool:
+    """Torch 2.11 logs an error when it cannot write down which functions it ignores."""
+    return "logging compilation metrics" not in record.getMessage()
+
+
+def _is_no_wrong_shape(record: logging.LogRecord) -> bool:
+    """Shapes that do not fit are raised: they need not be logged as well, with a traceback."""
+    return "failed while attempting to run meta" not in record.getMessage()
+
+
+def _dynamo_settings() -> dict[str, Any]:
+    from torch._dynamo import config  # noqa: PLC0415
+
+    # Looked up anew each time: libraries add methods when they are imported.
+    names = ("debug", "info", "warn", "error", "exception", "critical", "log")
+    methods = {m for name, m in vars(logging.Logger).items() if name.startswith(names)}
+    settings: dict[str, Any] = {
+        "recompile_limit": 256,
+        "accumulated_recompile_limit": 4096,
+        "ignore_logging_functions": methods,
+        "allow_unspec_int_on_nn_module": True,
+        "specialize_float": True,
+        "skip_nnmodule_hook_guards": False,  # hooks may be added, or removed, later
+        "optimize_ddp": False,  # inside one that wraps the model the graph would be cut
+    }
+    if not hasattr(config, "ignore_logging_functions"):
+        settings["ignore_logger_methods"] = settings.pop("ignore_logging_functions")
+    return settings
+
+
+_functions = count()
+
+
+def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``function``. Dynamo keeps what it captures by code objects.
+
+    It also remembers sizes that were seen to vary, by file, line and name: of one function's
+    nothing must be known to another.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_functions)}")
+    return call
+
+
+def compile_whole(
+    function: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool
+) -> Any:
+    """``function`` compiled as one graph; ``dynamic``: sizes that vary become symbols."""
+    return torch.compile(
+        function, backend=backend, fullgraph=True, dynamic=None if dynamic else False
+    )
+
+
+def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:
+    """Have the next capture take all sizes of ``tensors`` for symbols, where it can."""
+    for tensor in tensors:
+        for dim in range(tensor.dim()):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def never_uncompiled(
+    ours: Callable[[object], bool], error: Callable[[str, int], Exception]
+) -> None:
+    """Let no code of ours run as it is where Dynamo may not compile it again.
+
+    Dynamo runs code that it has compiled too often eagerly, and says so in its log alone.
+
+    Args:
+        ours: whether a backend is.
+        error: what is raised instead, from the name of the setting that is the limit, and
+            its value.
+    """
+    from torch._dynamo import config, convert_frame  # noqa: PLC0415
+
+    module: Any = convert_frame
+    exceeds: Callable[..., tuple[bool, str]] = module.exceeds_recompile_limit
+
+    def asked(*args: Any) -> tuple[bool, str]:
+        exceeded, name = exceeds(*args)
+        if exceeded:  # who asks for which backend is told by nothing but its own frame
+            backend = sys._getframe(1).f_locals["compiler_fn"]
+            while hasattr(backend, "_torchdynamo_orig_backend"):
+                backend = backend._torchdynamo_orig_backend
+            if ours(getattr(backend, "compiler_fn", backend)):
+                raise error(f"torch._dynamo.config.{name}", getattr(config, name))
+        return exceeded, name
+
+    module.exceeds_recompile_limit = asked
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """What was given to ``torch.compile``; any other module as it is."""
+    from torch._dynamo import OptimizedModule  # noqa: PLC0415
+
+    if not isinstance(model, OptimizedModule):
+        return model
+    inner: torch.nn.Module = model._orig_mod
+    return inner
+
+
+def capture_failures() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises when a model cannot be captured as one graph."""
+    from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415
+
+    return (TorchDynamoException,)
+
+
+def failure_cause(error: BaseException) -> BaseException:
+    """What really went wrong, for an error that Dynamo wrapped."""
+    from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415
+
+    while isinstance(error, BackendCompilerFailed):
+        error = error.inner_exception
+    return error

@@ -1,0 +1,164 @@
+"""Tensors without data, the modes that compute with them, and leaving those modes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.torch_compat.storages import StorageAlive, meta_storage, storage_key
+
+
+def fake_mode() -> Any:
+    """A mode in which operations compute shapes and no data; its ``from_tensor`` makes shells.
+
+    Real tensors that a forward finds outside its module are taken for shells, too.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode_of(tensors: Iterable[torch.Tensor]) -> Any:
+    """That of the first of ``tensors`` that has no data; else a new one."""
+    found = (getattr(tensor, "fake_mode", None) for tensor in tensors)
+    return next((mode for mode in found if mode is not None), None) or fake_mode()
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether ``tensor`` has no data."""
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
+
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_tensor(
+    like: torch.Tensor,
+    storage: torch.UntypedStorage,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    *,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """A tensor without data, of the dtype, the device and the fake mode of ``like``.
+
+    ``device`` takes the place of its own. It need not be here.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
+    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
+
+    with _disable_current_modes():
+        made = torch.empty(0, dtype=like.dtype, device="meta")
+        made.set_(storage, offset, tuple(shape), tuple(stride))
+        return FakeTensor(getattr(like, "fake_mode", None), made, device or like.device)
+
+
+def fake_bytes_like(node: fx.Node, nbytes: int) -> torch.Tensor:
+    """Bytes on the CPU without data, in the fake mode that traced ``node``."""
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
+
+    value = node.meta["val"]
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(item, FakeTensor):
+            with item.fake_mode:
+                return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
+def shell(
+    tensor: torch.Tensor, mode: Any, storages: dict[int, torch.UntypedStorage], device: torch.device
+) -> torch.Tensor:
+    """A tensor like ``tensor`` that has no data, in a fake mode and on ``device``.
+
+    Args:
+        tensor: it may be without data itself, such as one on ``meta``.
+        mode: the fake mode.
+        storages: of shells, by those of what they stand for; new ones are added.
+        device: it need not be here.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
+    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
+
+    storage = tensor.untyped_storage()
+    key = storage_key(tensor)
+    with _disable_current_modes(), torch.no_grad():
+        if key not in storages:
+            storages[key] = meta_storage(storage.nbytes())
+        made = torch.empty(0, dtype=tensor.dtype, device="meta")
+        made.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+        found: torch.Tensor = FakeTensor(mode, made, device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(found, tensor.requires_grad)
+    return found.requires_grad_(tensor.requires_grad) if tensor.is_leaf else found
+
+
+def shell_log(adopt: Callable[[Any], Any]) -> Any:
+    """A mode that follows memory of tensors without data: ``peak_bytes``, of what it saw made.
+
+    Storages count from the operation that makes them until nobody holds them.
+
+    Args:
+        adopt: what is computed with in place of a tensor that has data, or is on ``meta``.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
+    from torch.utils._pytree import tree_leaves, tree_map  # noqa: PLC0415
+
+    class ShellLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.alive: dict[int, StorageAlive] = {}
+            self.peak_bytes = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            args, kwargs = tree_map(lambda x: x if is_fake(x) else adopt(x), (args, kwargs or {}))
+            given = {storage_key(t) for t in tree_leaves((args, kwargs)) if is_fake(t)}
+            result = func(*args, **kwargs)
+            for tensor in tree_leaves(result):
+                if is_fake(tensor) and storage_key(tensor) not in given:
+                    self.alive.setdefault(storage_key(tensor), StorageAlive(tensor))
+            self.alive = {key: one for key, one in self.alive.items() if one}
+            self.peak_bytes = max(self.peak_bytes, sum(s.nbytes for s in self.alive.values()))
+            return result
+
+    return ShellLog()
+
+
+@contextlib.contextmanager
+def real_execution() -> Iterator[None]:
+    """Run operations for real although a trace is going on."""
+    from torch._dispatch.python import no_python_dispatcher  # noqa: PLC0415
+    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
+
+    with _disable_current_modes(), no_python_dispatcher(), torch._C._DisableAutocast():
+        yield
+
+
+def data_dependent_errors() -> tuple[type[BaseException], ...]:
+    """What a call without data raises when shapes or branches depend on data."""
+    from torch._subclasses.fake_tensor import (  # noqa: PLC0415
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+    from torch.fx.experimental.symbolic_shapes import (  # noqa: PLC0415
+        GuardOnDataDependentSymNode,
+    )
+
+    return (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+@contextlib.contextmanager
+def without_shape_errors_logged() -> Iterator[None]:
+    """Shapes that do not fit are raised and not logged with their traceback as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,78 @@
+"""Graphs of torch.fx: the code they are run by, and what their operations do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+
+
+def boxed(function: BoxedCallable) -> BoxedCallable:
+    """Mark ``function`` as taking its arguments in one list that it may empty."""
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return function(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def boxed_code(graph: fx.Graph) -> None:
+    """Make ``graph``'s code take its arguments in one list, which it empties."""
+    from torch.fx.graph import _BoxedCodeGen  # noqa: PLC0415
+
+    graph.set_codegen(_BoxedCodeGen())
+
+
+class GraphOfModules(fx.GraphModule):
+    """A graph that calls graphs, whose code is not torch's. Theirs stays as it is."""
+
+    def take_code(self, source: str, forward: Callable[..., Any]) -> None:
+        """Run ``forward``, whose source is ``source``, from now on."""
+        self._code = source
+        self._lineno_map, self._prologue_start = None, 0
+        type(self).forward = forward
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of ``graph`` whose code is written when it is first asked for."""
+    from torch.fx._lazy_graph_module import (  # noqa: PLC0415
+        _make_graph_module,
+        _use_lazy_graph_module,
+    )
+
+    with _use_lazy_graph_module(True):
+        made: fx.GraphModule = _make_graph_module(root, graph)
+    return made
+
+
+def is_clone(node: fx.Node) -> bool:
+    """Whether ``node`` copies its argument."""
+    return node.target is torch.ops.aten.clone.default
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether running ``node`` advances a random generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    # Fused attention carries the tag, yet draws nothing unless it drops something.
+    arguments = _named_arguments(node, target)
+    probability = arguments.get("dropout_p", arguments.get("dropout", arguments.get("p")))
+    if isinstance(probability, (int, float)) and probability == 0.0:
+        return False
+    return arguments.get("train") is not False
+
+
+def _named_arguments(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    schema = target._schema.arguments
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
+    named.update(node.kwargs)
+    return named

@@ -1,0 +1,142 @@
+"""AOTAutograd: a backend that is handed joint graphs, and what it wrote down in them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.torch_compat.graphs import BoxedCallable
+
+
+def aot_autograd_backend(
+    *,
+    forward_compiler: Callable[..., BoxedCallable],
+    backward_compiler: Callable[..., BoxedCallable],
+    inference_compiler: Callable[..., BoxedCallable],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+) -> Callable[..., Any]:
+    """A Dynamo backend that hands the joint graph to ``partition``."""
+    from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
+
+    # Input mutations stay outside the graph (a copy after the forward), so the joint
+    # graph is functional and may be reordered and recomputed freely.
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=forward_compiler,
+        bw_compiler=backward_compiler,
+        inference_compiler=inference_compiler,
+        partition_fn=partition,
+        keep_inference_input_mutations=False,
+    )
+    return backend
+
+
+def without_donated_buffers() -> contextlib.AbstractContextManager[Any]:
+    """Nothing emitted writes into saved tensors; donating them forbids ``retain_graph``."""
+    from torch._functorch import config  # noqa: PLC0415
+
+    patched: contextlib.AbstractContextManager[Any] = config.patch(donated_buffer=False)
+    return patched
+
+
+def allow_retained_graphs() -> None:
+    """Tell the step being compiled that it donates no buffers.
+
+    Left untold, it compares nothing with none of them in each backward, under whatever
+    setting there is by then, and refuses ``retain_graph=True``.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def is_backward_node(node: fx.Node) -> bool:
+    """Whether AOTAutograd traced ``node`` while differentiating."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def sequence_number(node: fx.Node) -> int | None:
+    """Autograd's sequence number: a backward node has that of its forward operation."""
+    number = node.meta.get("seq_nr")
+    return number if isinstance(number, int) else None
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of the joint graph is the gradient of an output."""
+    return node.op == "placeholder" and node.name.startswith("tangents_")
+
+
+def mutated_primals(module: fx.GraphModule) -> list[int]:
+    """Indices of the primals whose new value the joint graph returns."""
+    from torch._functorch._aot_autograd.descriptors import (  # noqa: PLC0415
+        InputMutationAOTOutput,
+    )
+
+    described = module.graph.output_node().meta.get("desc", ())
+    mutated = [d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)]
+    primals = [n for n in module.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+    return [i for i, node in enumerate(primals) if node.meta.get("desc") in mutated]
+
+
+def primal_sources(joint: fx.GraphModule) -> list[int | None]:
+    """For each primal the index of the compiled function's input that it is."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput  # noqa: PLC0415
+
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+    described = [n.meta.get("desc") for n in primals]
+    return [d.idx if isinstance(d, PlainAOTInput) else None for d in described]
+
+
+def differentiated_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[int, int]:
+    """Primals that get a gradient, and which of the tensors among all primals each is."""
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+    results = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+    found: dict[int, int] = {}
+    tensors = 0
+    for i, (node, gradient) in enumerate(zip(primals, results[forward_output_count:], strict=True)):
+        if isinstance(gradient, fx.Node):
+            found[i] = tensors
+        tensors += isinstance(node.meta["val"], torch.Tensor)
+    return found
+
+
+def stub_graphs(
+    joint: fx.GraphModule, *, forward_output_count: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Graphs that tell AOTAutograd what goes in and out, and are never run.
+
+    The forward returns its outputs and a token, one number on the CPU, for all that is saved; the
+    backward takes the token and the tangents.
+    """
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    results = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+    examples = [n.meta["val"] for n in placeholders if isinstance(n.meta["val"], torch.Tensor)]
+    token = examples[0].new_empty(1, dtype=torch.int64, device="cpu")
+
+    def stub(inputs: Sequence[object], outputs: Sequence[object]) -> fx.GraphModule:
+        graph = fx.Graph()
+        made: dict[object, fx.Node] = {}
+        for node in inputs:
+            made[node] = graph.placeholder(node.name if isinstance(node, fx.Node) else "token")
+        for node in outputs:
+            if node not in made and (isinstance(node, fx.Node) or node is _TOKEN):
+                made[node] = graph.call_function(_never_run)
+        for node, own in made.items():
+            own.meta = dict(node.meta) if isinstance(node, fx.Node) else {"val": token}
+        graph.output(tuple(made.get(node, node) for node in outputs))  # type: ignore[arg-type]
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+    tangents = [n for n in placeholders if is_tangent(n)]
+    primals = [n for n in placeholders if not is_tangent(n)]
+    forward = stub(primals, [*results[:forward_output_count], _TOKEN])
+    return forward, stub([_TOKEN, *tangents], results[forward_output_count:])
+
+
+_TOKEN = object()
+
+
+def _never_run() -> None:
+    raise AssertionError("a stub graph was run")

@@ -1,0 +1,79 @@
+"""Kernels: settings that choose them, the workspaces of libraries, a device's time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def kernel_settings() -> dict[str, object]:
+    """Global settings that choose kernels or change their results, by torch's names.
+
+    Not among them: which attention is chosen, which the captured graph says, and autotuning,
+    without which emitted graphs run. Some 4 µs.
+    """
+    backends = torch.backends
+    precision: Any = torch._C._get_fp32_precision_getter
+    found: dict[str, object] = {
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cudnn.enabled": backends.cudnn.enabled,
+        "torch.backends.cudnn.deterministic": backends.cudnn.deterministic,
+        "torch.backends.mkldnn.enabled": torch._C._get_mkldnn_enabled(),
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    }
+    for backend, operation in _PRECISIONS:
+        found[f"torch.backends.{backend}.{operation}.fp32_precision"] = precision(
+            backend, operation
+        )
+    matmul = backends.cuda.matmul
+    found["torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"] = (
+        matmul.allow_fp16_reduced_precision_reduction
+    )
+    found["torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"] = (
+        matmul.allow_bf16_reduced_precision_reduction
+    )
+    return found
+
+
+_PRECISIONS = (
+    ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"),
+    ("mkldnn", "conv"), ("mkldnn", "rnn"),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def without_autotuning() -> Iterator[None]:
+    """No trying out of algorithms (``torch.backends.cudnn.benchmark``) inside.
+
+    It takes workspaces of any size, anew in each thread, and what is computed again may take
+    another algorithm than the first time.
+    """
+    if not torch.backends.cudnn.benchmark:
+        yield
+        return
+    torch._C._set_cudnn_benchmark(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_benchmark(True)
+
+
+def clear_library_workspaces() -> None:
+    """Free the workspaces that torch holds for cuBLAS, which are allocated again when needed."""
+    clear: Any = torch._C._cuda_clearCublasWorkspaces
+    clear()
+
+
+def delay_device(device: torch.device, seconds: float) -> None:
+    """Have the current stream of a CUDA device do nothing for about ``seconds``."""
+    sleep: Any = torch.cuda._sleep
+    with torch.cuda.device(device):
+        sleep(int(seconds * _CYCLES_PER_S))
+
+
+_CYCLES_PER_S = 2e9
+"""Clock of a GPU, rather too fast: a delay must not be shorter than asked for."""

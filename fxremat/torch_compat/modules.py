@@ -1,0 +1,88 @@
+"""Modules: what runs where one is called, what wraps one, and optimizers' steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def call_instead(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have ``call`` run wherever ``model`` is called, as ``nn.Module.compile`` does.
+
+    ``None`` ends that.
+    """
+    model._compiled_call_impl = call
+
+
+def called_instead(model: torch.nn.Module) -> object:
+    """What runs wherever ``model`` is called, in the place of its own call; ``None`` if nothing."""
+    found: object = model._compiled_call_impl
+    return found
+
+
+def own_call(model: torch.nn.Module) -> Callable[..., Any]:
+    """The forward of ``model`` with its hooks around it, whatever runs instead."""
+    found: Callable[..., Any] = model._call_impl
+    return found
+
+
+def wrapped_by(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside a ``DistributedDataParallel``; any other as it is."""
+    if not torch.distributed.is_available():
+        return model
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    inner: torch.nn.Module = model.module
+    return inner
+
+
+def wrapped_anew(wrapper: torch.nn.Module, run: Callable[..., Any]) -> torch.nn.Module:
+    """A ``DistributedDataParallel`` with all that ``wrapper`` has, whose forward calls ``run``.
+
+    Both are one in all else: what is set on one is set on the other.
+    """
+
+    class Anew(type(wrapper)):  # type: ignore[misc]
+        module = property(lambda _self: run)
+
+    made: torch.nn.Module = Anew.__new__(Anew)
+    object.__setattr__(made, "__dict__", wrapper.__dict__)
+    return made
+
+
+def bucket_bytes() -> tuple[int, ...]:
+    """Of each buffer for gradients that a ``DistributedDataParallel`` around this call has."""
+    if not torch.distributed.is_available():
+        return ()
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    wrapper: Any = DistributedDataParallel
+    active = wrapper._get_active_ddp_module()
+    if active is None:
+        return ()
+    return tuple(p.numel() * p.element_size() for p in active.parameters() if p.requires_grad)
+
+
+def around_optimizers(
+    before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
+) -> Callable[[], None]:
+    """Have both called around each step of any optimizer; what is returned ends that."""
+    from torch.optim.optimizer import (  # noqa: PLC0415
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    handles = (
+        register_optimizer_step_pre_hook(lambda optimizer, *_given: before(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, *_given: after(optimizer)),
+    )
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove

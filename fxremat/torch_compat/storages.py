@@ -1,0 +1,31 @@
+"""Storages: which one a tensor has, and whether it is still held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage while the tensor is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def meta_storage(nbytes: int) -> torch.UntypedStorage:
+    """A storage without data."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+class StorageAlive:
+    """Whether the memory of a tensor is still held by anyone; it holds none itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef  # noqa: PLC0415
+
+        make: Any = StorageWeakRef
+        self._reference = make(tensor.untyped_storage())
+        self.nbytes = tensor.untyped_storage().nbytes()
+
+    def __bool__(self) -> bool:
+        return not self._reference.expired()

@@ -1,0 +1,46 @@
+"""Symbolic sizes: expressions, values at the capture, limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def has_symbols(tensor: torch.Tensor) -> bool:
+    """Whether any size, stride or offset of ``tensor`` is a symbol, or follows one."""
+    return bool(getattr(tensor, "_has_symbolic_sizes_strides", False))
+
+
+def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
+    """The sympy expression of a symbolic size, and its value at the sizes of the capture.
+
+    No value where it depends on data.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # noqa: PLC0415
+
+    expression = number.node.expr
+    if free_unbacked_symbols(expression):
+        return expression, None
+    return expression, int(number.node.hint)
+
+
+def symbol_hint(number: torch.SymInt, symbol: Any) -> int:
+    """The value at the capture of a symbol in the expression of ``number``."""
+    environment: Any = number.node.shape_env
+    hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    return int(hints[symbol])
+
+
+def symbol_most(number: torch.SymInt, symbol: Any) -> int | None:
+    """The largest value of a symbol for which what was captured holds; ``None``: any."""
+    upper = number.node.shape_env.var_to_range[symbol].upper
+    return int(upper) if upper.is_Integer else None
+
+
+def python_text(expression: Any) -> str:
+    """A sympy expression of sizes as Python code."""
+    from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415
+
+    text: str = PythonPrinter().doprint(expression)
+    return text
