@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -96,6 +97,38 @@ def arrows() -> dict[str, set[str]]:
         known = {n if n in names else n.rpartition(".")[0] for n in found}
         graph[name] = known & names.keys() - {name, "fxremat"} if name != "fxremat" else set()
     return graph
+
+
+KNOWN_PRIVATE = ("torch._ops.OpOverload", "torch.utils._pytree")
+"""What everybody who writes passes uses, and no release has moved."""
+
+
+def private_names(source: str) -> set[str]:
+    """Dotted names of torch with a part that begins with an underscore."""
+    dotted = {ast.unparse(n) for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute)}
+    found = dotted | imported(source, "fxremat")
+    names = {name for name in found if re.fullmatch(r"torch(\.\w+)+", name)}
+    return {
+        name
+        for name in names
+        if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+        and not name.startswith(KNOWN_PRIVATE)
+        and not any(known.startswith(name) for known in KNOWN_PRIVATE)
+    }
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_private_names_of_torch_have_one_room(file: Path) -> None:
+    if file.parts[0] != "torch_compat":
+        assert not private_names((PACKAGE / file).read_text())
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch\ntorch._dynamo.reset()", "from torch._dynamo import config", "x = torch.a._b()"],
+)
+def test_a_private_name_is_found(source: str) -> None:
+    assert private_names(source)
 
 
 def test_no_two_files_import_each_other() -> None:
