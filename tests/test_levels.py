@@ -59,11 +59,11 @@ def watched_forward(watcher: Watcher, told: Told) -> tuple[Step, list[Tensor]]:
     return step, kept
 
 
-def watched_backward(watcher: Watcher, *, unseen_bytes: int = 0) -> None:
+def watched_backward(watcher: Watcher, *, gone: tuple[int, ...] = ()) -> None:
     """70 KiB more."""
 
     def run() -> None:
-        watcher.back(unseen_bytes=unseen_bytes)
+        watcher.back(gone=gone)
         some(70)
 
     in_a_backward(run)
@@ -110,7 +110,7 @@ def test_what_was_there_before_and_goes_unseen_is_told():
     watcher, told = Watcher(), Told()
     _step, kept = watched_forward(watcher, told)
     kept.append(some(30))
-    watched_backward(watcher, unseen_bytes=20 * KIB)
+    watched_backward(watcher, gone=(12 * KIB, 8 * KIB))
     watcher.end()
     (seen,) = told.seen
     assert EXPECTED.taken_bytes is not None
@@ -120,6 +120,28 @@ def test_what_was_there_before_and_goes_unseen_is_told():
         backward_bytes=EXPECTED.backward_bytes - 20 * KIB,
     )
     assert nearly(seen, less)
+
+
+def test_what_an_earlier_watch_has_seen_made_goes_once():
+    watcher, told = Watcher(), Told()
+    _step, kept = watched_forward(watcher, told)
+    before = [some(20)]
+    watched_backward(watcher)
+    watcher.end()
+    kept.clear()
+    _step, kept = watched_forward(watcher, told)
+    before.clear()
+    kept.append(some(30))
+    watched_backward(watcher, gone=(20 * KIB,))
+    watcher.end()
+    assert EXPECTED.taken_bytes is not None
+    less = replace(
+        EXPECTED,
+        taken_bytes=EXPECTED.taken_bytes - 20 * KIB,
+        turn_bytes=EXPECTED.turn_bytes - 20 * KIB,
+        backward_bytes=EXPECTED.backward_bytes - 20 * KIB,
+    )
+    assert nearly(told.seen[1], less)
 
 
 def test_a_step_without_a_backward_has_a_forward_and_a_turn():

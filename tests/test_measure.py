@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from fxremat import torch_compat
 from fxremat.costs import measure
 from fxremat.costs.cache import CostCache
 from fxremat.costs.execute import Operations
@@ -48,6 +50,20 @@ def test_peak_is_exact_and_not_the_sum():
     took = measure_step(model_of(1024), step)
     assert took.resident_bytes == 1024
     assert took.peak_bytes == 1024 + 4000 + 8000
+
+
+def test_garbage_of_before_does_not_hide_what_a_step_takes():
+    with torch_compat.AllocationLog():  # the allocator tells of its end, then
+        cycle = [floats(4000)]
+        cycle.append(cycle)
+    del cycle
+
+    def step():
+        gc.collect()
+        return floats(2000)
+
+    assert peak_of(step, device=CPU) == 2000
+    assert gc.get_freeze_count() == 0
 
 
 def test_freeing_what_was_resident_never_makes_the_peak_too_low():

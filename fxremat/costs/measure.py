@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import inspect
 import statistics
 import time
@@ -77,9 +79,25 @@ def peak_of(step: Callable[[], object], *, device: torch.device, resident_bytes:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
-    with torch_compat.AllocationLog() as log:
+    with _garbage_left_alone(), torch_compat.AllocationLog() as log:
         step()
     return resident_bytes + log.peak_bytes
+
+
+@contextlib.contextmanager
+def _garbage_left_alone() -> Iterator[None]:
+    """Cycles that are there stay: given back amid a step, they would hide what it takes.
+
+    Those that the step makes are collected as ever.
+    """
+    if gc.get_freeze_count():  # somebody has set them aside
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:

@@ -266,7 +266,7 @@ class Family:
         now = with_gradients(step.leaves)
         if self.watcher.is_watching(step):
             gone = replace(situation, existing=situation.existing - now)
-            self.watcher.back(unseen_bytes=sum(gone.gradient_bytes(self.planner.step.joint)))
+            self.watcher.back(gone=gone.gradient_bytes(self.planner.step.joint))
         if now & situation.existing:
             self.lessons.gradients_stayed(situation)
         new = now - situation.existing

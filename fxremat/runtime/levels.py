@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,7 +64,7 @@ class Watcher:
         self._step: weakref.ref[object] | None = None
         self._tell: Callable[[Levels], None] = _nobody
         self._on_cuda = False
-        self._unseen_bytes = 0
+        self._gone: tuple[int, ...] = ()
 
     def begin(self, device: torch.device, tell: Callable[[Levels], None]) -> bool:
         """Watch a forward that begins, and its step; whether that can be.
@@ -83,7 +84,7 @@ class Watcher:
             return False
         self._log, self._tell, self._step = log, tell, None
         self._thread = threading.current_thread()
-        self._on_cuda, self._unseen_bytes = device.type == "cuda", 0
+        self._on_cuda, self._gone = device.type == "cuda", ()
         self._mark(FORWARD)
         return True
 
@@ -101,14 +102,14 @@ class Watcher:
         """End at the latest when ``graph``, which lives as long as the step's graph, is gone."""
         weakref.finalize(graph, self._end_of, self._log).atexit = False
 
-    def back(self, *, unseen_bytes: int) -> None:
+    def back(self, *, gone: Sequence[int] = ()) -> None:
         """The backward of the watched step begins.
 
         Args:
-            unseen_bytes: freed since the forward, of what was there before it. A CPU's allocator
-                does not tell of that.
+            gone: bytes of each tensor that was there before the forward, and is not any more. A
+                CPU's allocator tells of those alone that an earlier log has seen made.
         """
-        self._unseen_bytes = 0 if self._on_cuda else unseen_bytes
+        self._gone = () if self._on_cuda else tuple(gone)
         self._mark(BACKWARD)
         torch_compat.after_backward(self.after)
 
@@ -124,7 +125,7 @@ class Watcher:
         assert log is not None
         log.__exit__()
         tell, self._tell = self._tell, _nobody
-        tell(_levels(log.events).without(self._unseen_bytes))
+        tell(_levels(log.events).without(_unseen_bytes(log.events, self._gone)))
 
     def _forget(self) -> None:
         """The thread is gone in which something was watched: nothing can be told of it."""
@@ -148,6 +149,12 @@ class Watcher:
 
 def _nobody(_seen: Levels) -> None:
     """Nobody asks."""
+
+
+def _unseen_bytes(events: list[tuple[str, int]], gone: tuple[int, ...]) -> int:
+    """What no event tells of ``gone``; an event of the same bytes is taken for one."""
+    seen = Counter(-change for phase, change in events if phase == TURN)
+    return sum(nbytes * count for nbytes, count in (Counter(gone) - seen).items())
 
 
 def _levels(events: list[tuple[str, int]]) -> Levels:
