@@ -50,9 +50,17 @@ def lora() -> nn.Module:
 
 
 def trained(
-    model: nn.Module, folder: Path, *, callbacks: Sequence[Any] = (), **settings: Any
+    model: nn.Module,
+    folder: Path,
+    *,
+    count: int = 102,
+    callbacks: Sequence[Any] = (),
+    **settings: Any,
 ) -> dict[str, Any]:
-    """What 52 steps of a Trainer leave behind; it is stopped once, and resumed."""
+    """What four epochs of a Trainer leave behind; it is stopped once, and resumed.
+
+    With ``count`` rows of data, those are 52 steps.
+    """
     torch._dynamo.reset()
     arguments = {
         "output_dir": str(folder), "per_device_train_batch_size": 4, "num_train_epochs": 2,
@@ -65,7 +73,7 @@ def trained(
         return transformers.Trainer(
             model=model,
             args=transformers.TrainingArguments(**{**arguments, "num_train_epochs": epochs}),
-            train_dataset=Tokens(102, 0),
+            train_dataset=Tokens(count, 0),
             eval_dataset=Tokens(10, 1),
             callbacks=list(callbacks),
         )

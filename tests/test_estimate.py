@@ -27,8 +27,9 @@ from fxremat.errors import (
 from tests.models import ZOO
 
 NAMES = (
-    "gpt", "hf_llama", "hf_gpt2", "lora", "tied", "inplace", "buffers", "outputs", "siamese",
-    "unet",
+    "gpt", "hf_gpt2", "lora", "tied", "inplace", "buffers", "outputs", "unet",
+    pytest.param("hf_llama", marks=pytest.mark.slow),
+    pytest.param("siamese", marks=pytest.mark.slow),
 )  # fmt: skip
 
 

@@ -26,7 +26,6 @@ SHARES = (0.0, 0.35, 0.7, 1.0)
 
 modes = pytest.mark.parametrize("mode", ["auto", "only"])
 small_models = pytest.mark.parametrize("name", [name for name in ZOO if name not in LARGE])
-some_models = pytest.mark.parametrize("name", ["gpt", "siamese", "buffers", "unet"])
 
 
 def attempt_all(name: str, mode: str, shares: tuple[float, ...]) -> list[Tried]:
@@ -113,8 +112,16 @@ def interleaved_in_the_least(name: str, mode: str) -> list[Any]:
 
 
 @quick
-@modes
-@some_models
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        (name, mode)
+        if (name, mode) in (("gpt", "auto"), ("siamese", "only"), ("buffers", "auto"))
+        else pytest.param(name, mode, marks=pytest.mark.slow)
+        for name in ("gpt", "siamese", "buffers", "unet")
+        for mode in ("auto", "only")
+    ],
+)
 def test_steps_follow_and_overlap_each_other_however_late_copies_are(name: str, mode: str):
     """Slots are used again, each time with other data."""
     entry = ZOO[name]

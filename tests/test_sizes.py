@@ -34,7 +34,12 @@ OTHERS = {
     "resnet50": [(2,), (5,)],
     "unet": [(2, 64, 32), (4, 64, 64)],
 }
-EVERY = [(name, sizes) for name, own in OTHERS.items() for sizes in (HINTS[name], *own)]
+SLOW = [("resnet50", (5,)), ("unet", (4, 64, 64))]
+EVERY = [
+    pytest.param(name, sizes, marks=[pytest.mark.slow] if (name, sizes) in SLOW else [])
+    for name, own in OTHERS.items()
+    for sizes in (HINTS[name], *own)
+]
 
 models = pytest.mark.parametrize(("name", "sizes"), EVERY, ids=str)
 
@@ -54,7 +59,9 @@ def test_emitted_graphs_compute_what_the_step_of_that_size_does(name: str, sizes
         assert torch.equal(ran.generator, truth.generator)
 
 
-@pytest.mark.parametrize(("name", "sizes"), [x for x in EVERY if x[0] != "hf_llama"], ids=str)
+@pytest.mark.parametrize(
+    ("name", "sizes"), [x for x in EVERY if x.values[0] != "hf_llama"], ids=str
+)
 def test_storages_are_as_large_as_those_of_the_step_of_that_size(name: str, sizes: tuple[int, ...]):
     # A Llama that is traced without symbols has two operations less, which only copy.
     step, alone = symbolic(name, HINTS[name]), static(name, sizes)
