@@ -51,4 +51,21 @@ def test_few_are_tried_where_bytes_grow_evenly(first: int):
     asked = Asked(10**6, 12_345)
     assert asked.largest(10**7, first=first, most=1 << 20) == (10**7 - 10**6) // 12_345
     assert len(asked.tried) <= 2
-    assert len(asked.guessed) <= 12
+    assert len(asked.guessed) <= 14
+
+
+def test_few_are_tried_where_trying_shows_how_to_do_with_less():
+    each, tried = 2000, []
+
+    def least_at(size: int) -> int:
+        nonlocal each
+        tried.append(size)
+        each = 1000
+        return 10**5 + each * size
+
+    def roughly_at(size: int) -> int:
+        return int(1.05 * (10**5 + each * size))
+
+    found = largest_fitting(roughly_at, least_at, first=8, budget_bytes=10**7, most=1 << 20)
+    assert found == (10**7 - 10**5) // 1000
+    assert len(tried) <= 5

@@ -28,30 +28,44 @@ def largest_fitting(
     Ensures: the answer fits, and one more does not, or is above ``most``.
     """
     low, high = 0, most + 1
-    up = down = 1
-    share = 1.0  # of what was guessed of the size tried last, that it takes
+    up = down = 0
+    share = 1.0  # of what was guessed of a size, that it takes
+    known: dict[int, int] = {}  # what sizes take, by the same schedules
 
     def corrected(size: int) -> int:
         return int(share * roughly_at(size))
 
     while high - low > 1:
-        # Trying may also have shown how to do with less, so it is guessed anew each time.
-        guess = _guessed(
-            corrected, first=min(low or first, most), budget_bytes=budget_bytes, most=most
-        )
         middle = (low + high) // 2 if high <= most else most
-        if guess <= low:
-            guess = min(low + up, middle)
-            up *= 2
-        elif guess >= high:
-            guess = max(high - down, middle)
-            down *= 2
+        if len(known) > 1:
+            guess = _crossing(known, budget_bytes, most)
         else:
-            up = down = 1
+            guess = _guessed(
+                corrected, first=min(low or first, most), budget_bytes=budget_bytes, most=most
+            )
+        if guess <= low:
+            guess = min(low + _step(up), middle)
+            up += 1
+        elif guess >= high:
+            guess = max(high - _step(down), middle)
+            down += 1
+        else:
+            up = down = 0
+        beside = guess + 1 if guess < most else max(1, guess - 1)
+        expected, before = roughly_at(guess), roughly_at(beside)
         least_bytes = least_at(guess)
-        share = least_bytes / max(roughly_at(guess), 1)
+        if roughly_at(beside) == before:
+            share = least_bytes / max(expected, 1)
+        else:  # trying has shown how to do with less
+            known.clear()
+        known[guess] = least_bytes
         low, high = (guess, high) if least_bytes <= budget_bytes else (low, guess)
     return low or None
+
+
+def _step(tries: int) -> int:
+    """How far to go from a bound that guesses do not move: 1, 1, 2, 4, …"""
+    return 1 << max(0, tries - 1)
 
 
 def _guessed(bytes_at: Callable[[int], int], *, first: int, budget_bytes: int, most: int) -> int:

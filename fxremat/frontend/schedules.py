@@ -153,9 +153,18 @@ class Schedules:
         def at(size: int) -> Situation:
             return replace(situation, sizes=resized(situation.sizes, group, size))
 
+        tried = False
+
+        def least_at(size: int) -> int:
+            nonlocal tried
+            # What needs least at the capture's size seldom does at one that fills the budget.
+            found = self.least_bytes(at(size), budget_bytes if tried else 0)
+            tried = True
+            return found
+
         return largest_fitting(
             lambda size: self.roughly(at(size)),
-            lambda size: self.least_bytes(at(size), budget_bytes),
+            least_at,
             first=situation.sizes[group[0].symbol],
             budget_bytes=budget_bytes,
             most=most,
