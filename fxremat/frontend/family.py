@@ -21,19 +21,10 @@ from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.situation import Lesson, Situation
-from fxremat.planner.surroundings import (
-    made_outputs,
-    own_gradients,
-)
+from fxremat.planner.surroundings import made_outputs, own_gradients
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
-from fxremat.runtime.gradients import (
-    Contributors,
-    Gradients,
-    adds,
-    leaves_among,
-    with_gradients,
-)
+from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_among, with_gradients
 from fxremat.runtime.levels import Levels, Watcher
 from fxremat.runtime.steps import InFlight, Step
 from fxremat.units import format_bytes, format_seconds
