@@ -14,6 +14,7 @@ from fxremat.costs.devices import Device, read_device
 from fxremat.errors import ArgumentError, BudgetError, CaptureError
 from fxremat.frontend.arguments import (
     Arguments,
+    Executor,
     Loss,
     Offload,
     Optimizer,
@@ -53,6 +54,7 @@ def compile(
     host_dir: str | os.PathLike[str] | None = None,
     exact: bool = True,
     budget_on: Counted = "allocated",
+    executor: Executor = "eager",
     dynamic: bool | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
 ) -> CompiledModule:
@@ -128,6 +130,7 @@ def compile(
         host_dir=host_dir,
         exact=exact,
         budget_on=budget_on,
+        executor=executor,
         dynamic=dynamic,
         plan=plan,
     )

@@ -21,10 +21,12 @@ from fxremat.units import Counted, format_bytes, parse_bytes
 
 Offload = Literal["auto", "only", "conv", False]
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
+Executor = Literal["eager", "inductor"]
 Loss = Callable[[Any], torch.Tensor]
 
 BACKEND_OPTIONS = (
     "budget", "reserve", "accumulate", "offload", "host_limit", "host_dir", "exact", "budget_on",
+    "executor",
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 
@@ -49,6 +51,7 @@ class Arguments:
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan.
         budget_on: what the budget is for.
+        executor: who makes the kernels.
         dynamic: whether sizes are captured as symbols; ``None``: from the second on.
         kept: a plan to follow, which keeps to the budget.
     """
@@ -62,6 +65,7 @@ class Arguments:
     host: HostMemory | None
     exact: bool
     budget_on: Counted
+    executor: Executor = "eager"
     dynamic: bool | None = None
     kept: Plan | None = None
 
@@ -79,6 +83,7 @@ class Arguments:
         host_dir: str | os.PathLike[str] | None = None,
         exact: bool = True,
         budget_on: Counted = "allocated",
+        executor: Executor = "eager",
         dynamic: bool | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
     ) -> Arguments:
@@ -100,6 +105,7 @@ class Arguments:
             host=_read_host(offload, host_limit, host_dir),
             exact=_read_bool("exact", exact),
             budget_on=_read_counted(budget_on),
+            executor=_read_executor(executor),
             dynamic=None if dynamic is None else _read_bool("dynamic", dynamic),
             kept=kept,
         )
@@ -192,6 +198,13 @@ def _read_counted(value: object) -> Counted:
         if isinstance(value, str) and value == counted:
             return cast(Counted, counted)
     _refuse("budget_on", value, "'allocated' or 'reserved'")
+
+
+def _read_executor(value: object) -> Executor:
+    for executor in get_args(Executor):
+        if isinstance(value, str) and value == executor:
+            return cast(Executor, executor)
+    _refuse("executor", value, "'eager' or 'inductor'")
 
 
 def _read_bytes(argument: str, value: object, *, most: int | None = None) -> int:

@@ -48,6 +48,7 @@ class StepCompiler:
         arguments: tensors of the call being captured, and their places in it, where known.
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan.
+        fused: operations run as units that Inductor compiles.
         overhead_s: what a step takes beside its calls, once that is known.
         kept: a plan that the first graph follows.
         store: costs and plans that other processes have found.
@@ -68,6 +69,7 @@ class StepCompiler:
     arguments: Callable[[], tuple[tuple[str, torch.Tensor], ...]] = tuple
     host: HostMemory | None = None
     exact: bool = True
+    fused: bool = False
     overhead_s: float = 0.0
     kept: Plan | None = None
     store: Store = field(default_factory=lambda: Store(None))
@@ -134,6 +136,7 @@ class StepCompiler:
             backward_compiler=compile_backward,
             inference_compiler=lambda graph, _inputs: self._inference(graph),
             partition=partition,
+            decompositions=torch_compat.decompositions() if self.fused else None,
         )
         with torch_compat.without_donated_buffers():
             run: Callable[..., Any] = backend(module, example_inputs)
@@ -162,6 +165,7 @@ class StepCompiler:
                 places=_places(inputs, self.arguments()),
                 host=self.host,
                 exact=self.exact,
+                fused=self.fused,
                 store=self.store,
             )
             family = Family.of(

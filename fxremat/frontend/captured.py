@@ -24,7 +24,8 @@ from fxremat.frontend.origin import key_of, origin_of_costs
 from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph
 from fxremat.ir import RecordedCosts
-from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.fuse.rewrite import Units, fuse
+from fxremat.passes.joint.build import build_joint_graph, rebuilt
 from fxremat.passes.joint.digest import digest
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
@@ -70,6 +71,7 @@ class CapturedStep:
         store: costs that are known.
         target: the device that the step is to be estimated for, and none that is here: nothing
             is run then.
+        fused: operations run as units that Inductor compiles.
 
     Attributes:
         sizes: symbols of the capture.
@@ -94,6 +96,7 @@ class CapturedStep:
         costs: RecordedCosts | None,
         store: Store,
         target: Device | None = None,
+        fused: bool = False,
     ) -> None:
         self._module, self.sizes = settle(module)
         if target is not None and target.kind != "cpu":  # where it was traced
@@ -112,6 +115,7 @@ class CapturedStep:
         self.progress = progress
         self._store = store
         self._target = target
+        self._units = Units() if fused else None
         self._graphs: list[Costed] = []
         self._resized: dict[Values, list[Costed]] = {}
 
@@ -167,6 +171,10 @@ class CapturedStep:
             sizes=self.sizes,
         )
         line = linearize(joint)
+        if self._units is not None:
+            module = fuse(line, self._units)
+            line = linearize(rebuilt(joint, module, mutated_primals=self._mutated))
+            joint = line.joint
         real = {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
         origin = origin_of_costs(self._digests, joint.device, self._target)
         return StepGraph(line, BlockCache(line), real, exact, origin)

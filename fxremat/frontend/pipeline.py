@@ -84,6 +84,7 @@ class Planner:
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan; else inputs of norms may be
             rebuilt from outputs where that is faster, or fits where nothing else does.
+        fused: operations run as units that Inductor compiles.
         allocator: rules that hold in place of those of the device's allocator.
         costs: of the step as it was traced, to be taken for what was measured.
         store: costs and plans that are known; ``None``: there are none.
@@ -110,6 +111,7 @@ class Planner:
         places: Mapping[int, str] | None = None,
         host: HostMemory | None = None,
         exact: bool = True,
+        fused: bool = False,
         allocator: AllocatorSettings | None = None,
         costs: RecordedCosts | None = None,
         store: Store | None = None,
@@ -127,6 +129,7 @@ class Planner:
             costs=costs,
             store=self._store,
             target=target,
+            fused=fused,
         )
         self.schedules = Schedules(self.step, host, exact, allocator, self._store)
         self._host = host

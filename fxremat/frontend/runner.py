@@ -202,6 +202,7 @@ def compiler_of(asked: Arguments, caller: Caller, progress: Progress) -> StepCom
         progress,
         host=asked.host,
         exact=asked.exact,
+        fused=asked.executor == "inductor",
         kept=asked.kept,
         store=Store.of_environment(),
     )

@@ -1,10 +1,22 @@
-"""Tensors in memory that has come back as bytes."""
+"""Tensors that look at memory which is there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+from fxremat import torch_compat
+
+
+def look(
+    base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A view of what ``base`` lies in, from ``offset`` elements behind its first one."""
+    return _reinterpret(base, shape, stride, offset)
+
+
+_reinterpret = torch_compat.reinterpreter()
 
 
 def tensor_in(

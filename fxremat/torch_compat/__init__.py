@@ -48,6 +48,7 @@ from fxremat.torch_compat.graphs import (
     graph_module,
     is_clone,
 )
+from fxremat.torch_compat.inductor import compile_kernels, decompositions, is_reduction
 from fxremat.torch_compat.joint import (
     allow_retained_graphs,
     aot_autograd_backend,
@@ -75,7 +76,12 @@ from fxremat.torch_compat.modules import (
     wrapped_anew,
     wrapped_by,
 )
-from fxremat.torch_compat.storages import StorageAlive, meta_storage, storage_key
+from fxremat.torch_compat.storages import (
+    StorageAlive,
+    meta_storage,
+    reinterpreter,
+    storage_key,
+)
 from fxremat.torch_compat.symbols import (
     expression_of,
     has_symbols,
@@ -103,9 +109,11 @@ __all__ = [
     "capture_failures",
     "capture_settings",
     "clear_library_workspaces",
+    "compile_kernels",
     "compile_whole",
     "current_backward",
     "data_dependent_errors",
+    "decompositions",
     "delay_device",
     "differentiated_primals",
     "draws_random_numbers",
@@ -121,6 +129,7 @@ __all__ = [
     "is_backward_node",
     "is_clone",
     "is_fake",
+    "is_reduction",
     "is_tangent",
     "keeps_graph",
     "kernel_settings",
@@ -133,6 +142,7 @@ __all__ = [
     "primal_sources",
     "python_text",
     "real_execution",
+    "reinterpreter",
     "saved_elsewhere",
     "sequence_number",
     "shell",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,12 @@ def aot_autograd_backend(
     backward_compiler: Callable[..., BoxedCallable],
     inference_compiler: Callable[..., BoxedCallable],
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """A Dynamo backend that hands the joint graph to ``partition``."""
+    """A Dynamo backend that hands the joint graph to ``partition``.
+
+    Operations among ``decompositions`` are taken apart when it is traced.
+    """
     from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
 
     # Input mutations stay outside the graph (a copy after the forward), so the joint
@@ -29,6 +33,7 @@ def aot_autograd_backend(
         bw_compiler=backward_compiler,
         inference_compiler=inference_compiler,
         partition_fn=partition,
+        decompositions=decompositions,
         keep_inference_input_mutations=False,
     )
     return backend

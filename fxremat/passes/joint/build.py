@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -69,6 +69,21 @@ def build_joint_graph(
     graph.lint()
     _verify(joint)
     return replace(joint, sizes=sizes or Sizes())
+
+
+def rebuilt(
+    joint: JointGraph, module: fx.GraphModule, *, mutated_primals: Sequence[int]
+) -> JointGraph:
+    """A joint graph that was made of ``joint``, with the same inputs and results.
+
+    Raises:
+        GraphError: the graph is not what :func:`build_joint_graph` ensures.
+    """
+    _gather_getitems(module.graph)
+    made = _classify(module, len(joint.forward_outputs), mutated_primals)
+    module.graph.lint()
+    _verify(made)
+    return replace(made, sizes=joint.sizes)
 
 
 def _check_static(graph: fx.Graph) -> None:
@@ -142,8 +157,8 @@ def _keep_old_values(
 ) -> None:
     """Copy the primals whose old value may be read again after the forward replaced it.
 
-    A reader that only computes an output runs once, and BatchNorm is recomputed without
-    its statistics: neither needs the copy.
+    A reader that leads to outputs alone runs once, and BatchNorm is recomputed without its
+    statistics: neither needs the copy.
     """
     primals = [n for n in graph.nodes if n.op == "placeholder" and not torch_compat.is_tangent(n)]
     outputs = set(_flat(graph.output_node().args[0])[:forward_output_count])
@@ -152,7 +167,7 @@ def _keep_old_values(
             user
             for user in primal.users
             if user.op != "output"
-            and user not in outputs
+            and not _runs_once(user, outputs)
             and not batchnorm.updates_statistics(user)
         ]
         if readers:
@@ -162,6 +177,14 @@ def _keep_old_values(
             old.meta["partitioner_tag"] = "is_forward"
             for user in readers:
                 user.replace_input_with(primal, old)
+
+
+def _runs_once(node: fx.Node, outputs: Collection[object]) -> bool:
+    """Whether ``node`` is an output of the forward, or leads to nothing but such."""
+    if node in outputs:
+        return True
+    users = node.users
+    return bool(users) and all(u.op != "output" and _runs_once(u, outputs) for u in users)
 
 
 def _classify(

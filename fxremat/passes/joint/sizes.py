@@ -93,6 +93,17 @@ def product(factors: Iterable[int]) -> int:
     return Size(value, sympy.Mul(*expressions), names)
 
 
+def difference(one: int, other: int) -> int:
+    """Of numbers, which may follow the sizes."""
+    value = int(one) - int(other)
+    names = {name: n for x in (one, other) if isinstance(x, Size) for name, n in x.names.items()}
+    if not names:
+        return value
+    first, second = (x.expression if isinstance(x, Size) else sympy.Integer(x) for x in (one, other))
+    found = first - second
+    return Size(value, found, names) if found.free_symbols else value
+
+
 def names_in(value: object) -> dict[str, int]:
     """The symbols in an argument of an operation, and their values at the capture."""
     if isinstance(value, Size):
