@@ -13,8 +13,14 @@ from fxremat.torch_compat.graphs import BoxedCallable
 
 aten = torch.ops.aten
 
-_WHOLE = (aten.embedding_dense_backward.default, aten.native_dropout.default)
-"""Not taken apart: a sum in any order, a draw that would not be eager's."""
+_WHOLE = (
+    aten.embedding_dense_backward.default,
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.native_dropout.default,
+)
+"""Not taken apart: a sum in any order, pools, which are slow in parts, a draw that would not be
+eager's."""
 
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax"}
 
