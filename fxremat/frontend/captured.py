@@ -18,7 +18,7 @@ from fxremat.costs.devices import Device
 from fxremat.costs.library import with_convolutions
 from fxremat.costs.roofline import aside_bytes, estimate_line
 from fxremat.costs.scaled import Anchor, ScaledCosts
-from fxremat.errors import CostError
+from fxremat.errors import ArgumentError, CostError
 from fxremat.frontend.dimensions import Dimension, dimensions_of
 from fxremat.frontend.origin import key_of, origin_of_costs
 from fxremat.frontend.store import Store
@@ -32,7 +32,7 @@ from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.joint.sizes import Values, place, settle
 from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.blocks import BlockCache
-from fxremat.passes.stages.linearize import linearize
+from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller, Surroundings, settled, surroundings_of
 from fxremat.report.memory import Kind
@@ -172,12 +172,33 @@ class CapturedStep:
         )
         line = linearize(joint)
         if self._units is not None:
-            module = fuse(line, self._units)
-            line = linearize(rebuilt(joint, module, mutated_primals=self._mutated))
+            line = self._fused(line, self._units)
             joint = line.joint
         real = {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
         origin = origin_of_costs(self._digests, joint.device, self._target)
         return StepGraph(line, BlockCache(line), real, exact, origin)
+
+    def _fused(self, line: Line, units: Units) -> Line:
+        """``line`` with units, their kernels made.
+
+        Raises:
+            ArgumentError: there is no compiler.
+        """
+        missing = torch_compat.missing_compiler(self.device)
+        if missing is not None:
+            raise ArgumentError(
+                f"executor='inductor' makes kernels for {self.device.type}, but {missing}: install "
+                "one, or use executor='eager'",
+                argument="executor",
+                value="inductor",
+            )
+        module = fuse(line, units)
+        if self._target is None:
+            for done, unit in enumerate(units):
+                self.progress("compiling", done, len(units))
+                unit.compile()
+            self.progress("compiling", len(units), len(units))
+        return linearize(rebuilt(line.joint, module, mutated_primals=self._mutated))
 
     def take(self, graph: StepGraph, costs: RecordedCosts | None = None) -> None:
         """Let ``graph`` be a further way to compute the step, at ``costs`` or what is measured."""

@@ -48,7 +48,14 @@ from fxremat.torch_compat.graphs import (
     graph_module,
     is_clone,
 )
-from fxremat.torch_compat.inductor import compile_kernels, decompositions, is_reduction
+from fxremat.torch_compat.inductor import (
+    Described,
+    compile_for_sizes,
+    compile_kernels,
+    decompositions,
+    is_reduction,
+    missing_compiler,
+)
 from fxremat.torch_compat.joint import (
     allow_retained_graphs,
     aot_autograd_backend,
@@ -93,6 +100,7 @@ from fxremat.torch_compat.symbols import (
 __all__ = [
     "AllocationLog",
     "BoxedCallable",
+    "Described",
     "GraphOfModules",
     "StorageAlive",
     "after_backward",
@@ -109,6 +117,7 @@ __all__ = [
     "capture_failures",
     "capture_settings",
     "clear_library_workspaces",
+    "compile_for_sizes",
     "compile_kernels",
     "compile_whole",
     "current_backward",
@@ -135,6 +144,7 @@ __all__ = [
     "kernel_settings",
     "let_sizes_vary",
     "meta_storage",
+    "missing_compiler",
     "mutated_primals",
     "never_uncompiled",
     "next_nodes",

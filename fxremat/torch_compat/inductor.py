@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from fxremat.torch_compat.graphs import BoxedCallable
+from fxremat.torch_compat.symbols import python_text
 
 aten = torch.ops.aten
 
@@ -46,48 +49,118 @@ def is_reduction(target: torch._ops.OpOverload) -> bool:
     return target.namespace == "aten" and target.overloadpacket.__name__ in _REDUCTIONS
 
 
+def missing_compiler(device: torch.device) -> str | None:
+    """What Inductor needs to make kernels for ``device`` and does not find; ``None``: nothing."""
+    if device.type != "cpu":
+        from torch.utils._triton import has_triton  # noqa: PLC0415
+
+        return None if has_triton() else "there is no Triton that works"
+    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
+    from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError):
+        return "there is no C++ compiler (g++, clang, or what CXX names)"
+    return None
+
+
+Described = tuple[fx.Graph, list[tuple[tuple[tuple[int, ...], tuple[int, ...]], torch.dtype]]]
+"""A graph of pointwise operations and reductions; of each input shape and strides, and dtype."""
+
+Symbols = Mapping[str, Any]
+
+
 def compile_kernels(
-    graph: fx.Graph, inputs: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype]],
-    device: torch.device,
+    described: Callable[[Symbols], Described], device: torch.device
 ) -> BoxedCallable:
-    """A function of one list, by Inductor.
+    """A function of one list of tensors, by Inductor.
 
     Args:
-        graph: pointwise operations and reductions, all sizes numbers.
-        inputs: shape, strides and dtype of each.
-        device: of all.
+        described: what to compile, of numbers alone.
+        device: of all tensors.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+
+    return _compiled(described, device, FakeTensorMode(), {})
+
+
+def compile_for_sizes(
+    described: Callable[[Symbols], Described], device: torch.device, hints: Mapping[str, int]
+) -> tuple[BoxedCallable, Callable[..., bool]]:
+    """A function of one list, of tensors and then sizes, and of which sizes it holds.
+
+    Args:
+        described: what to compile, of the sizes.
+        device: of all tensors.
+        hints: the sizes, and what they are like.
+    """
+    from torch._dynamo.source import ConstantSource  # noqa: PLC0415
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv  # noqa: PLC0415
+
+    environment = ShapeEnv()
+    symbols: dict[str, Any] = {}
+    names: dict[Any, str] = {}
+    for name, hint in hints.items():
+        source = ConstantSource(name)
+        symbol = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        symbols[name] = environment.create_symintnode(symbol, hint=hint, source=source)
+        names[symbol] = name
+    run = _compiled(described, device, FakeTensorMode(shape_env=environment), symbols)
+    texts = [f"0 < {name}" for name in hints]
+    for guard in environment.guards:
+        named = {symbol: sympy.Symbol(name, integer=True) for symbol, name in names.items()}
+        texts.append(f"({python_text(guard.expr.xreplace(named))})")
+    for symbol, name in names.items():
+        bounds = environment.var_to_range.get(symbol)
+        if bounds is not None and bounds.lower.is_Integer:
+            texts.append(f"{int(bounds.lower)} <= {name}")
+        if bounds is not None and bounds.upper.is_Integer:
+            texts.append(f"{name} <= {int(bounds.upper)}")
+    text = f"lambda {', '.join(hints)}: {' and '.join(texts)}"
+    holds: Callable[..., bool] = eval(text, {"math": math, "torch": torch})
+    return run, holds
+
+
+def _compiled(
+    described: Callable[[Symbols], Described], device: torch.device, mode: Any, symbols: Symbols
+) -> BoxedCallable:
     from torch._guards import TracingContext, tracing  # noqa: PLC0415
     from torch._inductor import config  # noqa: PLC0415
     from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
     from torch.fx.experimental.proxy_tensor import make_fx  # noqa: PLC0415
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
 
-    with _disable_current_modes(), torch.no_grad():
-        mode = FakeTensorMode()
+    context = tracing(TracingContext(mode))  # not that of what is being captured
+    with _disable_current_modes(), torch.no_grad(), context, config.patch(_settings()):
+        graph, inputs = described(symbols)
         with mode:
-            fakes = [
-                torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
-                for shape, stride, dtype in inputs
+            examples: list[Any] = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for (shape, stride), dtype in inputs
             ]
+            examples += symbols.values()
             run = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run
             traced = make_fx(
-                lambda *args: run(*args),
-                decomposition_table=decompositions(),
-                tracing_mode="real",
-            )(*fakes)
+                lambda *args: run(*args[: len(inputs)]),
+                decomposition_table=dict(decompositions()),
+                tracing_mode="symbolic" if symbols else "real",
+            )(*examples)
         traced.graph.eliminate_dead_code()
         output = traced.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         traced.recompile()
-        settings = {
-            "fallback_random": True,
-            "comprehensive_padding": False,
-            "size_asserts": False,
-            "alignment_asserts": False,
-        }
-        with tracing(TracingContext(mode)), config.patch(settings):
-            made: Any = compile_fx_inner(traced, fakes, is_inference=True)
-    run: BoxedCallable = getattr(made, "current_callable", None) or made
-    return run
+        made: Any = compile_fx_inner(traced, examples, is_inference=True)
+    found: BoxedCallable = getattr(made, "current_callable", None) or made
+    return found
+
+
+def _settings() -> dict[str, Any]:
+    """Results as large as their operations'; what was checked already is not checked again."""
+    return {
+        "fallback_random": True,
+        "comprehensive_padding": False,
+        "size_asserts": False,
+        "alignment_asserts": False,
+    }

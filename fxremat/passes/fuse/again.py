@@ -40,8 +40,9 @@ def computed_again(
     for node in own - there:
         nbytes = 1 if node in cheap else 1 + table.total(table.of_node[node])
         graph.add_edge((node, "in"), (node, "out"), capacity=nbytes)
-        sources = [n for n in bases(node.all_input_nodes, kinds) if n in own and n not in there]
-        if kinds[node] is not Kind.POINTWISE:
+        read_here = set(bases(node.all_input_nodes, kinds))
+        sources = (n for n in read_here if n in own and n not in there)
+        if kinds[node] is not Kind.POINTWISE or read_here & line.joint.mutated:
             graph.add_edge(SOURCE, (node, "in"))
             continue
         for source in sources:

@@ -8,7 +8,7 @@ value or an input in common.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -24,7 +24,7 @@ def group(
     *,
     shared: Callable[[fx.Node], bool],
     nbytes: Callable[[fx.Node], int],
-    apart: Callable[[fx.Node], object],
+    once: Collection[fx.Node],
 ) -> list[list[fx.Node]]:
     """Groups of those of ``nodes`` that fuse.
 
@@ -34,9 +34,9 @@ def group(
         sources: what running a node reads: no views, and no values that are computed again.
         shared: whether readers of an input may be one unit for that.
         nbytes: of a value.
-        apart: nodes of which this differs are never one unit.
+        once: what nothing computes again is never one unit with what is.
     """
-    levels = _levels(nodes, kinds, sources, nbytes)
+    levels = _levels(nodes, kinds, sources, nbytes, once)
     leader = {node: node for node in nodes}
 
     def find(node: fx.Node) -> fx.Node:
@@ -48,15 +48,15 @@ def group(
     def join(one: fx.Node, other: fx.Node) -> None:
         leader[find(one)] = find(other)
 
-    readers: dict[tuple[fx.Node, int, object], fx.Node] = {}
+    readers: dict[tuple[fx.Node, int, bool], fx.Node] = {}
     members = [n for n in nodes if kinds[n].fuses or _is_part(n, kinds)]
     for node in members:
         for source in sources(node):
-            near = levels.get(source) == levels[node] and apart(source) == apart(node)
+            near = levels.get(source) == levels[node] and (source in once) == (node in once)
             if near and (kinds[source].fuses or _is_part(source, kinds)):
                 join(source, node)
             elif shared(source):
-                join(readers.setdefault((source, levels[node], apart(node)), node), node)
+                join(readers.setdefault((source, levels[node], node in once), node), node)
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in members:
         groups.setdefault(find(node), []).append(node)
@@ -68,8 +68,16 @@ def _levels(
     kinds: Mapping[fx.Node, Kind],
     sources: Sources,
     nbytes: Callable[[fx.Node], int],
+    once: Collection[fx.Node],
 ) -> dict[fx.Node, int]:
-    """Of each value; what only later levels read is computed there where that holds no more."""
+    """Of each value; what only later levels read is computed there where that holds no more.
+
+    What runs once is followed by a level of its own, or units could wait for each other.
+    """
+
+    def after(source: fx.Node, node: fx.Node) -> int:
+        return int(source in once and node not in once)
+
     levels: dict[fx.Node, int] = {}
     users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
     for node in nodes:
@@ -79,13 +87,13 @@ def _levels(
         for source in known:
             users[source].append(node)
         alone = kinds[node] is Kind.ALONE
-        levels[node] = max((levels[n] for n in known), default=0) + alone
+        levels[node] = max((levels[n] + after(n, node) for n in known), default=0) + alone
     for node in reversed(nodes):
         if kinds[node] is not Kind.POINTWISE or not all(u in levels for u in _readers(node, kinds)):
             continue
         if not users[node] or not all(kinds[u].fuses for u in users[node]):
             continue
-        later = min(levels[u] for u in users[node])
+        later = min(levels[u] - after(node, u) for u in users[node])
         held = {
             s
             for s in sources(node)

@@ -13,6 +13,7 @@ from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.block import is_getitem
+from fxremat.passes.stages.linearize import is_old_value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -73,7 +74,8 @@ def _kind(node: fx.Node, joint: JointGraph, known: dict[fx.Node, Kind]) -> Kind:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return Kind.ALONE
-    if rng.draws(node) or rng.is_state(node) or is_inverse(node) or not _is_plain(node, joint):
+    kept = rng.is_state(node) or is_old_value(joint, node)  # nothing can compute it again
+    if kept or rng.draws(node) or is_inverse(node) or not _is_plain(node, joint):
         return Kind.ALONE
     if target in POINTWISE or torch.Tag.pointwise in target.tags:
         return Kind.POINTWISE

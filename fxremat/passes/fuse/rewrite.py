@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from fxremat.passes.fuse.again import bases, computed_again
 from fxremat.passes.fuse.groups import group
 from fxremat.passes.fuse.kinds import Kind, kinds_of
 from fxremat.passes.fuse.regions import regions_of
+from fxremat.passes.fuse.unit import Input, Unit
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import JointGraph
@@ -24,7 +25,6 @@ from fxremat.passes.joint.position import locate
 from fxremat.passes.joint.sizes import LAYOUTS, Size, difference, layouts_of, names_in
 from fxremat.passes.joint.storage import is_tensor
 from fxremat.passes.stages.linearize import Line
-from fxremat.runtime.unit import Unit
 from fxremat.runtime.views import look
 
 NOTHING: frozenset[fx.Node] = frozenset()
@@ -59,9 +59,18 @@ class Units:
     def __iter__(self) -> Iterator[Unit]:
         yield from self._units.values()
 
-    def of(self, graph: fx.Graph, device: torch.device) -> Unit:
-        """The unit that runs ``graph``."""
-        lines = []
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def of(self, graph: fx.Graph, sure: Sequence[bool], device: torch.device) -> Unit:
+        """The unit that runs ``graph``.
+
+        Args:
+            graph: operations.
+            sure: which of its inputs surely lie as traced.
+            device: of all tensors.
+        """
+        lines = [repr(list(sure))]
         number: dict[fx.Node, int] = {}
         names: dict[str, int] = {}
         operations = []
@@ -81,7 +90,10 @@ class Units:
             told = list(dict.fromkeys(operations))
             name = "_".join(["fused", *told[:MOST_NAMES], digest[:6]])
             places = [n for n in graph.nodes if n.op == "placeholder"]
-            inputs = [(layouts_of(n)[0], n.meta["val"].dtype) for n in places]
+            inputs = [
+                Input(layouts_of(n)[0], n.meta["val"].dtype, own)
+                for n, own in zip(places, sure, strict=True)
+            ]
             self._units[digest] = Unit(name, graph, inputs, names, device)
         return self._units[digest]
 
@@ -151,7 +163,7 @@ class _Fuser:
             sources,
             shared=lambda n: n not in given,
             nbytes=lambda n: table.total(table.of_node[n]),
-            apart=lambda n: n in self._once,
+            once=self._once,
         )
         return [
             _Item(own, again, fused=True)
@@ -176,14 +188,18 @@ class _Fuser:
 
     def _looked_at(self, node: fx.Node) -> fx.Node | None:
         """What a view looks at, where that surely lies in memory as it was traced."""
-        if self._kinds.get(node) is not Kind.VIEW:
+        if self._kinds.get(node) is not Kind.VIEW or not is_tensor(node):
             return None
         (base,) = bases([node], self._kinds)
-        if base.meta["val"].dtype != node.meta["val"].dtype or not is_tensor(node):
+        if not is_tensor(base) or base.meta["val"].dtype != node.meta["val"].dtype:
             return None
-        item = self._item_of.get(base)
-        sure = base in self._joint.given or (item is not None and item.fused)
-        return base if sure or base.target in CONTIGUOUS else None
+        return base if self._is_sure(base) else None
+
+    def _is_sure(self, node: fx.Node) -> bool:
+        """Whether a value surely lies in memory as it was traced."""
+        item = self._item_of.get(node)
+        made = item is not None and (item.fused or node.target in CONTIGUOUS)
+        return made or node in self._joint.given
 
     def module(self) -> fx.GraphModule:
         """The graph."""
@@ -195,7 +211,8 @@ class _Fuser:
             if base is not None:
                 looks[item.nodes[0]] = base
         numbers = self._numbers(ordered)
-        writer = _Writer(self._joint, self._kinds, self._units, numbers, looks)
+        sure = {n for n in self._joint.module.graph.nodes if self._is_sure(n)}
+        writer = _Writer(self._joint, self._kinds, self._units, numbers, looks, sure)
         return writer.write(ordered)
 
     def _sources(self, item: _Item) -> Iterator[_Item]:
@@ -292,15 +309,18 @@ def _is_aten(node: fx.Node) -> bool:
 
 
 def _run_once(joint: JointGraph) -> frozenset[fx.Node]:
-    """Operations that lead to new values of mutated inputs alone: nothing computes them again."""
+    """New values of mutated inputs, and what leads to them alone: nothing computes them again.
+
+    It could not: the old values are gone by then.
+    """
     count = len(joint.mutated)
     mutations = {n for n in joint.forward_outputs[:count] if isinstance(n, fx.Node)}
     others = {n for n in joint.forward_outputs[count:] if isinstance(n, fx.Node)}
     once: set[fx.Node] = set()
     for node in reversed(joint.forward):
         users = [u for u in node.users if u.op != "output"]
-        leads = all(u in once for u in users) and (users or node in mutations)
-        if leads and node not in others:
+        leads = users and all(u in once for u in users) and node not in others
+        if leads or node in mutations:
             once.add(node)
     return frozenset(once)
 
@@ -315,12 +335,14 @@ class _Writer:
         units: Units,
         numbers: Mapping[_Item, int],
         looks: Mapping[fx.Node, fx.Node],
+        sure: Collection[fx.Node],
     ) -> None:
         self._joint = joint
         self._kinds = kinds
         self._units = units
         self._numbers = numbers
         self._looks = looks
+        self._sure = sure
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
 
@@ -365,13 +387,12 @@ class _Writer:
     def _unit(self, item: _Item) -> None:
         given = sorted(item.given, key=item.nodes.index)
         graph, inputs = _graph_of(item, given, self._kinds)
-        unit = self._units.of(graph, self._joint.device)
+        unit = self._units.of(graph, [n in self._sure for n in inputs], self._joint.device)
         sizes = tuple(Size.named(name, hint) for name, hint in unit.hints.items())
         args = (*(self._values[n] for n in inputs), *sizes)
         made = self._graph.call_function(unit, args)  # type: ignore[arg-type]
         first = given[-1]
         made.meta = {k: v for k, v in first.meta.items() if k not in _OF_ONE}
-        made.meta["fused"] = unit.operations()
         if len(given) == 1:
             made.meta |= {k: first.meta[k] for k in ("val", LAYOUTS) if k in first.meta}
             self._values[first] = made

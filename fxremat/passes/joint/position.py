@@ -80,6 +80,9 @@ def _locate_backward(
     for node in reversed(waiting):
         readers = [located[user] for user in node.users if user in located]
         located[node] = max(readers, default=_natural(node, differentiates, forward))
+    for node in waiting:  # values of one operation share its position
+        if node.target is operator.getitem:
+            located[node] = located[node.all_input_nodes[0]]
     _settle(joint, located)
     return {node: located[node] for node in joint.backward}
 

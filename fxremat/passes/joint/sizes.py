@@ -123,9 +123,12 @@ MODULES: Mapping[str, object] = {"math": math, "torch": torch}
 
 def number_at(number: int, sizes: Mapping[str, int]) -> int:
     """A number, which may follow the sizes, where these are ``sizes``."""
-    if not isinstance(number, Size):
-        return number
-    return int(eval(_code(repr(number)), {**MODULES, **sizes}))
+    return int(evaluated(number, sizes))
+
+
+def evaluated(number: int, sizes: Mapping[str, Any]) -> Any:
+    """A number, which may follow the sizes, where these are ``sizes``, be they symbols."""
+    return eval(_code(repr(number)), {**MODULES, **sizes}) if isinstance(number, Size) else number
 
 
 @functools.cache
