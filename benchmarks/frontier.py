@@ -2,8 +2,10 @@
 
 Each policy of a peer is run and its peak measured; fxremat gets that peak as its budget and
 must be at or under it and no slower. Interleaved rounds, with a step that keeps everything,
-ratio round by round.
-Run: python -m benchmarks.frontier [model …] [--rounds N] [--threads N]
+ratio round by round. With ``--executor inductor`` kernels are Inductor's on both sides, and the
+peer is ``torch.compile`` without a budget and with each; fxremat is also given half and a quarter
+of the activations that it keeps without one.
+Run: python -m benchmarks.frontier [model …] [--executor E] [--rounds N] [--threads N]
 """
 
 from __future__ import annotations
@@ -24,10 +26,16 @@ from tqdm import tqdm
 
 import fxremat
 from benchmarks.common import RESULTS, interleave, ratios, save, show
-from benchmarks.steps import Step, entry_of, make_step, planned, reference
+from benchmarks.steps import Step, entry_of, fused, make_step, planned, reference, static_bytes
 from fxremat.errors import BudgetError
 from fxremat.units import format_bytes
 from tests.models.zoo import ZooModel
+
+SHARES = (0.5, 0.25)
+"""Of the activations that Inductor keeps: budgets at which nobody else can be."""
+
+FUSED = ("gpt16", "llama16", "vit", "resnet50", "densenet121", "unet", "convnext")
+"""Models for ``--executor inductor``."""
 
 MEMORY_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
 
@@ -87,14 +95,16 @@ class Policy:
 
     name: str
     make: Callable[[ZooModel], Step]
+    share: float = 1.0
 
 
-def memory_budget(ratio: float) -> Policy:
+def memory_budget(ratio: float, executor: str = "eager") -> Policy:
     """``activation_memory_budget`` through the partitioner that obeys it."""
+    backend = "inductor" if executor == "inductor" else "aot_eager_decomp_partition"
 
     def make(entry: ZooModel) -> Step:
         model = entry.build()
-        compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
         step = make_step(entry, model, compiled)
 
         def run() -> None:
@@ -117,8 +127,14 @@ def checkpointed(name: str, length: int, label: str) -> Policy:
     return Policy(label, make)
 
 
-def policies(name: str) -> Iterator[Policy]:
+def policies(name: str, executor: str) -> Iterator[Policy]:
     """All peers' points for one model."""
+    if executor == "inductor":
+        yield Policy("no budget", fused)
+        for share in SHARES:
+            yield Policy(f"no budget, {share} of its activations", fused, share)
+        yield from (memory_budget(ratio, executor) for ratio in MEMORY_BUDGETS)
+        return
     yield from map(memory_budget, MEMORY_BUDGETS)
     yield checkpointed(name, 1, "checkpoint, per block")
     if name in CHAINS:
@@ -130,12 +146,12 @@ def policies(name: str) -> Iterator[Policy]:
             yield checkpointed(name, length, f"checkpoint_sequential, {segments} segments")
 
 
-def compare(name: str, policy: Policy, rounds: int) -> dict[str, Any]:
-    """One point of a peer, and fxremat given its peak."""
+def compare(name: str, policy: Policy, rounds: int, executor: str) -> dict[str, Any]:
+    """One point of a peer, and fxremat given its peak, or a share of its activations."""
     entry = entry_of(name)
     found: dict[str, Any] = {"model": name, "policy": policy.name}
     torch._dynamo.reset()
-    kept = reference(entry)
+    kept = fused(entry) if executor == "inductor" else reference(entry)
     kept.run()
     try:
         theirs = policy.make(entry)
@@ -143,8 +159,11 @@ def compare(name: str, policy: Policy, rounds: int) -> dict[str, Any]:
     except RuntimeError as error:  # checkpoints refuse what is written to in place later
         return {**found, "peer_fails": str(error)}
     peak_bytes = found["peer_peak_bytes"] = theirs.peak_bytes()
+    static = static_bytes(theirs.model)
+    budget = peak_bytes - int((1 - policy.share) * (peak_bytes - static))
+    found["budget_bytes"] = budget
     try:
-        ours, compiled = planned(entry, peak_bytes)
+        ours, compiled = planned(entry, budget, executor=executor)
     except BudgetError as error:
         return {**found, "least_budget_bytes": error.least_budget_bytes}
     ours.run()
@@ -154,6 +173,7 @@ def compare(name: str, policy: Policy, rounds: int) -> dict[str, Any]:
     values = interleave(steps, rounds=rounds)
     spread = ratios(values, "ours", "theirs")
     found["time_ratio"] = (spread.median, spread.low, spread.high)
+    found["kept_ratio"] = ratios(values, "ours", "kept").median
     found["seconds"] = values
     return found
 
@@ -161,15 +181,16 @@ def compare(name: str, policy: Policy, rounds: int) -> dict[str, Any]:
 def row(found: dict[str, Any]) -> list[str]:
     """A line of the table."""
     if "peer_fails" in found:
-        return [found["model"], found["policy"], "cannot run", "", "", ""]
+        return [found["model"], found["policy"], "cannot run", "", "", "", ""]
     begin = [found["model"], found["policy"], format_bytes(found["peer_peak_bytes"])]
     if "peak_bytes" not in found:
-        return [*begin, f"least {format_bytes(found['least_budget_bytes'])}", "", "no"]
+        return [*begin, f"least {format_bytes(found['least_budget_bytes'])}", "", "", "no"]
     median, low, high = found["time_ratio"]
-    under = found["peak_bytes"] <= found["peer_peak_bytes"]
+    under = found["peak_bytes"] <= found["budget_bytes"]
     verdict = "yes" if under and median <= 1 else "within noise" if under and low <= 1 else "no"
     ratio = f"{median:.3f} [{low:.3f} … {high:.3f}]"
-    return [*begin, format_bytes(found["peak_bytes"]), ratio, verdict]
+    kept = f"{found['kept_ratio']:.3f}"
+    return [*begin, format_bytes(found["peak_bytes"]), ratio, kept, verdict]
 
 
 def draw(name: str, results: list[dict[str, Any]], path: Path) -> None:
@@ -214,23 +235,27 @@ def draw(name: str, results: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(BLOCKS))
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--executor", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     results = []
-    for name in options.models:
-        points = tqdm(list(policies(name)), desc=name, disable=None)
+    executor = options.executor
+    folder = "frontier" if executor == "eager" else "frontier-inductor"
+    for name in options.models or (BLOCKS if executor == "eager" else FUSED):
+        points = tqdm(list(policies(name, executor)), desc=name, disable=None)
         own = []
         for policy in points:
-            own.append(compare(name, policy, options.rounds))
-            save(f"frontier/{name}", {"threads": options.threads, "points": own})
-        draw(name, own, RESULTS / f"frontier/{name}.png")
+            own.append(compare(name, policy, options.rounds, executor))
+            save(f"{folder}/{name}", {"threads": options.threads, "points": own})
+        if executor == "eager":
+            draw(name, own, RESULTS / f"{folder}/{name}.png")
         results += own
     show(
         "fxremat given each peer's measured peak (time: fxremat ÷ peer)",
-        ["model", "peer", "its peak", "ours", "time", "dominates"],
+        ["model", "peer", "its peak", "ours", "time", "÷ all kept", "dominates"],
         [row(found) for found in results],
     )
 

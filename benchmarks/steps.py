@@ -57,7 +57,15 @@ def reference(entry: ZooModel) -> Step:
     return make_step(entry, model, compile_reference(entry, model))
 
 
-def planned(entry: ZooModel, budget: Any) -> tuple[Step, fxremat.CompiledModule]:
+def fused(entry: ZooModel) -> Step:
+    """Through ``torch.compile`` as it is: Inductor's kernels, nothing planned."""
+    model = entry.build()
+    return make_step(entry, model, torch.compile(model, fullgraph=True))
+
+
+def planned(
+    entry: ZooModel, budget: Any, **options: Any
+) -> tuple[Step, fxremat.CompiledModule]:
     """Through fxremat, within ``budget``.
 
     The step drops outputs beside its loss at once, and fxremat is told so.
@@ -66,7 +74,12 @@ def planned(entry: ZooModel, budget: Any) -> tuple[Step, fxremat.CompiledModule]
     args, kwargs = entry.sample(0)
     with entry.context("cpu"):
         compiled = fxremat.compile(
-            model, fxremat.Sample(args, kwargs), budget, loss=entry.loss, drop_unused=True
+            model,
+            fxremat.Sample(args, kwargs),
+            budget,
+            loss=entry.loss,
+            drop_unused=True,
+            **options,
         )
     return make_step(entry, model, compiled), compiled
 
