@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import fxremat
+from fxremat import torch_compat
 from benchmarks.common import RESULTS, interleave, ratios, save, show
 from benchmarks.steps import Step, entry_of, fused, make_step, planned, reference, static_bytes
 from fxremat.errors import BudgetError
@@ -104,7 +105,8 @@ def memory_budget(ratio: float, executor: str = "eager") -> Policy:
 
     def make(entry: ZooModel) -> Step:
         model = entry.build()
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        own = torch_compat.with_code_of_its_own(model)  # copies would share what was compiled
+        compiled = torch.compile(own, backend=backend, fullgraph=True)
         step = make_step(entry, model, compiled)
 
         def run() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import fxremat
+from fxremat import torch_compat
 from benchmarks.entries import ENTRIES
 from fxremat.costs.measure import seconds_of
 from tests.models import BENCH, ZOO
@@ -60,7 +61,8 @@ def reference(entry: ZooModel) -> Step:
 def fused(entry: ZooModel) -> Step:
     """Through ``torch.compile`` as it is: Inductor's kernels, nothing planned."""
     model = entry.build()
-    return make_step(entry, model, torch.compile(model, fullgraph=True))
+    own = torch_compat.with_code_of_its_own(model)  # copies would share what was compiled first
+    return make_step(entry, model, torch.compile(own, fullgraph=True))
 
 
 def planned(

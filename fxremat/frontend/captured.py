@@ -24,6 +24,7 @@ from fxremat.frontend.origin import key_of, origin_of_costs
 from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph
 from fxremat.ir import RecordedCosts
+from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import Units, fuse
 from fxremat.passes.joint.build import build_joint_graph, rebuilt
 from fxremat.passes.joint.digest import digest
@@ -99,6 +100,8 @@ class CapturedStep:
         fused: bool = False,
     ) -> None:
         self._module, self.sizes = settle(module)
+        if fused:
+            self._module = with_channels_last(self._module)
         if target is not None and target.kind != "cpu":  # where it was traced
             place(self._module, torch.device(target.kind))
         primals = self._module.graph.find_nodes(op="placeholder")

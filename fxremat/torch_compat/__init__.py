@@ -55,6 +55,7 @@ from fxremat.torch_compat.inductor import (
     decompositions,
     is_reduction,
     missing_compiler,
+    prefers_channels_last,
 )
 from fxremat.torch_compat.joint import (
     allow_retained_graphs,
@@ -149,6 +150,7 @@ __all__ = [
     "never_uncompiled",
     "next_nodes",
     "own_call",
+    "prefers_channels_last",
     "primal_sources",
     "python_text",
     "real_execution",

@@ -49,6 +49,13 @@ def is_reduction(target: torch._ops.OpOverload) -> bool:
     return target.namespace == "aten" and target.overloadpacket.__name__ in _REDUCTIONS
 
 
+def prefers_channels_last(module: fx.GraphModule) -> bool:
+    """Whether Inductor would have the convolutions of a graph so."""
+    from torch._inductor.graph import GraphLowering  # noqa: PLC0415
+
+    return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
+
+
 def missing_compiler(device: torch.device) -> str | None:
     """What Inductor needs to make kernels for ``device`` and does not find; ``None``: nothing."""
     if device.type != "cpu":

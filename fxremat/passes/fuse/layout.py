@@ -1,0 +1,139 @@
+"""Convolutions in the layout in which their libraries are fastest: channels last.
+
+As Inductor has it: inputs of convolutions, and the gradients of their results, lie so; what is
+computed from them element by element follows. What goes in and out of the step lies as ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.passes.joint.sizes import LAYOUTS
+from fxremat.passes.joint.storage import tensors_of
+
+aten = torch.ops.aten
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def with_channels_last(module: fx.GraphModule) -> fx.GraphModule:
+    """``module``, a settled joint graph, with its convolutions in that layout.
+
+    Ensures: it is the graph itself where there are none, where sizes vary, or where Inductor
+        would leave them alone.
+    """
+    nodes = list(module.graph.nodes)
+    if any(LAYOUTS in n.meta for n in nodes) or not torch_compat.prefers_channels_last(module):
+        return module
+    mode = torch_compat.fake_mode_of(t for n in nodes for t in tensors_of(n))
+    writer = _Writer(mode)
+    for node in nodes:
+        if not writer.copy(node):
+            return module
+    writer.graph.lint()
+    return torch_compat.graph_module(module, writer.graph)
+
+
+class _Writer:
+    def __init__(self, mode: Any) -> None:
+        self.graph = fx.Graph()
+        self._mode = mode
+        self._values: dict[fx.Node, fx.Node] = {}
+        self._last: dict[fx.Node, fx.Node] = {}
+
+    def copy(self, node: fx.Node) -> bool:
+        """Add ``node``; whether that could be done."""
+        if node.op == "output":
+            return self._finish(node)
+        if node.op != "call_function":
+            self._add(node, node.meta["val"])
+            return True
+        if node.target is aten.convolution.default:
+            return self._run(node, {0})
+        if node.target is aten.convolution_backward.default:
+            return self._run(node, {0, 1})
+        return self._run(node, set())
+
+    def _run(self, node: fx.Node, last: set[int]) -> bool:
+        """Add an operation, with arguments ``last`` in the layout."""
+        args = fx.node.map_arg(node.args, self._values.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, self._values.__getitem__)
+        args = tuple(self._laid(a, node) if i in last else a for i, a in enumerate(args))
+        value = self._value(node, args, kwargs)
+        if value is None:  # a view that needs its input as it was
+            back = {
+                old: self._as_before(old, node) for old in node.all_input_nodes
+            }
+            if None in back.values():
+                return False
+            args = fx.node.map_arg(node.args, back.__getitem__)
+            kwargs = fx.node.map_arg(node.kwargs, back.__getitem__)
+            value = self._value(node, args, kwargs)
+        if value is None:
+            return False
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+        new.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"} | {"val": value}
+        self._values[node] = new
+        return True
+
+    def _value(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """What the operation returns, without data; ``None``: it cannot be run so."""
+
+        def value_of(n: fx.Node) -> Any:
+            return n.meta["val"]
+
+        with self._mode, torch.no_grad():
+            try:
+                target: Any = node.target
+                return target(*fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs, value_of))
+            except RuntimeError:
+                return None
+
+    def _laid(self, new: fx.Node, reader: fx.Node) -> fx.Node:
+        """``new`` with its channels last."""
+        value = new.meta["val"]
+        wanted = FORMATS.get(value.dim())
+        if wanted is None or value.is_contiguous(memory_format=wanted):
+            return new
+        if new not in self._last:
+            self._last[new] = self._clone(new, wanted, reader)
+        return self._last[new]
+
+    def _as_before(self, old: fx.Node, reader: fx.Node) -> fx.Node | None:
+        """The value of ``old`` as it was traced to lie in memory."""
+        new = self._values[old]
+        before, now = old.meta.get("val"), new.meta.get("val")
+        if not isinstance(before, torch.Tensor) or before.stride() == now.stride():
+            return new
+        for wanted in (torch.contiguous_format, FORMATS.get(before.dim())):
+            if wanted is not None and before.is_contiguous(memory_format=wanted):
+                return self._clone(new, wanted, reader)
+        return None
+
+    def _clone(self, new: fx.Node, wanted: torch.memory_format, reader: fx.Node) -> fx.Node:
+        made = self.graph.call_function(aten.clone.default, (new,), {"memory_format": wanted})
+        with self._mode:
+            made.meta["val"] = new.meta["val"].clone(memory_format=wanted)
+        source = reader if reader.op != "output" else new
+        for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
+            if key in source.meta:
+                made.meta[key] = source.meta[key]
+        return made
+
+    def _add(self, node: fx.Node, value: Any) -> None:
+        new = self.graph.node_copy(node, self._values.__getitem__)
+        new.meta = {**node.meta, "val": value}
+        self._values[node] = new
+
+    def _finish(self, node: fx.Node) -> bool:
+        """Add the results, which lie as ever."""
+        found = {old: self._as_before(old, node) for old in node.all_input_nodes}
+        if None in found.values():
+            return False
+        output = self.graph.output(fx.node.map_arg(node.args[0], found.__getitem__))
+        output.meta = dict(node.meta)
+        return True
