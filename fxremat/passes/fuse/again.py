@@ -49,8 +49,8 @@ def computed_again(
             graph.add_edge((source, "out"), (node, "in"))
     for node in read - there:
         graph.add_edge((node, "out"), SINK)
-    # Of equal cuts the one next to the readers: cut the graph the other way round.
-    _, (_, near) = nx.minimum_cut(graph.reverse(copy=False), SINK, SOURCE)
+    # Of equal cuts this is the one next to the readers, whatever the order of the nodes.
+    _, (_, near) = nx.minimum_cut(graph, SOURCE, SINK)
     kept = {n for n in own - there if ((n, "in") in near) != ((n, "out") in near)}
     again: set[fx.Node] = set()
     waiting = [n for n in read if n not in there and n not in kept]
