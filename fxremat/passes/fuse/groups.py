@@ -88,19 +88,30 @@ def _levels(
             users[source].append(node)
         alone = kinds[node] is Kind.ALONE
         levels[node] = max((levels[n] + after(n, node) for n in known), default=0) + alone
+    def only_inside(node: fx.Node) -> bool:
+        return all(u in levels for u in _readers(node, kinds)) and bool(users[node])
+
     for node in reversed(nodes):
-        if kinds[node] is not Kind.POINTWISE or not all(u in levels for u in _readers(node, kinds)):
+        if kinds[node] is not Kind.POINTWISE or not only_inside(node):
             continue
-        if not users[node] or not all(kinds[u].fuses for u in users[node]):
+        if not all(kinds[u].fuses for u in users[node]):
             continue
         later = min(levels[u] - after(node, u) for u in users[node])
-        held = {
-            s
-            for s in sources(node)
-            if s in levels and all(u is node or levels[u] < later for u in users[s])
-        }
-        if sum(map(nbytes, held)) <= nbytes(node):
-            levels[node] = later
+        if later == levels[node]:
+            continue
+        cone, held = {node}, set[fx.Node]()
+        waiting = [s for s in sources(node) if s in levels]
+        while waiting:
+            source = waiting.pop()
+            alike = kinds[source] is Kind.POINTWISE and levels[source] == levels[node]
+            if alike and source not in cone and only_inside(source) and cone.issuperset(users[source]):
+                cone.add(source)
+                waiting += [s for s in sources(source) if s in levels]
+            elif source not in cone:
+                held.add(source)  # unless its last reader is met yet
+        more = sum(nbytes(s) for s in held - cone if all(levels[u] < later for u in users[s]))
+        if more <= nbytes(node):
+            levels.update(dict.fromkeys(cone, later))
     return levels
 
 
