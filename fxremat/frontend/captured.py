@@ -135,6 +135,11 @@ class CapturedStep:
         return max(devices, key=lambda device: device.type != "cpu")
 
     @property
+    def executor(self) -> str:
+        """Who makes the kernels."""
+        return "eager" if self._units is None else "inductor"
+
+    @property
     def joint(self) -> JointGraph:
         """The graph as it was traced; all have the same inputs and results."""
         return self.graphs[0].graph.line.joint
@@ -153,7 +158,7 @@ class CapturedStep:
     @property
     def lesson_key(self) -> str:
         """What lessons of its steps are kept by."""
-        origin = origin_of_costs(self._digests, self.device, self._target)
+        origin = origin_of_costs(self._digests, self.device, self.executor, self._target)
         return key_of(origin, loss=self.caller.loss_bytes)
 
     def settle(self) -> None:
@@ -178,7 +183,7 @@ class CapturedStep:
             line = self._fused(line, self._units)
             joint = line.joint
         real = {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
-        origin = origin_of_costs(self._digests, joint.device, self._target)
+        origin = origin_of_costs(self._digests, joint.device, self.executor, self._target)
         return StepGraph(line, BlockCache(line), real, exact, origin)
 
     def _fused(self, line: Line, units: Units) -> Line:
