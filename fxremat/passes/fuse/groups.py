@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from torch import fx
 
 from fxremat.passes.fuse.kinds import Kind
+from fxremat.passes.joint import rng
 
 Sources = Callable[[fx.Node], Iterable[fx.Node]]
 
@@ -72,7 +73,8 @@ def _levels(
 ) -> dict[fx.Node, int]:
     """Of each value; what only later levels read is computed there where that holds no more.
 
-    What runs once is followed by a level of its own, or units could wait for each other.
+    What runs once is followed by a level of its own, and no draw has a lower level than the one
+    before: units could wait for each other else.
     """
 
     def after(source: fx.Node, node: fx.Node) -> int:
@@ -80,6 +82,7 @@ def _levels(
 
     levels: dict[fx.Node, int] = {}
     users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    drawn = 0
     for node in nodes:
         if kinds[node] is Kind.VIEW:
             continue
@@ -88,6 +91,8 @@ def _levels(
             users[source].append(node)
         alone = kinds[node] is Kind.ALONE
         levels[node] = max((levels[n] + after(n, node) for n in known), default=0) + alone
+        if rng.is_state(node) or rng.draws(node):
+            levels[node] = drawn = max(levels[node], drawn)
     for node in reversed(nodes):
         if kinds[node] is not Kind.POINTWISE or not all(u in levels for u in _readers(node, kinds)):
             continue
