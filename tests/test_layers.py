@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("passes/joint",),
     ("passes/stages",),
-    ("passes/emit",),
+    ("passes/emit", "passes/fuse"),
     ("costs",),
     ("planner",),
     ("frontend",),

@@ -25,7 +25,8 @@ from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph
 from fxremat.ir import RecordedCosts
 from fxremat.passes.fuse.layout import with_channels_last
-from fxremat.passes.fuse.rewrite import Units, fuse
+from fxremat.passes.fuse.rewrite import fuse
+from fxremat.passes.fuse.units import Units
 from fxremat.passes.joint.build import build_joint_graph, rebuilt
 from fxremat.passes.joint.digest import digest
 from fxremat.passes.joint.graph import JointGraph

@@ -156,7 +156,8 @@ def _compiled(
             )(*examples)
         traced.graph.eliminate_dead_code()
         output = traced.graph.output_node()
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        results: Any = output.args[0]
+        output.meta["user_visible_output_idxs"] = list(range(len(results)))
         traced.recompile()
         made: Any = compile_fx_inner(traced, examples, is_inference=True)
     found: BoxedCallable = getattr(made, "current_callable", None) or made

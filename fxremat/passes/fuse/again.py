@@ -8,7 +8,7 @@ min-cut partitioner of AOTAutograd, but within a stage, and of what kernels read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 import networkx as nx
 from torch import fx
@@ -20,9 +20,7 @@ from fxremat.passes.stages.linearize import Line
 SOURCE, SINK = "given", "read"
 
 
-def computed_again(
-    line: Line, region: Region, kinds: Mapping[fx.Node, Kind]
-) -> frozenset[fx.Node]:
+def computed_again(line: Line, region: Region, kinds: Mapping[fx.Node, Kind]) -> frozenset[fx.Node]:
     """Forward values of ``region`` that kernels of its backward need not be given."""
     own = {n for n in region.forward if kinds[n] is not Kind.VIEW}
     there = set(line.pinned)
@@ -33,34 +31,53 @@ def computed_again(
             read |= found
         elif kinds[reader] is not Kind.VIEW:
             there |= found  # it is in memory anyway
-    cheap = set(region.leaving)
-    table = line.joint.storages
-    graph = nx.DiGraph()
-    graph.add_nodes_from((SOURCE, SINK))
-    for node in own - there:
-        nbytes = 1 if node in cheap else 1 + table.total(table.of_node[node])
-        graph.add_edge((node, "in"), (node, "out"), capacity=nbytes)
-        read_here = set(bases(node.all_input_nodes, kinds))
-        sources = (n for n in read_here if n in own and n not in there)
-        if kinds[node] is not Kind.POINTWISE or read_here & line.joint.mutated:
-            graph.add_edge(SOURCE, (node, "in"))
-            continue
-        for source in sources:
-            graph.add_edge((source, "out"), (node, "in"))
-    for node in read - there:
-        graph.add_edge((node, "out"), SINK)
-    # Of equal cuts this is the one next to the readers, whatever the order of the nodes.
-    _, (_, near) = nx.minimum_cut(graph, SOURCE, SINK)
-    kept = {n for n in own - there if ((n, "in") in near) != ((n, "out") in near)}
+    sources = {n: own.intersection(bases(n.all_input_nodes, kinds)) - there for n in own}
+    kept = _kept(line, region, kinds, sources={n: sources[n] for n in own - there}, read=read)
     again: set[fx.Node] = set()
-    waiting = [n for n in read if n not in there and n not in kept]
+    waiting = list(read - there - kept)
     while waiting:
         node = waiting.pop()
         if node not in again:
             again.add(node)
-            sources = bases(node.all_input_nodes, kinds)
-            waiting += [n for n in sources if n in own and n not in there and n not in kept]
+            waiting += sources[node] - kept
     return frozenset(again)
+
+
+def _kept(
+    line: Line,
+    region: Region,
+    kinds: Mapping[fx.Node, Kind],
+    *,
+    sources: Mapping[fx.Node, Set[fx.Node]],
+    read: Set[fx.Node],
+) -> set[fx.Node]:
+    """The least bytes that all of ``read`` can be computed from.
+
+    Args:
+        line: the step.
+        region: of it.
+        kinds: of its operations.
+        sources: of each value that is not in memory anyway: others of them that it reads.
+        read: what a backward's kernels read.
+    """
+    table = line.joint.storages
+    graph = nx.DiGraph()
+    graph.add_nodes_from((SOURCE, SINK))
+    for node, read_by_it in sources.items():
+        # What leaves the region is held anyway; among equals few values are better.
+        nbytes = 0 if node in region.leaving else table.total(table.of_node[node])
+        graph.add_edge((node, "in"), (node, "out"), capacity=1 + nbytes)
+        mutated = line.joint.mutated.intersection(bases(node.all_input_nodes, kinds))
+        if kinds[node] is not Kind.POINTWISE or mutated:
+            graph.add_edge(SOURCE, (node, "in"))
+            continue
+        for source in read_by_it:
+            graph.add_edge((source, "out"), (node, "in"))
+    for node in read & sources.keys():
+        graph.add_edge((node, "out"), SINK)
+    # Of equal cuts this is the one next to the readers.
+    _, (far, _) = nx.minimum_cut(graph, SOURCE, SINK)
+    return {n for n in sources if ((n, "in") in far) != ((n, "out") in far)}
 
 
 def bases(nodes: Iterable[fx.Node], kinds: Mapping[fx.Node, Kind]) -> Iterator[fx.Node]:

@@ -60,14 +60,12 @@ class _Writer:
 
     def _run(self, node: fx.Node, last: set[int]) -> bool:
         """Add an operation, with arguments ``last`` in the layout."""
-        args = fx.node.map_arg(node.args, self._values.__getitem__)
+        args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self._values.__getitem__)
         args = tuple(self._laid(a, node) if i in last else a for i, a in enumerate(args))
         value = self._value(node, args, kwargs)
         if value is None:  # a view that needs its input as it was
-            back = {
-                old: self._as_before(old, node) for old in node.all_input_nodes
-            }
+            back = {old: self._as_before(old, node) for old in node.all_input_nodes}
             if None in back.values():
                 return False
             args = fx.node.map_arg(node.args, back.__getitem__)
@@ -106,7 +104,7 @@ class _Writer:
     def _as_before(self, old: fx.Node, reader: fx.Node) -> fx.Node | None:
         """The value of ``old`` as it was traced to lie in memory."""
         new = self._values[old]
-        before, now = old.meta.get("val"), new.meta.get("val")
+        before, now = old.meta.get("val"), new.meta["val"]
         if not isinstance(before, torch.Tensor) or before.stride() == now.stride():
             return new
         for wanted in (torch.contiguous_format, FORMATS.get(before.dim())):

@@ -67,9 +67,9 @@ def _cuts(line: Line, kinds: Mapping[fx.Node, Kind]) -> list[int]:
         crossing = table.total(table.of(line.stages[index].boundary))
         if alone not in best or crossing <= best[alone][0]:
             best[alone] = crossing, index
-    chosen = {
-        index
-        for run, (crossing, index) in best.items()
-        if all(crossing <= MUCH * best[i][0] for i in range(run - NEAR, run + NEAR + 1) if i in best)
-    }
-    return sorted(chosen | fixed - {0})
+
+    def stays(run: int) -> bool:
+        near = (best[i][0] for i in range(run - NEAR, run + NEAR + 1) if i in best)
+        return best[run][0] <= MUCH * min(near)
+
+    return sorted({best[run][1] for run in best if stays(run)} | fixed - {0})

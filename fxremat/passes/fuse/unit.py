@@ -117,7 +117,7 @@ class Unit:
         as_traced = places == [_place(own.layout, named) for own in self.inputs]
         run = self._for_any_size(sizes) if named != self.hints and as_traced else None
         if run is None:
-            run = self._made(lambda: self._kernels(named, places))
+            run = self._made(named, places)
         self._runs[key] = self._checked(key, run, named)
 
     def _kernels(self, sizes: Mapping[str, Any], places: Sequence[Place]) -> Run:
@@ -146,11 +146,11 @@ class Unit:
         run, holds = self._any_size
         return (lambda args: run([*args, *sizes])) if holds(*sizes) else None
 
-    def _made(self, make: Callable[[], Run]) -> Run:
-        """What ``make`` makes, or the operations as they are where it cannot."""
+    def _made(self, sizes: Mapping[str, int], places: Sequence[Place]) -> Run:
+        """Kernels, or the operations as they are where none can be made."""
         try:
             if not self.eager:
-                return make()
+                return self._kernels(sizes, places)
         except Exception as error:
             self.eager = True
             LOG.debug("why %s is not compiled", self, exc_info=True)
@@ -159,7 +159,7 @@ class Unit:
                 f"by operation: {type(error).__name__}: {error}",
                 stacklevel=2,
             )
-        module = fx.GraphModule(torch.nn.Module(), self._settled(dict(self.hints)))
+        module = fx.GraphModule(torch.nn.Module(), self._settled(sizes))
         return lambda args: module(*args)
 
     def _settled(self, sizes: Mapping[str, Any]) -> fx.Graph:
