@@ -26,6 +26,7 @@ from fxremat.frontend.ways import StepGraph
 from fxremat.ir import RecordedCosts
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
+from fxremat.passes.fuse.twice import computed_twice
 from fxremat.passes.fuse.units import Units
 from fxremat.passes.joint.build import build_joint_graph, rebuilt
 from fxremat.passes.joint.digest import digest
@@ -201,6 +202,7 @@ class CapturedStep:
                 argument="executor",
                 value="inductor",
             )
+        line = linearize(rebuilt(line.joint, computed_twice(line), mutated_primals=self._mutated))
         module = fuse(line, units)
         if self._target is None:
             for done, unit in enumerate(units):
