@@ -96,6 +96,9 @@ def compile(
         budget_on: ``"reserved"``: the budget is for all that the device's allocator takes for
             the step, its cache and what lies fallow in it included, not for the blocks that it
             has handed out, which ``torch.cuda.max_memory_allocated`` tells. The same on a CPU.
+        executor: ``"inductor"``: pointwise operations and reductions run as kernels that Inductor
+            makes, which takes seconds to a minute here. At every budget gradients are bitwise
+            those of the same kernels with everything kept, which are not eager's.
         dynamic: ``None``: the second size of an argument that is met is captured with symbols in
             place of sizes, and all others run from that; ``True``: the first one already;
             ``False``: each is captured by itself.
@@ -242,7 +245,8 @@ def estimate(
         most: the largest size of it that is asked for.
         costs: a plan of this step, made where it runs, or the file it was saved in: what was
             measured for it is used in place of estimates.
-        **options: of :func:`compile`, but ``dynamic`` and ``plan``.
+        **options: of :func:`compile`, but ``dynamic``, ``plan`` and ``executor``: operations run
+            as eager runs them.
 
     Returns the least budget, the peak with everything kept, the frontier between them and what was
     asked for beside.
@@ -255,7 +259,7 @@ def estimate(
         SampleError, NoGradientError, CaptureError: as :func:`compile`.
     """
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
-    for name in {"dynamic", "plan"} & options.keys():
+    for name in {"dynamic", "plan", "executor"} & options.keys():
         message = f"{name}= is not for estimate, which runs nothing: leave it out"
         raise ArgumentError(message, argument=name, value=options[name])
     target, given = read_device(device), None if budget is None else Budget.read(budget)
@@ -286,7 +290,7 @@ def backend(
     Each graph that Dynamo captures is planned for the budget at its first call; the
     promise covers the whole step where the model is captured whole (``fullgraph=True``).
     ``options`` may also hold ``reserve``, ``accumulate``, ``offload``, ``host_limit``,
-    ``host_dir``, ``exact`` and ``budget_on``, as for :func:`compile`.
+    ``host_dir``, ``exact``, ``budget_on`` and ``executor``, as for :func:`compile`.
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.
