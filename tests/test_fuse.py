@@ -82,20 +82,21 @@ class Buffers(nn.Module):
         self.register_buffer("count", torch.ones(()))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        told = (self.mean * 3).exp()
+        told, given = (self.mean * 3).exp(), x
         x = (x - (self.mean + 1)) @ self.weight
         self.mean.lerp_(x.detach().mean(0), 0.1)
         self.count.add_(1)
-        return (x.sin() * self.mean / self.count) @ self.weight, (told * x).tanh()
+        return (x.sin() * self.mean / self.count) @ self.weight, (told * given).tanh()
 
 
 class Draws(nn.Module):
-    """A draw that waits for what is computed with something after the next draw."""
+    """A draw that waits for what runs with an operation after the next draw."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        a = functional.dropout(x.sin() @ x, 0.5)
+        x = x @ x
+        a = functional.dropout(x.sin(), 0.5)
         b = functional.dropout(y, 0.5)
-        return a @ b @ (x.cos() * x) @ x.sum(0, keepdim=True).expand(WIDTH, WIDTH)
+        return (a @ b) @ (x.cos() @ x)
 
 
 def square() -> Tensor:

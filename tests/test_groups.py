@@ -182,6 +182,12 @@ def test_a_way_round_by_a_product_parts_a_unit():
     assert graph.groups() == [{"p1"}, {"p3"}]
 
 
+def test_a_way_round_by_the_order_of_draws_parts_a_unit():
+    """``p1`` leads to the first draw and ``p2`` needs the second."""
+    parts = [("m1", ["x0"]), ("p1", ["m1"]), ("d1", ["p1"]), ("d2", ["x1"]), ("p2", ["d2", "m1"])]
+    assert chain(*parts, inputs=2).groups() == [{"p1"}, {"p2"}]
+
+
 def test_readers_of_one_input_are_one_where_they_may_be():
     graph = chain(("p1", ["x0"]), ("r2", ["x0"]))
     assert graph.groups() == [{"p1", "r2"}]
