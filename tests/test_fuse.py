@@ -86,7 +86,7 @@ class Buffers(nn.Module):
         x = (x - (self.mean + 1)) @ self.weight
         self.mean.lerp_(x.detach().mean(0), 0.1)
         self.count.add_(1)
-        return (x.sin() * self.mean / self.count) @ self.weight, (told * given).tanh()
+        return (x.sin() * self.mean / self.count) @ self.weight, (told * given).tanh() @ self.weight
 
 
 class Draws(nn.Module):
