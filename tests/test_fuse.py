@@ -73,7 +73,7 @@ class Images(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Buffers that are read, then updated in place, then read."""
+    """Buffers that are read, then updated in place, then read; it returns what it read first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,12 +81,15 @@ class Buffers(nn.Module):
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("count", torch.ones(()))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        told, given = (self.mean * 3).exp(), x
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = (x - (self.mean + 1)) @ self.weight
+        wave = x.sin()
+        told = (self.mean * 3 + wave).exp()
+        other = (told * wave).tanh() @ self.weight
         self.mean.lerp_(x.detach().mean(0), 0.1)
         self.count.add_(1)
-        return (x.sin() * self.mean / self.count) @ self.weight, (told * given).tanh() @ self.weight
+        x = (wave * self.mean / self.count) @ self.weight
+        return x, told, other
 
 
 class Draws(nn.Module):
