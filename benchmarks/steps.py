@@ -65,9 +65,7 @@ def fused(entry: ZooModel) -> Step:
     return make_step(entry, model, torch.compile(own, fullgraph=True))
 
 
-def planned(
-    entry: ZooModel, budget: Any, **options: Any
-) -> tuple[Step, fxremat.CompiledModule]:
+def planned(entry: ZooModel, budget: Any, **options: Any) -> tuple[Step, fxremat.CompiledModule]:
     """Through fxremat, within ``budget``.
 
     The step drops outputs beside its loss at once, and fxremat is told so.

@@ -26,6 +26,7 @@ from fxremat.frontend.ways import StepGraph
 from fxremat.ir import RecordedCosts
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
+from fxremat.passes.fuse.twice import computed_twice
 from fxremat.passes.fuse.units import Units
 from fxremat.passes.joint.build import build_joint_graph, rebuilt
 from fxremat.passes.joint.digest import digest
@@ -136,6 +137,11 @@ class CapturedStep:
         return max(devices, key=lambda device: device.type != "cpu")
 
     @property
+    def executor(self) -> str:
+        """Who makes the kernels."""
+        return "eager" if self._units is None else "inductor"
+
+    @property
     def joint(self) -> JointGraph:
         """The graph as it was traced; all have the same inputs and results."""
         return self.graphs[0].graph.line.joint
@@ -154,7 +160,7 @@ class CapturedStep:
     @property
     def lesson_key(self) -> str:
         """What lessons of its steps are kept by."""
-        origin = origin_of_costs(self._digests, self.device, self._target)
+        origin = origin_of_costs(self._digests, self.device, self.executor, self._target)
         return key_of(origin, loss=self.caller.loss_bytes)
 
     def settle(self) -> None:
@@ -179,7 +185,7 @@ class CapturedStep:
             line = self._fused(line, self._units)
             joint = line.joint
         real = {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
-        origin = origin_of_costs(self._digests, joint.device, self._target)
+        origin = origin_of_costs(self._digests, joint.device, self.executor, self._target)
         return StepGraph(line, BlockCache(line), real, exact, origin)
 
     def _fused(self, line: Line, units: Units) -> Line:
@@ -196,6 +202,7 @@ class CapturedStep:
                 argument="executor",
                 value="inductor",
             )
+        line = linearize(rebuilt(line.joint, computed_twice(line), mutated_primals=self._mutated))
         module = fuse(line, units)
         if self._target is None:
             for done, unit in enumerate(units):

@@ -24,12 +24,14 @@ from fxremat.planner.surroundings import Surroundings
 from fxremat.simulate.allocator import AllocatorSettings
 
 
-def origin_of_costs(digests: Digests, device: torch.device, target: Device | None = None) -> Origin:
+def origin_of_costs(
+    digests: Digests, device: torch.device, executor: str, target: Device | None = None
+) -> Origin:
     """What costs of a traced step hold for, measured on ``device`` under the settings of now.
 
     Not measured, but estimated for ``target``, where there is one.
     """
-    settings = measuring_settings()
+    settings = {"executor": executor, **measuring_settings()}
     if device.type != "cpu":
         del settings[THREADS]
     return Origin(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,9 @@ from fxremat.costs.cost import Measured, Progress
 from fxremat.frontend.emission import Graphs, record_decision, write_graphs
 from fxremat.frontend.record import record_memory
 from fxremat.ir import Origin, RecordedCosts
+from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules
+from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
@@ -23,6 +26,7 @@ from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Surroundings
 from fxremat.planner.transfers import HostMemory, Moved, Transfers
+from fxremat.report.facts import Fused
 from fxremat.report.frontier import frontier_of
 from fxremat.report.memory import Kind, StepMemory
 from fxremat.report.plan import Plan
@@ -238,6 +242,7 @@ def emit(
         origin=origin,
         beside=beside,
         sizes=tuple(zip(line.joint.sizes.names, sizes, strict=True)),
+        fused=_fused(program),
         waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
         measured=way.costs,
     )
@@ -251,6 +256,13 @@ def emit(
         gradient_bytes=gradient_bytes,
     )
     return plan, graphs, record
+
+
+def _fused(program: Program) -> tuple[Fused, ...]:
+    """The units that a step runs, as it meets them."""
+    targets = (node.target for call in program.calls for node in call.block.nodes)
+    count = Counter(target for target in targets if isinstance(target, Unit))
+    return tuple(Fused(u.__name__, u.operations, calls) for u, calls in count.items())
 
 
 def _held_bytes(line: Line, held: Tensors) -> tuple[int, ...]:

@@ -19,6 +19,21 @@ from fxremat.units import Counted
 
 
 @dataclass(frozen=True, slots=True)
+class Fused:
+    """Operations that are compiled as one.
+
+    Attributes:
+        name: in emitted code.
+        operations: what it computes, in order.
+        calls: how often a step runs it.
+    """
+
+    name: str
+    operations: tuple[str, ...]
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanFacts:
     """The schedule of a training step under a byte budget.
 
@@ -58,6 +73,7 @@ class PlanFacts:
         beside: what the call that it was made for found beside what every call does, and bytes.
         sizes: that it is for, by the names that they have in the code.
         waiting_bytes: what a step holds between its forward and its backward, without a loss.
+        fused: units that Inductor compiled; none where operations run as torch runs them.
         memory: the tensors that it holds, instant by instant; empty for a plan that was not made
             of a model.
     """
@@ -91,6 +107,7 @@ class PlanFacts:
     beside: tuple[tuple[str, int], ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
     waiting_bytes: int = 0
+    fused: tuple[Fused, ...] = ()
     memory: StepMemory = field(default_factory=StepMemory, repr=False)
 
     @property

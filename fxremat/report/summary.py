@@ -37,6 +37,9 @@ def summarize(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Iterator[tupl
         yield "host memory", _host(plan)
     if not plan.exact:
         yield "gradients", "up to rounding: inputs of norms are rebuilt from outputs"
+    if plan.fused:
+        calls = _count(sum(unit.calls for unit in plan.fused), "call")
+        yield "kernels", f"Inductor's: {calls} of {_count(len(plan.fused), 'unit')}"
     kinds = len({plan.chain.stages[story.index].kind for story in stories})
     again = sum(len(story.again) + story.is_kept_in_part for story in stories)
     runs = [event for event in plan.timeline.events if not isinstance(event.op, Copy)]

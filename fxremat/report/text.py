@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fxremat.console import SIMPLE_HEAD, Group, Table, Text, show
 from fxremat.report.alike import alike
 from fxremat.report.facts import PlanFacts
@@ -32,7 +34,10 @@ def print_plan(plan: PlanFacts) -> str:
         ImportError: rich is not installed.
     """
     stories = tuple(story for story in tell_stages(plan) if story.executed)
-    text = show(Group(_summary(plan, stories), Text(), _table(plan, stories)), width=WIDTH)
+    parts = [_summary(plan, stories), Text(), _table(plan, stories)]
+    if plan.fused:
+        parts += [Text(), _units(plan)]
+    text = show(Group(*parts), width=WIDTH)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
@@ -65,6 +70,18 @@ def _table(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Table:
             format_bytes(sum(story.saved_bytes for story in row.stories)),
             f"{describe(*row.stories)}: {explain(*row.stories)}",
         )
+    return table
+
+
+def _units(plan: PlanFacts) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("unit", no_wrap=True, max_width=MODULE_WIDTH + 20)
+    table.add_column("calls", justify="right", no_wrap=True)
+    table.add_column("what it computes")
+    for unit in plan.fused:
+        count = Counter(unit.operations)
+        told = (name if times == 1 else f"{times} {name}" for name, times in count.items())
+        table.add_row(unit.name, str(unit.calls), ", ".join(told))
     return table
 
 

@@ -239,6 +239,29 @@ def vit(name: str, *, width: int, layers: int, batch: int, size: int, patch: int
     return _entry(name, build, kwargs)
 
 
+def convnext(
+    name: str, *, widths: tuple[int, ...], depths: tuple[int, ...], batch: int, size: int
+):
+    """ConvNeXt for image classification, labels given."""
+    classes = 10
+
+    def build() -> nn.Module:
+        from transformers import ConvNextConfig, ConvNextForImageClassification
+
+        config = ConvNextConfig(
+            hidden_sizes=list(widths), depths=list(depths), image_size=size, num_labels=classes
+        )
+        return ConvNextForImageClassification(config).train()
+
+    def kwargs(seed: int) -> Kwargs:
+        return {
+            "pixel_values": images(seed, batch=batch, size=size),
+            "labels": labels(seed, batch=batch, classes=classes),
+        }
+
+    return _entry(name, build, kwargs)
+
+
 ZOO = [
     gpt2("hf_gpt2", vocabulary=96, width=64, layers=4, batch=2, length=64),
     llama("hf_llama", vocabulary=96, width=64, inner=172, layers=4, batch=2, length=64),
@@ -260,6 +283,7 @@ ZOO = [
     vit("hf_vit", width=64, layers=4, batch=4, size=48, patch=8),
 ]
 BENCH = [
+    convnext("convnext", widths=(48, 96, 192, 384), depths=(2, 2, 6, 2), batch=8, size=96),
     llama("llama8", vocabulary=1024, width=256, inner=688, layers=8, batch=8, length=256),
     llama("llama16", vocabulary=512, width=128, inner=344, layers=16, batch=4, length=512, heads=4),
     qwen("qwen8", vocabulary=512, width=128, layers=8, batch=4, length=256),

@@ -20,26 +20,40 @@ from fxremat.passes.stages.linearize import Line
 SOURCE, SINK = "given", "read"
 
 
-def computed_again(line: Line, region: Region, kinds: Mapping[fx.Node, Kind]) -> frozenset[fx.Node]:
-    """Forward values of ``region`` that kernels of its backward need not be given."""
+def computed_again(
+    line: Line,
+    region: Region,
+    kinds: Mapping[fx.Node, Kind],
+    *,
+    kept: Set[fx.Node] | None = None,
+) -> frozenset[fx.Node]:
+    """Forward values of ``region`` that its backward need not be given.
+
+    Args:
+        line: the step.
+        region: of it.
+        kinds: of its operations.
+        kept: what is in memory anyway, whatever reads it; ``None``: all that is read by what runs
+            alone.
+    """
     own = {n for n in region.forward if kinds[n] is not Kind.VIEW}
-    there = set(line.pinned)
+    there = line.pinned | (kept or set())
     read: set[fx.Node] = set()
     for reader in region.backward:
         found = own.intersection(bases(reader.all_input_nodes, kinds))
-        if kinds[reader].fuses:
+        if kinds[reader].fuses or (kept is not None and kinds[reader] is Kind.ALONE):
             read |= found
         elif kinds[reader] is not Kind.VIEW:
-            there |= found  # it is in memory anyway
+            there = there | found  # it is in memory anyway
     sources = {n: own.intersection(bases(n.all_input_nodes, kinds)) - there for n in own}
-    kept = _kept(line, region, kinds, sources={n: sources[n] for n in own - there}, read=read)
+    held = _kept(line, region, kinds, sources={n: sources[n] for n in own - there}, read=read)
     again: set[fx.Node] = set()
-    waiting = list(read - there - kept)
+    waiting = list(read - there - held)
     while waiting:
         node = waiting.pop()
         if node not in again:
             again.add(node)
-            waiting += sources[node] - kept
+            waiting += sources[node] - held
     return frozenset(again)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +89,8 @@ class Unit:
     @property
     def operations(self) -> tuple[str, ...]:
         """Names of what it computes, in order."""
-        return tuple(n.name for n in self.graph.nodes if n.op == "call_function")
+        targets = (n.target for n in self.graph.nodes if n.op == "call_function")
+        return tuple(str(t).split(".")[1] for t in targets if t is not operator.getitem)
 
     def compile(self) -> None:
         """Make its kernels for the sizes of the capture, where all lies as traced."""

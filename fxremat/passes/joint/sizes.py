@@ -99,8 +99,8 @@ def difference(one: int, other: int) -> int:
     names = {name: n for x in (one, other) if isinstance(x, Size) for name, n in x.names.items()}
     if not names:
         return value
-    first, second = (x.expression if isinstance(x, Size) else sympy.Integer(x) for x in (one, other))
-    found = first - second
+    first, second = (getattr(x, "expression", x) for x in (one, other))
+    found = sympy.sympify(first) - second
     return Size(value, found, names) if found.free_symbols else value
 
 
