@@ -166,10 +166,12 @@ def capture(
     *,
     backend_sees: Callable[[fx.GraphModule], None] = lambda _module: None,
     dynamic: bool | None = False,
+    apart: bool = False,
 ) -> Captured:
     """The step of ``model`` on these arguments, captured and not run.
 
-    With ``dynamic=None`` dimensions that were marked as such are symbols.
+    With ``dynamic=None`` dimensions that were marked as such are symbols; with ``apart``
+    operations are taken apart as for units.
     """
     found: list[Captured] = []
 
@@ -185,7 +187,11 @@ def capture(
         compilers = dict.fromkeys(
             ("forward_compiler", "backward_compiler", "inference_compiler"), lambda graph, _: graph
         )
-        aot = torch_compat.aot_autograd_backend(partition=partition, **compilers)
+        aot = torch_compat.aot_autograd_backend(
+            partition=partition,
+            decompositions=torch_compat.decompositions() if apart else None,
+            **compilers,
+        )
         return aot(module, inputs)
 
     torch._dynamo.reset()
@@ -273,11 +279,11 @@ def _interpreted(step: Captured, seed: int) -> Ran:
         results = fx.Interpreter(step.traced).run(
             *step.primals, *step.tangents, enable_io_processing=False
         )
-        flat = _flatten(results)
+        flat = flatten(results)
         return Ran(flat[: step.output_count], flat[step.output_count :], torch.get_rng_state())
 
 
-def _flatten(results: Any) -> list[Any]:
+def flatten(results: Any) -> list[Any]:
     return tree_leaves(results, is_leaf=lambda x: x is None)
 
 

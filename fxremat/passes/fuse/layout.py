@@ -88,7 +88,7 @@ class _Writer:
             try:
                 target: Any = node.target
                 return target(*fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs, value_of))
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 return None
 
     def _laid(self, new: fx.Node, reader: fx.Node) -> fx.Node:
