@@ -232,6 +232,14 @@ def test_what_is_read_late_is_computed_late_where_that_holds_no_more():
     assert sink(before=5, own=4, also=True) == late  # it is held anyway
 
 
+def test_what_needs_nothing_is_computed_with_what_reads_the_same():
+    """``p2`` could run at once; later, a kernel reads its input anyway."""
+    parts = [("m1", ["x0"]), ("p1", ["m1", "x1"]), ("p2", ["x1"]), ("m2", ["p2"])]
+    assert chain(*parts, inputs=2).groups() == [{"p1", "p2"}]
+    needed = [("p2", ["x1"]), ("m2", ["p2"]), ("m1", ["m2"]), ("p1", ["m1", "x1"])]
+    assert chain(*needed, inputs=2).groups() == [{"p1"}, {"p2"}]
+
+
 def test_what_is_read_outside_is_computed_early():
     builder = Builder(1)
     builder.add("m1", "x0")
