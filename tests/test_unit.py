@@ -120,6 +120,29 @@ def test_results_are_those_of_its_operations_and_lie_so(compilations: dict[str, 
     assert unit.operations[0].startswith("add")
 
 
+def test_whatever_kernels_return_results_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """A kernel may return its input, one tensor for two results, or lay a result otherwise."""
+
+    def kernels(*_args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
+        def run(args: list[Tensor]) -> list[Tensor]:
+            (x,) = args
+            args.clear()
+            more = x + 1
+            return [x, more, more, (x + 2).t().contiguous().t()]
+
+        return run
+
+    monkeypatch.setattr(torch_compat, "compile_kernels", kernels)
+    steps: dict[str, Step] = {
+        "same": (aten.mul.Tensor, ("x", 1)),
+        "one": (aten.add.Tensor, ("x", 1)),
+        "two": (aten.sub.Tensor, ("x", -1)),
+        "laid": (aten.add.Tensor, ("x", 2)),
+    }
+    x = torch.randn(3, 5)
+    check(unit_of({"x": x}, steps, list(steps)), x)
+
+
 def test_equal_units_are_one_and_others_are_not():
     x, units = torch.randn(4, 6), Units()
 
