@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import fxremat
-from fxremat import torch_compat
 from benchmarks.common import RESULTS, interleave, ratios, save, show
 from benchmarks.steps import Step, entry_of, fused, make_step, planned, reference, static_bytes
+from fxremat import torch_compat
 from fxremat.errors import BudgetError
 from fxremat.units import format_bytes
 from tests.models.zoo import ZooModel

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import fxremat
-from fxremat import torch_compat
 from benchmarks.entries import ENTRIES
+from fxremat import torch_compat
 from fxremat.costs.measure import seconds_of
 from tests.models import BENCH, ZOO
 from tests.models.reference import compile_reference

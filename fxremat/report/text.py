@@ -34,10 +34,9 @@ def print_plan(plan: PlanFacts) -> str:
         ImportError: rich is not installed.
     """
     stories = tuple(story for story in tell_stages(plan) if story.executed)
-    parts = [_summary(plan, stories), Text(), _table(plan, stories)]
-    if plan.fused:
-        parts += [Text(), _units(plan)]
-    text = show(Group(*parts), width=WIDTH)
+    units = (Text(), _units(plan)) if plan.fused else ()
+    parts = Group(_summary(plan, stories), Text(), _table(plan, stories), *units)
+    text = show(parts, width=WIDTH)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 

@@ -239,9 +239,7 @@ def vit(name: str, *, width: int, layers: int, batch: int, size: int, patch: int
     return _entry(name, build, kwargs)
 
 
-def convnext(
-    name: str, *, widths: tuple[int, ...], depths: tuple[int, ...], batch: int, size: int
-):
+def convnext(name: str, *, widths: tuple[int, ...], depths: tuple[int, ...], batch: int, size: int):
     """ConvNeXt for image classification, labels given."""
     classes = 10
 
