@@ -138,8 +138,11 @@ class CapturedStep:
 
     @property
     def executor(self) -> str:
-        """Who makes the kernels."""
-        return "eager" if self._units is None else "inductor"
+        """Who makes the kernels, and what is run without."""
+        if self._units is None:
+            return "eager"
+        failed = [str(unit) for unit in self._units if unit.eager]
+        return f"inductor, but not {', '.join(failed)}" if failed else "inductor"
 
     @property
     def joint(self) -> JointGraph:

@@ -153,6 +153,7 @@ class Unit:
                 return self._kernels(sizes, places)
         except Exception as error:
             self.eager = True
+            self.__qualname__ += "_as_it_is"  # costs of its kernels are not its own
             LOG.debug("why %s is not compiled", self, exc_info=True)
             warnings.warn(
                 f"{self} ({', '.join(self.operations)}) could not be compiled and runs operation "
