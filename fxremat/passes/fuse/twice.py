@@ -35,9 +35,8 @@ def computed_twice(line: Line) -> fx.GraphModule:
     for region in regions_of(line, kinds):
         again = _writable(line, region, kinds)
         for node in region.backward:
-            if kinds[node] is Kind.ALONE and not again.isdisjoint(
-                bases(node.all_input_nodes, kinds)
-            ):
+            reads = bases(node.all_input_nodes, kinds)
+            if kinds[node] is Kind.ALONE and not again.isdisjoint(reads):
                 twice[node] = again
     return _Writer(kinds, mode).write(line, nodes, twice)
 
@@ -69,13 +68,12 @@ def _is_read_beside(
     line: Line,
 ) -> bool:
     """Whether a kernel that does not come ``after`` its reader reads what ``value`` needs."""
+    gradients = {*line.joint.backward, *line.joint.tangents}
     needed = set(_roots([value], kinds, again)) - line.joint.given
     for node in region.backward:
-        bound = not after.isdisjoint(region.backward) and node in after
-        if kinds[node].fuses and not bound:
+        if kinds[node].fuses and node not in after:
             own = set(_roots(bases(node.all_input_nodes, kinds), kinds, again))
-            backward = own.intersection(region.backward) or own.intersection(line.joint.tangents)
-            if backward and needed.intersection(own):
+            if not gradients.isdisjoint(own) and not needed.isdisjoint(own):
                 return True
     return False
 

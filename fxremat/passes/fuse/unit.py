@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from fxremat import torch_compat
 from fxremat.passes.joint.sizes import Layout, Size, evaluated, layouts_of
 
 LOG = logging.getLogger("fxremat")
+
+MOST_SIZES = 128
+"""For which it is known what runs; which was met first goes first."""
 
 Run = Callable[[list[Any]], Any]
 """Takes inputs in a list, which it empties; returns what the unit does."""
@@ -118,6 +122,8 @@ class Unit:
         run = self._for_any_size(sizes) if named != self.hints and as_traced else None
         if run is None:
             run = self._made(named, places)
+        if len(self._runs) > MOST_SIZES:  # those of the capture come first, and stay
+            self._runs.pop(next(islice(self._runs, 1, None)))
         self._runs[key] = self._checked(key, run, named)
 
     def _kernels(self, sizes: Mapping[str, Any], places: Sequence[Place]) -> Run:
