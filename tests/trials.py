@@ -90,7 +90,8 @@ def attempt(
     plan = call.plan
     measured = measured_bytes(entry, model, call)
     assert measured <= plan.budget_bytes, f"{measured} bytes at budget {budget}"
-    assert measured <= plan.predicted_peak_bytes <= plan.budget_bytes
+    latest = call.plan  # the first step may have taught something
+    assert measured <= latest.predicted_peak_bytes <= latest.budget_bytes == plan.budget_bytes
     torch._dynamo.reset()
     return Tried(
         plan.budget_bytes,
