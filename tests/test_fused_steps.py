@@ -17,7 +17,7 @@ from tests.trials import Tried, attempt, compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-QUICK = ("outputs", "buffers")
+QUICK = ("inplace", "buffers")
 """Models with few units: compiling takes seconds."""
 
 FUSED: dict[str, Any] = {"executor": "inductor"}
@@ -148,10 +148,10 @@ def test_a_kept_plan_is_followed_with_the_same_kernels(tmp_path: Any):
 
 
 def test_other_sizes_keep_the_promise():
-    model, x = model_and_call()
+    model, x = model_and_call(blocks=2)
     kept = fxremat.compile(model, x, 1.0, executor="inductor")
     expected = {}
-    for rows in (64, 48, 33):
+    for rows in (64, 48):
         found = gradients_of(model, kept, x[:rows])
         expected[rows] = [g.clone() for g in found]
     torch._dynamo.reset()
