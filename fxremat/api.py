@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ def compile(
     executor: Executor = "eager",
     dynamic: bool | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    fullgraph: bool = False,
+    regions: Iterable[str] = (),
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
 
@@ -105,6 +108,12 @@ def compile(
         plan: a plan of this step, or the file that :meth:`Plan.save` wrote it into: it is
             followed, and nothing is measured or planned. Everything but ``host_dir`` must be
             as it was made. ``budget`` may be left out then.
+        fullgraph: ``True``: a model that breaks the graph is refused. ``False``: the graphs that
+            it is captured in are *regions* of one step, within one budget. The first step runs
+            what leaves least of each, as do those until one was watched from begin to end; from
+            then on a plan for each is chosen together.
+        regions: names of modules, such as a model's layers, that are regions of their own; those
+            that are alike are captured and measured once.
 
     Returns a module that trains exactly as ``model`` does, and shares all it has.
 
@@ -115,7 +124,8 @@ def compile(
         ArgumentError: another argument cannot be read, or ``loss`` returns no scalar.
         SampleError: the model rejects the sample, or it is on another device.
         NoGradientError: nothing requires a gradient.
-        CaptureError: the model breaks the graph, or a CUDA graph is being captured.
+        CaptureError: the model breaks the graph where that is refused, or with ``offload`` or
+            ``plan``; or a CUDA graph is being captured.
         CostError: an operation cannot be measured.
         HostMemoryError: the host memory that the plan takes cannot be had.
     """
@@ -136,13 +146,18 @@ def compile(
         executor=executor,
         dynamic=dynamic,
         plan=plan,
+        fullgraph=fullgraph,
+        regions=regions,
     )
     return compiled(model, asked, None if sample is None else Sample.of(sample))
 
 
 def plan(model: nn.Module, sample: object, budget: Readable, **options: Any) -> Plan:
-    """The plan that :func:`compile` would follow, with the same arguments and errors."""
-    return compile(model, sample, budget, **options).plan
+    """The plan that :func:`compile` would follow, with the same arguments and errors.
+
+    There is one of a model that is captured whole: ``fullgraph`` is ``True``.
+    """
+    return compile(model, sample, budget, **_whole(options)).plan
 
 
 def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
@@ -199,7 +214,7 @@ def max_batch(
         raise ArgumentError(message, argument=name, value=options[name])
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
     asked = read_dims(model, call, dim)
-    made = compile(model, call, 1.0, dynamic=True, **options)
+    made = compile(model, call, 1.0, dynamic=True, **_whole(options))
     (family,) = made._compiler.families
     (situation,) = family.plans
     found = Batching(
@@ -259,7 +274,7 @@ def estimate(
         SampleError, NoGradientError, CaptureError: as :func:`compile`.
     """
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
-    for name in {"dynamic", "plan", "executor"} & options.keys():
+    for name in {"dynamic", "plan", "executor", "fullgraph", "regions"} & options.keys():
         message = f"{name}= is not for estimate, which runs nothing: leave it out"
         raise ArgumentError(message, argument=name, value=options[name])
     target, given = read_device(device), None if budget is None else Budget.read(budget)
@@ -287,8 +302,9 @@ def backend(
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxremat", options={"budget": "6 GiB"})``.
 
-    Each graph that Dynamo captures is planned for the budget at its first call; the
-    promise covers the whole step where the model is captured whole (``fullgraph=True``).
+    Each graph that Dynamo captures is planned at its first call. Where a model is captured in
+    several, they share the budget as those of :func:`compile` do; what runs before the first of
+    them is not counted. One ``options`` is one budget.
     ``options`` may also hold ``reserve``, ``accumulate``, ``offload``, ``host_limit``,
     ``host_dir``, ``exact``, ``budget_on`` and ``executor``, as for :func:`compile`.
 
@@ -296,13 +312,35 @@ def backend(
         BudgetError: no budget, or one that cannot be read or met.
         ArgumentError: an option that does not exist, or cannot be read.
     """
+    known = _compilers.get(id(options))
+    if known is not None:
+        return known(module, example_inputs)
     asked = Arguments.read_options(options)
     caller = Caller(
         reserve_bytes=asked.reserve_bytes,
         accumulate=asked.accumulate,
         budget_on=asked.budget_on,
     )
-    return compiler_of(asked, caller, silent)(module, example_inputs)
+    compiler = compiler_of(asked, caller, silent)
+    compiler.asked_by = options  # whose identity is nobody else's then
+    _compilers[id(options)] = compiler
+    return compiler(module, example_inputs)
+
+
+_compilers: weakref.WeakValueDictionary[int, StepCompiler] = weakref.WeakValueDictionary()
+"""Of the backend, by the identity of their options, as long as a graph of theirs is there."""
+
+
+def _whole(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` for a model that is captured whole.
+
+    Raises:
+        ArgumentError: it is not to be.
+    """
+    for name in {"fullgraph", "regions"} & options.keys():
+        message = f"{name}= is not for one plan, which is of all that a model does: leave it out"
+        raise ArgumentError(message, argument=name, value=options[name])
+    return {**options, "fullgraph": True}
 
 
 def _captured_too_often(setting: str, limit: int) -> CaptureError:

@@ -39,6 +39,10 @@ class BudgetWarning(UserWarning):
     """A step took more than its budget, because of what could not be known beforehand."""
 
 
+class GraphBreakWarning(UserWarning):
+    """A model is captured in several graphs, and what is between them is not planned."""
+
+
 class ArgumentError(FxrematError, ValueError, TypeError):
     """An argument is not what it may be.
 

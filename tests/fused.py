@@ -10,8 +10,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxremat.passes.fuse.rewrite import fuse
+from fxremat.passes.fuse.twice import computed_twice
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.fuse.units import Units
+from fxremat.passes.joint.build import rebuilt
+from fxremat.passes.stages.linearize import linearize
 from tests.harness import SEED, Captured, Ran, capture, flatten
 
 
@@ -23,6 +26,14 @@ def taken_apart(model: nn.Module, *args: Any, **options: Any) -> Captured:
 def fused(step: Captured, units: Units | None = None) -> fx.GraphModule:
     """The graph of ``step`` with units."""
     return fuse(step.line, Units() if units is None else units)
+
+
+def with_units(step: Captured) -> Captured:
+    """``step``, taken apart, with units from now on, as whoever compiles has it."""
+    for how in (computed_twice, lambda line: fuse(line, Units())):
+        module = how(linearize(step.joint))
+        step.joint = rebuilt(step.joint, module, mutated_primals=step.mutated)
+    return step
 
 
 def units_in(module: fx.GraphModule) -> list[fx.Node]:
@@ -121,6 +132,19 @@ class Buffers(nn.Module):
         self.count.add_(1)
         x = (wave * self.mean / self.count) @ self.weight
         return x, told, other
+
+
+class MeanAlone(nn.Module):
+    """One of two results leads to a buffer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x.sin())
+        self.seen.copy_(variance + 1)
+        return x.sin() * mean
 
 
 class Draws(nn.Module):

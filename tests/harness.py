@@ -25,7 +25,7 @@ from fxremat.passes.emit.program import Program, build_program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.sizes import settle
+from fxremat.passes.joint.settle import settle
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool

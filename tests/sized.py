@@ -31,14 +31,19 @@ Dims = Sequence[Sequence[int]]
 
 
 def capture_sized(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, dims: Dims
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dims: Dims,
+    **options: Any,
 ) -> Captured:
     """The step of ``model`` with symbols for ``dims`` of its sample's tensors."""
     args, kwargs = tree_map(fresh, (args, dict(kwargs or {})))
     for leaf, own in zip(tensors_in((args, kwargs)), dims, strict=True):
         for dim in own:
             torch._dynamo.mark_dynamic(leaf, dim)
-    return capture(model, args, kwargs, dynamic=None)
+    return capture(model, args, kwargs, dynamic=None, **options)
 
 
 def fresh(leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fxremat.passes.fuse.again import bases, computed_again
 from fxremat.passes.fuse.kinds import Kind, kinds_of
-from fxremat.passes.fuse.regions import Region, regions_of
+from fxremat.passes.fuse.spans import Span, spans_of
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.stages.linearize import Line, linearize
 from tests.fused import taken_apart
@@ -33,7 +33,7 @@ class Value:
         sources: indices of earlier values; -1 is an input.
         nbytes: of it.
         reader: ``+`` or ``m`` in the backward, or ``""``.
-        held: ``l`` it leaves the region, ``p`` it is pinned, or ``""``.
+        held: ``l`` it leaves the span, ``p`` it is pinned, or ``""``.
     """
 
     kind: str
@@ -62,7 +62,7 @@ def programs(draw: st.DrawFn) -> list[Value]:
 @dataclass
 class Built:
     line: Line
-    region: Region
+    span: Span
     kinds: dict[fx.Node, Kind]
     node: list[fx.Node]
 
@@ -112,7 +112,7 @@ def built(values: list[Value]) -> Built:
     real = {mark: [n for n in held[mark] if kinds[n] is not Kind.VIEW] for mark in held}
     old = [n for n in own if n.args[0] in joint.mutated]
     line = replace(linearize(joint), pinned=frozenset([*real["p"], *old]))
-    return Built(line, Region(tuple(own), joint.backward, tuple(real["l"])), kinds, node)
+    return Built(line, Span(tuple(own), joint.backward, tuple(real["l"])), kinds, node)
 
 
 def subsets(items: list[fx.Node]) -> Iterable[tuple[fx.Node, ...]]:
@@ -127,8 +127,8 @@ class Model:
 
     def __post_init__(self) -> None:
         made, kinds = self.built, self.built.kinds
-        self.own = [n for n in made.region.forward if kinds[n] is not Kind.VIEW]
-        readers = made.region.backward
+        self.own = [n for n in made.span.forward if kinds[n] is not Kind.VIEW]
+        readers = made.span.backward
         self.read = self.among(n for n in readers if kinds[n].fuses)
         self.there = self.among(n for n in readers if not kinds[n].fuses) | made.line.pinned
 
@@ -151,7 +151,7 @@ class Model:
         return self.read <= there
 
     def cost(self, kept: Iterable[fx.Node]) -> int:
-        table, leaving = self.built.line.joint.storages, self.built.region.leaving
+        table, leaving = self.built.line.joint.storages, self.built.span.leaving
         return sum(1 + (n not in leaving) * table.total(table.of_node[n]) for n in kept)
 
     def kept_with(self, again: frozenset[fx.Node]) -> set[fx.Node]:
@@ -163,7 +163,7 @@ class Model:
 def test_what_is_kept_is_the_least_that_gives_the_rest(values: list[Value]):
     made = built(values)
     model = Model(made)
-    again = computed_again(made.line, made.region, made.kinds)
+    again = computed_again(made.line, made.span, made.kinds)
     kept = model.kept_with(again)
     note(f"again {sorted(map(str, again))}, kept {sorted(map(str, kept))}")
     assert all(model.free(n) for n in again)
@@ -200,7 +200,7 @@ def test_the_least_of_a_chain_is_kept_and_of_equals_the_last(
     kinds, readers = "m++", ("", "", "+")
     parts = zip(kinds, sizes, readers, strict=True)
     made = built([Value(k, (i - 1,), n, r, "") for i, (k, n, r) in enumerate(parts)])
-    again = computed_again(made.line, made.region, made.kinds)
+    again = computed_again(made.line, made.span, made.kinds)
     assert again == {made.node[i] for i in expected}
 
 
@@ -222,9 +222,9 @@ def test_of_a_model_nothing_is_computed_again_that_must_not_be():
     kinds = kinds_of(step.joint)
     line = step.line
     found = set()
-    for region in regions_of(line, kinds):
-        again = computed_again(line, region, kinds)
-        assert again <= set(region.forward) - line.pinned
+    for span in spans_of(line, kinds):
+        again = computed_again(line, span, kinds)
+        assert again <= set(span.forward) - line.pinned
         assert {kinds[n] for n in again} <= {Kind.POINTWISE}
         found |= again
     products = (n for n in step.joint.backward if kinds[n] is Kind.ALONE)

@@ -123,13 +123,18 @@ def test_what_breaks_the_graph_is_named():
     model = Branches()
     refuse(
         fxremat.CaptureError,
-        lambda: fxremat.compile(model, X, "min"),
+        lambda: fxremat.compile(model, X, "min", fullgraph=True),
         model,
         "Branches",
         "if y.sum() > 0",
     )
     picks = Picks()
-    refuse(fxremat.CaptureError, lambda: fxremat.compile(picks, X, "min"), picks, "x.sum(1) > 0")
+    refuse(
+        fxremat.CaptureError,
+        lambda: fxremat.compile(picks, X, "min", fullgraph=True),
+        picks,
+        "x.sum(1) > 0",
+    )
 
 
 def test_no_module():

@@ -71,7 +71,7 @@ def test_a_graph_break_names_line_and_reason():
         contextlib.redirect_stdout(io.StringIO()),
         pytest.raises(fxremat.CaptureError, match=r"(?s)Chatty.*print.*test_capture\.py"),
     ):
-        fxremat.compile(Chatty(), X, 1.0)
+        fxremat.compile(Chatty(), X, 1.0, fullgraph=True)
 
 
 class Caches(Plain):

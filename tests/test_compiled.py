@@ -359,9 +359,22 @@ def hooked() -> Net:
 )
 def test_what_cannot_be_captured_is_told_with_a_remedy(build: Callable[[], nn.Module], remedy: str):
     with pytest.raises(fxremat.CaptureError, match=remedy) as caught:
-        fxremat.compile(build(), X, 1.0)
+        fxremat.compile(build(), X, 1.0, fullgraph=True)
     assert "test_compiled.py" in str(caught.value)
     assert "Hint" not in str(caught.value)
+
+
+def test_where_nothing_can_be_captured_it_is_told_why():
+    with pytest.raises(fxremat.CaptureError, match="LSTMCell"):
+        fxremat.compile(Recurrent(), X, 1.0)
+
+
+def test_planning_leaves_buffers_that_uncaptured_code_has_written():
+    model = Cumulative()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    fxremat.compile(model, X, 1.0)
+    assert before
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 def test_numpy_in_the_forward_is_no_wrong_sample():

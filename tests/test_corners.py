@@ -27,7 +27,7 @@ def test_same_bits_within_the_budget(name: str):
 
 def refused(model: nn.Module, *sample: Tensor) -> str:
     with pytest.raises(CaptureError) as caught:
-        fxremat.compile(model, sample, "min", loss=torch.sum)
+        fxremat.compile(model, sample, "min", loss=torch.sum, fullgraph=True)
     return str(caught.value)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fxremat.passes.joint.digest import Digests, digest
-from fxremat.passes.joint.sizes import settle
+from fxremat.passes.joint.settle import settle
 from tests.harness import capture
 from tests.sized import capture_sized
 

@@ -100,3 +100,19 @@ def test_a_mask_for_every_layer_is_one_mask():
     masks = [node for node in step.joint.forward if "where" in str(node.target)]
     assert len(masks) == 1
     check_bits(step)
+
+
+class Positions(nn.Module):
+    """Positions, made twice and looked at in two ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * torch.arange(8.0).unsqueeze(0)).sin() * torch.arange(8.0).unsqueeze(1)
+
+
+def test_views_of_what_is_made_once_share_its_storage():
+    step = capture(Positions(), (torch.randn(8, 8, requires_grad=True),))
+    assert count(step, "arange") == 1
+    views = [n for n in step.joint.forward if "unsqueeze" in str(n.target)]
+    assert len(views) == 2
+    assert len(step.joint.storages.of([*views, views[0].args[0]])) == 1
+    check_bits(step)

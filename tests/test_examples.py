@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -45,3 +46,11 @@ def test_example(
     assert compare.tell(other, planned) == 1
     large = dataclasses.replace(planned, peak_bytes=planned.plan.budget_bytes + 1)
     assert compare.tell(plain, large) == 1
+
+
+def test_sharded_example() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run = [*launcher, "--nproc-per-node", "2", "-m", "examples.sharded", "--steps", "5"]
+    told = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("losses the same to the last bit") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import os
@@ -102,6 +103,25 @@ def test_where_there_is_room_one_plan_is_for_all():
         y.sum().backward()
     back(call)
     assert call.plans == (alone,) * len(call.plans)
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning")
+def test_a_plan_is_for_all_only_while_there_is_room():
+    """However little each call finds more than the call before."""
+    alone = fxremat.plan(model(), batch(), 1.0, loss=loss_of)
+    torch._dynamo.reset()
+    budget = alone.budget_bytes + 5 * alone.waiting_bytes // 2
+    call = fxremat.compile(model(), batch(), budget, loss=loss_of)
+
+    def wait(count: int) -> None:
+        call.zero_grad()
+        for y in [call(batch(seed)) for seed in range(count)]:
+            loss_of(y).backward()
+
+    for count in range(1, 5):
+        wait(count)  # more may be learned, and is warned of
+        assert fxremat.measure_step(call, functools.partial(wait, count)).peak_bytes <= budget
+    assert recomputes(call)
 
 
 def test_gradients_that_exist_are_counted_while_they_do():

@@ -24,6 +24,7 @@ from tests.fused import (
     Buffers,
     Images,
     Language,
+    MeanAlone,
     fused,
     run_fused,
     square,
@@ -113,19 +114,6 @@ def test_what_runs_once_is_in_no_unit_with_what_may_run_again():
     for node in readers:
         results = [n for n in node.users if n.name.startswith("getitem")] or [node]
         assert kept.issuperset(joint.storages.of(results))
-
-
-class MeanAlone(nn.Module):
-    """One of two results leads to a buffer alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        variance, mean = torch.var_mean(x.sin())
-        self.seen.copy_(variance + 1)
-        return x.sin() * mean
 
 
 def test_several_results_of_which_one_leads_to_a_buffer():

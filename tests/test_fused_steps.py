@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import fxremat
 from tests.models import ZOO
@@ -97,6 +99,29 @@ def test_dropout_draws_what_eager_draws():
     ours = [g.clone() for g in gradients_of(model, call, x, seed=3)]
     for a, b in zip(ours, gradients_of(model, model, x, seed=3), strict=True):
         torch.testing.assert_close(a, b)  # another mask would be far off
+
+
+class Spotted(nn.Module):
+    """Masks of images, which convolutions have with channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(self.norm(self.convolution(x)), 0.5).square().mean()
+
+
+def test_masks_and_statistics_of_images_of_any_batch_are_those_of_eager():
+    model, x = Spotted(), torch.randn(8, 3, 16, 16)
+    truth = copy.deepcopy(model)
+    call = fxremat.compile(model, x, "min", executor="inductor")
+    for batch in (8, 6, 3, 5):
+        ours = [g.clone() for g in gradients_of(model, call, x[:batch])]
+        for a, b in zip(ours, gradients_of(truth, truth, x[:batch]), strict=True):
+            torch.testing.assert_close(a, b)
+        for a, b in zip(model.buffers(), truth.buffers(), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_no_further_from_eager_in_float64_than_inductor():

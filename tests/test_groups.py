@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,14 +29,14 @@ class Graph:
         nodes: operations, in order.
         kinds: of them.
         nbytes: of their values.
-        once: what runs once.
+        parts: of those that are not of part 0.
         inputs: what is there before.
     """
 
     nodes: list[fx.Node]
     kinds: dict[fx.Node, Kind]
     nbytes: dict[fx.Node, int]
-    once: set[fx.Node]
+    parts: dict[fx.Node, int]
     inputs: list[fx.Node]
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
@@ -53,7 +54,7 @@ class Graph:
             self.sources,
             shared=shared,
             nbytes=lambda n: self.nbytes.get(n, 1),
-            once=self.once,
+            parts=self.parts,
         )
 
 
@@ -73,10 +74,10 @@ class Builder:
     def __init__(self, inputs: int) -> None:
         self.graph = fx.Graph()
         given_ = [self.graph.placeholder(f"x{i}") for i in range(inputs)]
-        self.made = Graph([], {}, {}, set(), given_)
+        self.made = Graph([], {}, {}, {}, given_)
         self.by_name = {n.name: n for n in given_}
 
-    def add(self, name: str, *sources: str, nbytes: int = 4, once: bool = False) -> None:
+    def add(self, name: str, *sources: str, nbytes: int = 4, part: int = 0) -> None:
         target = rng.draw if name.startswith("d") else aten.cat.default
         args = ([self.by_name[s] for s in sources],)
         node = self.graph.create_node("call_function", target, args, name=name)
@@ -85,8 +86,8 @@ class Builder:
         self.made.nodes.append(node)
         self.made.kinds[node] = KINDS[name[0]]
         self.made.nbytes[node] = nbytes
-        if once:
-            self.made.once.add(node)
+        if part:
+            self.made.parts[node] = part
 
 
 @st.composite
@@ -101,7 +102,9 @@ def graphs(draw: st.DrawFn) -> Graph:
             kind = "p"
         nbytes = draw(st.integers(1, 8))
         name = f"{kind}{i}"
-        builder.add(name, *sorted(sources), nbytes=nbytes, once=draw(st.integers(0, 4)) == 0)
+        builder.add(
+            name, *sorted(sources), nbytes=nbytes, part=draw(st.sampled_from((0, 0, 0, 0, 1, 2)))
+        )
         names.append(name)
     return builder.made
 
@@ -140,7 +143,7 @@ def test_all_that_fuses_is_in_one_group_with_its_like(graph: Graph, shared: bool
     assert set(members) == fused(graph)
     for own in groups:
         assert own == sorted(own, key=graph.nodes.index)
-        assert len({n in graph.once for n in own}) == 1
+        assert len({graph.parts.get(n, 0) for n in own}) == 1
         assert connected(own, graph)
 
 
@@ -204,11 +207,12 @@ def test_results_of_a_reduction_are_with_it_and_those_of_a_product_are_not():
     assert graph.groups() == [{"r1", "g1"}]
 
 
-def test_what_runs_once_is_never_with_what_does_not():
+@pytest.mark.parametrize("part", [1, 2])
+def test_parts_are_never_one_unit(part: int):
     builder = Builder(1)
     builder.add("p1", "x0")
-    builder.add("p2", "p1", once=True)
-    builder.add("p3", "p2", once=True)
+    builder.add("p2", "p1", part=part)
+    builder.add("p3", "p2", part=part)
     builder.add("p4", "p3", "p1")
     assert builder.made.groups(shared=lambda _node: False) == [{"p1"}, {"p2", "p3"}, {"p4"}]
 

@@ -131,6 +131,26 @@ def test_old_values_of_mutated_buffers_are_copied_if_they_are_read():
         assert not readers.intersection(joint.backward)
 
 
+class Long(nn.Module):
+    """What reads a buffer first leads to all that follows, each by two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - self.mean
+        self.mean.add_(1)
+        for _ in range(400):
+            y = y + y.sin()
+        return y
+
+
+def test_old_values_are_copied_however_much_is_computed_of_them():
+    joint = capture(Long(), (torch.randn(4, 4, requires_grad=True),)).joint
+    assert sum(is_old_value(joint, n) for n in joint.forward) == 1
+
+
 def test_new_values_come_before_the_models_outputs():
     step = capture(Counter(), (torch.randn(4, 4),))
     assert_bitwise_equal(run_traced(step).outputs[:2], [torch.full((4,), 2.0), torch.ones(())])

@@ -1,13 +1,13 @@
-"""What an operation is to a compiler of kernels, and what runs once."""
+"""What an operation is to a compiler of kernels."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from fxremat.passes.fuse.kinds import Kind, kinds_of, run_once
+from fxremat.passes.fuse.kinds import Kind, kinds_of
 from tests.fused import taken_apart
 from tests.harness import Captured
 
@@ -96,70 +96,3 @@ def test_a_copy_of_an_old_value_is_alone_and_any_other_is_not(mixed: Captured):
     old = {n: n.args[0] in mixed.joint.mutated for n in copies}
     assert sorted(old.values()) == [False, True]
     assert all((kinds[n] is Kind.ALONE) == old[n] for n in copies)
-
-
-def once_in(step: Captured) -> frozenset[fx.Node]:
-    return run_once(step.joint, kinds_of(step.joint))
-
-
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x).relu()
-
-
-def test_new_statistics_of_a_norm_run_once_and_the_norm_does_not():
-    step = taken_apart(Norm(), torch.randn(4, 8))
-    once = once_in(step)
-    new = set(step.joint.forward_outputs[: len(step.joint.mutated)])
-    assert len(new) == 3
-    assert new <= once
-    needed_again = {n for n in step.joint.forward if set(n.users).intersection(step.joint.backward)}
-    assert needed_again
-    assert not once & needed_again
-    for node in once - new:
-        assert once.issuperset(node.users)
-
-
-class ReadsBefore(nn.Module):
-    """Returns what it computes from the old value of a buffer, and goes on with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.ones(8))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        told = (self.seen * 3).exp()
-        self.seen.add_(1)
-        return told, (told * x).sin()
-
-
-def test_what_reads_an_old_value_runs_once_and_its_readers_do_not():
-    step = taken_apart(ReadsBefore(), torch.randn(8, requires_grad=True))
-    once = once_in(step)
-    assert {n.name for n in once} == {"mul", "exp", "add"}
-
-
-class MeanAlone(nn.Module):
-    """One of two results leads to a buffer alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        variance, mean = torch.var_mean(x.sin())
-        self.seen.copy_(variance + 1)
-        return x.sin() * mean
-
-
-def test_results_of_one_operation_are_never_apart():
-    step = taken_apart(MeanAlone(), torch.randn(8, requires_grad=True))
-    once = once_in(step)
-    for node in step.joint.forward:
-        if kinds_of(step.joint)[node] is Kind.VALUE:
-            assert (node in once) == (node.args[0] in once)
-    assert once

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from fxremat import torch_compat
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.joint.build import build_joint_graph
-from fxremat.passes.joint.sizes import settle
+from fxremat.passes.joint.settle import settle
 from fxremat.passes.stages.linearize import linearize
 from tests.fused import taken_apart
 from tests.harness import SEED, Captured, flatten, run_traced
@@ -118,6 +119,18 @@ def test_each_value_lies_as_the_graph_says(case: Any):
     theirs = run_traced(step)
     for ours, expected in zip(results, [*theirs.outputs, *theirs.gradients], strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+def test_what_is_drawn_is_drawn_for_what_lies_as_ever():
+    """Else it would be other numbers: they are drawn in the order of memory."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.Conv2d(8, 8, 3), nn.Sigmoid())
+    step = taken_apart(model, torch.randn(2, 3, 8, 8))
+    module = with_channels_last(step.traced)
+    (old,), (new,) = (
+        [n for n in m.graph.nodes if torch_compat.draws_random_numbers(n)]
+        for m in (step.traced, module)
+    )
+    assert strides(old.all_input_nodes) == strides(new.all_input_nodes)
 
 
 def test_stages_are_found_in_it(case: Any):

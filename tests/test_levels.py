@@ -59,11 +59,11 @@ def watched_forward(watcher: Watcher, told: Told) -> tuple[Step, list[Tensor]]:
     return step, kept
 
 
-def watched_backward(watcher: Watcher, *, gone: tuple[int, ...] = ()) -> None:
+def watched_backward(watcher: Watcher, step: Step, *, gone: tuple[int, ...] = ()) -> None:
     """70 KiB more."""
 
     def run() -> None:
-        watcher.back(gone=gone)
+        watcher.back(step, gone=gone)
         some(70)
 
     in_a_backward(run)
@@ -95,7 +95,7 @@ def test_each_phase_has_its_most():
     watcher, told = Watcher(), Told()
     step, kept = watched_forward(watcher, told)
     kept.append(some(30))
-    watched_backward(watcher)
+    watched_backward(watcher, step)
     after = some(500)  # when the backward has ended, it is no part of the step
     assert watcher.is_watching(step)
     watcher.end()
@@ -108,9 +108,9 @@ def test_each_phase_has_its_most():
 
 def test_what_was_there_before_and_goes_unseen_is_told():
     watcher, told = Watcher(), Told()
-    _step, kept = watched_forward(watcher, told)
+    step, kept = watched_forward(watcher, told)
     kept.append(some(30))
-    watched_backward(watcher, gone=(12 * KIB, 8 * KIB))
+    watched_backward(watcher, step, gone=(12 * KIB, 8 * KIB))
     watcher.end()
     (seen,) = told.seen
     assert EXPECTED.taken_bytes is not None
@@ -124,15 +124,15 @@ def test_what_was_there_before_and_goes_unseen_is_told():
 
 def test_what_an_earlier_watch_has_seen_made_goes_once():
     watcher, told = Watcher(), Told()
-    _step, kept = watched_forward(watcher, told)
+    step, kept = watched_forward(watcher, told)
     before = [some(20)]
-    watched_backward(watcher)
+    watched_backward(watcher, step)
     watcher.end()
     kept.clear()
-    _step, kept = watched_forward(watcher, told)
+    step, kept = watched_forward(watcher, told)
     before.clear()
     kept.append(some(30))
-    watched_backward(watcher, gone=(20 * KIB,))
+    watched_backward(watcher, step, gone=(20 * KIB,))
     watcher.end()
     assert EXPECTED.taken_bytes is not None
     less = replace(
@@ -190,9 +190,9 @@ def test_two_models_do_not_watch_at_once():
 
 def test_it_ends_when_the_graph_is_gone():
     watcher, told = Watcher(), Told()
-    _step, _kept = watched_forward(watcher, told)
+    step, _kept = watched_forward(watcher, told)
     graph = Step()
-    watcher.until_gone(graph)
+    watcher.until_gone(graph, step)
     assert not told.seen
     del graph
     assert len(told.seen) == 1
@@ -204,11 +204,11 @@ def test_it_ends_when_the_graph_is_gone():
 
 def test_a_graph_that_goes_late_ends_nobody_elses():
     watcher, told = Watcher(), Told()
-    watched_forward(watcher, told)
+    step, _kept = watched_forward(watcher, told)
     graph = Step()
-    watcher.until_gone(graph)
+    watcher.until_gone(graph, step)
     watcher.end()
-    watched_forward(watcher, told)
+    step, _kept = watched_forward(watcher, told)
     del graph
     assert len(told.seen) == 1
     watcher.end()
@@ -257,7 +257,7 @@ def test_other_threads_leave_it_alone():
     assert began == [False]
     assert watcher.is_watching(step)
     kept.append(some(30))
-    watched_backward(watcher)
+    watched_backward(watcher, step)
     watcher.end()
     assert not other.seen
     (seen,) = told.seen
@@ -489,3 +489,36 @@ def test_of_a_step_that_was_watched_nothing_stays():
     for _ in range(4):
         plainly(call)
     assert not torch.autograd._profiler_enabled()
+
+
+def test_each_call_of_a_step_is_told_its_own():
+    """Two calls, then their backwards in the opposite order, with something between all."""
+    watcher, first, second = Watcher(), Told(), Told()
+    one, kept = watched_forward(watcher, first)
+    kept.append(some(30))
+    assert watcher.join(second)
+    kept.append(some(7))
+    two = Step()
+    watcher.left(two)
+    kept.append(some(11))
+    some(13)
+
+    def backwards() -> None:
+        watcher.back(two)
+        some(70)
+        watcher.after(two)
+        some(17)
+        watcher.back(one)
+        some(40)
+
+    in_a_backward(backwards)
+    watcher.end()
+    (seen,), (other,) = first.seen, second.seen
+    assert nearly(seen, Levels(150 * KIB, 100 * KIB, (148 + 70) * KIB, 148 * KIB, (148 + 40) * KIB))
+    assert nearly(other, Levels(7 * KIB, 7 * KIB, 31 * KIB, 18 * KIB, 88 * KIB))
+    begins = seen.begin_bytes, other.begin_bytes
+    assert begins[0] == 0
+    assert abs(begins[1] - 130 * KIB) < KIB
+    assert abs(seen.after_bytes - 130 * KIB) < KIB
+    assert abs(other.after_bytes - 31 * KIB) < KIB
+    assert abs(other.before_bytes - 35 * KIB) < KIB

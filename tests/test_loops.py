@@ -25,6 +25,12 @@ MLP = (
 )  # fmt: skip
 """Loops that are always tried."""
 
+REGIONS = (
+    "tutorial", "accumulate", "two_forwards", "two_backwards_turned", "dropped_forward", "failing",
+    "evaluation", "second_thread", "parallel", "parallel_inside", "saved_on_cpu",
+)  # fmt: skip
+"""Those that are tried where each module of the model is captured by itself."""
+
 CONV = ("tutorial", "amp", "kept_forward")
 """With BatchNorm, too. A checkpoint around it stops the second forward early, before buffers are
 written: their statistics move once, not twice as in eager."""
@@ -62,6 +68,12 @@ def test_loops_keep_to_the_budget(name: str, quick_search: None):
     assert not faults
 
 
+@pytest.mark.parametrize("name", REGIONS)
+def test_loops_of_regions_keep_to_the_budget(name: str, quick_search: None):
+    faults = within(name, "mlp", 0.6, regions=True).faults
+    assert not faults
+
+
 @pytest.mark.parametrize("name", CONV)
 def test_loops_of_a_model_with_statistics(name: str, quick_search: None):
     faults = within(name, "conv", 0.6).faults
@@ -83,6 +95,17 @@ def test_loops_run_at_the_least_that_errors_ask_for(name: str, quick_search: Non
 )
 def test_every_loop_of_every_model_keeps_to_the_budget(name: str, subject: str, share: float):
     faults = within(name, subject, share).faults
+    assert not faults
+
+
+CAPTURED_ANEW = ("halved_batches",)
+"""Regions of sizes that come one after the other are planned for longer than a loop is taught."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, _ in cells("mlp") if n not in CAPTURED_ANEW])
+def test_every_loop_of_regions_keeps_to_the_budget(name: str):
+    faults = within(name, "mlp", 0.6, regions=True).faults
     assert not faults
 
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from fxremat import torch_compat
 from fxremat.passes.joint.position import Positions, locate
+from tests.fused import with_units
 from tests.harness import Captured, capture, captured
+from tests.sized import capture_sized
 
 models = pytest.mark.parametrize(
     "name", ["gpt", "tied", "outputs", "wavenet", "gru", "hf_t5", "densenet121", "autocast_inside"]
@@ -52,6 +54,22 @@ def test_no_backward_node_stands_above_what_it_reads(name: str):
         for source in node.all_input_nodes:
             if source in positions.backward:
                 assert positions.backward[node] <= positions.backward[source]
+
+
+def test_results_of_one_operation_stand_with_it():
+    """Even where it must wait for a value that the forward computes late."""
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.AdaptiveAvgPool2d(4)),
+        *(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(8, 4, 3), nn.AvgPool2d(2)),
+        *(nn.Flatten(), nn.LogSoftmax(-1)),
+    )
+    x = torch.randn(3, 3, 12, 12)
+    joint = with_units(capture_sized(model, (x,), dims=[(0, 2, 3)], apart=True)).joint
+    positions = locate(joint)
+    results = [n for n in joint.backward if n.target is operator.getitem]
+    assert results
+    for node in results:
+        assert positions.backward[node] == positions.backward[node.args[0]]
 
 
 def test_a_backward_node_stands_with_its_forward_operation():

@@ -1,94 +1,342 @@
-"""Within which stages operations may run as one."""
+"""A model that is captured in pieces: one budget for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate
+import copy
+import gc
+import linecache
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from fxremat.passes.fuse.kinds import Kind, kinds_of
-from fxremat.passes.fuse.regions import MUCH, NEAR, Region, regions_of
-from fxremat.passes.joint import rng
-from fxremat.passes.stages.linearize import Line
-from tests.harness import ask_input_gradients, capture
-from tests.models import ZOO
+import fxremat
+from examples.long_context import draw, loss_of, make_model
+from fxremat.errors import (
+    ArgumentError,
+    BudgetError,
+    BudgetWarning,
+    CaptureError,
+    GraphBreakWarning,
+)
+from tests.models.zoo import seeded
 
+LAYERS, ROWS, WIDTH = 12, 256, 64
 
-def zoo_line(name: str) -> Line:
-    entry = ZOO[name]
-    args, kwargs = entry.sample(0)
-    ask_input_gradients((args, kwargs))
-    with entry.context():
-        return capture(entry.build(), args, kwargs, apart=True).line
+LEARNED = 3
+"""Steps after which plans are chosen together: captured, watched, planned."""
 
-
-LINES: dict[str, Callable[[], Line]] = {
-    "unet": lambda: zoo_line("unet"),
-    "gpt_logits": lambda: zoo_line("gpt_logits"),
-    "siamese": lambda: zoo_line("siamese"),
-    "tied": lambda: zoo_line("tied"),
-}
+WHOLE = 100 << 20
+"""More than a step takes."""
 
 
-@pytest.fixture(scope="module", params=LINES)
-def line(request: pytest.FixtureRequest) -> Line:
-    return LINES[request.param]()
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
-def begins(line: Line, regions: list[Region]) -> list[int]:
-    """The stages that regions begin before."""
-    counts = list(accumulate((len(s.forward) for s in line.stages), initial=0))
-    assert sum(len(r.forward) for r in regions) == counts[-1]
-    starts = accumulate((len(r.forward) for r in regions), initial=0)
-    return [counts.index(start) for start in starts][:-1]
+class Model(nn.Module):
+    """Layers, and what comes between some of them.
+
+    Args:
+        code: of the forward, where it is none that loops over the layers.
+    """
+
+    def __init__(self, code: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 8)
+        self.code = code
+        names: dict[str, Any] = {"torch": torch}
+        if code:
+            exec(compile(code, BROKEN, "exec"), names)
+        self.body: Callable[[Any, Tensor], Tensor] = names.get("body", looping)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.layers, x)).square().mean()
 
 
-def test_regions_are_runs_of_stages(line: Line):
-    kinds = kinds_of(line.joint)
-    regions = regions_of(line, kinds)
-    forward = [n for region in regions for n in region.forward]
-    assert set(forward) == {n for stage in line.stages for n in stage.forward}
-    assert len(forward) == len(set(forward))
-    backward = [n for region in regions for n in region.backward]
-    assert len(backward) == len(set(backward))
-    assert set(backward) == set(line.joint.backward) - set(line.sums)
-    for region in regions:
-        for nodes in (region.forward, region.backward):
-            assert list(nodes) == sorted(nodes, key=line.order.__getitem__)
-    stages = {n: i for i, region in enumerate(regions) for n in region.forward}
-    of_stage = [{stages[n] for n in stage.forward} for stage in line.stages]
-    assert all(len(found) <= 1 for found in of_stage)
-    for region, after in zip(regions, begins(line, regions)[1:], strict=False):
-        assert region.leaving == line.stages[after].boundary
-    assert regions[-1].leaving == ()
+BROKEN = "broken model"
+"""Stands for the file of a forward that is made up."""
 
 
-def test_branches_and_the_turn_are_never_in_one_with_others(line: Line):
-    regions = regions_of(line, kinds_of(line.joint))
-    starts = begins(line, regions)
-    assert set(line.segments.ends) <= set(starts)
-    if line.ends_at_turn:
-        assert regions[-1].forward == ()
+def looping(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
-def test_of_cuts_between_two_products_at_most_the_least_crossed_is_left(line: Line):
-    kinds = kinds_of(line.joint)
-    starts = begins(line, regions_of(line, kinds))
-    fixed = {*line.segments.ends, len(line.stages) - 1 if line.ends_at_turn else 0, 0}
-    table = line.joint.storages
-    alone = 0
-    runs: dict[int, list[int]] = {}
-    for index in range(1, len(line.stages)):
-        nodes = line.stages[index - 1].forward
-        alone += sum(kinds[n] is Kind.ALONE and not rng.is_state(n) for n in nodes)
-        runs.setdefault(alone, []).append(index)
-    crossing = [table.total(table.of(stage.boundary)) for stage in line.stages]
-    least = {run: min(crossing[i] for i in own) for run, own in runs.items()}
-    for run, own in runs.items():
-        left = [i for i in own if i in starts and i not in fixed]
-        assert len(left) <= 1
-        assert all(crossing[i] == least[run] for i in left)
-        if not fixed.intersection(own):
-            near = min(least[i] for i in least if abs(i - run) <= NEAR)
-            assert len(left) == (least[run] <= MUCH * near)
+def looping_with_breaks(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        torch._dynamo.graph_break()
+        x = layer(x)
+    return x
+
+
+def broken(places: Sequence[int]) -> str:
+    """Code that breaks the graph before some layers."""
+    lines = ["def body(layers, x):"]
+    for place in range(LAYERS):
+        lines += ["    torch._dynamo.graph_break()"] if place in places else []
+        lines.append(f"    x = layers[{place}](x)")
+    return "\n".join([*lines, "    return x"]) + "\n"
+
+
+BREAKS = {1: (6,), 4: (2, 4, 7, 10), 12: tuple(range(LAYERS))}
+
+
+@pytest.fixture(autouse=True)
+def _captured_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    linecache.cache.pop(BROKEN, None)
+    gc.collect()
+
+
+def made(code: str = "") -> tuple[Model, Tensor]:
+    with seeded(0):
+        return Model(code), torch.randn(ROWS, WIDTH)
+
+
+def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Of a step whose masks are always the same ones."""
+    model.zero_grad(set_to_none=True)
+    with seeded(1):
+        call(x).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def peak_of(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        call(x).backward()
+
+    model.zero_grad(set_to_none=True)
+    return fxremat.measure_step(model, step).peak_bytes
+
+
+def taught(
+    model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor
+) -> list[warnings.WarningMessage]:
+    """Steps until plans are chosen together; the warnings of the one after."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)  # of the first ones
+        for _ in range(LEARNED):
+            gradients(model, call, x)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            gradients(model, call, x)
+    return told
+
+
+def whole() -> tuple[list[Tensor], int, int]:
+    """Gradients of the model captured as one, its peak with all kept and its least budget."""
+    model, x = made()
+    compiled = fxremat.compile(model, x, WHOLE, loss=lambda out: out)
+    found = gradients(model, compiled, x)
+    torch._dynamo.reset()
+    return found, compiled.plan.baseline_peak_bytes, compiled.plan.least_budget_bytes
+
+
+@pytest.mark.parametrize("count", BREAKS)
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_breaks_keep_to_the_budget_with_the_same_bits(count: int, share: float) -> None:
+    expected, full_bytes, least_bytes = whole()
+    budget = least_bytes + int(share * (full_bytes - least_bytes))
+    model, x = made(broken(BREAKS[count]))
+    compiled = fxremat.compile(model, x, budget)
+    first = gradients(model, compiled, x)
+    told = taught(model, compiled, x)
+    assert all(map(torch.equal, first, expected))
+    assert all(map(torch.equal, gradients(model, compiled, x), expected))
+    assert 0.9 * budget < peak_of(model, compiled, x) <= budget
+    (warned,) = told
+    assert warned.category is GraphBreakWarning
+    _, *lines = str(warned.message).splitlines()
+    assert sum(f"{BROKEN}:" in line for line in lines) == len(set(BREAKS[count]) - {0})
+
+
+def test_a_loop_that_breaks_is_planned_layer_by_layer() -> None:
+    expected, full_bytes, _ = whole()
+    model, x = made()
+
+    model.body = looping_with_breaks
+    budget = int(0.6 * full_bytes)
+    compiled = fxremat.compile(model, x, budget)
+    taught(model, compiled, x)
+    assert all(map(torch.equal, gradients(model, compiled, x), expected))
+    assert peak_of(model, compiled, x) <= budget
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, "min"])
+def test_named_modules_are_captured_once_for_all_that_are_alike(budget: float | str) -> None:
+    expected, full_bytes, _ = whole()
+    model, x = made()
+    names = [f"layers.{place}" for place in range(LAYERS)]
+    compiled = fxremat.compile(model, x, budget, regions=names)
+    told = taught(model, compiled, x)
+    assert not told  # it was asked for
+    assert len({plan.origin.operations for plan in compiled.plans if plan.origin}) <= 3
+    assert all(map(torch.equal, gradients(model, compiled, x), expected))
+    peak = peak_of(model, compiled, x)
+    assert peak <= compiled.plan.budget_bytes
+    if isinstance(budget, float):
+        assert abs(compiled.plan.budget_bytes / (budget * full_bytes) - 1) < 0.02
+
+
+def test_a_budget_below_the_least_tells_what_would_do() -> None:
+    model, x = made(broken((6,)))
+    compiled = fxremat.compile(model, x, 1 << 20)
+    with pytest.raises(BudgetError) as caught, warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        for _ in range(LEARNED):
+            gradients(model, compiled, x)
+    least_bytes = caught.value.least_budget_bytes
+    assert least_bytes is not None
+    torch._dynamo.reset()
+    model, x = made(broken((6,)))
+    compiled = fxremat.compile(model, x, least_bytes)
+    taught(model, compiled, x)
+    assert peak_of(model, compiled, x) <= least_bytes
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_graphs_of_one_backend_share_its_budget(loops: bool) -> None:
+    expected, full_bytes, _ = whole()
+    model, x = made(broken((3, 8)))
+    if loops:
+        model.body = looping_with_breaks
+    options = {"budget": int(0.6 * full_bytes)}
+    compiled = torch.compile(model, backend="fxremat", options=options)
+    taught(model, compiled, x)
+    assert all(map(torch.equal, gradients(model, compiled, x), expected))
+    assert peak_of(model, compiled, x) <= options["budget"]
+
+
+def test_what_needs_one_graph_says_so() -> None:
+    model, x = made(broken((6,)))
+    with pytest.raises(CaptureError, match="one graph"):
+        fxremat.compile(model, x, 1.0, fullgraph=True)
+    with pytest.raises(CaptureError, match="one graph"):
+        fxremat.plan(model, x, 1.0)
+    with pytest.raises(CaptureError, match="offload="):
+        fxremat.compile(model, x, 1.0, offload="auto")
+    plain, _ = made()
+    plan = fxremat.plan(plain, x, 1.0)
+    with pytest.raises(CaptureError, match="plan="):
+        fxremat.compile(model, x, plan=plan)
+
+
+@pytest.mark.parametrize(
+    "regions", ["layers.0", [0], ["layers.99"], 7], ids=["text", "numbers", "unknown", "number"]
+)
+def test_names_that_are_none_are_refused(regions: Any) -> None:
+    model, x = made()
+    with pytest.raises(ArgumentError, match="regions"):
+        fxremat.compile(model, x, 1.0, regions=regions)
+
+
+def test_names_beside_one_graph_are_refused() -> None:
+    model, x = made()
+    with pytest.raises(ArgumentError, match="regions"):
+        fxremat.compile(model, x, 1.0, regions=["layers.0"], fullgraph=True)
+    with pytest.raises(ArgumentError, match="regions"):
+        fxremat.plan(model, x, 1.0, regions=["layers.0"])
+
+
+def test_optimizers_that_come_later_leave_less_for_regions() -> None:
+    """Their state is there from some step on: plans are chosen again."""
+    model, x = made()
+    names = [f"layers.{place}" for place in range(LAYERS)]
+    compiled = fxremat.compile(model, x, 8 << 20, regions=names)
+    taught(model, compiled, x)
+    before = peak_of(model, compiled, x)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    optimizer.step()
+    optimizer.zero_grad()
+    state_bytes = sum(value.nbytes for own in optimizer.state.values() for value in own.values())
+    for _ in range(2):
+        gradients(model, compiled, x)
+    after = peak_of(model, compiled, x)
+    assert before <= 8 << 20
+    assert after + state_bytes <= 8 << 20
+    assert after < before
+
+
+def test_a_call_that_raises_ends_its_step() -> None:
+    expected, full_bytes, _ = whole()
+    model, x = made()
+    names = [f"layers.{place}" for place in range(LAYERS)]
+    budget = int(0.6 * full_bytes)
+    compiled = fxremat.compile(model, x, budget, regions=names)
+    taught(model, compiled, x)
+    handle = model.layers[7].register_forward_pre_hook(lambda *_: 1 / 0)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            compiled(x)
+    handle.remove()
+    taught(model, compiled, x)
+    assert all(map(torch.equal, gradients(model, compiled, x), expected))
+    assert peak_of(model, compiled, x) <= budget
+
+
+def test_copies_are_captured_in_pieces_too() -> None:
+    expected, full_bytes, _ = whole()
+    model, x = made(broken((6,)))
+    budget = int(0.7 * full_bytes)
+    compiled = fxremat.compile(model, x, budget)
+    taught(model, compiled, x)
+    copied = copy.deepcopy(compiled)
+    taught(copied, copied, x)
+    assert all(map(torch.equal, gradients(copied, copied, x), expected))
+    assert peak_of(copied, copied, x) <= budget
+
+
+def test_inductors_kernels_in_pieces() -> None:
+    model, x = made()
+    names = [f"layers.{place}" for place in range(LAYERS)]
+    found = []
+    for budget in (1.0, 0.75):
+        torch._dynamo.reset()
+        compiled = fxremat.compile(model, x, budget, regions=names, executor="inductor")
+        taught(model, compiled, x)
+        found.append(gradients(model, compiled, x))
+        assert peak_of(model, compiled, x) <= compiled.plan.budget_bytes
+    assert all(map(torch.equal, *found))
+
+
+def test_layers_of_a_llama_of_transformers() -> None:
+    """What leads to them and from them, graphs without gradients among it, is captured as well."""
+    batch = draw(64, 0)
+
+    def stepping(**options: Any) -> tuple[nn.Module, Callable[[], None], fxremat.CompiledModule]:
+        torch._dynamo.reset()
+        model = make_model()
+        compiled = fxremat.compile(model, batch, 1.0, loss=loss_of, **options)
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            loss_of(compiled(**batch)).backward()
+
+        for _ in range(LEARNED + 2):
+            step()
+        return model, step, compiled
+
+    alone, _, _ = stepping()
+    regions = [f"model.layers.{place}" for place in range(4)]
+    model, step, compiled = stepping(regions=regions)
+    pairs = zip(alone.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+    model.zero_grad(set_to_none=True)
+    assert fxremat.measure_step(model, step).peak_bytes <= compiled.plan.budget_bytes

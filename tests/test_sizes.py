@@ -1,168 +1,21 @@
-"""One symbolic capture stands for every size: its graphs, its bytes, and what is refused."""
+"""Numbers that follow the sizes of a step."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import random
 
-import pytest
 import torch
-from torch import nn
 
-from fxremat.errors import CaptureError
-from fxremat.passes.emit.program import keep_all
-from fxremat.passes.emit.rewrite import BlockModules
-from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.sizes import (
+    Scale,
     Size,
     Sizes,
-    layouts_of,
+    evaluated,
+    names_in,
     number_at,
     product,
-    settle,
 )
-from fxremat.passes.joint.storage import build_storage_table
-from tests.harness import capture, captured, periodic, random_schedule, run_traced
-from tests.models.bits import assert_bitwise_equal
-from tests.sized import AtSize, capture_sized, static, symbolic
-
-HINTS = {"gpt": (3, 24), "hf_llama": (3, 24), "resnet50": (3,), "unet": (3, 32, 64)}
-OTHERS = {
-    "gpt": [(2, 64), (5, 17), (7, 2)],
-    "hf_llama": [(2, 64), (5, 17)],
-    "resnet50": [(2,), (5,)],
-    "unet": [(2, 64, 32), (4, 64, 64)],
-}
-SLOW = [("resnet50", (5,)), ("unet", (4, 64, 64))]
-EVERY = [
-    pytest.param(name, sizes, marks=[pytest.mark.slow] if (name, sizes) in SLOW else [])
-    for name, own in OTHERS.items()
-    for sizes in (HINTS[name], *own)
-]
-
-models = pytest.mark.parametrize(("name", "sizes"), EVERY, ids=str)
-
-
-@models
-def test_emitted_graphs_compute_what_the_step_of_that_size_does(name: str, sizes: tuple[int, ...]):
-    step, alone = symbolic(name, HINTS[name]), static(name, sizes)
-    at = AtSize.of(step, alone)
-    truth = run_traced(alone)
-    modules = BlockModules()
-    count = len(step.line.stages)
-    drawn = random.Random(str(sizes)).randrange(100)
-    for schedule in (keep_all(count), periodic(count, 2), random_schedule(count, drawn)):
-        ran = at.run(step.program(schedule), modules)
-        assert_bitwise_equal(ran.outputs, truth.outputs)
-        assert_bitwise_equal(ran.gradients, truth.gradients)
-        assert torch.equal(ran.generator, truth.generator)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"), [x for x in EVERY if x.values[0] != "hf_llama"], ids=str
-)
-def test_storages_are_as_large_as_those_of_the_step_of_that_size(name: str, sizes: tuple[int, ...]):
-    # A Llama that is traced without symbols has two operations less, which only copy.
-    step, alone = symbolic(name, HINTS[name]), static(name, sizes)
-    values = AtSize.of(step, alone).values
-    settled, sizes_of_step = settle(step.traced)
-    table = build_storage_table(settled.graph)
-    found = sizes_of_step.formulas(table.asked_bytes)(values)
-    assert tuple(found.tolist()) == build_storage_table(alone.traced.graph).nbytes
-
-
-def test_a_static_graph_is_settled_already():
-    traced = captured("gpt").traced
-    settled, sizes = settle(traced)
-    assert settled is traced
-    assert not sizes
-    assert sizes == Sizes() == captured("gpt").joint.sizes
-
-
-def test_settling_leaves_numbers_only():
-    step = symbolic("gpt", HINTS["gpt"])
-    before = str(step.traced.graph)
-    settled, sizes = settle(step.traced)
-    assert str(step.traced.graph) == before
-    assert sizes.hints == tuple(x for _ in range(2) for x in HINTS["gpt"])
-    for node in settled.graph.nodes:
-        value = node.meta.get("val")
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            assert not isinstance(item, torch.SymInt)
-        for layout in layouts_of(node) if node.op == "call_function" else ():
-            assert all(isinstance(n, int) for n in layout.numbers)
-    assert step.joint.sizes.values(step.primals) == sizes.hints
-
-
-class _Alike(nn.Module):
-    """Where a batch is 4, both masks have 16 elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        one = torch.ones(x.shape[0] * 4)
-        two = torch.ones(x.shape[0] + 12)
-        return (x.sum() * self.scale) * one, (x.mean() * self.scale) * two
-
-
-def test_expressions_that_agree_at_the_capture_are_not_taken_for_one():
-    model = _Alike()
-    step = capture_sized(model, (torch.randn(4, 3),), dims=[(0,)])
-    for batch in (4, 5, 9):
-        alone = capture(model, (torch.randn(batch, 3),))
-        ran = AtSize.of(step, alone).run(step.program(keep_all(len(step.line.stages))))
-        truth = run_traced(alone)
-        assert_bitwise_equal(ran.outputs, truth.outputs)
-        assert_bitwise_equal(ran.gradients, truth.gradients)
-
-
-class _TellsSize(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x * self.scale, x.shape[0] * 2 + x.shape[1]
-
-
-def test_a_size_that_is_returned_is_that_of_the_call():
-    model = _TellsSize()
-    step = capture_sized(model, (torch.randn(4, 3),), dims=[(0, 1)])
-    assert any(isinstance(x, Size) for x in step.joint.forward_outputs)
-    alone = capture(model, (torch.randn(6, 5),))
-    ran = AtSize.of(step, alone).run(step.program(keep_all(len(step.line.stages))))
-    assert [x for x in ran.outputs if isinstance(x, int)] == [17]
-
-
-class _Divides(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x * self.scale * (3.0 / x.shape[0])
-
-
-def test_a_fraction_of_a_size_is_that_of_the_call():
-    model = _Divides()
-    step = capture_sized(model, (torch.randn(4, 3),), dims=[(0,)])
-    for batch in (4, 7, 11):
-        alone = capture(model, (torch.randn(batch, 3),))
-        ran = AtSize.of(step, alone).run(step.program(keep_all(len(step.line.stages))))
-        truth = run_traced(alone)
-        assert_bitwise_equal(ran.outputs, truth.outputs)
-        assert_bitwise_equal(ran.gradients, truth.gradients)
-
-
-def test_a_graph_with_symbols_must_be_settled():
-    step = symbolic("gpt", HINTS["gpt"])
-    with pytest.raises(CaptureError, match="symbols"):
-        build_joint_graph(
-            step.traced, forward_output_count=step.output_count, mutated_primals=step.mutated
-        )
 
 
 def test_sizes_are_equal_if_their_expressions_are():
@@ -182,6 +35,16 @@ def test_sizes_are_equal_if_their_expressions_are():
     for copied in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
         assert copied == both
         assert int(copied) == 48
+
+
+def test_a_scale_is_computed_in_its_order():
+    names = {"SIZE0": 3}
+    one = Scale(0.1 / 3 * 7, "((0.1 / SIZE0) * 7)", names)
+    assert evaluated(one, {"SIZE0": 11}) == 0.1 / 11 * 7
+    assert names_in([one]) == names
+    assert one != Scale(0.1 / 3 * 7, "(0.1 / (SIZE0 / 7))", names)
+    for copied in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert (copied, float(copied), copied.names) == (one, float(one), names)
 
 
 def test_formulas_evaluate_each_number_where_it_stands():

@@ -11,7 +11,7 @@ from fxremat.passes.fuse.kinds import Kind, kinds_of
 from fxremat.passes.fuse.twice import computed_twice
 from fxremat.passes.joint.build import rebuilt
 from fxremat.passes.joint.graph import JointGraph
-from tests.fused import STEPS, WIDTH, run_fused, taken_apart
+from tests.fused import STEPS, WIDTH, fused, run_fused, taken_apart
 from tests.harness import Captured, run_traced
 from tests.models.bits import assert_bitwise_equal
 
@@ -72,3 +72,21 @@ def test_a_backward_is_not_given_an_activation():
 
     activation_bytes = 64 * 4 * WIDTH * 4
     assert saved_bytes(step.joint) - saved_bytes(joint) == activation_bytes
+
+
+class Long(nn.Module):
+    """All that a product's backward reads is computed of one value, each by two ways."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x @ y
+        for _ in range(200):
+            x = x + x.sin()
+        return x @ y
+
+
+def test_long_chains_take_no_time_to_look_through():
+    step = taken_apart(Long(), *(torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2)))
+    module, _ = twice_in(step)
+    theirs = run_traced(step)
+    for own in (module, fused(step)):
+        assert_bitwise_equal(run_fused(step, own).gradients, theirs.gradients)

@@ -315,7 +315,7 @@ def _operations_of(model: nn.Module, *inputs: Tensor) -> set[str]:
         inference_compiler=note,
         partition=default_partition,
     )
-    torch_compat.compile_whole(model, backend, dynamic=False)(
+    torch_compat.compile_function(model, backend, whole=True, dynamic=False)(
         *inputs
     ).float().square().sum().backward()
     return {name.removeprefix("aten.").removesuffix(".default") for name in found}

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.calls import call_s
-from fxremat.costs.execute import BLOCK_S, NodeKeys, Operations, compile_block, least_s
+from fxremat.costs.execute import (
+    BLOCK_S,
+    NodeKeys,
+    Operations,
+    compile_block,
+    least_s,
+    undisturbed,
+)
 from fxremat.costs.measure import KernelClock
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.workspaces import library_workspaces
@@ -152,8 +158,7 @@ def measure_line(
     library_workspaces(line.joint.device)  # or the first product would be charged with them
     walk = _Walk(line, blocks, Synthesizer(line.joint, real), cache)
     stages = []
-    devices = sorted({t.device.index or 0 for t in real.values() if t.device.type == "cuda"})
-    with torch_compat.real_execution(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with undisturbed(line.joint.device):
         for index in range(len(line.stages)):
             progress("measuring", index, len(line.stages))
             stages.append(walk.stage(index))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,14 @@ def _are_enough(seconds: Sequence[float], enough_s: float) -> bool:
     if count < LEAST_RUNS or (count < MOST_RUNS and count * seconds[0] < enough_s):
         return False
     return count >= DOUBTFUL_RUNS or seconds[1] <= AGREE * seconds[0]
+
+
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Operations run for real, and leave no trace: random generators are as before."""
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch_compat.real_execution(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+        yield
 
 
 class NodeKeys:

@@ -1,7 +1,8 @@
-"""Workspaces that no law tells of: those of convolutions, measured at each size.
+"""Workspaces that no law tells of, measured at each size.
 
 A library chooses a convolution's algorithm by its sizes, and one that takes no workspace for a
-batch of 8 may take one for 16 (oneDNN does, cuDNN does). So each distinct convolution of a step is
+batch of 8 may take one for 16 (oneDNN does, cuDNN does). Kernels that a compiler makes for all
+sizes hold other buffers than those that it made for one. So each distinct operation of these is
 run once at a new size, alone, with nothing of the step beside it.
 """
 
@@ -12,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
-from fxremat.costs.execute import NodeKeys, Operations
+from fxremat.costs.execute import NodeKeys, Operations, undisturbed
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.ir import RecordedCosts
+from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.block import Block, Mode
 from fxremat.passes.stages.linearize import Line
@@ -25,12 +26,16 @@ from fxremat.passes.stages.resize import resize
 aten = torch.ops.aten
 
 
-def with_convolutions(
+_TARGETS = (aten.convolution.default, aten.convolution_backward.default)
+
+
+def with_workspaces(
     costs: RecordedCosts, line: Line, values: Values, cache: CostCache
 ) -> RecordedCosts:
-    """``costs`` with the workspaces that convolutions really take; the same where there are none.
+    """``costs`` with the workspaces that convolutions and units really take.
 
-    It takes about as long as all distinct convolutions of the step together.
+    It takes about as long as all that are distinct together, and as making kernels for units at
+    their first other size; where there are none, it is ``costs``.
 
     Args:
         costs: of ``line`` at sizes ``values``.
@@ -38,39 +43,49 @@ def with_convolutions(
         values: the sizes.
         cache: measurements; new ones are added, known ones are not made again.
 
+    Ensures: the random generators are as before.
+
     Raises:
-        CostError: a convolution cannot be run.
+        CostError: one of them cannot be run.
     """
-    if not _convolutions(line):
+    if not any(map(_is_lawless, line.joint.module.graph.nodes)):
         return costs
     at = resize(line, values)
-    nodes, convolutions = tuple(at.joint.module.graph.nodes), _convolutions(at)
-    synthesizer, keys = Synthesizer(at.joint, {}), NodeKeys()
-    operations = Operations(cache, device=at.joint.device, keys=keys)
-    found = []
-    with torch_compat.real_execution(), torch.no_grad():
-        for index, mode, nbytes in costs.workspace_bytes:
-            node = nodes[index]
-            if node in convolutions:
-                block = _alone(node, Mode(mode), at)
-                if keys(node, block) not in cache.workspace_bytes:
-                    operations.run(block, synthesizer.of(block.inputs))
-                nbytes = cache.workspace_bytes[keys(node, block)]
-            found.append((index, mode, nbytes))
-    return replace(costs, workspace_bytes=tuple(found))
+    nodes = tuple(at.joint.module.graph.nodes)
+    runs = _Alone(at, cache)
+    with undisturbed(at.joint.device):
+        found = tuple(
+            (index, mode, runs.workspace_bytes(nodes[index], Mode(mode)))
+            if _is_lawless(nodes[index])
+            else (index, mode, nbytes)
+            for index, mode, nbytes in costs.workspace_bytes
+        )
+    return replace(costs, workspace_bytes=found)
 
 
-def _convolutions(line: Line) -> frozenset[fx.Node]:
-    graph = line.joint.module.graph
-    found = (graph.find_nodes(op="call_function", target=target) for target in _TARGETS)
-    return frozenset(node for nodes in found for node in nodes)
+def _is_lawless(node: fx.Node) -> bool:
+    return node.target in _TARGETS or isinstance(node.target, Unit)
 
 
-_TARGETS = (aten.convolution.default, aten.convolution_backward.default)
+class _Alone:
+    """Runs operations of a line one by one."""
 
+    def __init__(self, line: Line, cache: CostCache) -> None:
+        self._line, self._cache = line, cache
+        self._inputs = Synthesizer(line.joint, {})
+        self._keys = NodeKeys()
 
-def _alone(node: fx.Node, mode: Mode, line: Line) -> Block:
-    """A block of one operation."""
-    inputs = tuple(node.all_input_nodes)
-    reads = line.joint.storages.of(inputs)
-    return Block(line.stage_of[node], mode, (node,), inputs, (), reads)
+    def workspace_bytes(self, node: fx.Node, mode: Mode) -> int:
+        """What ``node`` takes, measured if nobody has."""
+        inputs = tuple(node.all_input_nodes)
+        reads = self._line.joint.storages.of(inputs)
+        block = Block(self._line.stage_of[node], mode, (node,), inputs, (), reads)
+        key = self._keys(node, block)
+        if key not in self._cache.workspace_bytes:
+            values = self._inputs.of(inputs)
+            # Where kernels are made for a unit, that takes memory once.
+            caches = [CostCache()] if isinstance(node.target, Unit) else []
+            for cache in (*caches, self._cache):
+                device = self._line.joint.device
+                Operations(cache, device=device, keys=self._keys).run(block, values)
+        return self._cache.workspace_bytes[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast, get_args
@@ -54,6 +54,8 @@ class Arguments:
         executor: who makes the kernels.
         dynamic: whether sizes are captured as symbols; ``None``: from the second on.
         kept: a plan to follow, which keeps to the budget.
+        fullgraph: what breaks the graph is refused.
+        regions: names of modules that are captured each by itself.
     """
 
     budget: Budget
@@ -68,6 +70,8 @@ class Arguments:
     executor: Executor = "eager"
     dynamic: bool | None = None
     kept: Plan | None = None
+    fullgraph: bool = False
+    regions: tuple[str, ...] = ()
 
     @staticmethod
     def read(
@@ -86,6 +90,8 @@ class Arguments:
         executor: Executor = "eager",
         dynamic: bool | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
+        fullgraph: bool = False,
+        regions: Iterable[str] = (),
     ) -> Arguments:
         """Check all arguments but the model and the sample; nothing is changed.
 
@@ -108,10 +114,26 @@ class Arguments:
             executor=_read_executor(executor),
             dynamic=None if dynamic is None else _read_bool("dynamic", dynamic),
             kept=kept,
+            fullgraph=_read_bool("fullgraph", fullgraph),
+            regions=_read_names("regions", regions),
         )
+        if arguments.fullgraph and arguments.regions:
+            _refuse("regions", regions, "() with fullgraph=True, which captures all as one graph")
         if arguments.drop_unused and loss is None:
             _refuse("drop_unused", drop_unused, "False without loss=, which says what is used")
         return arguments
+
+    def modules(self, model: nn.Module) -> list[nn.Module]:
+        """Those of ``model`` that are captured each by itself.
+
+        Raises:
+            ArgumentError: it has none of such a name.
+        """
+        known = dict(model.named_modules(remove_duplicate=False))
+        for name in self.regions:
+            if name not in known:
+                _refuse("regions", self.regions, f"names of its modules: there is no {name!r}")
+        return [known[name] for name in self.regions]
 
     @staticmethod
     def read_options(options: Mapping[str, Any] | None) -> Arguments:
@@ -227,6 +249,13 @@ def _read_optimizer(value: object) -> Optimizer | None:
     if not (isinstance(value, type) and issubclass(value, torch.optim.Optimizer)):
         _refuse("optimizer", value, "an optimizer of torch.optim, its class, or None")
     return value
+
+
+def _read_names(argument: str, value: object) -> tuple[str, ...]:
+    names = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [None]
+    if not all(isinstance(name, str) for name in names):
+        _refuse(argument, value, "names of modules, as model.named_modules() has them")
+    return tuple(cast(list[str], names))
 
 
 def _read_loss(value: object) -> Loss | None:

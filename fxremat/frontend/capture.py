@@ -13,11 +13,12 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.costs.calls import call_s
 from fxremat.costs.cost import Progress
-from fxremat.errors import BackwardError
+from fxremat.errors import BackwardError, CaptureError
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.family import Compiled, Family
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.regions import Regions
 from fxremat.frontend.store import Store
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
@@ -34,7 +35,7 @@ class PlannedOnly(BaseException):
     """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class StepCompiler:
     """Plans each graph that Dynamo captures, all for one budget.
 
@@ -49,6 +50,8 @@ class StepCompiler:
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan.
         fused: operations run as units that Inductor compiles.
+        whole: the model is one graph.
+        asked_by: whoever asked for it, which stays as long as it does.
         overhead_s: what a step takes beside its calls, once that is known.
         kept: a plan that the first graph follows.
         store: costs and plans that other processes have found.
@@ -56,6 +59,7 @@ class StepCompiler:
         watcher: of what new plans really take.
         on_new: is told of each new plan.
         optimizers: that step the model.
+        regions: graphs that one step runs, where it runs several.
         planning: one thread at a time plans: evaluators of one step share their room.
     """
 
@@ -70,6 +74,8 @@ class StepCompiler:
     host: HostMemory | None = None
     exact: bool = True
     fused: bool = False
+    whole: bool = False
+    asked_by: object = None
     overhead_s: float = 0.0
     kept: Plan | None = None
     store: Store = field(default_factory=lambda: Store(None))
@@ -78,10 +84,18 @@ class StepCompiler:
     on_new: Callable[[Compiled], None] | None = None
     planning: threading.RLock = field(default_factory=threading.RLock)
     optimizers: Optimizers = field(init=False)
+    regions: Regions = field(init=False)
 
     def __post_init__(self) -> None:
         told = sum(self.caller.held_bytes)
         self.optimizers = Optimizers(lambda: self.budget.nbytes, told_bytes=told)
+        self.regions = Regions(self.watcher, lambda: self.budget, self._settle_budget)
+
+    def _settle_budget(self, budget: Budget) -> None:
+        """The budget means so many bytes from now on."""
+        self.budget = budget
+        for family in self.families:
+            family.planner.budget = budget
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -114,14 +128,24 @@ class StepCompiler:
             CaptureError: a CUDA graph is being captured.
         """
         cuda_graph.refuse_planning()
-        self.watcher.end()
+        broken = None if self.whole else torch_compat.break_of(module)
+        if broken is None and not self.regions.called and any(self.in_flight):
+            broken = "another graph of the same step is captured before"
+        if broken is not None:
+            self._refuse_parts(broken)
+            self.regions.several = True
+        if not self.regions.several:
+            self.watcher.end()
         call_s()  # measured before torch's tracers slow modules down
         found: list[Family] = []
 
         def partition(
             joint: fx.GraphModule, _joint_inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            found.append(self._family(joint, example_inputs, num_fwd_outputs))
+            family = self._family(joint, example_inputs, num_fwd_outputs)
+            found.append(family)
+            if broken is not None and self.regions.breaks is not None:
+                self.regions.breaks[id(family.planner)] = broken
             return torch_compat.stub_graphs(joint, forward_output_count=num_fwd_outputs)
 
         def compile_forward(_stub: object, _inputs: object) -> Callable[..., Any]:
@@ -141,6 +165,15 @@ class StepCompiler:
         with torch_compat.without_donated_buffers():
             run: Callable[..., Any] = backend(module, example_inputs)
         return backward_checked(run)
+
+    def _refuse_parts(self, broken: str) -> None:
+        """Raise where what is asked for is of a model that is captured whole."""
+        asked = "plan=" if self.kept else "offload=" if self.host else ""
+        if asked:
+            raise CaptureError(
+                f"this model is captured in several graphs ({broken}), and {asked} is for one. "
+                f"Leave {asked} out, or take what breaks the graph out of the forward"
+            )
 
     def close(self) -> None:
         """Give host memory up: the graphs cannot run any more."""
@@ -174,6 +207,7 @@ class StepCompiler:
                 [inputs.get(i) for i in range(len(torch_compat.primal_sources(joint)))],
                 in_flight=self.in_flight,
                 watcher=self.watcher,
+                regions=self.regions,
                 optimizers=self.optimizers,
                 accumulate=self.caller.accumulate,
                 output_count=output_count,
@@ -197,10 +231,10 @@ class StepCompiler:
         return torch_compat.boxed(forward)
 
     def _inference(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """A graph without a backward: nothing to plan."""
+        """A graph without a backward: nothing to plan, but it may lead to one that has."""
 
         def run(args: list[Any]) -> Any:
-            if self.dry:
+            if self.dry and not self.regions.several:
                 raise PlannedOnly
             values, args[:] = tuple(args), []
             return graph(*values)
@@ -228,8 +262,8 @@ def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
         # Where hooks put another tensor in the token's place, the graph itself keeps the step.
         held = _Graph(step if torch_compat.saved_elsewhere() else None)
         torch_compat.before_backward(outputs, lambda: check_backward(settings, held))
-        if step is not None and step.plan.family.watcher.is_watching(step):
-            step.plan.family.watcher.until_gone(held)
+        if step is not None:
+            step.plan.family.watcher.until_gone(held, step)
         return outputs
 
     return call

@@ -15,7 +15,7 @@ from fxremat import torch_compat
 from fxremat.costs.cache import cost_cache
 from fxremat.costs.cost import Measured, Progress, measure_line
 from fxremat.costs.devices import Device
-from fxremat.costs.library import with_convolutions
+from fxremat.costs.library import with_workspaces
 from fxremat.costs.roofline import aside_bytes, estimate_line
 from fxremat.costs.scaled import Anchor, ScaledCosts
 from fxremat.errors import ArgumentError, CostError
@@ -32,7 +32,8 @@ from fxremat.passes.joint.build import build_joint_graph, rebuilt
 from fxremat.passes.joint.digest import digest
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
-from fxremat.passes.joint.sizes import Values, place, settle
+from fxremat.passes.joint.settle import place, settle
+from fxremat.passes.joint.sizes import Values
 from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
@@ -272,7 +273,7 @@ class CapturedStep:
             costed.scaled = ScaledCosts.of(graph.line, graph.blocks, (anchor,))
         costs = costed.scaled.at(values)
         if run and self._target is None:
-            costs = with_convolutions(costs, graph.line, values, cost_cache())
+            costs = with_workspaces(costs, graph.line, values, cost_cache())
         measured = costed.measured.at(costs)
         joint, caller = measured.line.joint, self.caller
         if caller.loss_bytes is not None:  # as the outputs that it is computed from

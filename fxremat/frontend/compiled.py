@@ -77,7 +77,8 @@ class CompiledModule(nn.Module):
             PlanError: no step was planned so far.
         """
         latest = self._compiler.latest
-        assert latest is not None
+        if latest is None:
+            raise self._unplanned()
         return latest.plan
 
     @property
@@ -115,12 +116,14 @@ class CompiledModule(nn.Module):
     def _compiler(self) -> StepCompiler:
         runner = self._state.runner
         if runner is None:
-            name = type(self).__name__
-            raise PlanError(
-                f"no step of {name} is planned yet: the first training call is, or give a sample "
-                "to compile"
-            )
+            raise self._unplanned()
         return runner.compiler
+
+    def _unplanned(self) -> PlanError:
+        return PlanError(
+            f"no step of {type(self).__name__} is planned yet: the first training call is, or give "
+            "a sample to compile"
+        )
 
     def _replicate_for_data_parallel(self) -> Any:
         raise TypeError(
@@ -153,6 +156,8 @@ class CompiledModule(nn.Module):
             asked = replace(asked, host=copy.copy(asked.host))  # with a limit of its own
         if runner is None:
             return asked, self._state.kept
+        if runner.compiler.regions.several:  # a plan is one region's
+            return replace(asked, budget=runner.compiler.budget), None
         return replace(asked, budget=runner.compiler.budget, kept=None), self.plans[0]
 
 
@@ -163,7 +168,7 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
         FxrematError: see :func:`fxremat.compile`.
     """
     made = _wrapped(model, asked)
-    if sample is not None:
+    if sample is not None and not torch_compat.is_sharded(model):
         made._state.runner = _started(made._state, sample, hooked=True)
     return made
 

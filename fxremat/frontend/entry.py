@@ -22,16 +22,24 @@ class Entry:
         backend: of Dynamo.
         dynamic: ``True``: symbols from the first call on; ``False``: never; ``None``: from the
             second size on.
+        whole: it must be one graph.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool | None
+        self,
+        forward: Callable[..., Any],
+        backend: Callable[..., Any],
+        *,
+        dynamic: bool | None,
+        whole: bool,
     ) -> None:
         self._dynamic = dynamic
         self._first: list[object] | None = None
         own, others = (torch_compat.with_code_of_its_own(forward) for _ in range(2))
-        self._own = torch_compat.compile_whole(own, backend, dynamic=dynamic is not False)
-        self._others = torch_compat.compile_whole(others, backend, dynamic=True)
+        self._own = torch_compat.compile_function(
+            own, backend, whole=whole, dynamic=dynamic is not False
+        )
+        self._others = torch_compat.compile_function(others, backend, whole=whole, dynamic=True)
         self._marked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

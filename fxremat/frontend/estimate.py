@@ -112,9 +112,8 @@ def capture(
             as_on_gpu(module)
         return aot(module, inputs)
 
-    run = torch_compat.compile_whole(
-        torch_compat.with_code_of_its_own(forward_of(model, unused)), backend, dynamic=dynamic
-    )
+    forward = torch_compat.with_code_of_its_own(forward_of(model, unused))
+    run = torch_compat.compile_function(forward, backend, whole=True, dynamic=dynamic)
     if dynamic:
         torch_compat.let_sizes_vary([t for _, t in places_of(sample.args, sample.kwargs)])
     try:

@@ -19,6 +19,7 @@ from fxremat.frontend.emission import Emitted
 from fxremat.frontend.lessons import Lessons, warn
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planned, Planner
+from fxremat.frontend.regions import Regions, least_beside
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.situation import Lesson, Situation
 from fxremat.planner.surroundings import made_outputs, own_gradients
@@ -31,7 +32,7 @@ from fxremat.units import format_bytes, format_seconds
 
 LOG = logging.getLogger("fxremat")
 
-MOST_PLANS = 128
+MOST_PLANS = 512
 """Plans of a family that are kept; that which was used longest ago goes first."""
 
 
@@ -46,13 +47,13 @@ class Compiled:
     Attributes:
         planned: the plan, its graphs and its host memory.
         family: to which it belongs.
-        given_bytes: what was there beside it in the situation that it was made for.
+        situation: that it was made for.
         watches: so many steps of it are watched, or until one was seen to its end.
     """
 
     planned: Planned
     family: Family
-    given_bytes: int
+    situation: Situation
     watches: int = 4
     _runs: tuple[Values, tuple[torch_compat.BoxedCallable, ...]] | None = None
 
@@ -83,6 +84,7 @@ class Family:
         lessons: that its steps have taught.
         in_flight: steps of the whole model whose backward has not run.
         watcher: of one step of the whole model at a time.
+        regions: of the whole model.
         optimizers: of the whole model.
         accumulate: gradients exist at every call, or will.
         output_count: how many results of the forward go to its caller.
@@ -97,6 +99,7 @@ class Family:
     lessons: Lessons
     in_flight: InFlight
     watcher: Watcher
+    regions: Regions
     optimizers: Optimizers
     accumulate: bool
     output_count: int
@@ -116,6 +119,7 @@ class Family:
         *,
         in_flight: InFlight,
         watcher: Watcher,
+        regions: Regions,
         optimizers: Optimizers,
         accumulate: bool,
         output_count: int,
@@ -131,6 +135,7 @@ class Family:
             values: of its primals, where known.
             in_flight: steps of the whole model.
             watcher: of the whole model.
+            regions: of the whole model.
             optimizers: of the whole model.
             accumulate: a set of gradients is counted at every call.
             output_count: how many results of the forward go to its caller.
@@ -148,6 +153,7 @@ class Family:
             lessons,
             in_flight,
             watcher,
+            regions,
             optimizers,
             accumulate,
             output_count,
@@ -155,11 +161,12 @@ class Family:
             planning,
         )
         situation, _ = family._find(values, planner.step.sizes.hints)
-        planned = planner.first(situation, kept=kept, rehearse=rehearse)
+        if regions.several:
+            situation = replace(situation, beside=least_beside(planner, situation))
+        planned = planner.first(situation, kept=kept, rehearse=rehearse, least=regions.several)
         family._own = own_gradients(planner.step.joint)
         family._made = made_outputs(planner.step.joint)
-        given_bytes = planner.step.around(situation).given_bytes
-        family.plans[situation] = Compiled(planned, family, given_bytes)
+        family.plans[situation] = Compiled(planned, family, situation)
         return family
 
     def know_overhead(self, seconds: float) -> None:
@@ -182,22 +189,28 @@ class Family:
         Raises:
             BudgetError: no plan that was found fits; nothing has run.
         """
-        self.watcher.end()
+        if not self.regions.several:
+            self.watcher.end()
         values = self.planner.step.sizes.values(args)
         sizes = self._shaping(values)
         compiled = None
         while compiled is None:
             situation, leaves = self._find(args, sizes)
+            if self.regions.several:
+                situation, compiled = self._region(situation, args, on_new)
+                break
             with contextlib.suppress(_LessHeldError):  # less each time
                 situation, compiled = self._plan_for(situation, on_new)
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
-        if compiled.watches and self.lessons.are_watched(sizes):
+        if not self.regions.several and compiled.watches and self.lessons.are_watched(sizes):
             compiled.watches -= self.watcher.begin(
                 self.planner.step.joint.device, lambda seen: _learn(situation, compiled, seen)
             )
         forward, backward = compiled.at(values)
+        if self.regions.several:
+            self.regions.begin()
         results = list(forward(args))
         saved = results[self.output_count :]
         del results[self.output_count :]
@@ -215,7 +228,10 @@ class Family:
             leaves=leaves,
         )
         self.in_flight.add(step)
-        self.watcher.left(step)
+        if self.regions.several:
+            self.regions.left(step)
+        else:
+            self.watcher.left(step)
         results.append(step.token())
         return results, compiled
 
@@ -245,7 +261,9 @@ class Family:
         values.append(gradients)
         step.backward(values)
         if self.watcher.is_watching(step) and any(self.in_flight):
-            self.watcher.after()  # what follows is another step's
+            self.watcher.after(step)  # what follows is another step's
+        if self.regions.several:
+            self.regions.done(step)
         returned = gradients.finish()
         if gradients.asked_for:
             self.in_flight.returned(returned)
@@ -253,11 +271,15 @@ class Family:
 
     def _back(self, step: Step) -> None:
         """A backward begins: what is there that was not when its forward ran?"""
+        if self.regions.several:
+            self.regions.back(step, self.in_flight)
         situation: Situation = step.situation
         now = with_gradients(step.leaves)
         if self.watcher.is_watching(step):
             gone = replace(situation, existing=situation.existing - now)
-            self.watcher.back(gone=gone.gradient_bytes(self.planner.step.joint))
+            self.watcher.back(step, gone=gone.gradient_bytes(self.planner.step.joint))
+        if self.regions.several:
+            return
         if now & situation.existing:
             self.lessons.gradients_stayed(situation)
         new = now - situation.existing
@@ -303,6 +325,8 @@ class Family:
             torch_compat.bucket_bytes(),
         )
         with self.planning:
+            if self.regions.several:
+                return situation, leaves
             if any(step.situation.kind == situation.kind for step in waiting):
                 self._leave_room(situation)
             return self.lessons.applied(situation), leaves
@@ -382,21 +406,46 @@ class Family:
         if self.planner.step.joint.device.type == "cuda":
             return None
         now = self.planner.step.around(situation)
-        for other, compiled in reversed(self.plans.items()):
-            plan = compiled.planned.plan
-            if other.sizes != situation.sizes or other.added != situation.added:
+        for compiled in reversed(self.plans.values()):
+            plan, made_for = compiled.planned.plan, compiled.situation
+            if made_for.sizes != situation.sizes or made_for.added != situation.added:
                 continue
-            then = self.planner.step.around(other)
-            more = (
+            then = self.planner.step.around(made_for)
+            differences = (
                 now.given_bytes - then.given_bytes,
                 now.turn_bytes - then.turn_bytes,
                 now.tangent_bytes - then.tangent_bytes,
             )
-            fits = plan.counted_bytes + sum(max(0, n) for n in more) <= plan.budget_bytes
+            more_bytes = sum(max(0, n) for n in differences)
             kept = not (compiled.planned.graphs.recomputes or compiled.planned.graphs.arena)
-            if fits and (min(more) >= 0 or kept):
+            fits = plan.counted_bytes + more_bytes <= plan.budget_bytes
+            if fits and (min(differences) >= 0 or kept):
                 return compiled
         return None
+
+    def _region(
+        self,
+        situation: Situation,
+        values: Sequence[object],
+        on_new: Callable[[Compiled], None] | None,
+    ) -> tuple[Situation, Compiled]:
+        """The plan for a call of one of several regions."""
+        with self.planning:
+            situation, known = self.regions.enter(self.planner, situation, values)
+            compiled = self.plans.pop(situation, None)
+            if compiled is None:
+                planned = self.planner.again(situation, least=not known)
+                compiled = Compiled(planned.with_overhead(self.overhead_s), self, situation)
+                _tell(planned.plan)
+                if on_new is not None:
+                    on_new(compiled)
+            self._keep(situation, compiled)
+            return situation, compiled
+
+    def _keep(self, situation: Situation, compiled: Compiled) -> None:
+        if len(self.plans) >= MOST_PLANS:
+            self.plans.pop(next(iter(self.plans)))
+        self.plans[situation] = compiled
 
     def _plan_for(
         self, situation: Situation, on_new: Callable[[Compiled], None] | None
@@ -407,15 +456,13 @@ class Family:
             if compiled is None:
                 situation, planned = self._new_plan(situation)
                 planned = planned.with_overhead(self.overhead_s)
-                compiled = Compiled(planned, self, self.planner.step.around(situation).given_bytes)
+                compiled = Compiled(planned, self, situation)
                 _tell(planned.plan)
                 if on_new is not None:
                     on_new(compiled)
                 if planned.plan.counted_bytes > (self.planner.budget.nbytes or 0):
                     return situation, compiled  # for this time only
-            if len(self.plans) >= MOST_PLANS:
-                self.plans.pop(next(iter(self.plans)))
-            self.plans[situation] = compiled
+            self._keep(situation, compiled)
             return situation, compiled
 
 
@@ -423,8 +470,9 @@ def _learn(situation: Situation, compiled: Compiled, seen: Levels) -> None:
     """A step was watched to its end."""
     if seen.taken_bytes is not None:
         compiled.watches = 0
-    plan = compiled.planned.plan
-    compiled.family.lessons.learn(situation, plan, compiled.given_bytes, seen)
+    family = compiled.family
+    given_bytes = family.planner.step.around(compiled.situation).given_bytes
+    family.lessons.learn(situation, compiled.planned.plan, given_bytes, seen)
 
 
 def _tell(plan: Plan) -> None:

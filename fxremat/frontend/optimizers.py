@@ -69,10 +69,11 @@ class Optimizers:
         if not seen:
             weakref.finalize(optimizer, self._forget, key).atexit = False
         self.state_bytes[key] = sum(
-            allocated_bytes(value.untyped_storage().nbytes(), value.device)
+            allocated_bytes(own.untyped_storage().nbytes(), own.device)
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.device == self._device
+            for own in (torch_compat.local_part(value),)
         )
         log, self._log = self._log, None
         if log is not None:
@@ -87,7 +88,8 @@ class Optimizers:
             return
         tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
-        held = sum(t.nbytes for t in tensors if t.device == self._device)
+        local = map(torch_compat.local_part, tensors)
+        held = sum(t.nbytes for t in local if t.device == self._device)
         held += sum(self.state_bytes.values())
         if bytes_meanwhile and held + bytes_meanwhile > budget:
             many = any(group.get("foreach") is not False for group in optimizer.param_groups)

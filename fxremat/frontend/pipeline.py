@@ -137,7 +137,12 @@ class Planner:
         self._modules = BlockModules()
 
     def first(
-        self, situation: Situation, *, kept: Plan | None = None, rehearse: bool = True
+        self,
+        situation: Situation,
+        *,
+        kept: Plan | None = None,
+        rehearse: bool = True,
+        least: bool = False,
     ) -> Planned:
         """The plan for the call that was captured.
 
@@ -145,6 +150,7 @@ class Planner:
             situation: what that call finds.
             kept: a plan to follow.
             rehearse: tell how to find what the step takes beside its calls.
+            least: that of the least peak; what the budget means is not known yet.
 
         Raises:
             BudgetError: no schedule that was found fits the budget.
@@ -153,7 +159,10 @@ class Planner:
             CostError: an operation cannot be measured.
         """
         try:
-            planned = self._followed(kept, situation) if kept else self.again(situation)
+            if kept:
+                planned = self._followed(kept, situation)
+            else:
+                planned = self.again(situation, least=least)
         except BudgetError as error:
             if not self.grown(error):
                 self.step.settle()
@@ -161,7 +170,8 @@ class Planner:
             planned = self.again(situation)
         if kept is None and rehearse:
             planned = self._with_overhead(planned)
-        self.budget = replace(self.budget, nbytes=planned.plan.budget_bytes, share=None)
+        if not least:
+            self.budget = replace(self.budget, nbytes=planned.plan.budget_bytes, share=None)
         self.step.settle()
         return planned
 

@@ -7,7 +7,7 @@ import functools
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from fxremat import optional, torch_compat
 from fxremat.costs.cost import Progress
 from fxremat.costs.measure import device_of
 from fxremat.errors import CaptureError, FxrematError
+from fxremat.frontend.apart import Apart
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import PlannedOnly, StepCompiler
 from fxremat.frontend.captured import silent
@@ -28,8 +29,13 @@ from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
-from fxremat.frontend.untouched import attributes_replaced, generators_restored, in_training
-from fxremat.planner.surroundings import Caller
+from fxremat.frontend.untouched import (
+    attributes_replaced,
+    buffers_restored,
+    generators_restored,
+    in_training,
+)
+from fxremat.planner.surroundings import Caller, model_bytes
 
 
 class Runner:
@@ -39,7 +45,8 @@ class Runner:
         original: the model; a ``DistributedDataParallel`` runs around what is captured.
         compiler: plans its steps.
         unused: outputs that get no gradient.
-        dynamic: see :class:`Entry`.
+        dynamic, whole: see :class:`Entry`.
+        regions: modules that are captured each by itself.
     """
 
     def __init__(
@@ -49,18 +56,24 @@ class Runner:
         unused: Unused | None = None,
         *,
         dynamic: bool | None = None,
+        whole: bool = True,
+        regions: Sequence[nn.Module] = (),
     ) -> None:
         self.original = original
         self.compiler = compiler
         self._unused = unused
         self._inner = inner = torch_compat.wrapped_by(original)
-        self._whole = Entry(forward_of(inner, unused), compiler, dynamic=dynamic)
+        self._whole = Entry(forward_of(inner, unused), compiler, dynamic=dynamic, whole=whole)
         self._run: Callable[..., Any] = self._planned
+        self._apart = Apart(regions)
         if inner is not original:
             self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._planned))
+        if regions:
+            compiler.regions.several, compiler.regions.breaks = True, None
+        self._device = device_of(original)
         # Dynamo keeps compiled code for longer than this lives.
         weakref.finalize(self, compiler.close).atexit = False
-        unwatch = compiler.optimizers.watch(original, device_of(original))
+        unwatch = compiler.optimizers.watch(original, self._device)
         weakref.finalize(self, unwatch).atexit = False
 
     @staticmethod
@@ -77,7 +90,11 @@ class Runner:
             BudgetError, PlanError, ArgumentError, SampleError, CaptureError, CostError,
             HostMemoryError: see :func:`fxremat.compile`.
         """
-        with generators_restored(), in_training(model), torch.enable_grad():
+        regions = asked.modules(torch_compat.wrapped_by(model))
+        if torch_compat.is_sharded(model):
+            return _of_sharded(model, asked, regions)
+        restored = contextlib.nullcontext() if asked.fullgraph else buffers_restored(model)
+        with generators_restored(), in_training(model), torch.enable_grad(), restored:
             outputs = call_without_data(torch_compat.wrapped_by(model), call)
             # No outputs: they depend on data, which the capture reports.
             known = outputs is not None
@@ -94,12 +111,19 @@ class Runner:
                 unused = needs.unused if needs else None
                 if unused is not None:
                     unused = replace(unused, dropped=asked.drop_unused)
-                runner = Runner(model, compiler, unused, dynamic=asked.dynamic)
+                runner = Runner(
+                    model,
+                    compiler,
+                    unused,
+                    dynamic=asked.dynamic,
+                    whole=asked.fullgraph,
+                    regions=regions,
+                )
                 runner._plan_only(call, hooked=hooked)
             compiler.progress = silent
             # Other captures get the same bytes, also where the budget was a share or "min".
             assert compiler.latest is not None
-            if asked.kept is None:
+            if asked.kept is None and not compiler.regions.several:
                 first = compiler.latest.planned.plan
                 compiler.budget = replace(asked.budget, nbytes=first.budget_bytes, share=None)
             compiler.kept = None  # it is of this shape
@@ -128,8 +152,12 @@ class Runner:
         compiler.resident = lambda: _resident(self.original, args, kwargs)
         compiler.arguments = lambda: places_of(args, kwargs)
         try:
-            with torch_compat.capture_settings():
-                return run(*args, **kwargs)
+            compiler.regions.call(self._device, lambda: self._there_bytes(args, kwargs))
+            with torch_compat.capture_settings(), self._apart:
+                outputs = run(*args, **kwargs)
+            if compiler.regions.several:
+                compiler.in_flight.returned(tree_leaves(outputs))
+            return outputs
         except torch_compat.capture_failures() as error:
             failed = error
         except BaseException as error:
@@ -138,6 +166,11 @@ class Runner:
         finally:
             compiler.resident = compiler.arguments = tuple  # a batch must not outlive its step
         raise self._failure(failed, Sample(args, kwargs))
+
+    def _there_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """What is there when a call begins."""
+        resident = _resident(self.original, args, kwargs)
+        return model_bytes(resident, self.compiler.caller, self._device)
 
     def _failure(self, error: BaseException, call: Sample) -> BaseException:
         """What really went wrong when ``call`` could not be captured."""
@@ -170,6 +203,9 @@ class Runner:
             run()
             if compiler.compiled:
                 compiler.measure_overhead(run)
+            else:  # as one graph it is told why
+                whole = Entry(self._inner.forward, compiler, dynamic=False, whole=True)
+                run()
         finally:
             compiler.dry = False
         if not compiler.compiled:
@@ -177,6 +213,23 @@ class Runner:
                 f"{type(self.original).__name__} computes nothing with a gradient from this "
                 "sample: there is no step to plan"
             )
+
+
+def _of_sharded(model: nn.Module, asked: Arguments, regions: Sequence[nn.Module]) -> Runner:
+    """That of a model whose parameters are there only while they are needed.
+
+    Calls of its modules gather them from other processes: none is made but the user's. What is
+    gathered, or reduced, may go a moment later than in the steps that were watched.
+    """
+    caller = Caller(
+        reserve_bytes=asked.reserve_bytes + torch_compat.gathered_bytes(model),
+        held_bytes=optimizer_bytes(asked.optimizer, model),
+        accumulate=asked.accumulate,
+        budget_on=asked.budget_on,
+    )
+    compiler = compiler_of(asked, caller, silent)
+    compiler.regions.several = True
+    return Runner(model, compiler, dynamic=asked.dynamic, whole=asked.fullgraph, regions=regions)
 
 
 def _with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
@@ -203,6 +256,7 @@ def compiler_of(asked: Arguments, caller: Caller, progress: Progress) -> StepCom
         host=asked.host,
         exact=asked.exact,
         fused=asked.executor == "inductor",
+        whole=asked.fullgraph,
         kept=asked.kept,
         store=Store.of_environment(),
     )

@@ -80,6 +80,13 @@ class Schedules:
         self.known = [way.knowing(own) for way, own in zip(self.known, found, strict=True)]
         return found
 
+    def searched(self, situation: Situation) -> list[Way]:
+        """All ways of the step, looked for anew; what is found is known from then on."""
+        found = self._search(situation)
+        known = self.known or found
+        self.known = [way.knowing(own) for way, own in zip(known, found, strict=True)]
+        return found
+
     def fits(self, situation: Situation, budget_bytes: int, *, thorough: bool = True) -> bool:
         """Whether any does at a call: of those that are known, or ``thorough``, any."""
         return self.least_bytes(situation, budget_bytes if thorough else None) <= budget_bytes

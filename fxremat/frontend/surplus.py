@@ -54,7 +54,8 @@ def optimizer_bytes(
             if key not in states:
                 states[key] = _state_of(optimizer, group, *key)
             for state in states[key]:
-                count = parameter.numel() if state.numel() == PROBE else state.numel()
+                own = torch_compat.local_part(parameter)
+                count = own.numel() if state.numel() == PROBE else state.numel()
                 # One by one: each is asked of the allocator by itself.
                 found.append(allocated_bytes(count * state.element_size(), parameter.device))
     return tuple(found)

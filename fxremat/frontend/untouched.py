@@ -49,6 +49,19 @@ def in_training(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Buffers end as they began, though code that cannot be captured has run."""
+    before = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in before:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@contextlib.contextmanager
 def attributes_replaced(
     model: nn.Module, shell: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:

@@ -45,6 +45,22 @@ NO_LESSON = Lesson()
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What is beside a call of one region of a step, as steps before have shown.
+
+    Attributes:
+        more_bytes: at its begin, beyond what is found otherwise; less than none where the call
+            is given what is counted as held by an earlier one.
+        turn_bytes: most from the end of its forward to its backward, beyond what it leaves.
+        tangent_bytes: more in its backward than in its forward, beyond what it leaves.
+    """
+
+    more_bytes: int
+    turn_bytes: int
+    tangent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Situation:
     """What is true at a call, beside what is true at every call of the graph.
 
@@ -60,6 +76,7 @@ class Situation:
         lesson: from earlier steps.
         cleared: the gradients that exist will be gone when the backward begins, as torch's own
             tutorial clears them.
+        beside: where the call is one region's.
     """
 
     sizes: Values = ()
@@ -72,6 +89,7 @@ class Situation:
     bucket_bytes: tuple[int, ...] = ()
     lesson: Lesson = NO_LESSON
     cleared: bool = False
+    beside: Beside | None = None
 
     @property
     def kind(self) -> tuple[int, bool]:
@@ -85,6 +103,8 @@ class Situation:
 
     def turn_bytes(self, base: Surroundings) -> int:
         """What the step's own loss needs at the turn."""
+        if self.beside is not None:
+            return 0  # it is none of the region's
         return max(base.turn_bytes, self.lesson.turn_bytes)
 
     def around(self, base: Surroundings, joint: JointGraph) -> Surroundings:
@@ -97,6 +117,10 @@ class Situation:
         gradients = self.gradient_bytes(joint)
         more = (*gradients, *self.bucket_bytes)
         held_bytes = max(base.tangent_bytes, self.lesson.left_bytes)
+        turn_bytes, beside_bytes = self.turn_bytes(base), 0
+        if self.beside is not None:
+            turn_bytes, beside_bytes = self.beside.turn_bytes, self.beside.more_bytes
+            held_bytes = self.beside.tangent_bytes
         return replace(
             base,
             given_bytes=base.given_bytes
@@ -104,8 +128,9 @@ class Situation:
             + self.waiting_bytes
             + self.kept_bytes
             + self.state_bytes
-            + self.lesson.more_bytes,
-            turn_bytes=self.turn_bytes(base) + self.lesson.room_bytes,
+            + self.lesson.more_bytes
+            + beside_bytes,
+            turn_bytes=turn_bytes + self.lesson.room_bytes,
             tangent_bytes=held_bytes - sum(gradients) * self.cleared,
             given_each_bytes=(*base.given_each_bytes, *more),
             added=frozenset() if self.cleared else self.added,

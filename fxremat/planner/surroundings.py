@@ -121,6 +121,31 @@ def surroundings_of(
     )
 
 
+def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.device) -> int:
+    """What is held around a step of several graphs, whatever these are.
+
+    Args:
+        resident: parameters and buffers of the model, arguments of its call.
+        caller: what is needed beside the step.
+        device: of the model.
+    """
+    tensors = list(resident)
+    leaves = [t for t in tensors if t.is_leaf]
+    gradients = [t.grad for t in leaves if t.grad is not None]
+    local = map(torch_compat.local_part, (*tensors, *gradients))
+    there = {torch_compat.storage_key(t): t for t in local if t.device == device}
+    each = [t.untyped_storage().nbytes() for t in there.values()]
+    if caller.accumulate:
+        made = [t for t in leaves if t.requires_grad and t.grad is None]
+        each += [torch_compat.local_part(t).nbytes for t in made]
+    each += [SCALAR_BYTES] * SCALARS
+    library_bytes = caller.library_bytes
+    if library_bytes is None:
+        library_bytes = library_workspaces(device)
+    allocated = sum(allocated_bytes(nbytes, device) for nbytes in each)
+    return allocated + sum(caller.held_bytes) + library_bytes + caller.reserve_bytes
+
+
 def _unknown_loss_bytes(tangent: fx.Node, sizes: Mapping[str, int]) -> int:
     """Set aside for what a loss outside the model does with an output.
 

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -14,12 +14,17 @@ from fxremat import torch_compat
 from fxremat.errors import CostError
 
 FORWARD, TURN, BACKWARD, AFTER = "forward", "turn", "backward", "after"
-"""Phases of a step; what comes last is none of it."""
+"""Phases of a call: its forward, what follows that, its backward, what follows that."""
+
+MOST_CALLS = 4096
+"""Of a step that are watched."""
+
+_Events = list[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Bytes that a step had allocated, over those at its begin.
+    """Bytes that a call had allocated, over those at its begin.
 
     Attributes:
         forward_bytes: most during the forward.
@@ -27,6 +32,9 @@ class Levels:
         turn_bytes: most from there to the backward.
         taken_bytes: at the begin of the backward; ``None``: none was seen.
         backward_bytes: most until the backward had ended.
+        begin_bytes: at its begin, over those when the step began.
+        after_bytes: most from the end of the forward to the next call.
+        before_bytes: most from the end of the backward to the next call.
     """
 
     forward_bytes: int
@@ -34,44 +42,54 @@ class Levels:
     turn_bytes: int
     taken_bytes: int | None = None
     backward_bytes: int = 0
+    begin_bytes: int = 0
+    after_bytes: int = 0
+    before_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """Most during forward and backward."""
         return max(self.forward_bytes, self.turn_bytes, self.backward_bytes)
 
-    def without(self, nbytes: int) -> Levels:
-        """Where so much more was freed unseen between the forward and the backward."""
-        if self.taken_bytes is None or not nbytes:
-            return self
-        return replace(
-            self,
-            taken_bytes=self.taken_bytes - nbytes,
-            backward_bytes=self.backward_bytes - nbytes,
-        )
+
+@dataclass(slots=True)
+class _Watched:
+    """One call.
+
+    Attributes:
+        tell: is told what was seen of it.
+        step: that it has left.
+        gone: bytes of each tensor that was there before and not any more at its backward.
+        ended: its backward has.
+    """
+
+    tell: Callable[[Levels], None]
+    step: weakref.ref[object] | None = None
+    gone: tuple[int, ...] = ()
+    ended: bool = False
 
 
 class Watcher:
     """Watches one step of a model at a time, in the thread that runs its forward.
 
+    A step is one call, or several whose backwards have not run when the next begins.
+
     A profiler cannot be stopped inside a backward. So it ends with the graph of the step, with the
-    next forward, or when somebody else needs the thread's profiler.
+    next step, or when somebody else needs the thread's profiler.
     """
 
     def __init__(self) -> None:
         self._log: torch_compat.AllocationLog | None = None
         self._thread: threading.Thread | None = None
-        self._step: weakref.ref[object] | None = None
-        self._tell: Callable[[Levels], None] = _nobody
+        self._calls: list[_Watched] = []
         self._on_cuda = False
-        self._gone: tuple[int, ...] = ()
 
-    def begin(self, device: torch.device, tell: Callable[[Levels], None]) -> bool:
-        """Watch a forward that begins, and its step; whether that can be.
+    def begin(self, device: torch.device, tell: Callable[[Levels], None] | None = None) -> bool:
+        """Watch a step that begins; whether that can be.
 
         Args:
             device: of the step.
-            tell: is told what was seen, when it ends.
+            tell: is told what was seen of its call, when it ends; ``None``: none begins yet.
         """
         if self._thread is not None and not self._thread.is_alive():
             self._forget()
@@ -82,40 +100,62 @@ class Watcher:
             log.__enter__()
         except CostError:
             return False
-        self._log, self._tell, self._step = log, tell, None
+        self._log, self._calls = log, []
         self._thread = threading.current_thread()
-        self._on_cuda, self._gone = device.type == "cuda", ()
-        self._mark(FORWARD)
+        self._on_cuda = device.type == "cuda"
+        if tell is not None:
+            self._call(tell)
+        return True
+
+    def join(self, tell: Callable[[Levels], None]) -> bool:
+        """A call of the step that is watched begins; whether one is, in this thread."""
+        if not self._is_here() or len(self._calls) >= MOST_CALLS:
+            return False
+        self._call(tell)
         return True
 
     def left(self, step: object) -> None:
-        """The forward has left ``step``."""
-        if self._is_here() and self._step is None:
-            self._step = weakref.ref(step)
-            self._mark(TURN)
+        """The forward that began last has left ``step``."""
+        if self._is_here() and self._calls[-1].step is None:
+            self._calls[-1].step = weakref.ref(step)
+            self._mark(len(self._calls) - 1, TURN)
 
     def is_watching(self, step: object) -> bool:
-        """Whether it is ``step`` that is watched."""
-        return self._log is not None and self._step is not None and self._step() is step
+        """Whether ``step`` is watched."""
+        return self._place_of(step) is not None
 
-    def until_gone(self, graph: object) -> None:
-        """End at the latest when ``graph``, which lives as long as the step's graph, is gone."""
-        weakref.finalize(graph, self._end_of, self._log).atexit = False
-
-    def back(self, *, gone: Sequence[int] = ()) -> None:
-        """The backward of the watched step begins.
+    def until_gone(self, graph: object, step: object) -> None:
+        """End at the latest when ``graph`` is gone, if ``step`` is that of the first call.
 
         Args:
+            graph: lives as long as the graph of the call, which leads from the first one on.
+            step: what its forward has left.
+        """
+        if self._place_of(step) == 0:
+            weakref.finalize(graph, self._end_of, self._log).atexit = False
+
+    def back(self, step: object, *, gone: Sequence[int] = ()) -> None:
+        """The backward of ``step`` begins, which is watched.
+
+        Args:
+            step: what the forward has left.
             gone: bytes of each tensor that was there before the forward, and is not any more. A
                 CPU's allocator tells of those alone that an earlier log has seen made.
         """
-        self._gone = () if self._on_cuda else tuple(gone)
-        self._mark(BACKWARD)
-        torch_compat.after_backward(self.after)
+        place = self._place_of(step)
+        if place is None:
+            return
+        self._calls[place].gone = () if self._on_cuda else tuple(gone)
+        self._calls[place].ended = False
+        self._mark(place, BACKWARD)
+        torch_compat.after_backward(lambda: self.after(step))
 
-    def after(self) -> None:
-        """The backward of the watched step has ended, though another may go on."""
-        self._mark(AFTER)
+    def after(self, step: object) -> None:
+        """The backward of ``step`` has ended, though another may go on."""
+        place = self._place_of(step)
+        if place is not None and not self._calls[place].ended:
+            self._calls[place].ended = True
+            self._mark(place, AFTER)
 
     def end(self) -> None:
         """Tell what was seen, if something is watched in this thread."""
@@ -124,15 +164,27 @@ class Watcher:
         log, self._log = self._log, None
         assert log is not None
         log.__exit__()
-        tell, self._tell = self._tell, _nobody
-        tell(_levels(log.events).without(_unseen_bytes(log.events, self._gone)))
+        calls, self._calls = self._calls, []
+        events = _with_unseen(log.events, [call.gone for call in calls])
+        for place, call in enumerate(calls):
+            call.tell(_levels(events, place))
+
+    def _call(self, tell: Callable[[Levels], None]) -> None:
+        self._calls.append(_Watched(tell))
+        self._mark(len(self._calls) - 1, FORWARD)
+
+    def _place_of(self, step: object) -> int | None:
+        if self._log is None:
+            return None
+        watched = (call.step is not None and call.step() is step for call in self._calls)
+        return next((place for place, found in enumerate(watched) if found), None)
 
     def _forget(self) -> None:
         """The thread is gone in which something was watched: nothing can be told of it."""
         log, self._log = self._log, None
         if log is not None:
             log.forget()
-        self._thread, self._tell = None, _nobody
+        self._thread, self._calls = None, []
 
     def _end_of(self, log: object) -> None:
         if self._log is log:
@@ -142,36 +194,62 @@ class Watcher:
         here = self._log is not None and threading.current_thread() is self._thread
         return here and torch_compat.current_backward() < 0
 
-    def _mark(self, phase: str) -> None:
+    def _mark(self, place: int, phase: str) -> None:
         if self._log is not None:
-            self._log.mark(phase)
+            self._log.mark(_name(place, phase))
 
 
-def _nobody(_seen: Levels) -> None:
-    """Nobody asks."""
+def _name(place: int, phase: str) -> str:
+    return f"{phase} {place}"
 
 
-def _unseen_bytes(events: list[tuple[str, int]], gone: tuple[int, ...]) -> int:
-    """What no event tells of ``gone``; an event of the same bytes is taken for one."""
-    seen = Counter(-change for phase, change in events if phase == TURN)
-    return sum(nbytes * count for nbytes, count in (Counter(gone) - seen).items())
+def _with_unseen(events: _Events, gone: Sequence[Sequence[int]]) -> _Events:
+    """``events`` with what none of them tells of what was ``gone`` at each call's backward.
+
+    An event of the same bytes, outside calls, is taken for one.
+    """
+    outside = tuple(_name(place, TURN) for place in range(len(gone)))
+    seen: Counter[int] = Counter()
+    begins = {_name(place, BACKWARD): own for place, own in enumerate(gone)}
+    found: _Events = []
+    before = ""
+    for mark, change in events:
+        if change < 0 and mark in outside:
+            seen[-change] += 1
+        elif not change and mark in begins:
+            own = Counter(begins.pop(mark))
+            found += [(before, -nbytes) for nbytes in (own - seen).elements()]
+            seen -= own
+        found.append((mark, change))
+        before = mark
+    return found
 
 
-def _levels(events: list[tuple[str, int]]) -> Levels:
-    now = 0
+def _levels(events: _Events, place: int) -> Levels:
+    """What one call had allocated."""
+    names = {_name(place, phase): phase for phase in (FORWARD, TURN, BACKWARD, AFTER)}
+    own, phase, now, begin = "", "", 0, 0
     first: dict[str, int] = {}
-    most: dict[str, int] = {}
-    for phase, change in events:
-        first.setdefault(phase, now)
-        most.setdefault(phase, now)
+    most: dict[str, int] = {}  # by phase, others' included
+    during: dict[str, int] = {}  # by phase, alone
+    for mark, change in events:
         now += change
-        most[phase] = max(most[phase], now)
-    left = next((first[phase] for phase in (TURN, BACKWARD, AFTER) if phase in first), now)
+        own = names.get(mark, "")
+        phase = own or phase
+        if phase and phase not in first:
+            first[phase], begin = now, begin if first else now
+        most[phase] = max(most.get(phase, now), now)
+        if own:
+            during[own] = max(during.get(own, now), now)
+    left = next((first[p] for p in (TURN, BACKWARD, AFTER) if p in first), now)
     taken = first.get(BACKWARD, first.get(AFTER))
     return Levels(
-        forward_bytes=most.get(FORWARD, 0),
-        left_bytes=left,
-        turn_bytes=most.get(TURN, left),
-        taken_bytes=taken,
-        backward_bytes=most.get(BACKWARD, 0),
+        forward_bytes=during.get(FORWARD, begin) - begin,
+        left_bytes=left - begin,
+        turn_bytes=most.get(TURN, left) - begin,
+        taken_bytes=None if taken is None else taken - begin,
+        backward_bytes=max(during.get(BACKWARD, begin) - begin, 0),
+        begin_bytes=begin,
+        after_bytes=during.get(TURN, left) - begin,
+        before_bytes=max(during.get(AFTER, begin) - begin, 0),
     )

@@ -164,11 +164,12 @@ class InFlight:
             self._steps.add(step)
             self._outputs += [(step.number, output) for output in step.outputs]
 
-    def returned(self, gradients: Iterable[object]) -> None:
-        """Gradients that somebody asked for, and may hold."""
-        made = [torch_compat.StorageAlive(t) for t in gradients if isinstance(t, Tensor)]
+    def returned(self, results: Iterable[object]) -> None:
+        """Gradients that somebody asked for, or outputs that no step has made, and may hold."""
+        made = [torch_compat.StorageAlive(t) for t in results if isinstance(t, Tensor)]
         with self._lock:
-            self._outputs += [(-1, alive) for alive in made]
+            known = {alive.key for _, alive in self._outputs if alive}
+            self._outputs += [(-1, alive) for alive in made if alive.key not in known]
 
     def __iter__(self) -> Iterator[Step]:
         with self._lock:

@@ -38,7 +38,8 @@ class AllocationLog:
 
     Attributes:
         events: after leaving, ``(mark, signed bytes)`` of each allocation and release
-            in order, where ``mark`` is the last name passed to :meth:`mark`.
+            in order, where ``mark`` is the last name passed to :meth:`mark`; one of 0 bytes
+            where it was.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class AllocationLog:
             kind = record.kind()
             if kind == "push" and record.name().startswith(_MARK):
                 current = record.name()[len(_MARK) :]
+                self.events.append((current, 0))
             elif kind == "memory_alloc":
                 change = record.cuda_memory_usage() if self._on_cuda else record.cpu_memory_usage()
                 if change:  # none: of the other device

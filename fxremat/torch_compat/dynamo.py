@@ -59,6 +59,8 @@ def _dynamo_settings() -> dict[str, Any]:
 
 _functions = count()
 
+_OWN = "call_"
+
 
 def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``function``. Dynamo keeps what it captures by code objects.
@@ -70,17 +72,50 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=f"call_{next(_functions)}")
+    call.__code__ = call.__code__.replace(co_name=f"{_OWN}{next(_functions)}")
     return call
 
 
-def compile_whole(
-    function: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool
+def compile_function(
+    function: Callable[..., Any], backend: Callable[..., Any], *, whole: bool, dynamic: bool
 ) -> Any:
-    """``function`` compiled as one graph; ``dynamic``: sizes that vary become symbols."""
+    """``function`` compiled, ``whole``: as one graph; ``dynamic``: sizes may become symbols."""
     return torch.compile(
-        function, backend=backend, fullgraph=True, dynamic=None if dynamic else False
+        function, backend=backend, fullgraph=whole, dynamic=None if dynamic else False
     )
+
+
+def break_of(module: object) -> str | None:
+    """Why a graph that Dynamo captures now is not all of what :func:`compile_function` was given.
+
+    ``None``: it is all. Dynamo tells the reason and the line, but not where it leaves the function
+    alone that leads there, and captures what that calls.
+    """
+    reason: Any = getattr(module, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        lines = [f"{line.filename}:{line.lineno}" for line in reason.user_stack[-1:]]
+        return ": ".join([*lines, *reason.reason.splitlines()[:1]])
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        code = frame.f_code
+        if code.co_filename == __file__ and code.co_name.startswith(_OWN):
+            return "its caller is not captured with it, as where that has broken, or a loop would"
+        frame = frame.f_back
+    return None
+
+
+def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which is captured by itself where its caller is."""
+
+    def captured(*args: Any, **kwargs: Any) -> Any:  # torch's own forwards are seen from here only
+        return function(*args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return captured(*args, **kwargs)
+
+    compiler: Any = torch.compiler
+    disabled: Callable[..., Any] = compiler.disable(call, recursive=False)  # but not what it calls
+    return disabled
 
 
 def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:

@@ -86,3 +86,27 @@ def around_optimizers(
             handle.remove()
 
     return remove
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` has left a process parts of the model's parameters alone."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def gathered_bytes(model: torch.nn.Module) -> int:
+    """Of the parameters that ``fully_shard`` gathers at once, the most."""
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    inner = {id(unit): {id(p) for p in unit.parameters()} for unit in units}
+    most = 0
+    for unit in units:
+        nested = [m for m in unit.modules() if isinstance(m, FSDPModule) and m is not unit]
+        others: set[int] = set().union(*(inner[id(m)] for m in nested))
+        own = (p for p in unit.parameters() if id(p) not in others)
+        most = max(most, sum(p.numel() * p.element_size() for p in own))
+    return most

@@ -13,6 +13,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor that several share; any other as it is."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
 def meta_storage(nbytes: int) -> torch.UntypedStorage:
     """A storage without data."""
     return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
@@ -27,7 +33,12 @@ def reinterpreter() -> Callable[[torch.Tensor, Sequence[int], Sequence[int], int
 
 
 class StorageAlive:
-    """Whether the memory of a tensor is still held by anyone; it holds none itself."""
+    """Whether the memory of a tensor is still held by anyone; it holds none itself.
+
+    Attributes:
+        nbytes: of the storage.
+        key: its identity while it is held.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef  # noqa: PLC0415
@@ -35,6 +46,7 @@ class StorageAlive:
         make: Any = StorageWeakRef
         self._reference = make(tensor.untyped_storage())
         self.nbytes = tensor.untyped_storage().nbytes()
+        self.key = storage_key(tensor)
 
     def __bool__(self) -> bool:
         return not self._reference.expired()

@@ -24,6 +24,9 @@ from tests.loops.subjects import SUBJECTS
 TEACHING, MEASURED = 2, 3
 """Iterations that may teach, and those after them that are held to the budget."""
 
+TEACHING_REGIONS = 4
+"""The same where a model is captured in pieces: captured, watched, and watched as planned."""
+
 SETTLING = 2
 """Plans that the measured rounds may still make: one that was taught changes what the next find."""
 
@@ -98,14 +101,14 @@ class _Run:
         return apart
 
 
-def run(loop: Loop, subject: str, compile: Compile) -> Ran:
-    """Run ``loop`` on a model and measure it.
+def run(loop: Loop, subject: str, compile: Compile, *, teaching: int = TEACHING) -> Ran:
+    """Run ``loop`` on a model and measure it, once ``teaching`` iterations have run.
 
     Raises:
         BudgetError: of ``compile``, or of a call.
     """
     with _settings(loop), sizes_known():
-        return _measured(_begin(loop, subject, compile))
+        return _measured(_begin(loop, subject, compile), teaching)
 
 
 def _begin(loop: Loop, subject: str, compile: Compile) -> _Run:
@@ -128,9 +131,9 @@ def _begin(loop: Loop, subject: str, compile: Compile) -> _Run:
     return _Run(loop, job, loop.rounds(job))
 
 
-def _measured(running: _Run) -> Ran:
+def _measured(running: _Run, teaching: int) -> Ran:
     with running.loop.context():
-        running.iterate(running.loop.begins + TEACHING, kind=0)
+        running.iterate(running.loop.begins + teaching, kind=0)
         _collect()  # what an earlier error held is not of this loop
         before = _plans(running.job)
         with recording() as memory:
@@ -179,35 +182,42 @@ def _settings(loop: Loop) -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic)
 
 
-def reference(name: str, subject: str) -> Ran:
-    """The loop through ``aot_eager``: nothing recomputed, nothing planned; run once a process."""
+def reference(name: str, subject: str, *, regions: bool = False) -> Ran:
+    """The loop through ``aot_eager``: nothing recomputed, nothing planned; run once a process.
+
+    As many iterations as with ``regions``.
+    """
     # It is told nothing, so loops that tell fxremat other things are one.
     untold = replace(LOOPS[name], name="", tells=frozenset(), reserve_bytes=nothing, backend=False)
-    return _reference(untold, subject)
+    return _reference(untold, subject, TEACHING_REGIONS if regions else TEACHING)
 
 
 @functools.cache
-def _reference(loop: Loop, subject: str) -> Ran:
+def _reference(loop: Loop, subject: str, teaching: int) -> Ran:
     def compile(model: nn.Module, _sample: object, _settings: object) -> Callable[..., Any]:
         return torch.compile(model, backend="aot_eager", fullgraph=loop.whole, dynamic=False)
 
     # Else the reference could not keep a graph after a backward that did not.
     with functorch_settings.patch(donated_buffer=False):
-        return run(loop, subject, compile)
+        return run(loop, subject, compile, teaching=teaching)
 
 
-def planned(name: str, subject: str, budget: int) -> Ran:
+def planned(name: str, subject: str, budget: int, *, regions: bool = False) -> Ran:
     """The loop through fxremat.
 
     Args:
         name: of the loop.
         subject: the model.
         budget: bytes.
+        regions: each module of the model's is captured by itself.
     """
     loop = LOOPS[name]
 
     def compile(model: nn.Module, sample: Any, settings: Any) -> Callable[..., Any]:
         if not loop.backend:
+            if regions:
+                inner = getattr(model, "module", model)
+                settings = {**settings, "regions": [name for name, _ in inner.named_children()]}
             return fxremat.compile(model, sample, budget, **settings)
         reserve = settings.pop("reserve", 0)
         if "optimizer" in settings:
@@ -215,7 +225,7 @@ def planned(name: str, subject: str, budget: int) -> Ran:
         options = {"budget": budget, "reserve": reserve}
         return torch.compile(model, backend="fxremat", fullgraph=loop.whole, options=options)
 
-    return run(loop, subject, compile)
+    return run(loop, subject, compile, teaching=TEACHING_REGIONS if regions else TEACHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +272,12 @@ class Cell:
         return found
 
 
-def within(name: str, subject: str, share: float) -> Cell:
+def within(name: str, subject: str, share: float, *, regions: bool = False) -> Cell:
     """The loop within a share of what it takes as it is, or the plain one, if that is less."""
-    compared = reference(name, subject)
+    compared = reference(name, subject, regions=regions)
     budget = int(share * min(compared.peak_bytes, reference("plain", subject).peak_bytes))
     try:
-        return Cell(budget, planned(name, subject, budget), None, compared)
+        return Cell(budget, planned(name, subject, budget, regions=regions), None, compared)
     except Exception as error:
         return Cell(budget, None, _refusal(error).least_budget_bytes, compared)
 

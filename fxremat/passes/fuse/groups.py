@@ -5,7 +5,7 @@ Operations of one level can be one unit; they are where they have a value or an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
@@ -20,7 +20,7 @@ def group(
     *,
     shared: Callable[[fx.Node], bool],
     nbytes: Callable[[fx.Node], int],
-    once: Collection[fx.Node],
+    parts: Mapping[fx.Node, int],
 ) -> list[list[fx.Node]]:
     """Groups of those of ``nodes`` that fuse.
 
@@ -30,9 +30,9 @@ def group(
         sources: what running a node reads: no views, and no values that are computed again.
         shared: whether readers of an input may be one unit for that.
         nbytes: of a value.
-        once: what nothing computes again is never one unit with what is.
+        parts: of those that are not of part 0; a unit is of one.
     """
-    levels = levels_of(nodes, kinds, sources, nbytes=nbytes, once=once)
+    levels = levels_of(nodes, kinds, sources, nbytes=nbytes, parts=parts)
     leader = {node: node for node in nodes}
 
     def find(node: fx.Node) -> fx.Node:
@@ -44,15 +44,16 @@ def group(
     def join(one: fx.Node, other: fx.Node) -> None:
         leader[find(one)] = find(other)
 
-    readers: dict[tuple[fx.Node, int, bool], fx.Node] = {}
+    readers: dict[tuple[fx.Node, int, int], fx.Node] = {}
     members = [n for n in nodes if kinds[n].fuses or _is_part(n, kinds)]
     for node in members:
+        part = parts.get(node, 0)
         for source in sources(node):
-            near = levels.get(source) == levels[node] and (source in once) == (node in once)
+            near = levels.get(source) == levels[node] and parts.get(source, 0) == part
             if near and (kinds[source].fuses or _is_part(source, kinds)):
                 join(source, node)
             elif shared(source):
-                join(readers.setdefault((source, levels[node], node in once), node), node)
+                join(readers.setdefault((source, levels[node], part), node), node)
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in members:
         groups.setdefault(find(node), []).append(node)

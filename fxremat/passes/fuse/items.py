@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import fx
 
-from fxremat.passes.fuse.again import bases, computed_again
+from fxremat.passes.fuse.again import bases, computed_again, read_by, roots_of
 from fxremat.passes.fuse.groups import group
-from fxremat.passes.fuse.kinds import Kind, kinds_of, run_once
-from fxremat.passes.fuse.regions import regions_of
+from fxremat.passes.fuse.kinds import Kind, kinds_of
+from fxremat.passes.fuse.parts import Part, parts_of
+from fxremat.passes.fuse.spans import spans_of
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.storage import is_tensor
 from fxremat.passes.stages.linearize import Line
 
-NOTHING: frozenset[fx.Node] = frozenset()
+Roots = Mapping[fx.Node, tuple[fx.Node, ...]]
 
 LEAST_OPERATIONS = 2
 """An operation alone runs as torch runs it."""
@@ -35,13 +36,13 @@ class Item:
 
     Attributes:
         nodes: what it computes, in order.
-        again: what it computes for itself of what others compute, too.
+        roots: of what it computes for itself though others do: what each is computed from.
         fused: it becomes a unit.
         given: values that are asked of it; none where nobody needs it.
     """
 
     nodes: list[fx.Node]
-    again: frozenset[fx.Node] = NOTHING
+    roots: Roots = field(default_factory=dict)
     fused: bool = False
     given: dict[fx.Node, None] = field(default_factory=dict)
 
@@ -82,50 +83,42 @@ class Items:
     def _found(self) -> list[Item]:
         """All operations, grouped."""
         joint = self.line.joint
-        once = run_once(joint, self.kinds)
+        parts = parts_of(joint, self.kinds)
         items: list[Item] = []
-        for region in regions_of(self.line, self.kinds):
-            again = computed_again(self.line, region, self.kinds)
-            for nodes, inside in ((region.forward, NOTHING), (region.backward, again)):
-                items += self._grouped(nodes, inside, once)
+        for span in spans_of(self.line, self.kinds):
+            again = computed_again(self.line, span, self.kinds)
+            roots = roots_of(again, span, self.kinds)
+            items += self._grouped(span.forward, {}, parts)
+            items += self._grouped(span.backward, roots, parts)
         grouped = {n for item in items for n in item.nodes}
         rest = (*joint.forward, *joint.backward)
         return items + [Item([n]) for n in rest if n not in grouped]
 
     def _grouped(
-        self, nodes: Sequence[fx.Node], again: frozenset[fx.Node], once: frozenset[fx.Node]
+        self, nodes: Sequence[fx.Node], roots: Roots, parts: Mapping[fx.Node, Part]
     ) -> Iterator[Item]:
         table, given = self.line.joint.storages, self.line.joint.given
         groups = group(
             nodes,
             self.kinds,
-            lambda n: list(dict.fromkeys(self._reads(n, again))),
+            lambda n: read_by(n, roots, self.kinds),
             shared=lambda n: n not in given,
             nbytes=lambda n: table.total(table.of_node[n]),
-            once=once,
+            parts=parts,
         )
         for own in groups:
             enough = sum(self.kinds[n].fuses for n in own) >= LEAST_OPERATIONS
             is_aten = getattr(own[0].target, "namespace", "") == "aten"
-            lacks = not again.isdisjoint(bases(own[0].all_input_nodes, self.kinds))
+            lacks = any(n in roots for n in bases(own[0].all_input_nodes, self.kinds))
             if enough or not is_aten or lacks:
-                yield Item(own, again, fused=True)
+                yield Item(own, roots, fused=True)
 
-    def _reads(self, node: fx.Node, again: frozenset[fx.Node]) -> Iterator[fx.Node]:
-        """What running ``node`` in a unit reads, views and what is computed again left out."""
-        for source in bases(node.all_input_nodes, self.kinds):
-            if source in again:
-                yield from self._reads(source, again)
-            else:
-                yield source
-
-    def _reads_of(self, item: Item, node: fx.Node) -> Iterator[fx.Node]:
+    def _reads_of(self, item: Item, node: fx.Node) -> Iterable[fx.Node]:
         """What running ``node`` reads in ``item``: outside of units a look is at what is sure."""
         if item.fused:
-            yield from self._reads(node, item.again)
-            return
+            return read_by(node, item.roots, self.kinds)
         base = self.looked_at(node)
-        yield from node.all_input_nodes if base is None else [base]
+        return node.all_input_nodes if base is None else [base]
 
     def _ordered(self) -> list[Item]:
         order, joint = self.line.order, self.line.joint

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint import rng
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.joint.storage import tensors_of
@@ -76,37 +75,12 @@ def _kind(node: fx.Node, joint: JointGraph, known: dict[fx.Node, Kind]) -> Kind:
     if not isinstance(target, torch._ops.OpOverload):
         return Kind.ALONE
     kept = rng.is_state(node) or is_old_value(joint, node)  # nothing can compute it again
-    if kept or rng.draws(node) or is_inverse(node) or not _is_plain(node, joint):
+    random = rng.is_draw(node) or torch.Tag.nondeterministic_seeded in target.tags
+    if kept or random or is_inverse(node) or not _is_plain(node, joint):
         return Kind.ALONE
     if target in POINTWISE or torch.Tag.pointwise in target.tags:
         return Kind.POINTWISE
     return Kind.REDUCTION if torch_compat.is_reduction(target) else Kind.ALONE
-
-
-def run_once(joint: JointGraph, kinds: Mapping[fx.Node, Kind]) -> frozenset[fx.Node]:
-    """New values of mutated inputs, what reads old ones, and what leads to these alone.
-
-    Nothing computes them again, and could not: the old values are gone by then. What a forward
-    returns is kept, so who reads that reads no old value.
-    """
-    results = {n for n in joint.forward_outputs if isinstance(n, fx.Node)}
-    count = len(joint.mutated)
-    once = results.intersection(joint.forward_outputs[:count])
-    old = set(joint.mutated)
-    for node in joint.forward:
-        copies = is_old_value(joint, node) or batchnorm.updates_statistics(node)
-        if not copies and not old.isdisjoint(node.all_input_nodes):
-            once.add(node)
-            if node not in results:
-                old.add(node)
-    others = results.difference(joint.forward_outputs[:count])
-    for node in reversed(joint.forward):
-        users = [u for u in node.users if u.op != "output"]
-        if users and once.issuperset(users) and node not in others:
-            once.add(node)
-    # Results of one operation are computed with it.
-    apart = {n for n in once if kinds[n] is Kind.VALUE and n.all_input_nodes[0] not in once}
-    return frozenset(once - apart)
 
 
 def _is_plain(node: fx.Node, joint: JointGraph) -> bool:

@@ -1,7 +1,8 @@
 """Convolutions in the layout in which their libraries are fastest: channels last.
 
 As Inductor has it: inputs of convolutions, and the gradients of their results, lie so; what is
-computed from them element by element follows. What goes in and out of the step lies as ever.
+computed from them element by element follows. What goes in and out of the step lies as ever, and
+what is drawn at random is drawn for what lies as ever.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ class _Writer:
         args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self._values.__getitem__)
         args = tuple(self._laid(a, node) if i in last else a for i, a in enumerate(args))
-        value = self._value(node, args, kwargs)
-        if value is None:  # a view that needs its input as it was
+        # Random numbers are drawn in the order in which they lie.
+        draws = torch_compat.draws_random_numbers(node)
+        value = None if draws else self._value(node, args, kwargs)
+        if value is None:  # it needs its inputs as they were, as some views do
             back = {old: self._as_before(old, node) for old in node.all_input_nodes}
             if None in back.values():
                 return False

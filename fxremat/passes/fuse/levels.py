@@ -1,13 +1,13 @@
 """In which order a stage's operations can run as units.
 
-A level is the number of operations that ran alone on the longest way to a value. Between two of
-these, all others that need neither to have run, and all that need the first, are apart; those of
-one level can be one unit whatever their order.
+A level is the number of operations that ran alone, and of parts that ended, on the longest way to
+a value. Between two of these, all others that need neither to have run, and all that need the
+first, are apart; those of one level can be one unit whatever their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -23,21 +23,21 @@ def levels_of(
     sources: Sources,
     *,
     nbytes: Callable[[fx.Node], int],
-    once: Collection[fx.Node],
+    parts: Mapping[fx.Node, int],
 ) -> dict[fx.Node, int]:
     """Of each of ``nodes`` but views.
 
     Args:
-        nodes: of one region and direction, in order.
+        nodes: of one span and direction, in order.
         kinds: of all.
         sources: what running a node reads: no views, and no values that are computed again.
         nbytes: of a value.
-        once: what nothing computes again.
+        parts: of those that are not of part 0; see :mod:`fxremat.passes.fuse.parts`.
 
-    Ensures: none is below that of a source, nor equal where the source runs alone, or runs once
-        and the node does not; no draw's is below that of the draw before.
+    Ensures: none is below that of a source, nor equal where the source runs alone, or is of a
+        higher part; no draw's is below that of the draw before.
     """
-    finder = _Levels(nodes, kinds, sources, nbytes, once)
+    finder = _Levels(nodes, kinds, sources, nbytes, parts)
     finder.put_off()
     finder.bring_together()
     return finder.levels
@@ -50,9 +50,9 @@ class _Levels:
         kinds: Mapping[fx.Node, Kind],
         sources: Sources,
         nbytes: Callable[[fx.Node], int],
-        once: Collection[fx.Node],
+        parts: Mapping[fx.Node, int],
     ) -> None:
-        self._kinds, self._nbytes, self._once = kinds, nbytes, once
+        self._kinds, self._nbytes, self._parts = kinds, nbytes, parts
         self._nodes = [n for n in nodes if kinds[n] is not Kind.VIEW]
         self._reads = {n: list(dict.fromkeys(sources(n))) for n in self._nodes}
         self._users: dict[fx.Node, list[fx.Node]] = {n: [] for n in self._nodes}
@@ -67,7 +67,7 @@ class _Levels:
         self.levels = self._found()
 
     def _after(self, source: fx.Node, node: fx.Node) -> int:
-        return int(source in self._once and node not in self._once)
+        return int(self._parts.get(source, 0) > self._parts.get(node, 0))
 
     def _found(self) -> dict[fx.Node, int]:
         """The least levels that are no less than the floors."""
@@ -99,7 +99,7 @@ class _Levels:
         self.levels = self._found()
 
     def bring_together(self) -> None:
-        """What needs nothing of the region is computed with those that read the same values.
+        """What needs nothing of the span is computed with those that read the same values.
 
         Only where something that runs alone reads it: all else is with its readers.
         """
@@ -127,7 +127,7 @@ class _Levels:
         return any(s in self._users for s in self._reads[node])
 
     def _cone(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-        """``node`` and what is computed for it alone, and what else of the region these read."""
+        """``node`` and what is computed for it alone, and what else of the span these read."""
         cone, others = {node}, set[fx.Node]()
         waiting = [s for s in self._reads[node] if s in self._users]
         while waiting:
@@ -146,8 +146,10 @@ class _Levels:
 
 def readers_of(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> Iterator[fx.Node]:
     """Who reads ``node``, or a view of it."""
-    for user in node.users:
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop()
         if kinds.get(user) is Kind.VIEW:
-            yield from readers_of(user, kinds)
+            waiting += user.users
         else:
             yield user

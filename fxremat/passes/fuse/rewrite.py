@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.passes.fuse.again import sources_first
 from fxremat.passes.fuse.items import Item, Items
 from fxremat.passes.fuse.kinds import Kind
 from fxremat.passes.fuse.units import Units
@@ -132,24 +133,8 @@ def _graph_of(
     item: Item, given: Sequence[fx.Node], kinds: Mapping[fx.Node, Kind]
 ) -> tuple[fx.Graph, list[fx.Node]]:
     """A graph that gives ``given``, and what it takes."""
-    inside = {*item.nodes, *item.again}
-    order: list[fx.Node] = []
-    seen: set[fx.Node] = set()
-    inputs: dict[fx.Node, None] = {}
-    waiting: list[tuple[fx.Node, bool]] = [(n, False) for n in reversed(given)]
-    while waiting:
-        node, ready = waiting.pop()
-        if ready:
-            order.append(node)
-            continue
-        if node in seen:
-            continue
-        seen.add(node)
-        if node not in inside and kinds.get(node) is not Kind.VIEW:
-            inputs[node] = None
-            continue
-        waiting.append((node, True))
-        waiting += [(n, False) for n in reversed(node.all_input_nodes)]
+    inside = {*item.nodes, *item.roots}
+    order, inputs = sources_first(given, lambda n: n in inside or kinds.get(n) is Kind.VIEW)
     graph = fx.Graph()
     copied: dict[fx.Node, Any] = {}
     for i, node in enumerate(inputs):
@@ -164,4 +149,4 @@ def _graph_of(
         )
         copied[node].meta = _kept(node)
     graph.output(tuple(copied[n] for n in given))
-    return graph, list(inputs)
+    return graph, inputs

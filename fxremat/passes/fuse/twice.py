@@ -8,16 +8,16 @@ partitioner does the same at any ``activation_memory_budget`` below 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.fuse.again import bases, computed_again
+from fxremat.passes.fuse.again import bases, computed_again, read_by, roots_of, sources_first
 from fxremat.passes.fuse.kinds import Kind, kinds_of
-from fxremat.passes.fuse.regions import Region, regions_of
+from fxremat.passes.fuse.spans import Span, spans_of
 from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.linearize import Line
 
@@ -31,62 +31,45 @@ def computed_twice(line: Line) -> fx.GraphModule:
     graph = line.joint.module.graph
     nodes = list(graph.nodes)
     mode = torch_compat.fake_mode_of(t for n in nodes for t in tensors_of(n))
+    gradients = {*line.joint.backward, *line.joint.tangents}
     twice: dict[fx.Node, frozenset[fx.Node]] = {}
-    for region in regions_of(line, kinds):
-        again = _writable(line, region, kinds)
-        for node in region.backward:
+    for span in spans_of(line, kinds):
+        again = _writable(line, span, kinds, gradients)
+        for node in span.backward:
             reads = bases(node.all_input_nodes, kinds)
             if kinds[node] is Kind.ALONE and not again.isdisjoint(reads):
                 twice[node] = again
     return _Writer(kinds, mode).write(line, nodes, twice)
 
 
-def _writable(line: Line, region: Region, kinds: Mapping[fx.Node, Kind]) -> frozenset[fx.Node]:
-    """What ``region``'s backward need not be given, as a kernel of it can write it in time."""
+def _writable(
+    line: Line,
+    span: Span,
+    kinds: Mapping[fx.Node, Kind],
+    gradients: Set[fx.Node],
+) -> frozenset[fx.Node]:
+    """What ``span``'s backward need not be given, as a kernel of it can write it in time.
+
+    That is a kernel of gradients that reads what the value needs, and needs no reader of it.
+    """
     kept: set[fx.Node] = set()
-    readers = [n for n in region.backward if kinds[n] is Kind.ALONE]
+    readers = [n for n in span.backward if kinds[n] is Kind.ALONE]
     while True:
-        again = computed_again(line, region, kinds, kept=kept)
+        again = computed_again(line, span, kinds, kept=kept)
+        roots = roots_of(again, span, kinds)
+        kernels = {n: read_by(n, roots, kinds).keys() for n in span.backward if kinds[n].fuses}
+        kernels = {n: read for n, read in kernels.items() if not gradients.isdisjoint(read)}
         late: set[fx.Node] = set()
         for reader in readers:
             found = again.intersection(bases(reader.all_input_nodes, kinds))
-            after = _depending(reader, region.backward) if found else set[fx.Node]()
-            late.update(
-                n for n in found if not _is_read_beside(n, region, kinds, again, after, line)
-            )
+            after = _depending(reader, span.backward) if found else set[fx.Node]()
+            for value in found:
+                needed = set(roots[value]) - line.joint.given
+                if all(n in after or needed.isdisjoint(read) for n, read in kernels.items()):
+                    late.add(value)
         if not late:
             return again
         kept |= late
-
-
-def _is_read_beside(
-    value: fx.Node,
-    region: Region,
-    kinds: Mapping[fx.Node, Kind],
-    again: Set[fx.Node],
-    after: Set[fx.Node],
-    line: Line,
-) -> bool:
-    """Whether a kernel that does not come ``after`` its reader reads what ``value`` needs."""
-    gradients = {*line.joint.backward, *line.joint.tangents}
-    needed = set(_roots([value], kinds, again)) - line.joint.given
-    for node in region.backward:
-        if kinds[node].fuses and node not in after:
-            own = set(_roots(bases(node.all_input_nodes, kinds), kinds, again))
-            if not gradients.isdisjoint(own) and not needed.isdisjoint(own):
-                return True
-    return False
-
-
-def _roots(
-    values: Iterable[fx.Node], kinds: Mapping[fx.Node, Kind], again: Set[fx.Node]
-) -> Iterator[fx.Node]:
-    """What ``values`` are computed from, where those in ``again`` are computed."""
-    for value in values:
-        if value in again:
-            yield from _roots(bases(value.all_input_nodes, kinds), kinds, again)
-        else:
-            yield value
 
 
 def _depending(source: fx.Node, nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -121,30 +104,37 @@ class _Writer:
                 output.meta = dict(node.meta)
                 continue
             again = twice.get(node, frozenset())
-            new = {s: self._value(s, again) for s in node.all_input_nodes}
+            new = self._sources(node, again)
             made = self._graph.node_copy(node, new.__getitem__)
             made.meta = dict(node.meta)
             self._values[node] = made
         self._graph.lint()
         return torch_compat.graph_module(line.joint.module, self._graph)
 
-    def _value(self, node: fx.Node, again: frozenset[fx.Node]) -> fx.Node:
-        """What stands for ``node``: itself, or the same computed once more."""
-        if again.isdisjoint(bases([node], self._kinds)):
-            return self._values[node]
-        if node not in self._twice:
-            new = {s: self._value(s, again) for s in node.all_input_nodes}
-            made = self._graph.create_node(
-                "call_function",
-                node.target,
-                fx.node.map_arg(node.args, new.__getitem__),
-                fx.node.map_arg(node.kwargs, new.__getitem__),
-                name=f"{node.name}_twice",
-            )
-            made.meta = dict(node.meta) | {"partitioner_tag": "is_backward"}
-            made.meta["val"] = self._run(made)
-            self._twice[node] = made
-        return self._twice[node]
+    def _sources(self, reader: fx.Node, again: frozenset[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """What ``reader`` reads: the values that are there, or the same computed once more."""
+        values = dict.fromkeys(reader.all_input_nodes)
+        needed, given = sources_first(
+            values, lambda n: not again.isdisjoint(bases([n], self._kinds))
+        )
+        found = {n: self._values[n] for n in given}
+        for node in needed:
+            if node not in self._twice:
+                self._twice[node] = self._once_more(node, found)
+            found[node] = self._twice[node]
+        return found
+
+    def _once_more(self, node: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        made = self._graph.create_node(
+            "call_function",
+            node.target,
+            fx.node.map_arg(node.args, sources.__getitem__),
+            fx.node.map_arg(node.kwargs, sources.__getitem__),
+            name=f"{node.name}_twice",
+        )
+        made.meta = dict(node.meta) | {"partitioner_tag": "is_backward"}
+        made.meta["val"] = self._run(made)
+        return made
 
     def _run(self, made: fx.Node) -> Any:
         """Its value, without data."""

@@ -6,7 +6,7 @@ import logging
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.sizes import Layout, Size, evaluated, layouts_of
+from fxremat.passes.joint.sizes import Layout, evaluated, layouts_of
 
 LOG = logging.getLogger("fxremat")
 
@@ -174,12 +174,9 @@ class Unit:
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
 
-        def settled(value: Any) -> Any:
-            return evaluated(value, sizes) if isinstance(value, Size) else value
-
         for node in graph.nodes:
-            node.args = fx.node.map_aggregate(node.args, settled)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, settled)
+            node.args = fx.node.map_aggregate(node.args, lambda value: evaluated(value, sizes))
+            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda value: evaluated(value, sizes))
         return graph
 
     def _checked(self, key: tuple[int, ...], run: Run, sizes: Mapping[str, int]) -> Run:
@@ -189,12 +186,13 @@ class Unit:
         single = len(wanted) == 1
 
         def first(args: list[Any]) -> Any:
-            given = tuple(args)
-            results = run(args)
+            given = {torch_compat.storage_key(t) for t in args}
+            results = list(run(args))
             wrong = _wrong(given, results, [_place(_layout(n), sizes) for n in wanted])
-            final = _put_right(run, wrong) if wrong else run
+            final = (lambda args: _put_right(list(run(args)), wrong)) if wrong else run
             self._runs[key] = (lambda args: final(args)[0]) if single else final
-            return self._runs[key](list(given)) if wrong else results[0] if single else results
+            _put_right(results, wrong)
+            return results[0] if single else results
 
         return first
 
@@ -216,10 +214,10 @@ def _place(layout: Layout, sizes: Mapping[str, Any]) -> Place:
 
 
 def _wrong(
-    inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor], places: Sequence[Place]
+    given: Set[int], results: Sequence[torch.Tensor], places: Sequence[Place]
 ) -> dict[int, Place]:
-    """Results that lie in the memory of others, or not as the operations' own do."""
-    seen = {torch_compat.storage_key(t) for t in inputs}
+    """Results that lie in storages that are ``given`` or others', or not as they would."""
+    seen = set(given)
     wrong = {}
     for i, (tensor, place) in enumerate(zip(results, places, strict=True)):
         key = torch_compat.storage_key(tensor)
@@ -229,16 +227,11 @@ def _wrong(
     return wrong
 
 
-def _put_right(run: Run, wrong: Mapping[int, Place]) -> Run:
-    """``run`` with a copy in place of each of these results."""
-
-    def copying(args: list[Any]) -> Sequence[Any]:
-        found = list(run(args))
-        for i, (shape, stride) in wrong.items():
-            found[i] = found[i].new_empty_strided(shape, stride).copy_(found[i])
-        return found
-
-    return copying
+def _put_right(results: list[torch.Tensor], wrong: Mapping[int, Place]) -> list[torch.Tensor]:
+    """``results`` with copies in place of those that are wrong, one after the other."""
+    for i, (shape, stride) in wrong.items():
+        results[i] = results[i].new_empty_strided(shape, stride).copy_(results[i])
+    return results
 
 
 def _never_run(_args: list[Any]) -> Any:

@@ -19,7 +19,7 @@ MOST_NAMES, DIGITS = 4, 8
 
 
 class Units:
-    """All units of a process' graphs, or of one graph: equal ones are one."""
+    """A table of units: equal ones are one."""
 
     def __init__(self) -> None:
         self._units: dict[str, Unit] = {}

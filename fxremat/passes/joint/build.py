@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -37,17 +37,19 @@ def build_joint_graph(
         sizes: what the graph follows, as settling it has told.
 
     Requires: ``module`` is functional; one with symbols in place of sizes was settled
-        (:func:`fxremat.passes.joint.sizes.settle`).
+        (:func:`fxremat.passes.joint.settle.settle`).
     Ensures: ``detach`` is gone, equal operations are one, values of an operation directly
         follow it, every operation is forward or backward, no forward operation reads a
         backward one.
 
     Raises:
-        CaptureError: a shape depends on data, or an operation runs a graph of its own.
+        CaptureError: a shape depends on data, an operation runs a graph of its own, or waits for
+            other processes.
         GraphError: the graph is not what AOTAutograd promises.
     """
     _check_static(module.graph)
     _check_flat(module)
+    _check_alone(module)
     graph = fx.Graph()
     output = graph.graph_copy(module.graph, {})
     graph.output(output)
@@ -107,6 +109,17 @@ def _check_static(graph: fx.Graph) -> None:
             )
 
 
+def _check_alone(module: fx.GraphModule) -> None:
+    """Refuse collectives: processes that measured them by their own clocks would wait for ever."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and "c10d" in str(node.target).split(".", 1)[0]:
+            raise CaptureError(
+                f"{node.target} waits for other processes\n{node.meta.get('stack_trace', '')}\n"
+                "fxremat plans no graphs with collectives, as those of tensor parallel models: use "
+                "DistributedDataParallel or fully_shard, whose collectives are outside"
+            )
+
+
 def _check_flat(module: fx.GraphModule) -> None:
     """Refuse control flow: the memory of a graph inside a node is not known."""
     for node in module.graph.find_nodes(op="get_attr"):
@@ -161,14 +174,12 @@ def _keep_old_values(
     statistics: neither needs the copy.
     """
     primals = [n for n in graph.nodes if n.op == "placeholder" and not torch_compat.is_tangent(n)]
-    outputs = set(_flat(graph.output_node().args[0])[:forward_output_count])
+    once = _running_once(graph, forward_output_count)
     for primal in (primals[i] for i in mutated_primals):
         readers = [
             user
             for user in primal.users
-            if user.op != "output"
-            and not _runs_once(user, outputs)
-            and not batchnorm.updates_statistics(user)
+            if user.op != "output" and user not in once and not batchnorm.updates_statistics(user)
         ]
         if readers:
             with graph.inserting_after(primals[-1]):
@@ -179,12 +190,14 @@ def _keep_old_values(
                 user.replace_input_with(primal, old)
 
 
-def _runs_once(node: fx.Node, outputs: Collection[object]) -> bool:
-    """Whether ``node`` is an output of the forward, or leads to nothing but such."""
-    if node in outputs:
-        return True
-    users = node.users
-    return bool(users) and all(u.op != "output" and _runs_once(u, outputs) for u in users)
+def _running_once(graph: fx.Graph, forward_output_count: int) -> set[fx.Node]:
+    """Outputs of the forward, and what leads to nothing but such."""
+    outputs = set(_flat(graph.output_node().args[0])[:forward_output_count])
+    once: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in outputs or (node.users and once.issuperset(node.users)):
+            once.add(node)
+    return once
 
 
 def _classify(

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.sizes import LAYOUTS, Size
+from fxremat.passes.joint.sizes import LAYOUTS, Following
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,10 @@ def written(
     if isinstance(value, slice):
         parts = (value.start, value.stop, value.step)
         return f"slice{written(parts, node, tensor)}"
+    if isinstance(value, Following):
+        return f"{value.value} as {value}"
     if isinstance(value, float):
         return value.hex()
-    if isinstance(value, Size):
-        return f"{int(value)} as {value}"
     if value is None or isinstance(value, (bool, int, str)):
         return repr(value)
     return f"{type(value).__name__} {value}"  # a dtype, a device, a layout, a memory format

@@ -72,6 +72,9 @@ def _locate_backward(
         if not sources:
             waiting.append(node)
             continue
+        if node.target is operator.getitem:  # values of one operation share its position
+            (located[node],) = sources
+            continue
         position = min(*sources, _natural(node, differentiates, forward))
         if torch_compat.draws_random_numbers(node):
             position = last_draw = min(position, last_draw)
@@ -80,7 +83,7 @@ def _locate_backward(
     for node in reversed(waiting):
         readers = [located[user] for user in node.users if user in located]
         located[node] = max(readers, default=_natural(node, differentiates, forward))
-    for node in waiting:  # values of one operation share its position
+    for node in waiting:
         if node.target is operator.getitem:
             located[node] = located[node.all_input_nodes[0]]
     _settle(joint, located)

@@ -14,10 +14,11 @@ from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.sizes import (
     LAYOUTS,
     Layout,
+    Scale,
     Size,
     Values,
+    evaluated,
     layouts_of,
-    number_at,
 )
 from fxremat.passes.joint.storage import build_storage_table
 from fxremat.passes.stages.linearize import Line, StageNodes
@@ -43,7 +44,7 @@ class _Resizer:
     sizes: dict[str, int]
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    made: dict[Size, Size] = field(default_factory=dict)
+    made: dict[Size | Scale, Size | Scale] = field(default_factory=dict)
 
     def line(self, line: Line) -> Line:
         """The whole."""
@@ -103,7 +104,7 @@ class _Resizer:
         self.new[node] = new
         new.meta = dict(node.meta)
         value = node.meta.get("val")
-        if isinstance(value, Size):
+        if isinstance(value, (Size, Scale)):
             new.meta["val"] = self._value(value)
         if node.op == "output" or LAYOUTS not in node.meta:
             return
@@ -122,8 +123,8 @@ class _Resizer:
         """An argument with the nodes and sizes of the copy."""
         if isinstance(value, fx.Node):
             return self.new[value]
-        if isinstance(value, Size):
-            return self._size(value)
+        if isinstance(value, (Size, Scale)):
+            return self._number(value)
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._value, value))
         if isinstance(value, dict):
@@ -132,12 +133,16 @@ class _Resizer:
             return slice(*map(self._value, (value.start, value.stop, value.step)))
         return value
 
-    def _size(self, size: Size) -> Size:
+    def _number(self, old: Size | Scale) -> Size | Scale:
         """A number of the copy; few of a graph's are distinct, and making one is slow."""
-        if size not in self.made:
-            number = number_at(size, self.sizes)
-            self.made[size] = Size(number, size.expression, self.sizes)
-        return self.made[size]
+        if old not in self.made:
+            number = evaluated(old, self.sizes)
+            names = {name: self.sizes[name] for name in old.names}
+            if isinstance(old, Size):
+                self.made[old] = Size(number, old.expression, names)
+            else:
+                self.made[old] = Scale(number, repr(old), names)
+        return self.made[old]
 
     def _layout(self, layout: Layout) -> Layout:
         return Layout(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fxremat.passes.joint.sizes import Size
+from fxremat.passes.joint.sizes import Following
 from fxremat.passes.joint.storage import StorageTable
 from fxremat.passes.stages.block import Block, call_of
 
@@ -68,10 +68,10 @@ def _call_key(
             return tuple(freeze(item) for item in value)
         if isinstance(value, slice):
             return ("slice", freeze(value.start), freeze(value.stop), freeze(value.step))
+        if isinstance(value, Following):
+            return (type(value).__name__, str(value), value.value)
         if isinstance(value, float):
             return ("float", value.hex())  # 0.0 and -0.0, 1 and 1.0 are not the same
-        if isinstance(value, Size):
-            return ("size", str(value), int(value))
         return (type(value).__name__, str(value))
 
     named = tuple((name, freeze(value)) for name, value in sorted(kwargs.items()))

@@ -18,7 +18,7 @@ from fxremat.passes.stages.linearize import Line
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class Span:
     """Stages that follow each other.
 
     Attributes:
@@ -31,23 +31,23 @@ class Region:
     leaving: tuple[fx.Node, ...]
 
 
-def regions_of(line: Line, kinds: Mapping[fx.Node, Kind]) -> list[Region]:
+def spans_of(line: Line, kinds: Mapping[fx.Node, Kind]) -> list[Span]:
     """All of a line."""
     cuts = _cuts(line, kinds)
     order = line.order.__getitem__
-    regions, first = [], 0
+    spans, first = [], 0
     for end in (*cuts, len(line.stages)):
         stages = line.stages[first:end]
         sums = line.sums  # they run with whichever stage is the last
-        regions.append(
-            Region(
+        spans.append(
+            Span(
                 tuple(sorted((n for s in stages for n in s.forward), key=order)),
                 tuple(sorted((n for s in stages for n in s.backward if n not in sums), key=order)),
                 line.stages[end].boundary if end < len(line.stages) else (),
             )
         )
         first = end
-    return regions
+    return spans
 
 
 NEAR, MUCH = 4, 1.5
@@ -56,7 +56,7 @@ crossed by so many times fewer bytes."""
 
 
 def _cuts(line: Line, kinds: Mapping[fx.Node, Kind]) -> list[int]:
-    """Stages before which a region begins."""
+    """Stages before which a span begins."""
     table = line.joint.storages
     fixed = {*line.segments.ends, len(line.stages) - 1 if line.ends_at_turn else 0}
     best: dict[int, tuple[int, int]] = {}

@@ -1,0 +1,239 @@
+"""A graph traced for all sizes as one of those it was traced with.
+
+Dynamo may trace a step with symbols in place of sizes. The passes, the planner and whoever
+measures work with numbers, so a symbolic graph is settled first: every tensor gets the shape,
+strides and storage that it has at the sizes of the capture.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.errors import CaptureError
+from fxremat.passes.joint.sizes import (
+    LAYOUTS,
+    PREFIX,
+    Layout,
+    Scale,
+    Size,
+    Sizes,
+    evaluated,
+    layout_of,
+    names_in,
+    symbol,
+)
+
+
+def settle(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
+    """A joint graph with symbols in place of sizes, as one of the sizes of its capture.
+
+    Args:
+        module: AOTAutograd's joint graph; it is not changed.
+
+    Ensures: it is the graph itself where no size is a symbol. Else a copy in which each tensor
+        is as large as at the capture, views share storages as before, and every node carries
+        its layouts; what computes sizes is gone, and what read it has a :class:`Size` in its
+        place. Placeholders, symbols among them, and results stay where they are.
+
+    Raises:
+        CaptureError: a size depends on data, or a value that is no integer depends on a size.
+    """
+    if not any(map(_is_symbolic, module.graph.nodes)):
+        return module, Sizes()
+    settler = _Settler()
+    graph = fx.Graph()
+    for node in module.graph.nodes:
+        settler.copy(node, graph)
+    graph.lint()
+    primals = [n for n in graph.nodes if n.op == "placeholder" and not torch_compat.is_tangent(n)]
+    return torch_compat.graph_module(module, graph), settler.sizes(primals)
+
+
+def place(module: fx.GraphModule, device: torch.device) -> None:
+    """Let the tensors of a settled graph lie on ``device``; the graph is changed.
+
+    Views share storages as before.
+    """
+
+    def placed(item: object) -> object:
+        if not isinstance(item, torch.Tensor) or item.layout is not torch.strided:
+            return item
+        layout = layout_of(item)
+        return torch_compat.fake_tensor(
+            item,
+            item.untyped_storage(),
+            layout.shape,
+            layout.stride,
+            layout.offset,
+            device=device,
+        )
+
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)):
+            node.meta["val"] = type(value)(map(placed, value))
+        elif value is not None:
+            node.meta["val"] = placed(value)
+
+
+def _items(node: fx.Node) -> Iterator[object]:
+    value = node.meta.get("val")
+    yield from value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    for item in _items(node):
+        if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return True
+        if isinstance(item, torch.Tensor) and torch_compat.has_symbols(item):
+            return True
+    return False
+
+
+def _maker(number: torch.SymInt, node: fx.Node) -> fx.Node:
+    """The operation whose result has a size; ``node``, which has it too, may be a tangent."""
+    nodes: Iterable[fx.Node] = node.graph.nodes
+    for other in nodes:
+        shapes = (item.shape for item in _items(other) if isinstance(item, torch.Tensor))
+        if other.op == "call_function" and any(str(number) in map(str, s) for s in shapes):
+            return other
+    return node
+
+
+OPERATORS: Mapping[object, str] = {
+    operator.add: "({} + {})",
+    operator.sub: "({} - {})",
+    operator.mul: "({} * {})",
+    operator.truediv: "({} / {})",
+    operator.pow: "({} ** {})",
+    operator.neg: "(-{})",
+    torch.sym_float: "torch.sym_float({})",
+    torch.sym_max: "torch.sym_max({}, {})",
+    torch.sym_min: "torch.sym_min({}, {})",
+}
+"""How Python computes a real number of sizes."""
+
+
+@dataclass(slots=True)
+class _Settler:
+    """Copies nodes; symbols get their names as they are met."""
+
+    copied: dict[fx.Node, Any] = field(default_factory=dict)
+    names: dict[Any, Any] = field(default_factory=dict)
+    hints: dict[str, int] = field(default_factory=dict)
+    most: dict[str, int | None] = field(default_factory=dict)
+    numbers: dict[Any, int] = field(default_factory=dict)
+    storages: dict[int, Any] = field(default_factory=dict)
+
+    def copy(self, node: fx.Node, graph: fx.Graph) -> None:
+        """Add ``node`` to ``graph``, unless it only computes a size."""
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            number = self._number(value, node)
+            if node.op == "placeholder":
+                new = graph.node_copy(node, self.copied.__getitem__)
+                new.meta["val"] = number
+            self.copied[node] = number
+            return
+        new = graph.node_copy(node, self.copied.__getitem__)
+        self.copied[node] = new
+        new.meta.pop("tensor_meta", None)
+        tensors = [t for t in _items(node) if isinstance(t, torch.Tensor)]
+        if node.op == "output" or not tensors:
+            return
+        if all(t.layout is torch.strided for t in tensors):
+            new.meta[LAYOUTS] = tuple(
+                layout_of(t, lambda number: self._size(number, node)) for t in tensors
+            )
+            made = map(self._tensor, tensors, new.meta[LAYOUTS])
+            values = [
+                next(made) if isinstance(item, torch.Tensor) else item for item in _items(node)
+            ]
+            new.meta["val"] = type(value)(values) if isinstance(value, (tuple, list)) else values[0]
+
+    def _number(self, number: Any, node: fx.Node) -> float:
+        """A number that a node computes."""
+        if isinstance(number, torch.SymInt):
+            return self._size(number, node)
+        if isinstance(number, torch.SymFloat) and node.target in OPERATORS and not node.kwargs:
+            args = [self.copied.get(a, a) if isinstance(a, fx.Node) else a for a in node.args]
+            if all(isinstance(a, (int, float)) for a in args):
+                text = OPERATORS[node.target].format(*map(repr, args))
+                names = names_in(args)
+                return Scale(evaluated(Scale(0.0, text, names), names), text, names)
+        raise CaptureError(
+            f"{node.name} ({node.target}) computes {number} from sizes: only whole numbers, and "
+            f"sums, products and quotients of them, may follow these\n"
+            f"{node.meta.get('stack_trace', '')}\npass dynamic=False to torch.compile"
+        )
+
+    def _size(self, number: Any, node: fx.Node) -> int:
+        """A plain number, or a :class:`Size`."""
+        if isinstance(number, int):
+            return number
+        expression, hint = torch_compat.expression_of(number)
+        if hint is None:
+            maker = _maker(number, node)
+            raise CaptureError(
+                f"the sizes {number} computed by {maker.target} depend on data\n"
+                f"{maker.meta.get('stack_trace', '')}\n"
+                "fxremat plans shapes known before: replace the data-dependent operation"
+            )
+        if expression not in self.numbers:
+            self.numbers[expression] = self._named(number, expression, hint)
+        return self.numbers[expression]
+
+    def _named(self, number: torch.SymInt, expression: Any, hint: int) -> int:
+        """The number with names in place of symbols, which get theirs as they are met."""
+        if not expression.free_symbols:
+            return hint
+        for met in sorted(expression.free_symbols, key=str):
+            if met not in self.names:
+                name = f"{PREFIX}{len(self.names)}"
+                self.names[met] = symbol(name)
+                self.hints[name] = torch_compat.symbol_hint(number, met)
+                self.most[name] = torch_compat.symbol_most(number, met)
+        return Size(hint, expression.xreplace(self.names), self.hints)
+
+    def _tensor(self, traced: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The tensor at the sizes of the capture; those of one storage share one."""
+        key = torch_compat.storage_key(traced)
+        if key not in self.storages:
+            self.storages[key] = torch_compat.meta_storage(layout.storage_bytes)
+        return torch_compat.fake_tensor(
+            traced, self.storages[key], layout.shape, layout.stride, layout.offset
+        )
+
+    def sizes(self, primals: Sequence[fx.Node]) -> Sizes:
+        """The symbols, and where they are read.
+
+        Raises:
+            CaptureError: one is no input's size.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        for index, node in enumerate(primals):
+            if isinstance(node.meta.get("val"), Size):
+                found.setdefault(repr(node.meta["val"]), (index, -1))
+        for index, node in enumerate(primals):
+            for layout in node.meta.get(LAYOUTS, ()):
+                for dim, size in enumerate(layout.shape):
+                    found.setdefault(repr(size), (index, dim))
+        lost = [name for name in self.hints if name not in found]
+        if lost:
+            raise CaptureError(
+                f"{', '.join(lost)} of this step is no dimension of an input, which its sizes "
+                "could be read from: pass dynamic=False to torch.compile"
+            )
+        return Sizes(
+            tuple(self.hints),
+            tuple(self.hints.values()),
+            tuple(found[n] for n in self.hints),
+            tuple(self.most.values()),
+        )

@@ -1,0 +1,43 @@
+"""Modules that are captured by themselves get their own forwards back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fxremat.frontend.apart import Apart
+
+
+def test_forwards_are_others_inside_and_their_own_again_after() -> None:
+    plain, assigned = nn.Linear(2, 2), nn.Linear(2, 2)
+    own = lambda x: 2 * x
+    assigned.forward = own  # type: ignore[method-assign]
+    x = torch.ones(1, 2)
+    before = plain(x), assigned(x)
+    apart = Apart([plain, assigned])
+    with pytest.raises(KeyError), apart, apart:
+        assert "forward" in vars(plain)
+        assert assigned.forward is not own
+        inside = plain(x), assigned(x)
+        raise KeyError
+    assert "forward" not in vars(plain)
+    assert assigned.forward is own
+    assert all(map(torch.equal, before, inside))
+
+
+def test_each_is_captured_by_itself() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)]
+    model = nn.Sequential(*layers)
+    torch._dynamo.reset()
+    with Apart(layers):
+        torch.compile(model, backend=backend)(torch.ones(1, 2))
+    torch._dynamo.reset()
+    assert len(graphs) >= 2
