@@ -69,6 +69,8 @@ def main() -> int:
             warnings.simplefilter("always")
             planned, planned_s = train(asked.steps, asked.budget)
         over = [w for w in told if issubclass(w.category, fxremat.BudgetWarning)]
+        for w in over:
+            print(f"process {_rank()}: {w.message}", flush=True)
         same = "the same to the last bit" if planned == plain else "NOT the same"
         print(
             f"process {_rank()}: losses {same}, the last one {planned[-1]:.9g}; "

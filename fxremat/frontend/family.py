@@ -15,11 +15,12 @@ from torch import Tensor, fx
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError
+from fxremat.frontend.choices import least_beside
 from fxremat.frontend.emission import Emitted
 from fxremat.frontend.lessons import Lessons, warn
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planned, Planner
-from fxremat.frontend.regions import Regions, least_beside
+from fxremat.frontend.regions import Regions
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.situation import Lesson, Situation
 from fxremat.planner.surroundings import made_outputs, own_gradients

@@ -21,11 +21,10 @@ import torch
 
 from fxremat.errors import GraphBreakWarning
 from fxremat.frontend.budget import Budget
+from fxremat.frontend.choices import choices_of, least_beside
 from fxremat.frontend.lessons import warn
 from fxremat.frontend.pipeline import Planner
-from fxremat.passes.joint.sizes import Values
-from fxremat.planner.pool import Candidate
-from fxremat.planner.search import Search
+from fxremat.frontend.walk import Called, Key, Known, Walk, most_bytes, seen_levels
 from fxremat.planner.situation import Beside, Situation
 from fxremat.runtime.levels import Levels, Watcher
 from fxremat.runtime.steps import Step
@@ -35,96 +34,11 @@ from fxremat.units import format_bytes, format_seconds
 
 LOG = logging.getLogger("fxremat")
 
-WATCHED = 2
-"""Steps that are watched after plans for them were chosen together."""
-
 MOST_KNOWN = 64
 """Steps that are known; the one that was watched first goes first."""
 
 MUCH = 0.02
 """Of the budget: where so much less is there than before, plans are chosen again."""
-
-SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
-"""Of all that a region ever allocates: so much else is at the turn where plans are looked for."""
-
-_Key = tuple[int, Values, frozenset[int]]
-"""Of a call: its graph, sizes, and the gradients that exist."""
-
-
-@dataclass(slots=True)
-class _Called:
-    """A call of the step that goes on.
-
-    Attributes:
-        planner: of its graph.
-        situation: what it found, with nothing that steps before have shown.
-        held_bytes: that its forward has left.
-        back_bytes: what all calls held when its backward began; ``None``: it has not.
-        levels: what was seen of it.
-        times_s: of its forward's begin and end, and its backward's.
-    """
-
-    planner: Planner
-    situation: Situation
-    held_bytes: int = 0
-    back_bytes: int | None = None
-    levels: Levels | None = None
-    times_s: list[float] = field(default_factory=list)
-
-    @property
-    def key(self) -> _Key:
-        return id(self.planner), self.situation.sizes, self.situation.existing
-
-
-@dataclass(slots=True)
-class _Walk:
-    """The calls of one step, in the order of their forwards.
-
-    Attributes:
-        base_bytes: what is there when the step begins.
-        calls: so far.
-        steps: what their forwards have left, while it is there.
-        last: the call whose backward began last.
-        plain: it is known, and not watched.
-    """
-
-    base_bytes: int | None = None
-    calls: list[_Called] = field(default_factory=list)
-    steps: weakref.WeakKeyDictionary[Step, int] = field(default_factory=weakref.WeakKeyDictionary)
-    last: int | None = None
-    plain: bool = False
-
-    @property
-    def keys(self) -> tuple[_Key, ...]:
-        return tuple(call.key for call in self.calls)
-
-
-@dataclass(slots=True)
-class _Known:
-    """A step that was watched.
-
-    Attributes:
-        calls: of it.
-        besides: what is beside each where plans are chosen together; none if that is to be done.
-        chosen: these plans.
-        there_bytes: for what is there when the step begins they were chosen.
-        levels: of each call: at its forward, after it, at its backward and after that, beyond what
-            is there at the step's begin and what calls hold.
-        watches: so many further steps of it are watched.
-        told: what breaks it was said.
-    """
-
-    calls: tuple[_Called, ...]
-    levels: list[tuple[int, ...]]
-    besides: list[Beside] = field(default_factory=list)
-    chosen: tuple[int, ...] = ()
-    there_bytes: int = 0
-    watches: int = WATCHED
-    told: bool = False
-
-    @property
-    def keys(self) -> tuple[_Key, ...]:
-        return tuple(call.key for call in self.calls)
 
 
 @dataclass(slots=True)
@@ -149,14 +63,12 @@ class Regions:
     several: bool = False
     called: bool = False
     breaks: dict[int, str] | None = field(default_factory=dict)
-    known: list[_Known] = field(default_factory=list)
+    known: list[Known] = field(default_factory=list)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     _unsure: bool = True
-    _choices: dict[_Key, tuple[Choice, ...]] = field(default_factory=dict)
+    _choices: dict[Key, tuple[Choice, ...]] = field(default_factory=dict)
     _now: threading.local = field(default_factory=threading.local)
-    _walks: weakref.WeakKeyDictionary[Step, _Walk] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    _walks: weakref.WeakKeyDictionary[Step, Walk] = field(default_factory=weakref.WeakKeyDictionary)
 
     def call(self, device: torch.device, there_bytes: Callable[[], int]) -> None:
         """A call of the model begins, or goes on with a step whose backward has not begun.
@@ -190,7 +102,7 @@ class Regions:
         if not self.called:
             read = (p for p in values if isinstance(p, torch.nn.Parameter))
             self.parameters.update({id(p): weakref.ref(p) for p in read})
-        walk, called = self._going_on() or self._next(), _Called(planner, situation)
+        walk, called = self._going_on() or self._next(), Called(planner, situation)
         around_bytes = planner.step.around(situation).given_bytes
         if walk.base_bytes is None:  # nobody tells of calls of the model
             walk.base_bytes = around_bytes - situation.waiting_bytes + self._others_bytes(values)
@@ -225,7 +137,7 @@ class Regions:
 
     def left(self, step: Step) -> None:
         """It has ended."""
-        walk: _Walk = self._now.walk
+        walk: Walk = self._now.walk
         walk.steps[step] = len(walk.calls) - 1
         self._walks[step] = walk
         walk.calls[-1].held_bytes = step.held_bytes
@@ -267,23 +179,23 @@ class Regions:
         if self._unsure or any(own.watches for own in self.known):
             self.watcher.begin(device)
 
-    def _going_on(self) -> _Walk | None:
+    def _going_on(self) -> Walk | None:
         """The step of this thread, if it is none whose backward has begun, or can be no more."""
-        walk: _Walk | None = getattr(self._now, "walk", None)
+        walk: Walk | None = getattr(self._now, "walk", None)
         if walk is None or walk.last is not None:
             return None
         return walk if not walk.calls or any(step.held_bytes for step in walk.steps) else None
 
-    def _next(self) -> _Walk:
+    def _next(self) -> Walk:
         """A new step."""
         self.watcher.end()
-        walk: _Walk | None = getattr(self._now, "walk", None)
+        walk: Walk | None = getattr(self._now, "walk", None)
         if walk is not None and walk.plain:
             self._tell_breaks(walk)
-        walk = self._now.walk = _Walk()
+        walk = self._now.walk = Walk()
         return walk
 
-    def _tell_breaks(self, walk: _Walk) -> None:
+    def _tell_breaks(self, walk: Walk) -> None:
         """Warn of what breaks a step that has run as planned, once."""
         alike = (own for own in self.known if own.keys[: len(walk.calls)] == walk.keys)
         known = next(alike, None)
@@ -304,7 +216,7 @@ class Regions:
             stacklevel=2,
         )
 
-    def _watch(self, called: _Called, walk: _Walk) -> bool:
+    def _watch(self, called: Called, walk: Walk) -> bool:
         """Have a call watched where its step is; whether it is."""
         place = len(walk.calls)
 
@@ -315,15 +227,15 @@ class Regions:
 
         return self.watcher.join(tell)
 
-    def _learn(self, walk: _Walk) -> None:
+    def _learn(self, walk: Walk) -> None:
         """A step was watched to its end."""
-        seen = _seen(walk)
+        seen = seen_levels(walk)
         if seen is None:
             return
         keys = walk.keys
         first, *_ = walk.calls
         assert walk.base_bytes is not None
-        peak_bytes = walk.base_bytes + first.situation.waiting_bytes + _peak_bytes(walk)
+        peak_bytes = walk.base_bytes + first.situation.waiting_bytes + most_bytes(walk)
         over = peak_bytes - (self.budget().nbytes or peak_bytes)
         if over > 0:
             warn(
@@ -333,7 +245,7 @@ class Regions:
             )
         known = next((own for own in self.known if own.keys == keys), None)
         if known is None:
-            self.known = [_Known(tuple(walk.calls), seen), *self.known[: MOST_KNOWN - 1]]
+            self.known = [Known(tuple(walk.calls), seen), *self.known[: MOST_KNOWN - 1]]
             return
         known.watches -= 1
         known.levels = [
@@ -345,14 +257,14 @@ class Regions:
         if there_bytes + planned_bytes > (self.budget().nbytes or 0):
             known.besides = []
 
-    def _calls(self, known: _Known) -> list[Call]:
+    def _calls(self, known: Known) -> list[Call]:
         """A step as the knapsack has it."""
         return [
             Call(self._choices_of(call), *levels)
             for call, levels in zip(known.calls, known.levels, strict=True)
         ]
 
-    def _choose(self, known: _Known, there_bytes: int) -> None:
+    def _choose(self, known: Known, there_bytes: int) -> None:
         """Choose plans for all calls of a step together, if that is to be done.
 
         Args:
@@ -393,7 +305,7 @@ class Regions:
             for call, room in zip(calls, rooms, strict=True)
         ]
 
-    def _choices_of(self, call: _Called) -> tuple[Choice, ...]:
+    def _choices_of(self, call: Called) -> tuple[Choice, ...]:
         if call.key not in self._choices:
             self._choices[call.key] = choices_of(call.planner, call.situation)
         return self._choices[call.key]
@@ -412,76 +324,3 @@ class Regions:
         )
         self.settle_budget(replace(budget, nbytes=nbytes, share=None))
         return nbytes
-
-
-def least_beside(planner: Planner, situation: Situation) -> Beside:
-    """Beside a call that is to leave least, whatever else that takes."""
-    table = planner.step.at(situation.sizes)[0].measured.line.joint.storages
-    return Beside(0, sum(table.nbytes), 0)
-
-
-def choices_of(planner: Planner, situation: Situation) -> tuple[Choice, ...]:
-    """Plans of a graph that no other beats in all of bytes held, both peaks and seconds.
-
-    The last one keeps everything.
-    """
-    whole_bytes = least_beside(planner, situation).turn_bytes
-    found: dict[Choice, None] = {}
-    for share in SHARES:
-        beside = Beside(0, int(share * whole_bytes), 0)
-        ways = planner.schedules.searched(replace(situation, waiting_bytes=0, beside=beside))
-        for way in ways:
-            found.update(dict.fromkeys(_choice(way.search, c) for c in way.search.pool.members))
-        kept = _choice(ways[0].search, ways[0].search.baseline)
-    found.pop(kept)
-    best = [choice for choice in found if not any(_beats(other, choice) for other in found)]
-    return (*best, kept)
-
-
-def _choice(search: Search, candidate: Candidate) -> Choice:
-    evaluation, around = search.evaluator.evaluation(candidate), search.setting.surroundings
-    turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
-    return Choice(
-        evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
-        max(peaks_bytes[:turn]) - around.given_bytes,
-        max((*peaks_bytes[turn:], evaluation.end_bytes)) - around.given_bytes,
-        candidate.total_s,
-    )
-
-
-def _beats(one: Choice, other: Choice) -> bool:
-    return one != other and (
-        one.held_bytes <= other.held_bytes
-        and one.forward_bytes <= other.forward_bytes
-        and one.backward_bytes <= other.backward_bytes
-        and one.seconds <= other.seconds
-    )
-
-
-def _seen(walk: _Walk) -> list[tuple[int, ...]] | None:
-    """What was there at each call of a step beyond what calls hold, as ``knapsack.Call`` has it.
-
-    ``None``: it was not seen to its end.
-    """
-    found: list[tuple[int, ...]] = []
-    first, *_ = walk.calls
-    for place, call in enumerate(walk.calls):
-        seen = call.levels
-        if seen is None or walk.last is None:
-            return None
-        held_bytes = call.situation.waiting_bytes - first.situation.waiting_bytes
-        forward = seen.begin_bytes - held_bytes
-        after = seen.begin_bytes + seen.after_bytes - held_bytes - call.held_bytes
-        back, before = after, forward
-        if seen.taken_bytes is not None and call.back_bytes is not None:
-            back = seen.begin_bytes + seen.taken_bytes - call.back_bytes
-            if place != walk.last:
-                before = seen.begin_bytes + seen.before_bytes - held_bytes
-        found.append((forward, after, back, before))
-    return found
-
-
-def _peak_bytes(walk: _Walk) -> int:
-    """Most that a step had allocated, over what was there at its begin."""
-    levels = (call.levels for call in walk.calls)
-    return max(seen.begin_bytes + seen.peak_bytes for seen in levels if seen is not None)
