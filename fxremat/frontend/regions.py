@@ -55,6 +55,7 @@ class Regions:
             that was asked for.
         known: steps that were watched.
         parameters: that calls have read, by ``id``, where nobody tells of calls of the model.
+        late_bytes: are left free beside what was seen: it may come, or go, at another moment.
     """
 
     watcher: Watcher
@@ -65,6 +66,7 @@ class Regions:
     breaks: dict[int, str] | None = field(default_factory=dict)
     known: list[Known] = field(default_factory=list)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    late_bytes: int = 0
     _unsure: bool = True
     _choices: dict[Key, tuple[Choice, ...]] = field(default_factory=dict)
     _now: threading.local = field(default_factory=threading.local)
@@ -123,7 +125,7 @@ class Regions:
         if not known:
             return replace(situation, beside=least_beside(planner, situation)), False
         besides = [own.besides[place] for own in known]
-        before_bytes = walk.base_bytes + situation.waiting_bytes - around_bytes
+        before_bytes = self.late_bytes + walk.base_bytes + situation.waiting_bytes - around_bytes
         beside = Beside(
             before_bytes + max(beside.more_bytes for beside in besides),
             max(beside.turn_bytes for beside in besides),
@@ -253,7 +255,7 @@ class Regions:
             for before, now in zip(known.levels, seen, strict=True)
         ]
         planned_bytes = knapsack.peak_bytes(self._calls(known), known.chosen)
-        there_bytes = walk.base_bytes + first.situation.waiting_bytes
+        there_bytes = self.late_bytes + walk.base_bytes + first.situation.waiting_bytes
         if there_bytes + planned_bytes > (self.budget().nbytes or 0):
             known.besides = []
 
@@ -274,6 +276,7 @@ class Regions:
         Raises:
             BudgetError: none fit.
         """
+        there_bytes += self.late_bytes
         spare_bytes = known.there_bytes - there_bytes
         if known.besides and 0 <= spare_bytes <= MUCH * (self.budget().nbytes or 0):
             return

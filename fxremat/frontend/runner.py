@@ -222,13 +222,14 @@ def _of_sharded(model: nn.Module, asked: Arguments, regions: Sequence[nn.Module]
     gathered, or reduced, may go a moment later than in the steps that were watched.
     """
     caller = Caller(
-        reserve_bytes=asked.reserve_bytes + torch_compat.gathered_bytes(model),
+        reserve_bytes=asked.reserve_bytes,
         held_bytes=optimizer_bytes(asked.optimizer, model),
         accumulate=asked.accumulate,
         budget_on=asked.budget_on,
     )
     compiler = compiler_of(asked, caller, silent)
     compiler.regions.several = True
+    compiler.regions.late_bytes = torch_compat.late_bytes(model)
     return Runner(model, compiler, dynamic=asked.dynamic, whole=asked.fullgraph, regions=regions)
 
 

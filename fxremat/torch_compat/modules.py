@@ -97,8 +97,12 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def gathered_bytes(model: torch.nn.Module) -> int:
-    """Of the parameters that ``fully_shard`` gathers at once, the most."""
+def late_bytes(model: torch.nn.Module) -> int:
+    """Of buffers of ``fully_shard`` that may be there, or not, as other processes have it.
+
+    That is the largest group of parameters that is gathered at once. On a CPU, threads of the
+    process group hold what they gathered and reduced until they are next at work: three of them.
+    """
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -109,4 +113,5 @@ def gathered_bytes(model: torch.nn.Module) -> int:
         others: set[int] = set().union(*(inner[id(m)] for m in nested))
         own = (p for p in unit.parameters() if id(p) not in others)
         most = max(most, sum(p.numel() * p.element_size() for p in own))
-    return most
+    on_cpu = any(p.device.type == "cpu" for p in model.parameters())
+    return 3 * most if on_cpu else most
