@@ -1,0 +1,58 @@
+"""What a graph may leave for its backward: plans among which a step of several calls chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxremat.frontend.pipeline import Planner
+from fxremat.planner.pool import Candidate
+from fxremat.planner.search import Search
+from fxremat.planner.situation import Beside, Situation
+from fxremat.solvers.knapsack import Choice
+
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
+"""Of all that a region ever allocates: so much else is at the turn where plans are looked for."""
+
+
+def least_beside(planner: Planner, situation: Situation) -> Beside:
+    """Beside a call that is to leave least, whatever else that takes."""
+    table = planner.step.at(situation.sizes)[0].measured.line.joint.storages
+    return Beside(0, sum(table.nbytes), 0)
+
+
+def choices_of(planner: Planner, situation: Situation) -> tuple[Choice, ...]:
+    """Plans of a graph that no other beats in all of bytes held, both peaks and seconds.
+
+    The last one keeps everything.
+    """
+    whole_bytes = least_beside(planner, situation).turn_bytes
+    found: dict[Choice, None] = {}
+    for share in SHARES:
+        beside = Beside(0, int(share * whole_bytes), 0)
+        ways = planner.schedules.searched(replace(situation, waiting_bytes=0, beside=beside))
+        for way in ways:
+            found.update(dict.fromkeys(_choice(way.search, c) for c in way.search.pool.members))
+        kept = _choice(ways[0].search, ways[0].search.baseline)
+    found.pop(kept)
+    best = [choice for choice in found if not any(_beats(other, choice) for other in found)]
+    return (*best, kept)
+
+
+def _choice(search: Search, candidate: Candidate) -> Choice:
+    evaluation, around = search.evaluator.evaluation(candidate), search.setting.surroundings
+    turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
+    return Choice(
+        evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
+        max(peaks_bytes[:turn]) - around.given_bytes,
+        max((*peaks_bytes[turn:], evaluation.end_bytes)) - around.given_bytes,
+        candidate.total_s,
+    )
+
+
+def _beats(one: Choice, other: Choice) -> bool:
+    return one != other and (
+        one.held_bytes <= other.held_bytes
+        and one.forward_bytes <= other.forward_bytes
+        and one.backward_bytes <= other.backward_bytes
+        and one.seconds <= other.seconds
+    )
