@@ -27,11 +27,13 @@ if TYPE_CHECKING:
         HostMemoryError,
         NoGradientError,
         PlanError,
+        RankError,
         SampleError,
         ScheduleError,
         TransferError,
     )
     from fxremat.frontend.compiled import CompiledModule
+    from fxremat.frontend.ranks import Ranks
     from fxremat.frontend.sample import Sample
     from fxremat.report.batches import Batches, BatchPoint
     from fxremat.report.estimate import Estimate
@@ -60,6 +62,7 @@ _HOMES = {
     "HostMemoryError": "errors",
     "NoGradientError": "errors",
     "PlanError": "errors",
+    "RankError": "errors",
     "SampleError": "errors",
     "ScheduleError": "errors",
     "TransferError": "errors",
@@ -69,6 +72,7 @@ _HOMES = {
     "Batches": "report.batches",
     "Frontier": "report.frontier",
     "Plan": "report.plan",
+    "Ranks": "frontend.ranks",
     "Sample": "frontend.sample",
 }
 
@@ -92,6 +96,8 @@ __all__ = [
     "NoGradientError",
     "Plan",
     "PlanError",
+    "RankError",
+    "Ranks",
     "Sample",
     "SampleError",
     "ScheduleError",

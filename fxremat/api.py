@@ -28,6 +28,7 @@ from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.captured import silent
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
 from fxremat.frontend.estimate import Asked, estimate_step
+from fxremat.frontend.ranks import Ranks
 from fxremat.frontend.runner import compiler_of
 from fxremat.frontend.sample import Sample, check_gradients
 from fxremat.frontend.untouched import generators_restored, in_training
@@ -60,6 +61,7 @@ def compile(
     plan: Plan | str | os.PathLike[str] | None = None,
     fullgraph: bool = False,
     regions: Iterable[str] = (),
+    ranks: Ranks | None = None,
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
 
@@ -114,6 +116,10 @@ def compile(
             then on a plan for each is chosen together.
         regions: names of modules, such as a model's layers, that are regions of their own; those
             that are alike are captured and measured once.
+        ranks: processes that train the model together, and what they do where they differ: the
+            first of them plans, by the most that any measures, and all follow. ``None``: those of
+            the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s; where nothing
+            tells of others, each process plans for itself.
 
     Returns a module that trains exactly as ``model`` does, and shares all it has.
 
@@ -128,6 +134,7 @@ def compile(
             ``plan``; or a CUDA graph is being captured.
         CostError: an operation cannot be measured.
         HostMemoryError: the host memory that the plan takes cannot be had.
+        RankError: processes do not agree, or one of them does not come in time.
     """
     cuda_graph.refuse_planning()
     model = original_of(read_model(model))
@@ -148,6 +155,7 @@ def compile(
         plan=plan,
         fullgraph=fullgraph,
         regions=regions,
+        ranks=ranks,
     )
     return compiled(model, asked, None if sample is None else Sample.of(sample))
 

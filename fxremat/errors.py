@@ -7,6 +7,8 @@ are about what was found when the model was captured, planned or run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FxrematError(Exception):
     """Base of all errors raised by fxremat."""
@@ -117,6 +119,18 @@ class HostMemoryError(FxrematError):
     def __init__(self, message: str, *, asked_bytes: int) -> None:
         super().__init__(message)
         self.asked_bytes = asked_bytes
+
+
+class RankError(FxrematError, RuntimeError):
+    """Processes that train one model do not agree, or one of them does not come.
+
+    Attributes:
+        ranks: of those that differ from the first of them, or are missing.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class TransferError(FxrematError):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, multiprocessing, nn
@@ -35,23 +36,27 @@ TAUGHT, STEPS = 5, 7
 LONGEST = timedelta(seconds=120)
 """That a process waits for another."""
 
+PATIENCE_S = 15.0
+"""That fxremat lets one wait."""
+
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        self.act = act
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(gelu(self.up(self.norm(x)))))
+        return x + self.dropout(self.down(self.act(self.up(self.norm(x)))))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, act: Callable[[Tensor], Tensor] = gelu) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(16, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(act) for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -69,15 +74,17 @@ class Trained:
         peaks_bytes: of the last steps.
         budget_bytes: what they had to keep to; ``None``: nothing is planned.
         warned: what fxremat has said.
+        codes: what each plan emits.
     """
 
     parameters: list[Tensor]
     peaks_bytes: list[int]
     budget_bytes: int | None
     warned: list[str]
+    codes: list[str]
 
 
-def trained(how: str, budget: Any, *, processes: int = 2) -> list[Trained]:
+def trained(how: str, budget: Any, *, processes: int = 2, **options: Any) -> list[Trained]:
     """Train in several processes.
 
     More than two add up in an order that depends on buckets, and these on the order in which
@@ -89,20 +96,56 @@ def trained(how: str, budget: Any, *, processes: int = 2) -> list[Trained]:
             of the blocks are spread.
         budget: ``None``: it is trained as it is.
         processes: how many.
+        **options: of :func:`_steps`.
 
     Returns what each of them has seen, by rank.
     """
+    found = _run(how, budget, processes, options)
+    for own in found:
+        assert isinstance(own, Trained), own
+    return found
+
+
+def refused(how: str, other: str, *, processes: int = 2) -> list[str | None]:
+    """What each of several processes raises; ``None``: it is gone.
+
+    Args:
+        how: see :func:`trained`.
+        other: what the last of them has: another ``batch``, ``graph`` or ``budget``; it is
+            ``late`` by all of its life, or ``killed`` while it measures.
+        processes: how many.
+    """
+    return _run(how, 0.6, processes, {"other": other})
+
+
+def _run(how: str, budget: Any, processes: int, options: dict[str, Any]) -> list[Any]:
+    """What each process leaves; ``None``: nothing."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = processes, port, how, budget, folder
-        multiprocessing.spawn(_train, arguments, nprocs=processes)  # type: ignore[no-untyped-call]
-        paths = (Path(folder) / f"{rank}.pt" for rank in range(processes))
-        return [torch.load(path, weights_only=False) for path in paths]
+        arguments = processes, port, how, budget, folder, options
+        context = multiprocessing.get_context("spawn")
+        started = [
+            context.Process(target=_train, args=(rank, *arguments)) for rank in range(processes)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
+        paths = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
+        return [torch.load(p, weights_only=False) if p.exists() else None for p in paths]
 
 
-def _train(rank: int, processes: int, port: int, how: str, budget: Any, folder: str) -> None:
+def _train(
+    rank: int,
+    processes: int,
+    port: int,
+    how: str,
+    budget: Any,
+    folder: str,
+    options: dict[str, Any],
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", rank=rank, world_size=processes, timeout=LONGEST)
@@ -110,19 +153,29 @@ def _train(rank: int, processes: int, port: int, how: str, budget: Any, folder: 
     try:
         with warnings.catch_warnings(record=True) as told, sizes_known(), uncut:
             warnings.simplefilter("always")
-            parameters, peaks, budget_bytes = _steps(rank, processes, how, budget)
-        warned = [str(w.message) for w in told if issubclass(w.category, fxremat.BudgetWarning)]
-        found = Trained(parameters, peaks, budget_bytes, warned)
-        torch.save(found, Path(folder) / f"{rank}.pt")
-    finally:
-        distributed.destroy_process_group()
+            found: Any = _steps(rank, processes, how, budget, **options)
+        for warning in told:
+            if issubclass(warning.category, fxremat.BudgetWarning):
+                found.warned.append(str(warning.message))
+    except fxremat.FxrematError as error:
+        found = f"{type(error).__name__}: {error}"
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    distributed.barrier()  # the first one keeps what the others read
+    distributed.destroy_process_group()
 
 
 def _steps(
-    rank: int, processes: int, how: str, budget: Any
-) -> tuple[list[Tensor], list[int], int | None]:
+    rank: int,
+    processes: int,
+    how: str,
+    budget: Any,
+    *,
+    other: str = "",
+    ranks: fxremat.Ranks | None = None,
+) -> Trained:
+    other = other if rank == processes - 1 else ""
     torch.manual_seed(0)
-    model: nn.Module = Model()
+    model: nn.Module = Model(torch.tanh if other == "graph" else gelu)
     if how == "fsdp":
         mesh = init_device_mesh("cpu", (processes,))
         for module in (*model.blocks, model):  # type: ignore[misc]
@@ -135,8 +188,16 @@ def _steps(
     elif how == "ddp_inside":
         model = DistributedDataParallel(model)
     called: Any = model
+    if other == "late":
+        os._exit(1)
+    rows = ROWS // 2 if other == "batch" else ROWS
+    if other == "budget":
+        budget += 0.1
     if budget is not None:
-        called = fxremat.compile(model, _batch(rank, 0)[0], budget)
+        if other == "killed":
+            patch("fxremat.frontend.captured.measure_line", lambda *_, **_k: os._exit(1)).start()
+        ranks = ranks or fxremat.Ranks(timeout=PATIENCE_S)
+        called = fxremat.compile(model, _batch(rank, 0, rows)[0], budget, ranks=ranks)
     elif how != "fsdp":
         called = torch.compile(model, backend="aot_eager")
     compiled = called
@@ -146,7 +207,7 @@ def _steps(
     peaks = []
     for number in range(STEPS):
         torch.manual_seed(processes * number + rank)
-        x, y = _batch(rank, number)
+        x, y = _batch(rank, number, rows)
 
         def step(x: Tensor = x, y: Tensor = y) -> None:
             optimizer.zero_grad()
@@ -159,13 +220,14 @@ def _steps(
         optimizer.step()
     whole = [_whole(p).detach().clone() for p in model.parameters()]
     plans = compiled.plans if isinstance(compiled, fxremat.CompiledModule) else ()
-    return whole, peaks, plans[-1].budget_bytes if plans else None
+    codes = [plan.forward_code + plan.backward_code for plan in plans]
+    return Trained(whole, peaks, plans[-1].budget_bytes if plans else None, [], codes)
 
 
-def _batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+def _batch(rank: int, number: int, rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * rank + number)
-    x = torch.randn(ROWS, 16, generator=generator)
-    return x, torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    x = torch.randn(rows, 16, generator=generator)
+    return x, torch.randint(0, CLASSES, (rows,), generator=generator)
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from torch.multiprocessing import ProcessRaisedException
 
-from tests.ranks import trained
+import fxremat
+from tests.ranks import refused, trained
 
 WAYS = ("ddp_around", "ddp_inside", "fsdp")
 
@@ -20,6 +22,7 @@ def check(how: str, share: float, processes: int = 2) -> None:
         assert all(map(torch.equal, mine.parameters, yours.parameters)), rank
         assert max(mine.peaks_bytes) <= budget, rank
         assert mine.budget_bytes == budget
+        assert mine.codes == planned[0].codes and len(mine.codes) > 0, rank
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -28,8 +31,34 @@ def test_same_numbers_within_the_budget(how: str) -> None:
 
 
 def test_collectives_in_a_graph_are_refused_everywhere() -> None:
-    with pytest.raises(ProcessRaisedException, match=r"CaptureError: .*all_reduce"):
-        trained("tensor_parallel", 1.0)
+    for error in refused("tensor_parallel", ""):
+        assert error is not None and "all_reduce" in error
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ("batch", r"rank 1 has captured another step than rank 0: .*256, "),
+        ("graph", r"rank 1 has captured another step than rank 0: .*other operations"),
+        ("budget", r"different budgets: 0.6 on rank 0, 0.7 on rank 1"),
+        ("late", r"rank 1 did not come within 15 s"),
+        ("killed", r"rank 1 did not come within 15 s"),
+    ],
+)
+@pytest.mark.parametrize("how", ["ddp_inside", "fsdp"])
+def test_processes_that_differ_are_named_on_all(how: str, other: str, told: str) -> None:
+    errors = refused(how, other)
+    if other in ("late", "killed"):
+        assert errors.pop() is None
+    for error in errors:
+        assert error is not None and error.startswith("RankError: ")
+        assert re.search(told, error), error
+
+
+def test_the_least_budget_where_that_is_asked_for() -> None:
+    found = trained("ddp_around", 0.8, other="budget", ranks=fxremat.Ranks(budgets="least"))
+    assert found[0].budget_bytes == found[1].budget_bytes
+    assert found[0].codes == found[1].codes
 
 
 @pytest.mark.slow

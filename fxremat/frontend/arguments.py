@@ -15,6 +15,7 @@ from torch import nn
 
 from fxremat.errors import ArgumentError, BudgetError
 from fxremat.frontend.budget import Budget, Readable
+from fxremat.frontend.ranks import Ranks
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.units import Counted, format_bytes, parse_bytes
@@ -56,6 +57,7 @@ class Arguments:
         kept: a plan to follow, which keeps to the budget.
         fullgraph: what breaks the graph is refused.
         regions: names of modules that are captured each by itself.
+        ranks: processes that follow one plan; ``None``: those that the model tells of.
     """
 
     budget: Budget
@@ -72,6 +74,7 @@ class Arguments:
     kept: Plan | None = None
     fullgraph: bool = False
     regions: tuple[str, ...] = ()
+    ranks: Ranks | None = None
 
     @staticmethod
     def read(
@@ -92,6 +95,7 @@ class Arguments:
         plan: Plan | str | os.PathLike[str] | None = None,
         fullgraph: bool = False,
         regions: Iterable[str] = (),
+        ranks: Ranks | None = None,
     ) -> Arguments:
         """Check all arguments but the model and the sample; nothing is changed.
 
@@ -116,6 +120,7 @@ class Arguments:
             kept=kept,
             fullgraph=_read_bool("fullgraph", fullgraph),
             regions=_read_names("regions", regions),
+            ranks=_read_ranks("ranks", ranks),
         )
         if arguments.fullgraph and arguments.regions:
             _refuse("regions", regions, "() with fullgraph=True, which captures all as one graph")
@@ -256,6 +261,12 @@ def _read_names(argument: str, value: object) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         _refuse(argument, value, "names of modules, as model.named_modules() has them")
     return tuple(cast(list[str], names))
+
+
+def _read_ranks(argument: str, value: object) -> Ranks | None:
+    if not (value is None or isinstance(value, Ranks)):
+        _refuse(argument, value, "a fxremat.Ranks, or None")
+    return value
 
 
 def _read_loss(value: object) -> Loss | None:

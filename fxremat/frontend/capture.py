@@ -18,6 +18,7 @@ from fxremat.frontend.budget import Budget
 from fxremat.frontend.family import Compiled, Family
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.ranks import Peers
 from fxremat.frontend.regions import Regions
 from fxremat.frontend.store import Store
 from fxremat.planner.surroundings import Caller
@@ -55,6 +56,7 @@ class StepCompiler:
         overhead_s: what a step takes beside its calls, once that is known.
         kept: a plan that the first graph follows.
         store: costs and plans that other processes have found.
+        peers: processes that train the same model; ``None``: this one plans for itself.
         in_flight: steps whose backward has not run.
         watcher: of what new plans really take.
         on_new: is told of each new plan.
@@ -79,6 +81,7 @@ class StepCompiler:
     overhead_s: float = 0.0
     kept: Plan | None = None
     store: Store = field(default_factory=lambda: Store(None))
+    peers: Peers | None = None
     in_flight: InFlight = field(default_factory=InFlight)
     watcher: Watcher = field(default_factory=Watcher)
     on_new: Callable[[Compiled], None] | None = None
@@ -89,7 +92,9 @@ class StepCompiler:
     def __post_init__(self) -> None:
         told = sum(self.caller.held_bytes)
         self.optimizers = Optimizers(lambda: self.budget.nbytes, told_bytes=told)
-        self.regions = Regions(self.watcher, lambda: self.budget, self._settle_budget)
+        self.regions = Regions(
+            self.watcher, lambda: self.budget, self._settle_budget, peers=self.peers
+        )
 
     def _settle_budget(self, budget: Budget) -> None:
         """The budget means so many bytes from now on."""
@@ -116,6 +121,13 @@ class StepCompiler:
         else:
             self.overhead_s = planned.rehearsal.overhead_s(call)
             planned.note_overhead(self.overhead_s)
+        if self.peers is not None:
+            self.overhead_s = self.peers.agree(
+                "what a step takes beside its calls",
+                float,
+                self.overhead_s,
+                lambda told: max(told.values()),
+            )
         for family in self.families:
             family.know_overhead(self.overhead_s)
 
@@ -186,6 +198,22 @@ class StepCompiler:
         self, joint: fx.GraphModule, example_inputs: Sequence[Any], output_count: int
     ) -> Family:
         """Plan a graph for the call that it was captured from."""
+        if self.peers is None or not self._first_step():
+            return self._family_of(joint, example_inputs, output_count, None)
+        with self.peers.telling():
+            return self._family_of(joint, example_inputs, output_count, self.peers)
+
+    def _first_step(self) -> bool:
+        """Whether what is captured is part of a step that all processes run."""
+        return not self.families or (self.regions.several and self.regions.steps < 2)
+
+    def _family_of(
+        self,
+        joint: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        output_count: int,
+        peers: Peers | None,
+    ) -> Family:
         inputs = _real_inputs(joint, example_inputs)
         with torch_compat.without_autotuning():
             planner = Planner(
@@ -200,6 +228,7 @@ class StepCompiler:
                 exact=self.exact,
                 fused=self.fused,
                 store=self.store,
+                peers=peers,
             )
             family = Family.of(
                 planner,

@@ -19,8 +19,10 @@ from fxremat.costs.library import with_workspaces
 from fxremat.costs.roofline import aside_bytes, estimate_line
 from fxremat.costs.scaled import Anchor, ScaledCosts
 from fxremat.errors import ArgumentError, CostError
+from fxremat.frontend.agreed import agreed_costs
 from fxremat.frontend.dimensions import Dimension, dimensions_of
 from fxremat.frontend.origin import key_of, origin_of_costs
+from fxremat.frontend.ranks import Peers
 from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph
 from fxremat.ir import RecordedCosts
@@ -76,6 +78,7 @@ class CapturedStep:
         target: the device that the step is to be estimated for, and none that is here: nothing
             is run then.
         fused: operations run as units that Inductor compiles.
+        peers: processes that agree on what it costs, until it is settled.
 
     Attributes:
         sizes: symbols of the capture.
@@ -101,6 +104,7 @@ class CapturedStep:
         store: Store,
         target: Device | None = None,
         fused: bool = False,
+        peers: Peers | None = None,
     ) -> None:
         self._module, self.sizes = settle(module)
         if fused:
@@ -121,6 +125,7 @@ class CapturedStep:
         self.progress = progress
         self._store = store
         self._target = target
+        self._peers = peers
         self._units = Units() if fused else None
         self._graphs: list[Costed] = []
         self._resized: dict[Values, list[Costed]] = {}
@@ -174,6 +179,7 @@ class CapturedStep:
         self.inputs = {}
         self._graphs = [replace(own, graph=replace(own.graph, real={})) for own in self._graphs]
         self.progress = silent
+        self._peers = None
 
     def graph(self, *, exact: bool) -> StepGraph:
         """The step's graph as it was traced, or, not ``exact``, with norms undone."""
@@ -222,6 +228,9 @@ class CapturedStep:
             base = self._graphs[0].base
         else:
             base = self._around(measured.line.joint, graph.real, self.caller)
+        if self._peers is not None:
+            costs, base = agreed_costs(self._peers, graph.origin, measured.costs, base)
+            measured = Measured.of(graph.line, costs)
         self._graphs.append(Costed(graph, measured, base))
         self._resized.clear()
 

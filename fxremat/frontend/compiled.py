@@ -168,7 +168,7 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
         FxrematError: see :func:`fxremat.compile`.
     """
     made = _wrapped(model, asked)
-    if sample is not None and not torch_compat.is_sharded(model):
+    if sample is not None:
         made._state.runner = _started(made._state, sample, hooked=True)
     return made
 

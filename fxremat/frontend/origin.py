@@ -78,37 +78,43 @@ def key_of(origin: Origin, **more: object) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
-def differences(plan: Origin, now: Origin) -> Iterator[str]:
-    """What is not now as it was for a plan, the plainest first."""
+def differences(plan: Origin, now: Origin, *, of: str = "the plan's") -> Iterator[str]:
+    """What is not now as it was for a plan, the plainest first.
+
+    Args:
+        plan: what that holds for.
+        now: what is there.
+        of: whose the former is.
+    """
     if plan.device != now.device:
-        yield f"the device is {now.device}, the plan's was {plan.device}"
-    yield from _changed("version of ", plan.versions, now.versions)
-    yield from _changed("option ", plan.options, now.options)
-    yield from _changed("setting ", plan.settings, now.settings)
-    inputs = list(_other_inputs(plan.inputs, now.inputs))
+        yield f"the device is {now.device}, {of} was {plan.device}"
+    yield from _changed("version of ", plan.versions, now.versions, of)
+    yield from _changed("option ", plan.options, now.options, of)
+    yield from _changed("setting ", plan.settings, now.settings, of)
+    inputs = list(_other_inputs(plan.inputs, now.inputs, of))
     yield from inputs
     if plan.operations != now.operations:
         yield "the model computes other operations"
     elif plan.code != now.code and not inputs:
         yield "the operations are the same, but not their constants, strides or dtypes"
     if not inputs and plan.operations == now.operations:
-        yield from _changed("bytes held ", plan.held, now.held)
+        yield from _changed("bytes held ", plan.held, now.held, of)
 
 
-def _other_inputs(plan: tuple[str, ...], now: tuple[str, ...]) -> Iterator[str]:
+def _other_inputs(plan: tuple[str, ...], now: tuple[str, ...], of: str) -> Iterator[str]:
     if len(plan) != len(now):
-        yield f"parameters, buffers and arguments are {len(now)}, the plan's were {len(plan)}"
+        yield f"parameters, buffers and arguments are {len(now)}, {of} were {len(plan)}"
         return
     for index, (before, after) in enumerate(zip(plan, now, strict=True)):
         if before != after:
-            yield f"input {index} is {after}, the plan's was {before}"
+            yield f"input {index} is {after}, {of} was {before}"
 
 
-def _changed(what: str, plan: Facts, now: Facts) -> Iterator[str]:
+def _changed(what: str, plan: Facts, now: Facts, of: str) -> Iterator[str]:
     before, after = dict(plan), dict(now)
     for name in (*before, *(name for name in after if name not in before)):
         if before.get(name) != after.get(name):
-            yield f"{what}{name} is {after.get(name)}, the plan's was {before.get(name)}"
+            yield f"{what}{name} is {after.get(name)}, {of} was {before.get(name)}"
 
 
 def _facts(named: Mapping[str, object]) -> Facts:

@@ -19,6 +19,7 @@ from fxremat.frontend.budget import Budget
 from fxremat.frontend.captured import CapturedStep, Costed
 from fxremat.frontend.emission import Graphs, follow
 from fxremat.frontend.origin import differences, key_of, origin_of_plan, version_of
+from fxremat.frontend.ranks import Peers
 from fxremat.frontend.schedules import Schedules
 from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph, emit, fastest
@@ -89,6 +90,7 @@ class Planner:
         costs: of the step as it was traced, to be taken for what was measured.
         store: costs and plans that are known; ``None``: there are none.
         target: the device that the step is to be estimated for; ``None``: its own.
+        peers: processes that follow the same first plan.
 
     Attributes:
         budget: as given; a share means the bytes of the first plan from then on.
@@ -116,8 +118,10 @@ class Planner:
         costs: RecordedCosts | None = None,
         store: Store | None = None,
         target: Device | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.budget = budget
+        self._peers = peers
         self._store = store or Store(None)
         self.step = CapturedStep(
             module,
@@ -130,6 +134,7 @@ class Planner:
             store=self._store,
             target=target,
             fused=fused,
+            peers=peers,
         )
         self.schedules = Schedules(self.step, host, exact, allocator, self._store)
         self._host = host
@@ -158,22 +163,53 @@ class Planner:
             HostMemoryError: the host memory cannot be had.
             CostError: an operation cannot be measured.
         """
-        try:
-            if kept:
-                planned = self._followed(kept, situation)
-            else:
-                planned = self.again(situation, least=least)
-        except BudgetError as error:
-            if not self.grown(error):
-                self.step.settle()
-                raise self.schedules.advised(error, situation, self.budget.nbytes) from None
-            planned = self.again(situation)
+        if kept:
+            planned = self._followed(kept, situation)
+        else:
+            planned = self._shared(lambda: self._found(situation, least=least))
         if kept is None and rehearse:
             planned = self._with_overhead(planned)
         if not least:
             self.budget = replace(self.budget, nbytes=planned.plan.budget_bytes, share=None)
         self.step.settle()
         return planned
+
+    def _found(self, situation: Situation, *, least: bool) -> Planned:
+        """That plan, looked for."""
+        try:
+            return self.again(situation, least=least)
+        except BudgetError as error:
+            if not self.grown(error):
+                self.step.settle()
+                raise self.schedules.advised(error, situation, self.budget.nbytes) from None
+            return self.again(situation)
+
+    def _shared(self, find: Callable[[], Planned]) -> Planned:
+        """What ``find`` leads to in the first of several processes.
+
+        Raises:
+            RankError: it did not come, or fails.
+            BudgetError: no schedule that was found there fits.
+        """
+        if self._peers is None:
+            return find()
+        graph = self.step.graphs[0].graph
+        if not self._exact:
+            self.step.undo_norms()
+        found: list[Planned] = []
+
+        def make() -> Plan:
+            found.append(find())
+            return found[0].plan
+
+        plan = self._peers.follow("the first plan", Plan, make)
+        if plan is None:
+            return found[0]
+        return Planned(plan, self._follow(plan, self._graph_of(plan, graph)))
+
+    def _graph_of(self, plan: Plan, traced: StepGraph) -> StepGraph:
+        """That which a plan is of: as it was traced, or with norms undone."""
+        return traced if plan.exact == traced.exact else self.step.graph(exact=plan.exact)
 
     def again(self, situation: Situation, *, least: bool = False) -> Planned:
         """The plan for a later call.
@@ -283,8 +319,7 @@ class Planner:
         plan = self._store.get("plan", self._plan_key(origin, budget), Plan)
         if plan is None:
             return None
-        traced = self.step.graphs[0].graph
-        graph = traced if plan.exact == traced.exact else self.step.graph(exact=plan.exact)
+        graph = self._graph_of(plan, self.step.graphs[0].graph)
         try:
             return Planned(plan, self._follow(plan, graph))
         except PlanError as error:

@@ -20,10 +20,12 @@ from time import perf_counter
 import torch
 
 from fxremat.errors import GraphBreakWarning
+from fxremat.frontend.agreed import Seen, agreed_levels
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.choices import choices_of, least_beside
 from fxremat.frontend.lessons import warn
 from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.ranks import Peers
 from fxremat.frontend.walk import Called, Key, Known, Walk, most_bytes, seen_levels
 from fxremat.planner.situation import Beside, Situation
 from fxremat.runtime.levels import Levels, Watcher
@@ -36,6 +38,9 @@ LOG = logging.getLogger("fxremat")
 
 MOST_KNOWN = 64
 """Steps that are known; the one that was watched first goes first."""
+
+AGREED = 5
+"""Of the first steps, the last before which processes agree on what was seen."""
 
 MUCH = 0.02
 """Of the budget: where so much less is there than before, plans are chosen again."""
@@ -56,6 +61,9 @@ class Regions:
         known: steps that were watched.
         parameters: that calls have read, by ``id``, where nobody tells of calls of the model.
         late_bytes: are left free beside what was seen: it may come, or go, at another moment.
+        peers: processes that run the same steps, at least so many as they agree on.
+        elsewhere_bytes: that the one that has most has more than this one when a step begins.
+        steps: that have begun.
     """
 
     watcher: Watcher
@@ -67,6 +75,10 @@ class Regions:
     known: list[Known] = field(default_factory=list)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     late_bytes: int = 0
+    peers: Peers | None = None
+    elsewhere_bytes: int = 0
+    steps: int = 0
+    _planners: dict[int, int] = field(default_factory=dict)
     _unsure: bool = True
     _choices: dict[Key, tuple[Choice, ...]] = field(default_factory=dict)
     _now: threading.local = field(default_factory=threading.local)
@@ -82,7 +94,9 @@ class Regions:
         self.called = True
         walk = self._going_on()
         if self.several and (walk is None or not walk.calls):
-            self._next().base_bytes = there_bytes()
+            self._next().base_bytes = nbytes = there_bytes()
+            if self.peers is not None and 2 <= self.steps <= AGREED:
+                self._agree(self.peers, nbytes)
             self._begin_watch(device)
 
     def enter(
@@ -113,6 +127,7 @@ class Regions:
         elif not walk.calls:  # what else was found, beside what the model holds
             walk.base_bytes += situation.kept_bytes + situation.state_bytes
             walk.base_bytes += sum(situation.bucket_bytes)
+        self._planners.setdefault(id(planner), len(self._planners))
         place, keys = len(walk.calls), (*walk.keys, called.key)
         known = [own for own in self.known if own.keys[: place + 1] == keys]
         if not place:
@@ -125,7 +140,7 @@ class Regions:
         if not known:
             return replace(situation, beside=least_beside(planner, situation)), False
         besides = [own.besides[place] for own in known]
-        before_bytes = self.late_bytes + walk.base_bytes + situation.waiting_bytes - around_bytes
+        before_bytes = self._aside_bytes + walk.base_bytes + situation.waiting_bytes - around_bytes
         beside = Beside(
             before_bytes + max(beside.more_bytes for beside in besides),
             max(beside.turn_bytes for beside in besides),
@@ -168,6 +183,34 @@ class Regions:
         if walk is not None:
             walk.calls[walk.steps[step]].times_s.append(perf_counter())
 
+    @property
+    def _aside_bytes(self) -> int:
+        """Of the budget, for what this process did not see."""
+        return self.late_bytes + self.elsewhere_bytes
+
+    def _agree(self, peers: Peers, base_bytes: int) -> None:
+        """Let all processes know of the step before what any of them has seen of it.
+
+        Args:
+            peers: the processes.
+            base_bytes: what is there now.
+        """
+        own = Seen(base_bytes)
+        if self.known:
+            latest = self.known[0]
+            own = replace(own, calls=self._described(latest.keys), levels=tuple(latest.levels))
+        most = agreed_levels(peers, own)
+        self.elsewhere_bytes = most.base_bytes - base_bytes
+        if most.levels:
+            self.known[0].levels, self.known[0].besides = list(most.levels), []
+
+    def _described(self, keys: Sequence[Key]) -> tuple[str, ...]:
+        """Calls as every process has them."""
+        return tuple(
+            f"{self._planners[planner]} {values} {sorted(existing)}"
+            for planner, values, existing in keys
+        )
+
     def _others_bytes(self, values: Sequence[object]) -> int:
         """Of parameters that only other calls read, and of their gradients."""
         own = {id(p): p for p in values if isinstance(p, torch.nn.Parameter)}
@@ -191,6 +234,7 @@ class Regions:
     def _next(self) -> Walk:
         """A new step."""
         self.watcher.end()
+        self.steps += 1
         walk: Walk | None = getattr(self._now, "walk", None)
         if walk is not None and walk.plain:
             self._tell_breaks(walk)
@@ -255,7 +299,7 @@ class Regions:
             for before, now in zip(known.levels, seen, strict=True)
         ]
         planned_bytes = knapsack.peak_bytes(self._calls(known), known.chosen)
-        there_bytes = self.late_bytes + walk.base_bytes + first.situation.waiting_bytes
+        there_bytes = self._aside_bytes + walk.base_bytes + first.situation.waiting_bytes
         if there_bytes + planned_bytes > (self.budget().nbytes or 0):
             known.besides = []
 
@@ -276,7 +320,7 @@ class Regions:
         Raises:
             BudgetError: none fit.
         """
-        there_bytes += self.late_bytes
+        there_bytes += self._aside_bytes
         spare_bytes = known.there_bytes - there_bytes
         if known.besides and 0 <= spare_bytes <= MUCH * (self.budget().nbytes or 0):
             return

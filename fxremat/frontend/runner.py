@@ -19,12 +19,14 @@ from fxremat import optional, torch_compat
 from fxremat.costs.cost import Progress
 from fxremat.costs.measure import device_of
 from fxremat.errors import CaptureError, FxrematError
+from fxremat.frontend.agreed import agreed_arguments
 from fxremat.frontend.apart import Apart
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import PlannedOnly, StepCompiler
 from fxremat.frontend.captured import silent
 from fxremat.frontend.entry import Entry
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
+from fxremat.frontend.ranks import Peers
 from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
 from fxremat.frontend.store import Store
@@ -91,8 +93,26 @@ class Runner:
             HostMemoryError: see :func:`fxremat.compile`.
         """
         regions = asked.modules(torch_compat.wrapped_by(model))
+        peers = Peers.of(model, asked.ranks)
+        if peers is None:
+            return Runner._of(model, call, asked, regions, None, hooked=hooked)
+        with peers.telling():
+            asked = agreed_arguments(peers, asked)
+            return Runner._of(model, call, asked, regions, peers, hooked=hooked)
+
+    @staticmethod
+    def _of(
+        model: nn.Module,
+        call: Sample,
+        asked: Arguments,
+        regions: Sequence[nn.Module],
+        peers: Peers | None,
+        *,
+        hooked: bool,
+    ) -> Runner:
+        """The same, as all processes were asked for it."""
         if torch_compat.is_sharded(model):
-            return _of_sharded(model, asked, regions)
+            return _of_sharded(model, asked, regions, peers)
         restored = contextlib.nullcontext() if asked.fullgraph else buffers_restored(model)
         with generators_restored(), in_training(model), torch.enable_grad(), restored:
             outputs = call_without_data(torch_compat.wrapped_by(model), call)
@@ -107,7 +127,7 @@ class Runner:
                 budget_on=asked.budget_on,
             )
             with _progress() as progress:
-                compiler = compiler_of(asked, caller, progress)
+                compiler = compiler_of(asked, caller, progress, peers)
                 unused = needs.unused if needs else None
                 if unused is not None:
                     unused = replace(unused, dropped=asked.drop_unused)
@@ -215,7 +235,9 @@ class Runner:
             )
 
 
-def _of_sharded(model: nn.Module, asked: Arguments, regions: Sequence[nn.Module]) -> Runner:
+def _of_sharded(
+    model: nn.Module, asked: Arguments, regions: Sequence[nn.Module], peers: Peers | None
+) -> Runner:
     """That of a model whose parameters are there only while they are needed.
 
     Calls of its modules gather them from other processes: none is made but the user's. What is
@@ -227,7 +249,7 @@ def _of_sharded(model: nn.Module, asked: Arguments, regions: Sequence[nn.Module]
         accumulate=asked.accumulate,
         budget_on=asked.budget_on,
     )
-    compiler = compiler_of(asked, caller, silent)
+    compiler = compiler_of(asked, caller, silent, peers)
     compiler.regions.several = True
     compiler.regions.late_bytes = torch_compat.late_bytes(model)
     return Runner(model, compiler, dynamic=asked.dynamic, whole=asked.fullgraph, regions=regions)
@@ -248,7 +270,9 @@ def _with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     return found
 
 
-def compiler_of(asked: Arguments, caller: Caller, progress: Progress) -> StepCompiler:
+def compiler_of(
+    asked: Arguments, caller: Caller, progress: Progress, peers: Peers | None = None
+) -> StepCompiler:
     """What plans steps as asked."""
     return StepCompiler(
         asked.budget,
@@ -260,6 +284,7 @@ def compiler_of(asked: Arguments, caller: Caller, progress: Progress) -> StepCom
         whole=asked.fullgraph,
         kept=asked.kept,
         store=Store.of_environment(),
+        peers=peers,
     )
 
 

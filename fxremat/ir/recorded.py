@@ -6,7 +6,8 @@ in its table: the same for the same graph in any process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from fxremat.ir.link import MeasuredLink
 
@@ -39,6 +40,34 @@ class RecordedCosts:
     storage_bytes: tuple[int, ...]
     displaced: tuple[int, ...]
     link: MeasuredLink | None = None
+
+    @staticmethod
+    def slowest(costs: Sequence[RecordedCosts]) -> RecordedCosts:
+        """The most of each that was measured of one graph in several processes."""
+        first = costs[0]
+        again_s: dict[int, float] = {}
+        workspace_bytes: dict[tuple[int, str], int] = {}
+        for own in costs:
+            for i, seconds in own.again_s:
+                again_s[i] = max(again_s.get(i, 0.0), seconds)
+            for i, mode, nbytes in own.workspace_bytes:
+                workspace_bytes[i, mode] = max(workspace_bytes.get((i, mode), 0), nbytes)
+        return replace(
+            first,
+            stages=tuple(map(_slowest, *(own.stages for own in costs))),
+            again_s=tuple(again_s.items()),
+            workspace_bytes=tuple((*of, nbytes) for of, nbytes in workspace_bytes.items()),
+            storage_bytes=tuple(map(max, *(own.storage_bytes for own in costs))),
+            displaced=tuple(sorted(set().union(*(own.displaced for own in costs)))),
+        )
+
+
+def _slowest(*stages: StageSeconds) -> StageSeconds:
+    return StageSeconds(
+        max(stage.forward_s for stage in stages),
+        max(stage.rebuild_s for stage in stages),
+        max(stage.backward_s for stage in stages),
+    )
 
 
 @dataclass(frozen=True, slots=True)

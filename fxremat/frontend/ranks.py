@@ -1,0 +1,302 @@
+"""Processes that train one model, and follow one plan.
+
+What they agree on goes through the store of their process group, not through collectives: a
+process that is late, or gone, is named within a time limit, and no backend is asked for anything.
+Each sends one message, the first of them one for all: see docs/design/0024.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from time import monotonic
+from typing import Any, Literal, TypeVar, get_args
+
+from torch import nn
+
+from fxremat import torch_compat
+from fxremat.errors import ArgumentError, BudgetError, FxrematError, RankError
+from fxremat.report.codec import decode, encode
+
+Budgets = Literal["same", "least"]
+
+TIMEOUT_S = 600.0
+
+HERE, ALL = "here", "all"
+"""What the first of them says: that it has come, and what holds for all."""
+
+GRACE_S = 10.0
+"""Longer than the first of them waits for the others."""
+
+AGO = 2
+"""Whoever agrees on something has read what was said so many times before."""
+
+T = TypeVar("T")
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Ranks:
+    """Processes that train one model together, and follow one plan.
+
+    Args:
+        group: a process group, or ranks; ``None``: those of the model's
+            ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s, else all.
+        budgets: ``"same"``: budgets that differ are an error; ``"least"``: all keep to the least.
+        timeout: the longest that one waits for the others, as a ``timedelta`` or in seconds.
+
+    Raises:
+        ArgumentError: one of them cannot be read.
+    """
+
+    members: tuple[int, ...]
+    budgets: Budgets
+    timeout_s: float
+
+    def __init__(
+        self,
+        group: object = None,
+        *,
+        budgets: Budgets = "same",
+        timeout: float | timedelta = TIMEOUT_S,
+    ) -> None:
+        object.__setattr__(self, "members", _members(group))
+        if budgets not in get_args(Budgets):
+            _refuse("budgets", budgets, "'same' or 'least'")
+        object.__setattr__(self, "budgets", budgets)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not (number and math.isfinite(seconds) and seconds > 0):
+            _refuse("timeout", timeout, "a timedelta or seconds, more than none")
+        object.__setattr__(self, "timeout_s", float(seconds))
+
+
+def _members(group: object) -> tuple[int, ...]:
+    """Ranks of a group; none: those that the model tells of."""
+    if group is None:
+        return ()
+    if torch_compat.is_group(group):
+        return torch_compat.ranks_in(group)
+    ranks: list[Any] = (
+        list(group) if isinstance(group, Iterable) and not isinstance(group, str) else [None]
+    )
+    if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
+        _refuse("group", group, "a process group of this process, or ranks")
+    return tuple(sorted(set(ranks)))
+
+
+def _refuse(argument: str, value: object, must_be: str) -> None:
+    message = f"{argument} is {value!r}: must be {must_be}"
+    raise ArgumentError(message, argument=argument, value=value)
+
+
+class Peers:
+    """This process among those that train one model.
+
+    All of them agree on the same things in the same order. They do on what a first step needs;
+    what a later one meets, others need not meet.
+
+    Args:
+        members: ranks of all of them.
+        store: which they share.
+        timeout_s: the longest that one waits for another.
+    """
+
+    def __init__(
+        self, members: Sequence[int], store: torch_compat.SharedStore, *, timeout_s: float
+    ) -> None:
+        self.members = tuple(members)
+        self._told = False  # that something failed
+        self._store = store
+        self._timeout_s = timeout_s
+        self._own = torch_compat.own_rank()
+        self._number = 0
+
+    @staticmethod
+    def of(model: nn.Module, ranks: Ranks | None) -> Peers | None:
+        """Those of a model; ``None``: this process plans for itself.
+
+        Raises:
+            ArgumentError: there is no process group, or this process is in none of these ranks.
+        """
+        if not torch_compat.has_processes():
+            if ranks is not None:
+                _refuse("ranks", ranks, "None before torch.distributed.init_process_group")
+            return None
+        members = (ranks.members if ranks else ()) or torch_compat.ranks_of(model)
+        if ranks is not None:
+            members = members or torch_compat.ranks_in()
+            if torch_compat.own_rank() not in members:
+                _refuse("ranks", ranks, f"of rank {torch_compat.own_rank()} and others")
+        if len(members) < 2:
+            return None
+        _made[members] += 1
+        name = f"fxremat {' '.join(map(str, members))} {_made[members]}"
+        timeout_s = ranks.timeout_s if ranks else TIMEOUT_S
+        return Peers(members, torch_compat.SharedStore(name), timeout_s=timeout_s)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of them."""
+        return self._own == self.members[0]
+
+    def agree(
+        self,
+        what: str,
+        kind: Callable[..., T],
+        own: T,
+        combine: Callable[[Mapping[int, T]], T],
+    ) -> T:
+        """What all of them take for true.
+
+        Args:
+            what: it is about, for the error.
+            kind: its type, which has a form in JSON.
+            own: that of this process.
+            combine: makes one of all, by rank; it may raise.
+
+        Raises:
+            RankError: one of them did not come, failed, or agrees on something else.
+            FxrematError: as ``combine`` raises it.
+        """
+        self._begin()
+        if not self.leads:
+            self._put(self._own, {"what": what, "value": encode(kind, own)})
+            return decode(kind, self._verdict(what))
+        with self._telling_all():
+            found = {self._own: own}
+            for rank, told in self._others(what).items():
+                found[rank] = decode(kind, told)
+            result = combine(found)
+        self._put(ALL, {"value": encode(kind, result)})
+        return result
+
+    def follow(self, what: str, kind: Callable[..., T], make: Callable[[], T]) -> T | None:
+        """Let the first of them make something.
+
+        Returns what it made; ``None`` for itself, which has it.
+
+        Raises:
+            RankError: it did not come in time, or failed.
+            BudgetError: as ``make`` raises it there.
+        """
+        self._begin()
+        if not self.leads:
+            return decode(kind, self._verdict(what))
+        with self._telling_all():
+            made = make()
+        self._put(ALL, {"value": encode(kind, made)})
+        return None
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """What fails in here, fails for all: the others are told when they next agree."""
+        try:
+            yield
+        except RankError:
+            raise  # they know
+        except Exception as error:
+            if not self._told:
+                self._begin()
+                self._told = True
+                self._put(ALL if self.leads else self._own, {"error": _error(error, self._own)})
+            raise
+
+    def _begin(self) -> None:
+        self._number, self._told = self._number + 1, False
+        if self.leads:
+            self._put(HERE, {})
+
+    @contextlib.contextmanager
+    def _telling_all(self) -> Iterator[None]:
+        """What fails in here, fails for all."""
+        try:
+            yield
+        except Exception as error:
+            self._told = True
+            self._put(ALL, {"error": _error(error, self._own)})
+            raise
+
+    def _others(self, what: str) -> dict[int, Any]:
+        """What the others say, by rank."""
+        until, found, missing = monotonic() + self._timeout_s, {}, []
+        for rank in self.members[1:]:
+            told = self._get(rank, until - monotonic())
+            if told is None:
+                missing.append(rank)
+            elif "error" in told:
+                raise _raised(told["error"])
+            elif told["what"] != what:
+                raise RankError(
+                    f"rank {rank} goes on to agree on {told['what']}, rank {self._own} on {what}: "
+                    "they do not compile the same model in the same order",
+                    ranks=(rank,),
+                )
+            else:
+                found[rank] = told["value"]
+        if missing:
+            raise RankError(
+                f"{_named(missing)} did not come within {self._timeout_s:g} s to agree on {what}: "
+                "every process of the group has to compile the model, and make the same calls. "
+                f"Give fxremat.Ranks another timeout=, or a group= without {_named(missing)}",
+                ranks=missing,
+            )
+        return found
+
+    def _verdict(self, what: str) -> Any:
+        """What the first of them has made of it."""
+        here = self._get(HERE, self._timeout_s) is not None
+        told = self._get(ALL, self._timeout_s + GRACE_S) if here else None
+        if told is None:
+            self._told = True
+            raise RankError(
+                f"rank {self.members[0]}, which is the first one, did not "
+                f"{'say' if here else 'come'} within {self._timeout_s:g} s to agree on {what}: "
+                "every process of the group has to compile the model, and make the same calls. "
+                "Give fxremat.Ranks another timeout= if it takes longer",
+                ranks=self.members[:1],
+            )
+        if "error" in told:
+            self._told = True
+            raise _raised(told["error"])
+        return told["value"]
+
+    def _put(self, who: int | str, told: Mapping[str, Any]) -> None:
+        data = zlib.compress(json.dumps(told).encode())
+        self._store.put(f"{self._number}/{who}", data)
+        if self.leads and self._number > AGO:  # all have read what was said so long ago
+            for who_before in (*self.members[1:], HERE, ALL):
+                self._store.drop(f"{self._number - AGO}/{who_before}")
+
+    def _get(self, who: int | str, timeout_s: float) -> dict[str, Any] | None:
+        data = self._store.get(f"{self._number}/{who}", timeout_s)
+        if data is None:
+            return None
+        told: dict[str, Any] = json.loads(zlib.decompress(data))
+        return told
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _error(error: Exception, rank: int) -> dict[str, Any]:
+    """An error as others are told of it."""
+    if isinstance(error, RankError):
+        return {"text": str(error), "ranks": error.ranks}
+    if isinstance(error, BudgetError):
+        return {"text": str(error), "least": error.least_budget_bytes}
+    return {"text": f"rank {rank} failed: {type(error).__name__}: {error}", "ranks": [rank]}
+
+
+def _raised(told: Mapping[str, Any]) -> FxrematError:
+    if "least" in told:
+        return BudgetError(told["text"], least_budget_bytes=told["least"])
+    return RankError(told["text"], ranks=told["ranks"])
