@@ -220,9 +220,8 @@ def _keep(traced: fx.GraphModule, output_count: int, real: dict[int, Tensor]) ->
 
 
 def _values(traced: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, Tensor]:
-    sources = torch_compat.primal_sources(traced)
-    found = {i: inputs[source] for i, source in enumerate(sources) if source is not None}
-    return {i: value for i, value in found.items() if isinstance(value, Tensor)}
+    found = enumerate(torch_compat.primal_values(traced, inputs))
+    return {i: value for i, value in found if isinstance(value, Tensor)}
 
 
 def _like(traced: Tensor, seed: int) -> Tensor:

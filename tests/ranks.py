@@ -15,14 +15,15 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, multiprocessing, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy, gelu, linear
 from torch.nn.parallel import DistributedDataParallel
 
 import fxremat
@@ -38,6 +39,27 @@ LONGEST = timedelta(seconds=120)
 
 PATIENCE_S = 15.0
 """That fxremat lets one wait."""
+
+
+class Gathered(nn.Linear):
+    """Its parameters are sharded, and gathered in its forward."""
+
+    @staticmethod
+    def of(linear: nn.Linear, mesh: DeviceMesh) -> Gathered:
+        made = Gathered(linear.in_features, linear.out_features)
+        made.weight = nn.Parameter(distribute_tensor(linear.weight.data, mesh, [Shard(0)]))
+        made.bias = nn.Parameter(distribute_tensor(linear.bias.data, mesh, [Shard(0)]))
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self._whole(self.weight), self._whole(self.bias))
+
+    @staticmethod
+    def _whole(shard: Any) -> Tensor:
+        whole: Tensor = shard.redistribute(placements=[Replicate()]).to_local(
+            grad_placements=[Partial("avg")]
+        )
+        return whole
 
 
 class Block(nn.Module):
@@ -93,7 +115,7 @@ def trained(how: str, budget: Any, *, processes: int = 2, **options: Any) -> lis
     Args:
         how: ``ddp_around``: what is compiled is wrapped; ``ddp_inside``: what is wrapped is
             compiled; ``fsdp``: each block, and the model, is sharded; ``tensor_parallel``: layers
-            of the blocks are spread.
+            of the blocks are spread; ``gathered``: they are sharded, and gathered in the graph.
         budget: ``None``: it is trained as it is.
         processes: how many.
         **options: of :func:`_steps`.
@@ -185,6 +207,11 @@ def _steps(
         for block in model.blocks:  # type: ignore[union-attr]
             ways = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh, ways)
+    elif how == "gathered":
+        mesh = init_device_mesh("cpu", (processes,))
+        for block in model.blocks:  # type: ignore[union-attr]
+            for name in ("up", "down"):
+                setattr(block, name, Gathered.of(getattr(block, name), mesh))
     elif how == "ddp_inside":
         model = DistributedDataParallel(model)
     called: Any = model

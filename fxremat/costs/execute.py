@@ -41,9 +41,12 @@ shares out that of its block.
 def compile_block(block: Block) -> torch_compat.BoxedCallable:
     """The block as a function of one list, which it empties, freeing as it goes.
 
-    Emitted code calls stages in this way, too.
+    Emitted code calls stages in this way, too, but for collectives: no other process takes part.
     """
-    return compile_graph(build_graph(block)).forward
+    graph = build_graph(block)
+    for node in graph.nodes:
+        node.target = torch_compat.alone(node.target)
+    return compile_graph(graph).forward
 
 
 def least_s(
@@ -217,7 +220,7 @@ def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
 def _bound(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Callable[[], Any]:
     """``node`` as ``block`` runs it, with its arguments."""
     target, args, kwargs = call_of(node, block.mode_of(node))
-    assert callable(target)
+    target = torch_compat.alone(target)
     real_args = torch.fx.map_arg(args, lambda n: values[n])
     real_kwargs = torch.fx.map_arg(kwargs, lambda n: values[n])
     return functools.partial(target, *real_args, **real_kwargs)

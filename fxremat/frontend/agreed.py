@@ -6,12 +6,18 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fxremat.costs.collectives import Speeds
 from fxremat.errors import RankError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.origin import differences, key_of
 from fxremat.frontend.ranks import Budgets, Peers
 from fxremat.ir import Origin, RecordedCosts
+from fxremat.passes.joint.sizes import Values
+from fxremat.planner.situation import NO_LESSON, Lesson
 from fxremat.planner.surroundings import Surroundings
+
+AGREED = 5
+"""Of the first steps, the last before which processes agree on what was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +141,21 @@ def agreed_costs(
     return found.costs, most
 
 
+def agreed_speeds(peers: Peers, speeds: Speeds) -> Speeds:
+    """The slowest that any process has found."""
+    own = tuple(speeds.values())
+    found = peers.agree("collectives", _AllSpeeds, own, _slowest_each)
+    return dict(zip(speeds, found, strict=True))
+
+
+_AllSpeeds = tuple[tuple[float, float], ...]
+
+
+def _slowest_each(told: Mapping[int, _AllSpeeds]) -> _AllSpeeds:
+    each = zip(*told.values(), strict=True)
+    return tuple((max(m for m, _ in one), max(b for _, b in one)) for one in each)
+
+
 def _slowest(told: Mapping[int, _Step]) -> _Step:
     first, *others = told
     one = told[first]
@@ -149,6 +170,53 @@ def _slowest(told: Mapping[int, _Step]) -> _Step:
     costs = RecordedCosts.slowest([own.costs for own in told.values()])
     around = tuple(map(max, *(own.around_bytes for own in told.values())))
     return _Step(one.origin, costs, around)
+
+
+def agreed_situation(peers: Peers, found: str) -> None:
+    """Make sure that all processes are at the same call.
+
+    Args:
+        peers: the processes.
+        found: what the call of this one finds.
+
+    Raises:
+        RankError: another one's finds something else.
+    """
+    peers.agree("what a call finds", str, found, _the_same)
+
+
+def _the_same(told: Mapping[int, str]) -> str:
+    first, *others = told
+    for rank in others:
+        if told[rank] != told[first]:
+            raise RankError(
+                f"rank {rank} is at another call than rank {first}: it finds {told[rank]}, rank "
+                f"{first} {told[first]}. Collectives are in the graph: all have to make the same "
+                "calls, with batches of one size",
+                ranks=(rank,),
+            )
+    return told[first]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taught:
+    """What steps have taught a process, by sizes."""
+
+    lessons: tuple[tuple[Values, Lesson], ...]
+
+
+def agreed_lessons(peers: Peers, own: Mapping[Values, Lesson]) -> dict[Values, Lesson]:
+    """What steps have taught any process, by sizes."""
+    taught = _Taught(tuple(own.items()))
+    return dict(peers.agree("what steps have taught", _Taught, taught, _all_taught).lessons)
+
+
+def _all_taught(told: Mapping[int, _Taught]) -> _Taught:
+    found: dict[Values, Lesson] = {}
+    for taught in told.values():
+        for sizes, lesson in taught.lessons:
+            found[sizes] = found.get(sizes, NO_LESSON) | lesson
+    return _Taught(tuple(found.items()))
 
 
 def agreed_levels(peers: Peers, own: Seen) -> Seen:

@@ -21,7 +21,7 @@ from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.regions import Regions
 from fxremat.frontend.store import Store
-from fxremat.planner.surroundings import Caller
+from fxremat.planner.surroundings import Caller, spread_gradient_bytes
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
@@ -198,7 +198,13 @@ class StepCompiler:
         self, joint: fx.GraphModule, example_inputs: Sequence[Any], output_count: int
     ) -> Family:
         """Plan a graph for the call that it was captured from."""
-        if self.peers is None or not self._first_step():
+        together = any(map(torch_compat.is_collective, joint.graph.nodes))
+        if together and self.regions.several:
+            raise CaptureError(
+                "this model is captured in several graphs, and waits for other processes in them: "
+                "take what breaks the graph out of the forward, and fully_shard or regions= away"
+            )
+        if self.peers is None or not (together or self._first_step()):
             return self._family_of(joint, example_inputs, output_count, None)
         with self.peers.telling():
             return self._family_of(joint, example_inputs, output_count, self.peers)
@@ -233,7 +239,7 @@ class StepCompiler:
             family = Family.of(
                 planner,
                 joint,
-                [inputs.get(i) for i in range(len(torch_compat.primal_sources(joint)))],
+                [inputs.get(i) for i in range(len(torch_compat.primal_values(joint, ())))],
                 in_flight=self.in_flight,
                 watcher=self.watcher,
                 regions=self.regions,
@@ -242,7 +248,8 @@ class StepCompiler:
                 output_count=output_count,
                 planning=self.planning,
                 kept=self.kept,
-                rehearse=self.dry,
+                rehearse=self.dry and not planner.step.has_collectives,
+                spread_bytes=lambda: spread_gradient_bytes(self.resident()),
             )
         if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
             family.know_overhead(self.overhead_s)
@@ -330,10 +337,7 @@ def _real_inputs(
 ) -> Mapping[int, torch.Tensor]:
     """Real values of the joint graph's primals, where Dynamo's inputs are real."""
     found: dict[int, torch.Tensor] = {}
-    for primal, source in enumerate(torch_compat.primal_sources(joint)):
-        if source is None or source >= len(example_inputs):
-            continue
-        value = example_inputs[source]
+    for primal, value in enumerate(torch_compat.primal_values(joint, example_inputs)):
         if isinstance(value, torch.Tensor) and not torch_compat.is_fake(value):
             found[primal] = value
     return found

@@ -13,13 +13,14 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.costs.cache import cost_cache
+from fxremat.costs.collectives import late_bytes, speeds_of, with_collectives
 from fxremat.costs.cost import Measured, Progress, measure_line
 from fxremat.costs.devices import Device
 from fxremat.costs.library import with_workspaces
 from fxremat.costs.roofline import aside_bytes, estimate_line
 from fxremat.costs.scaled import Anchor, ScaledCosts
-from fxremat.errors import ArgumentError, CostError
-from fxremat.frontend.agreed import agreed_costs
+from fxremat.errors import ArgumentError, CaptureError, CostError
+from fxremat.frontend.agreed import agreed_costs, agreed_speeds
 from fxremat.frontend.dimensions import Dimension, dimensions_of
 from fxremat.frontend.origin import key_of, origin_of_costs
 from fxremat.frontend.ranks import Peers
@@ -127,6 +128,12 @@ class CapturedStep:
         self._target = target
         self._peers = peers
         self._units = Units() if fused else None
+        if self.has_collectives and peers is None:
+            raise CaptureError(
+                "this step waits for other processes, which must follow the same plan: give "
+                "fxremat.compile ranks=fxremat.Ranks() and a sample, and let all sizes be met at "
+                "the first call"
+            )
         self._graphs: list[Costed] = []
         self._resized: dict[Values, list[Costed]] = {}
 
@@ -141,6 +148,11 @@ class CapturedStep:
         placeholders = self._module.graph.find_nodes(op="placeholder")
         devices = {t.device for node in placeholders for t in tensors_of(node)}
         return max(devices, key=lambda device: device.type != "cpu")
+
+    @functools.cached_property
+    def has_collectives(self) -> bool:
+        """Whether all processes must run the same graphs."""
+        return any(map(torch_compat.is_collective, self._module.graph.nodes))
 
     @property
     def executor(self) -> str:
@@ -230,6 +242,11 @@ class CapturedStep:
             base = self._around(measured.line.joint, graph.real, self.caller)
         if self._peers is not None:
             costs, base = agreed_costs(self._peers, graph.origin, measured.costs, base)
+            if self.has_collectives:
+                speeds = agreed_speeds(self._peers, speeds_of(graph.line, self.device))
+                costs = with_collectives(costs, graph.line, graph.blocks, speeds)
+                late = late_bytes(graph.line, self.device)
+                base = replace(base, given_bytes=base.given_bytes + late)
             measured = Measured.of(graph.line, costs)
         self._graphs.append(Costed(graph, measured, base))
         self._resized.clear()

@@ -135,12 +135,8 @@ def capture(
 
 
 def _values(joint: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
-    found = {
-        primal: inputs[source]
-        for primal, source in enumerate(torch_compat.primal_sources(joint))
-        if source is not None and source < len(inputs)
-    }
-    return {i: value for i, value in found.items() if isinstance(value, torch.Tensor)}
+    found = enumerate(torch_compat.primal_values(joint, inputs))
+    return {i: value for i, value in found if isinstance(value, torch.Tensor)}
 
 
 @dataclass(frozen=True, slots=True)

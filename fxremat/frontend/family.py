@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError
+from fxremat.frontend.agreed import AGREED, agreed_lessons
 from fxremat.frontend.choices import least_beside
 from fxremat.frontend.emission import Emitted
 from fxremat.frontend.lessons import Lessons, warn
@@ -94,6 +95,9 @@ class Family:
         plans: by situation, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
         overhead_s: what a step takes beside its calls.
+        spread_bytes: tells of gradients that exist of tensors that several processes share.
+        calls: of the graph, so far.
+        passed: places of the backward's results that are inputs of the forward, and these.
     """
 
     planner: Planner
@@ -109,6 +113,9 @@ class Family:
     plans: dict[Situation, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
     overhead_s: float = 0.0
+    spread_bytes: Callable[[], int] = int
+    passed: dict[int, int] = field(default_factory=dict)
+    calls: int = 0
     _own: frozenset[int] = frozenset()
     _made: tuple[int, ...] = ()
 
@@ -127,6 +134,7 @@ class Family:
         planning: threading.RLock,
         kept: Plan | None = None,
         rehearse: bool = True,
+        spread_bytes: Callable[[], int] = int,
     ) -> Family:
         """That of a graph, with its first plan.
 
@@ -143,6 +151,7 @@ class Family:
             planning: is held by whoever plans.
             kept: a plan that is followed, instead of making one.
             rehearse: let it be told what the step takes beside its calls.
+            spread_bytes: tells of gradients that exist of tensors that several processes share.
 
         Raises:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
@@ -160,6 +169,8 @@ class Family:
             output_count,
             gradients,
             planning,
+            spread_bytes=spread_bytes,
+            passed=torch_compat.passed_primals(joint, forward_output_count=output_count),
         )
         situation, _ = family._find(values, planner.step.sizes.hints)
         if regions.several:
@@ -192,6 +203,10 @@ class Family:
         """
         if not self.regions.several:
             self.watcher.end()
+        self.calls += 1
+        together = self.planner.together
+        if together is not None and 1 < self.calls <= AGREED:
+            self.lessons.seen = agreed_lessons(together, self.lessons.seen)
         values = self.planner.step.sizes.values(args)
         sizes = self._shaping(values)
         compiled = None
@@ -205,13 +220,20 @@ class Family:
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
-        if not self.regions.several and compiled.watches and self.lessons.are_watched(sizes):
+        teaches = together is None or self.calls < AGREED
+        if (
+            teaches
+            and not self.regions.several
+            and compiled.watches
+            and self.lessons.are_watched(sizes)
+        ):
             compiled.watches -= self.watcher.begin(
                 self.planner.step.joint.device, lambda seen: _learn(situation, compiled, seen)
             )
         forward, backward = compiled.at(values)
         if self.regions.several:
             self.regions.begin()
+        passed = {place: args[primal] for place, primal in self.passed.items()}
         results = list(forward(args))
         saved = results[self.output_count :]
         del results[self.output_count :]
@@ -227,6 +249,7 @@ class Family:
             situation=situation,
             held_bytes=held_bytes,
             leaves=leaves,
+            passed=passed,
         )
         self.in_flight.add(step)
         if self.regions.several:
@@ -268,7 +291,9 @@ class Family:
         returned = gradients.finish()
         if gradients.asked_for:
             self.in_flight.returned(returned)
-        return returned
+        if not step.passed:
+            return returned
+        return [step.passed.get(place, own) for place, own in enumerate(returned)]
 
     def _back(self, step: Step) -> None:
         """A backward begins: what is there that was not when its forward ran?"""
@@ -324,6 +349,7 @@ class Family:
             self.in_flight.kept_bytes(waiting),
             self.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
+            self.spread_bytes(),
         )
         with self.planning:
             if self.regions.several:

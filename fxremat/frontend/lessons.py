@@ -47,6 +47,8 @@ class Lessons:
     @staticmethod
     def of(planner: Planner, planning: threading.RLock) -> Lessons:
         """With what other processes have learned."""
+        if planner.together is not None:  # others may know of others
+            return Lessons(planner, planning)
         known = planner.known_lesson()
         seen = {planner.step.sizes.hints: known} if known != NO_LESSON else {}
         return Lessons(planner, planning, seen)

@@ -15,6 +15,7 @@ from fxremat.costs.devices import Device
 from fxremat.costs.overhead import Around, Rehearsal
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import BudgetError, PlanError
+from fxremat.frontend.agreed import agreed_situation
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.captured import CapturedStep, Costed
 from fxremat.frontend.emission import Graphs, follow
@@ -122,6 +123,7 @@ class Planner:
     ) -> None:
         self.budget = budget
         self._peers = peers
+        self._started = False
         self._store = store or Store(None)
         self.step = CapturedStep(
             module,
@@ -167,6 +169,7 @@ class Planner:
             planned = self._followed(kept, situation)
         else:
             planned = self._shared(lambda: self._found(situation, least=least))
+        self._started = True
         if kept is None and rehearse:
             planned = self._with_overhead(planned)
         if not least:
@@ -202,7 +205,7 @@ class Planner:
             found.append(find())
             return found[0].plan
 
-        plan = self._peers.follow("the first plan", Plan, make)
+        plan = self._peers.follow("a plan", Plan, make)
         if plan is None:
             return found[0]
         return Planned(plan, self._follow(plan, self._graph_of(plan, graph)))
@@ -210,6 +213,11 @@ class Planner:
     def _graph_of(self, plan: Plan, traced: StepGraph) -> StepGraph:
         """That which a plan is of: as it was traced, or with norms undone."""
         return traced if plan.exact == traced.exact else self.step.graph(exact=plan.exact)
+
+    @property
+    def together(self) -> Peers | None:
+        """Processes that must follow the same plans at all calls; ``None``: there are none."""
+        return self._peers if self.step.has_collectives else None
 
     def again(self, situation: Situation, *, least: bool = False) -> Planned:
         """The plan for a later call.
@@ -221,8 +229,13 @@ class Planner:
         Raises:
             BudgetError: no schedule that was found fits the budget.
             HostMemoryError: the host memory cannot be had.
+            RankError: the graph has collectives, and other processes find something else.
         """
-        return self._planned(situation, LEAST if least else self.budget)
+        budget = LEAST if least else self.budget
+        if self.together is None or not self._started:
+            return self._planned(situation, budget)
+        agreed_situation(self.together, repr((situation, least)))
+        return self._shared(lambda: self._planned(situation, budget))
 
     def grown(self, error: BudgetError) -> bool:
         """Whether the budget is ``"min"``, and then lets it be what a call needs at the least."""

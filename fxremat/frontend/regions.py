@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 
 from fxremat.errors import GraphBreakWarning
-from fxremat.frontend.agreed import Seen, agreed_levels
+from fxremat.frontend.agreed import AGREED, Seen, agreed_levels
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.choices import choices_of, least_beside
 from fxremat.frontend.lessons import warn
@@ -38,9 +38,6 @@ LOG = logging.getLogger("fxremat")
 
 MOST_KNOWN = 64
 """Steps that are known; the one that was watched first goes first."""
-
-AGREED = 5
-"""Of the first steps, the last before which processes agree on what was seen."""
 
 MUCH = 0.02
 """Of the budget: where so much less is there than before, plans are chosen again."""

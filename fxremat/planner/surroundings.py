@@ -168,7 +168,7 @@ def _unread_bytes(
 ) -> Iterator[int]:
     """Of each resident tensor on the step's device that is none of its primals."""
     counted = {torch_compat.storage_key(t) for t in real.values()}
-    for tensor in caller.resident:
+    for tensor in map(torch_compat.local_part, caller.resident):
         key = torch_compat.storage_key(tensor)
         if key not in counted and tensor.device == joint.device:
             counted.add(key)
@@ -190,8 +190,19 @@ def _unread_gradient_bytes(real: Mapping[fx.Node, torch.Tensor], caller: Caller)
     """Of each gradient that is there before the step, of what the step does not read."""
     read = {id(tensor) for tensor in real.values()}
     for tensor in caller.resident:
-        if id(tensor) not in read and tensor.is_leaf and tensor.grad is not None:
+        spread = torch_compat.local_part(tensor) is not tensor
+        if not spread and id(tensor) not in read and tensor.is_leaf and tensor.grad is not None:
             yield allocated_bytes(tensor.grad.untyped_storage().nbytes(), tensor.device)
+
+
+def spread_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
+    """Of this process's parts of gradients that exist of tensors that several share.
+
+    A graph reads its part of such a tensor, which knows of no gradient.
+    """
+    leaves = (t for t in resident if t.is_leaf and torch_compat.local_part(t) is not t)
+    parts = [torch_compat.local_part(leaf.grad) for leaf in leaves if leaf.grad is not None]
+    return sum(allocated_bytes(part.untyped_storage().nbytes(), part.device) for part in parts)
 
 
 def own_gradients(joint: JointGraph) -> frozenset[int]:

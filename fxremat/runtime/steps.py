@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,9 +49,10 @@ class Step:
         saved: what the backward graph takes first; tensors.
         outputs: what the forward returns to its caller, which may hold it for long.
         held_bytes: device memory of all that, beside what others hold.
+        passed: what the backward returns as it is, by place among the gradients.
 
     Attributes:
-        plan, backward, situation, held_bytes: as given.
+        plan, backward, situation, held_bytes, passed: as given.
         number: larger for later ones.
         leaves: by primal, whose gradients it computes.
     """
@@ -64,6 +66,7 @@ class Step:
         "leaves",
         "number",
         "outputs",
+        "passed",
         "plan",
         "situation",
     )
@@ -78,12 +81,14 @@ class Step:
         situation: Any,
         held_bytes: int,
         leaves: Sequence[Any],
+        passed: Mapping[int, object] = MappingProxyType({}),
     ) -> None:
         self.plan = plan
         self.backward = backward
         self.situation = situation
         self.held_bytes = held_bytes
         self.leaves = leaves
+        self.passed = passed
         self._saved: list[Tensor] | None = saved
         self._versions = torch_compat.versions_of(saved)
         self.outputs = [torch_compat.StorageAlive(t) for t in outputs if isinstance(t, Tensor)]

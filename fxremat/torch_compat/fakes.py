@@ -29,6 +29,13 @@ def fake_mode_of(tensors: Iterable[torch.Tensor]) -> Any:
     return next((mode for mode in found if mode is not None), None) or fake_mode()
 
 
+def is_opaque(value: object) -> bool:
+    """Whether it stands for an object that no operation reads, such as a ``DeviceMesh``."""
+    from torch._library.fake_class_registry import FakeScriptObject  # noqa: PLC0415
+
+    return isinstance(value, FakeScriptObject)
+
+
 def is_fake(tensor: object) -> bool:
     """Whether ``tensor`` has no data."""
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415

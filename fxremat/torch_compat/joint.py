@@ -86,13 +86,22 @@ def mutated_primals(module: fx.GraphModule) -> list[int]:
     return [i for i, node in enumerate(primals) if node.meta.get("desc") in mutated]
 
 
-def primal_sources(joint: fx.GraphModule) -> list[int | None]:
-    """For each primal the index of the compiled function's input that it is."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput  # noqa: PLC0415
-
+def primal_values(joint: fx.GraphModule, inputs: Sequence[object]) -> list[object]:
+    """For each primal the input of the compiled function that it is, or the part of one, as that
+    of a ``DTensor`` which a process has; ``None`` where it is neither.
+    """
     primals = [n for n in joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
-    described = [n.meta.get("desc") for n in primals]
-    return [d.idx if isinstance(d, PlainAOTInput) else None for d in described]
+    return [_value_of(n.meta.get("desc"), inputs) for n in primals]
+
+
+def _value_of(described: Any, inputs: Sequence[object]) -> object:
+    from torch._functorch._aot_autograd import descriptors  # noqa: PLC0415
+
+    if isinstance(described, descriptors.PlainAOTInput):
+        return inputs[described.idx] if described.idx < len(inputs) else None
+    if isinstance(described, descriptors.SubclassGetAttrAOTInput):
+        return getattr(_value_of(described.base, inputs), described.attr, None)
+    return None
 
 
 def differentiated_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[int, int]:
@@ -102,10 +111,27 @@ def differentiated_primals(joint: fx.GraphModule, *, forward_output_count: int) 
     found: dict[int, int] = {}
     tensors = 0
     for i, (node, gradient) in enumerate(zip(primals, results[forward_output_count:], strict=True)):
-        if isinstance(gradient, fx.Node):
+        if isinstance(gradient, fx.Node) and _is_tensor(gradient):
             found[i] = tensors
         tensors += isinstance(node.meta["val"], torch.Tensor)
     return found
+
+
+def passed_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[int, int]:
+    """Places of the backward's results that are no gradients, but inputs of the forward, such as
+    the mesh of a ``DTensor``; and the primals that these are.
+    """
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+    results = list(joint.graph.output_node().args[0])[forward_output_count:]  # type: ignore[arg-type]
+    return {
+        place: primals.index(node)
+        for place, node in enumerate(results)
+        if isinstance(node, fx.Node) and not _is_tensor(node)
+    }
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], torch.Tensor)
 
 
 def stub_graphs(

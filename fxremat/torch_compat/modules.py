@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fxremat.torch_compat.collectives import HELD_LATE
+
 
 def call_instead(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Have ``call`` run wherever ``model`` is called, as ``nn.Module.compile`` does.
@@ -100,8 +102,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def late_bytes(model: torch.nn.Module) -> int:
     """Of buffers of ``fully_shard`` that may be there, or not, as other processes have it.
 
-    That is the largest group of parameters that is gathered at once. On a CPU, threads of the
-    process group hold what they gathered and reduced until they are next at work: three of them.
+    That is the largest group of parameters that is gathered at once, on a CPU several of them.
     """
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
@@ -114,4 +115,4 @@ def late_bytes(model: torch.nn.Module) -> int:
         own = (p for p in unit.parameters() if id(p) not in others)
         most = max(most, sum(p.numel() * p.element_size() for p in own))
     on_cpu = any(p.device.type == "cpu" for p in model.parameters())
-    return 3 * most if on_cpu else most
+    return HELD_LATE * most if on_cpu else most

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,7 +16,7 @@ from fxremat.passes.joint import batchnorm, invert, rng
 from fxremat.passes.joint.duplicates import merge_duplicates
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.sizes import Sizes, describe_like
-from fxremat.passes.joint.storage import build_storage_table
+from fxremat.passes.joint.storage import build_storage_table, is_tensor
 
 
 def build_joint_graph(
@@ -49,11 +50,13 @@ def build_joint_graph(
     """
     _check_static(module.graph)
     _check_flat(module)
-    _check_alone(module)
+    _check_collectives(module)
     graph = fx.Graph()
     output = graph.graph_copy(module.graph, {})
     graph.output(output)
     owner = torch_compat.graph_module(module, graph)
+    _return_gradients_alone(graph, forward_output_count)
+    _share_what_waits(graph)
     _erase_detach(graph)
     _gather_getitems(graph)
     _eliminate_dead_code(graph)
@@ -109,15 +112,36 @@ def _check_static(graph: fx.Graph) -> None:
             )
 
 
-def _check_alone(module: fx.GraphModule) -> None:
-    """Refuse collectives: processes that measured them by their own clocks would wait for ever."""
+def _check_collectives(module: fx.GraphModule) -> None:
+    """Refuse collectives that nothing stands for where they are measured."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and "c10d" in str(node.target).split(".", 1)[0]:
+        if torch_compat.is_collective(node) and torch_compat.alone(node.target) is None:
             raise CaptureError(
                 f"{node.target} waits for other processes\n{node.meta.get('stack_trace', '')}\n"
-                "fxremat plans no graphs with collectives, as those of tensor parallel models: use "
-                "DistributedDataParallel or fully_shard, whose collectives are outside"
+                "fxremat does not know what this collective costs: use one of "
+                "torch.distributed._functional_collectives that reduces, gathers, scatters or "
+                "exchanges"
             )
+
+
+def _return_gradients_alone(graph: fx.Graph, forward_output_count: int) -> None:
+    """What the backward hands on as it is, such as a mesh, the step's caller has."""
+    output = graph.output_node()
+    results = _flat(output.args[0])
+    gradients = [
+        node if isinstance(node, fx.Node) and is_tensor(node) else None
+        for node in results[forward_output_count:]
+    ]
+    output.args = ((*results[:forward_output_count], *gradients),)  # type: ignore[arg-type]
+
+
+def _share_what_waits(graph: fx.Graph) -> None:
+    """What waits for a collective returns its very result."""
+    for node in graph.nodes:
+        if torch_compat.is_wait(node):
+            source: Any = node.args[0]
+            value = source.meta["val"]
+            node.meta["val"] = value.view_as(value)
 
 
 def _check_flat(module: fx.GraphModule) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -43,7 +44,7 @@ def digest(
     lines = [writer.line(node) for node in module.graph.nodes]
     counts = f"{forward_output_count} {sorted(mutated_primals)}"
     inputs = [
-        _shape(node.meta.get("val"))
+        _shape(_value(node))
         for node in module.graph.find_nodes(op="placeholder")
         if not torch_compat.is_tangent(node)
     ]
@@ -65,6 +66,7 @@ class _Writer:
         self._nodes: dict[fx.Node, int] = {}
         self._storages: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
+        self._groups: dict[str, int] = {}
 
     def line(self, node: fx.Node) -> tuple[str, str]:
         """Which operation reads what; and all that there is to say."""
@@ -76,15 +78,25 @@ class _Writer:
             target,
             node.name,
             str(node.target) if node.op == "get_attr" else "",
-            written(node.args, self._reference),
-            written(dict(node.kwargs), self._reference),
-            written(node.meta.get("val"), self._reference, self._tensor),
+            written(self._grouped(node, node.args), self._reference),
+            written(self._grouped(node, dict(node.kwargs)), self._reference),
+            written(_value(node), self._reference, self._tensor),
             # Numbers differ from process to process, equal ones do not.
             "" if number is None else str(self._numbers.setdefault(number, len(self._numbers))),
             str(torch_compat.is_backward_node(node)),
             *map(repr, node.meta.get(LAYOUTS, ())),
         )
         return f"{target} {sources}", repr(whole)
+
+    def _grouped(self, node: fx.Node, arguments: Any) -> Any:
+        """Each process has names of its own for the groups that it is in."""
+        group = torch_compat.group_of(node)
+        if group is None:
+            return arguments
+        shown = f"group {self._groups.setdefault(group, len(self._groups))}"
+        if isinstance(arguments, dict):
+            return {name: shown if own == group else own for name, own in arguments.items()}
+        return tuple(shown if isinstance(own, str) and own == group else own for own in arguments)
 
     def _reference(self, node: fx.Node) -> str:
         return f"%{self._nodes[node]}"
@@ -96,7 +108,13 @@ class _Writer:
         storage = self._storages.setdefault(key, len(self._storages))
         nbytes = tensor.untyped_storage().nbytes()
         strides, offset = tuple(tensor.stride()), tensor.storage_offset()
-        return f"{_shape(tensor)} {strides} {offset} of {storage} {nbytes} {tensor.device}"
+        return f"{_shape(tensor)} {strides} {offset} of {storage} {nbytes} {tensor.device.type}"
+
+
+def _value(node: fx.Node) -> object:
+    """What is known of a node's value; of an object such as a mesh, its class."""
+    value = node.meta.get("val")
+    return type(value).__name__ if torch_compat.is_opaque(value) else value
 
 
 def _shape(value: object) -> str:

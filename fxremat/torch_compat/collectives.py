@@ -1,0 +1,114 @@
+"""Operations of a graph that wait for other processes.
+
+Private names, checked on 2.13: namespaces of functional collectives, the order of their arguments,
+``distributed_c10d._resolve_process_group``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+HELD_LATE = 3
+"""Buffers of collectives that threads of a CPU's process group hold until they are next at work:
+so many were seen on a busy machine."""
+
+_NAMESPACES = ("_c10d_functional", "_dtensor")
+
+PING_BYTES = 4096, 1 << 20
+"""Of what is sent to find how fast processes reach each other."""
+
+PINGS = 3
+"""How often: the same number in each process, whatever a clock says."""
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether it is called by all processes of a group, or waits for such a call."""
+    return node.op == "call_function" and getattr(node.target, "namespace", "") in _NAMESPACES
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether it returns what it is given, once others have sent their parts."""
+    return is_collective(node) and _name(node.target) == "wait_tensor"
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The name of a collective's process group; ``None``: it is none, or waits for one."""
+    if not is_collective(node) or is_wait(node):
+        return None
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    named = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+    return str({**named, **node.kwargs}["group_name"])
+
+
+def alone(target: Any) -> Any:
+    """What stands for a collective where no other process takes part: as large, and as quick as
+    the work of this process; any other function as it is; ``None``: nothing does.
+    """
+    if getattr(target, "namespace", "") not in _NAMESPACES:
+        return target
+    return _ALONE.get(_name(target))
+
+
+def ping_s(group_name: str, device: torch.device) -> tuple[float, float]:
+    """Seconds of a collective of no bytes, and of each byte.
+
+    All processes of the group must call it. The number of calls is always the same.
+    """
+    distributed_c10d: Any = torch.distributed.distributed_c10d
+    group = distributed_c10d._resolve_process_group(group_name)
+    seconds = []
+    for nbytes in PING_BYTES:
+        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        runs = []
+        for _ in range(1 + PINGS):
+            began = perf_counter()
+            torch.distributed.all_reduce(tensor, group=group)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            runs.append(perf_counter() - began)
+        seconds.append(min(runs[1:]))
+    few, many = PING_BYTES
+    each_s = max(0.0, (seconds[1] - seconds[0]) / (many - few))
+    return seconds[0], each_s
+
+
+def _name(target: Any) -> str:
+    return str(target._schema.name).split("::")[1]
+
+
+def _copies(tensor: Tensor, group_size: int, *_rest: object) -> Tensor:
+    return torch.cat([tensor] * group_size)
+
+
+def _part(tensor: Tensor, _op: str, group_size: int, *_rest: object) -> Tensor:
+    return tensor[: tensor.shape[0] // group_size].clone()
+
+
+def _exchanged(tensor: Tensor, received: Sequence[int], *_rest: object) -> Tensor:
+    return tensor.new_zeros((sum(received), *tensor.shape[1:]))
+
+
+def _each(function: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+    return lambda tensors, *rest: [function(tensor, *rest) for tensor in tensors]
+
+
+def _clone(tensor: Tensor, *_rest: object) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+_ALONE: dict[str, Callable[..., Any]] = {
+    "wait_tensor": lambda tensor: tensor,
+    "all_reduce": _clone,
+    "all_reduce_coalesced": _each(_clone),
+    "broadcast": _clone,
+    "all_gather_into_tensor": _copies,
+    "all_gather_into_tensor_coalesced": _each(_copies),
+    "reduce_scatter_tensor": _part,
+    "reduce_scatter_tensor_coalesced": _each(_part),
+    "all_to_all_single": _exchanged,
+}
