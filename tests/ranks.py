@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,13 +23,16 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.functional import cross_entropy, gelu, linear
+from torch.nn.functional import gelu, linear
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 
 import fxremat
 from tests.loops.memory import recording, sizes_known
+from tests.loops.subjects import SUBJECTS
+from tests.models.zoo import Args, Kwargs, ZooModel, drawn_once, seeded, sum_of_squares
 
-BLOCKS, ROWS, WIDTH, CLASSES = 6, 512, 64, 50
+ROWS, WIDTH = 512, 64
 
 TAUGHT, STEPS = 5, 7
 """Steps before those whose peak is measured, and all of them."""
@@ -46,13 +49,14 @@ class Gathered(nn.Linear):
 
     @staticmethod
     def of(linear: nn.Linear, mesh: DeviceMesh) -> Gathered:
-        made = Gathered(linear.in_features, linear.out_features)
-        made.weight = nn.Parameter(distribute_tensor(linear.weight.data, mesh, [Shard(0)]))
-        made.bias = nn.Parameter(distribute_tensor(linear.bias.data, mesh, [Shard(0)]))
+        made = Gathered(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        for name, own in linear.named_parameters():
+            setattr(made, name, nn.Parameter(distribute_tensor(own.data, mesh, [Shard(0)])))
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self._whole(self.weight), self._whole(self.bias))
+        bias = None if self.bias is None else self._whole(self.bias)
+        return linear(x, self._whole(self.weight), bias)
 
     @staticmethod
     def _whole(shard: Any) -> Tensor:
@@ -77,8 +81,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, act: Callable[[Tensor], Tensor] = gelu) -> None:
         super().__init__()
-        self.stem, self.head = nn.Linear(16, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.blocks = nn.ModuleList(Block(act) for _ in range(BLOCKS))
+        self.stem, self.head = nn.Linear(16, WIDTH), nn.Linear(WIDTH, 50)
+        self.blocks = nn.ModuleList(Block(act) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -87,66 +91,102 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def _entry(act: Callable[[Tensor], Tensor]) -> ZooModel:
+    def sample(seed: int) -> tuple[Args, Kwargs]:
+        with seeded(seed):
+            return (torch.randn(ROWS, 16),), {}
+
+    return ZooModel("mlp", drawn_once(lambda: Model(act)), sample, sum_of_squares, draws=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is trained.
+
+    Attributes:
+        entry: the model, its batches and its loss.
+        blocks: where its blocks are.
+        across, along: layers of a block that are spread over processes by their outputs, and by
+            their inputs.
+    """
+
+    entry: ZooModel
+    blocks: str
+    across: tuple[str, ...] = ()
+    along: tuple[str, ...] = ()
+
+
+MODELS = {
+    "mlp": Subject(_entry(gelu), "blocks", ("up",), ("down",)),
+    "other": Subject(_entry(torch.tanh), "blocks", ("up",), ("down",)),
+    "gpt": Subject(SUBJECTS["gpt"], "blocks", ("mlp.0",), ("mlp.2",)),
+    "llama": Subject(
+        SUBJECTS["llama"], "model.layers", ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)
+    ),
+    "resnet": Subject(SUBJECTS["resnet"], ""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One training.
+
+    Attributes:
+        budget: ``None``: as it is; a share: of the most that any process took so before; what
+            else ``fxremat.compile`` takes.
+        other: what the last process has: another ``batch``, ``graph`` or ``budget``; it is
+            ``late`` by all of its life, or ``killed`` while it measures.
+        budgets: what is done where they differ.
+    """
+
+    budget: Any
+    other: str = ""
+    budgets: str = "same"
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What one process has seen.
+    """What one process has seen of one training.
 
     Attributes:
         parameters: after all steps, whole ones.
         peaks_bytes: of the last steps.
         budget_bytes: what they had to keep to; ``None``: nothing is planned.
-        warned: what fxremat has said.
         codes: what each plan emits.
+        warned: what fxremat has said.
     """
 
     parameters: list[Tensor]
     peaks_bytes: list[int]
     budget_bytes: int | None
-    warned: list[str]
     codes: list[str]
+    warned: list[str]
 
 
-def trained(how: str, budget: Any, *, processes: int = 2, **options: Any) -> list[Trained]:
-    """Train in several processes.
+def trained(
+    how: str, cases: Sequence[Case], *, model: str = "mlp", processes: int = 2
+) -> list[list[Any]]:
+    """Train in several processes, one case after the other.
 
     More than two add up in an order that depends on buckets, and these on the order in which
     gradients are there: without a plan ``DistributedDataParallel`` gets captured graphs, too.
 
     Args:
         how: ``ddp_around``: what is compiled is wrapped; ``ddp_inside``: what is wrapped is
-            compiled; ``fsdp``: each block, and the model, is sharded; ``tensor_parallel``: layers
-            of the blocks are spread; ``gathered``: they are sharded, and gathered in the graph.
-        budget: ``None``: it is trained as it is.
+            compiled; ``fsdp``: each block, and the model, is sharded; ``hybrid``: among half of
+            the processes; ``tensor_parallel``: layers of the blocks are spread; ``gathered``: they
+            are sharded, and gathered in the graph.
+        cases: which.
+        model: see :data:`MODELS`.
         processes: how many.
-        **options: of :func:`_steps`.
 
-    Returns what each of them has seen, by rank.
+    Returns by rank, for each case that it has gone through, what it has seen, or the error.
     """
-    found = _run(how, budget, processes, options)
-    for own in found:
-        assert isinstance(own, Trained), own
-    return found
-
-
-def refused(how: str, other: str, *, processes: int = 2) -> list[str | None]:
-    """What each of several processes raises; ``None``: it is gone.
-
-    Args:
-        how: see :func:`trained`.
-        other: what the last of them has: another ``batch``, ``graph`` or ``budget``; it is
-            ``late`` by all of its life, or ``killed`` while it measures.
-        processes: how many.
-    """
-    return _run(how, 0.6, processes, {"other": other})
-
-
-def _run(how: str, budget: Any, processes: int, options: dict[str, Any]) -> list[Any]:
-    """What each process leaves; ``None``: nothing."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = processes, port, how, budget, folder, options
+        arguments = processes, port, how, cases, model, folder
         context = multiprocessing.get_context("spawn")
         started = [
             context.Process(target=_train, args=(rank, *arguments)) for rank in range(processes)
@@ -156,7 +196,7 @@ def _run(how: str, budget: Any, processes: int, options: dict[str, Any]) -> list
         for process in started:
             process.join()
         paths = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
-        return [torch.load(p, weights_only=False) if p.exists() else None for p in paths]
+        return [torch.load(p, weights_only=False) if p.exists() else [] for p in paths]
 
 
 def _train(
@@ -164,97 +204,144 @@ def _train(
     processes: int,
     port: int,
     how: str,
-    budget: Any,
+    cases: Sequence[Case],
+    model: str,
     folder: str,
-    options: dict[str, Any],
 ) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", rank=rank, world_size=processes, timeout=LONGEST)
-    uncut = torch._dynamo.config.patch(optimize_ddp=False)
-    try:
-        with warnings.catch_warnings(record=True) as told, sizes_known(), uncut:
-            warnings.simplefilter("always")
-            found: Any = _steps(rank, processes, how, budget, **options)
-        for warning in told:
-            if issubclass(warning.category, fxremat.BudgetWarning):
-                found.warned.append(str(warning.message))
-    except fxremat.FxrematError as error:
-        found = f"{type(error).__name__}: {error}"
-    torch.save(found, Path(folder) / f"{rank}.pt")
+    found: list[Any] = []
+    for case in cases:
+        torch._dynamo.reset()
+        before = [own for own in found if isinstance(own, Trained)][:1]
+        found.append(_told(_Job(rank, processes, how, case, model), before))
+        torch.save(found, Path(folder) / f"{rank}.pt")
     distributed.barrier()  # the first one keeps what the others read
     distributed.destroy_process_group()
 
 
-def _steps(
-    rank: int,
-    processes: int,
-    how: str,
-    budget: Any,
-    *,
-    other: str = "",
-    ranks: fxremat.Ranks | None = None,
-) -> Trained:
-    other = other if rank == processes - 1 else ""
-    torch.manual_seed(0)
-    model: nn.Module = Model(torch.tanh if other == "graph" else gelu)
-    if how == "fsdp":
-        mesh = init_device_mesh("cpu", (processes,))
-        for module in (*model.blocks, model):  # type: ignore[misc]
-            fully_shard(module, mesh=mesh)
-    elif how == "tensor_parallel":
-        mesh = init_device_mesh("cpu", (processes,))
-        for block in model.blocks:  # type: ignore[union-attr]
-            ways = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, mesh, ways)
-    elif how == "gathered":
-        mesh = init_device_mesh("cpu", (processes,))
-        for block in model.blocks:  # type: ignore[union-attr]
-            for name in ("up", "down"):
-                setattr(block, name, Gathered.of(getattr(block, name), mesh))
-    elif how == "ddp_inside":
-        model = DistributedDataParallel(model)
-    called: Any = model
-    if other == "late":
-        os._exit(1)
-    rows = ROWS // 2 if other == "batch" else ROWS
-    if other == "budget":
-        budget += 0.1
-    if budget is not None:
-        if other == "killed":
+def _told(job: _Job, before: list[Trained]) -> Trained | str:
+    uncut = torch._dynamo.config.patch(optimize_ddp=False)
+    try:
+        with warnings.catch_warnings(record=True) as told, sizes_known(), uncut:
+            warnings.simplefilter("always")
+            found = job.run(before)
+    except fxremat.FxrematError as error:
+        return f"{type(error).__name__}: {error}"
+    over = (w for w in told if issubclass(w.category, fxremat.BudgetWarning))
+    found.warned.extend(str(warning.message) for warning in over)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One training in one of several processes."""
+
+    rank: int
+    processes: int
+    how: str
+    case: Case
+    model: str
+
+    @property
+    def other(self) -> str:
+        """What this process has that others have not."""
+        return self.case.other if self.rank == self.processes - 1 else ""
+
+    @property
+    def subject(self) -> Subject:
+        return MODELS["other" if self.other == "graph" else self.model]
+
+    def run(self, before: list[Trained]) -> Trained:
+        """Train.
+
+        Args:
+            before: how it went as it is.
+        """
+        torch.manual_seed(0)
+        model = self._spread(self.subject.entry.build().train())
+        called: Any = model
+        if self.other == "late":
+            os._exit(1)
+        if self.other == "killed":
             patch("fxremat.frontend.captured.measure_line", lambda *_, **_k: os._exit(1)).start()
-        ranks = ranks or fxremat.Ranks(timeout=PATIENCE_S)
-        called = fxremat.compile(model, _batch(rank, 0, rows)[0], budget, ranks=ranks)
-    elif how != "fsdp":
-        called = torch.compile(model, backend="aot_eager")
-    compiled = called
-    if how == "ddp_around":
-        called = DistributedDataParallel(called)
-    optimizer = torch.optim.AdamW(model.parameters())
-    peaks = []
-    for number in range(STEPS):
-        torch.manual_seed(processes * number + rank)
-        x, y = _batch(rank, number, rows)
+        if self.case.budget is not None:
+            ranks = fxremat.Ranks(budgets=self.case.budgets, timeout=PATIENCE_S)  # type: ignore[arg-type]
+            sample = fxremat.Sample(*self._batch(0))
+            called = fxremat.compile(model, sample, self._budget(before), ranks=ranks)
+        elif self.how not in ("fsdp", "hybrid"):
+            called = torch.compile(model, backend="aot_eager")
+        peaks = self._steps(called, model)
+        whole = [_whole(p).detach().clone() for p in model.parameters()]
+        plans = called.plans if isinstance(called, fxremat.CompiledModule) else ()
+        codes = [plan.forward_code + plan.backward_code for plan in plans]
+        return Trained(whole, peaks, plans[-1].budget_bytes if plans else None, codes, [])
 
-        def step(x: Tensor = x, y: Tensor = y) -> None:
-            optimizer.zero_grad()
-            cross_entropy(called(x), y).backward()
+    def _spread(self, model: nn.Module) -> nn.Module:
+        blocks = model.get_submodule(self.subject.blocks).children() if self.subject.blocks else ()
+        if self.how == "ddp_inside":
+            return DistributedDataParallel(model)
+        if self.how == "ddp_around":
+            return model
+        shape = (2, self.processes // 2) if self.how == "hybrid" else (self.processes,)
+        mesh = init_device_mesh("cpu", shape)
+        if self.how in ("fsdp", "hybrid"):
+            for module in (*(blocks or model.children()), model):
+                if any(True for _ in module.parameters()):
+                    fully_shard(module, mesh=mesh)
+            return model
+        for block in blocks:
+            if self.how == "tensor_parallel":
+                ways: dict[str, Any] = {name: ColwiseParallel() for name in self.subject.across}
+                ways |= {name: RowwiseParallel() for name in self.subject.along}
+                parallelize_module(block, mesh, ways)
+            else:
+                for name in (*self.subject.across, *self.subject.along):
+                    owner, _, own = name.rpartition(".")
+                    layers = block.get_submodule(owner)
+                    setattr(layers, own, Gathered.of(getattr(layers, own), mesh))
+        return model
 
-        if number < TAUGHT:
-            step()
-        else:
-            peaks.append(_peak_of(step, model, optimizer, (x, y)))
-        optimizer.step()
-    whole = [_whole(p).detach().clone() for p in model.parameters()]
-    plans = compiled.plans if isinstance(compiled, fxremat.CompiledModule) else ()
-    codes = [plan.forward_code + plan.backward_code for plan in plans]
-    return Trained(whole, peaks, plans[-1].budget_bytes if plans else None, [], codes)
+    def _budget(self, before: list[Trained]) -> Any:
+        budget = self.case.budget
+        if self.other == "budget":
+            budget += 0.1
+        if not (isinstance(budget, float) and before):
+            return budget
+        most = torch.tensor([max(before[0].peaks_bytes)])
+        distributed.all_reduce(most, distributed.ReduceOp.MAX)
+        return int(budget * int(most))
 
+    def _batch(self, number: int) -> tuple[Args, Kwargs]:
+        """Another one for each process, but where they share each layer's work."""
+        own = 0 if self.how == "tensor_parallel" else self.rank
+        sample = self.subject.entry.sample(100 * own + number)
+        if self.other == "batch":
+            sample = tree_map(lambda tensor: tensor[: len(tensor) // 2], sample)
+        return sample
 
-def _batch(rank: int, number: int, rows: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * rank + number)
-    x = torch.randn(rows, 16, generator=generator)
-    return x, torch.randint(0, CLASSES, (rows,), generator=generator)
+    def _steps(self, called: Any, model: nn.Module) -> list[int]:
+        """All of them; the peaks of the last ones."""
+        if self.how == "ddp_around":
+            called = DistributedDataParallel(called)
+        optimizer = torch.optim.AdamW(model.parameters())
+        peaks = []
+        for number in range(STEPS):
+            args, kwargs = self._batch(number)
+            own = 0 if self.how == "tensor_parallel" else self.rank
+            torch.manual_seed(self.processes * number + own)
+
+            def step(args: Args = args, kwargs: Kwargs = kwargs) -> None:
+                optimizer.zero_grad()
+                self.subject.entry.loss(called(*args, **kwargs)).backward()
+
+            if number < TAUGHT:
+                step()
+            else:
+                peaks.append(_peak_of(step, model, optimizer, tree_leaves((args, kwargs))))
+            optimizer.step()
+        return peaks
 
 
 def _whole(parameter: Tensor) -> Tensor:
@@ -266,7 +353,7 @@ def _peak_of(
     step: Callable[[], None],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor],
+    batch: Iterable[Tensor],
 ) -> int:
     """Most that this process has allocated in a step, with what was there."""
     optimizer.zero_grad()
