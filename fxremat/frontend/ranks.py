@@ -105,18 +105,19 @@ class Peers:
 
     Args:
         members: ranks of all of them.
+        own: that of this process.
         store: which they share.
         timeout_s: the longest that one waits for another.
     """
 
     def __init__(
-        self, members: Sequence[int], store: torch_compat.SharedStore, *, timeout_s: float
+        self, members: Sequence[int], own: int, store: torch_compat.SharedStore, *, timeout_s: float
     ) -> None:
         self.members = tuple(members)
         self._told = False  # that something failed
         self._store = store
         self._timeout_s = timeout_s
-        self._own = torch_compat.own_rank()
+        self._own = own
         self._number = 0
 
     @staticmethod
@@ -140,7 +141,8 @@ class Peers:
         _made[members] += 1
         name = f"fxremat {' '.join(map(str, members))} {_made[members]}"
         timeout_s = ranks.timeout_s if ranks else TIMEOUT_S
-        return Peers(members, torch_compat.SharedStore(name), timeout_s=timeout_s)
+        store = torch_compat.SharedStore(name)
+        return Peers(members, torch_compat.own_rank(), store, timeout_s=timeout_s)
 
     @property
     def leads(self) -> bool:

@@ -86,7 +86,7 @@ def _copies(tensor: Tensor, group_size: int, *_rest: object) -> Tensor:
 
 
 def _part(tensor: Tensor, _op: str, group_size: int, *_rest: object) -> Tensor:
-    return tensor[: tensor.shape[0] // group_size].clone()
+    return _clone(tensor[: tensor.shape[0] // group_size])
 
 
 def _exchanged(tensor: Tensor, received: Sequence[int], *_rest: object) -> Tensor:

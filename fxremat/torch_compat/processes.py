@@ -7,6 +7,7 @@ default process group found its members.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,10 +57,12 @@ class SharedStore:
 
     Args:
         prefix: of names: others do not meet those of this one.
+        base: a store; ``None``: that through which all processes found each other.
     """
 
-    def __init__(self, prefix: str) -> None:
-        base = torch.distributed.distributed_c10d._get_default_store()
+    def __init__(self, prefix: str, base: Any = None) -> None:
+        if base is None:
+            base = torch.distributed.distributed_c10d._get_default_store()
         self._store = torch.distributed.PrefixStore(prefix, base)  # type: ignore[attr-defined]
 
     def put(self, name: str, data: bytes) -> None:

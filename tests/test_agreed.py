@@ -1,0 +1,248 @@
+"""Processes that agree, as threads with a store of theirs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import fxremat
+from fxremat.errors import ArgumentError, BudgetError, PlanError, RankError
+from fxremat.frontend.agreed import (
+    Seen,
+    agreed_arguments,
+    agreed_costs,
+    agreed_lessons,
+    agreed_levels,
+    agreed_situation,
+)
+from fxremat.frontend.arguments import Arguments
+from fxremat.frontend.ranks import Peers, Ranks
+from fxremat.ir import Origin, RecordedCosts, StageSeconds
+from fxremat.planner.situation import Lesson
+from fxremat.planner.surroundings import Surroundings
+from fxremat.torch_compat import SharedStore
+
+MEMBERS = (3, 5, 8)
+
+
+def outcomes(
+    run: Callable[[Peers, int], Any], *, come: tuple[int, ...] = MEMBERS, timeout_s: float = 20.0
+) -> dict[int, Any]:
+    """What each of several threads returns, or raises."""
+    base = torch.distributed.HashStore()
+
+    def one(rank: int) -> Any:
+        peers = Peers(MEMBERS, rank, SharedStore("test", base), timeout_s=timeout_s)
+        try:
+            return run(peers, rank)
+        except fxremat.FxrematError as error:
+            return error
+
+    with ThreadPoolExecutor(len(come)) as threads:
+        return dict(zip(come, threads.map(one, come), strict=True))
+
+
+def test_all_take_what_the_first_makes_of_all() -> None:
+    def run(peers: Peers, rank: int) -> list[int]:
+        return [
+            peers.agree("a number", int, rank * k, lambda told: sum(told.values()))
+            for k in range(9)
+        ]
+
+    assert outcomes(run) == {key: [16 * k for k in range(9)] for key in MEMBERS}
+
+
+def test_all_follow_the_first() -> None:
+    made = []
+
+    def run(peers: Peers, rank: int) -> int | None:
+        return peers.follow("a number", int, lambda: made.append(rank) or 7)  # type: ignore[func-returns-value]
+
+    assert outcomes(run) == {3: None, 5: 7, 8: 7}
+    assert made == [3]
+
+
+def test_what_the_first_cannot_do_nobody_can() -> None:
+    def refuse() -> int:
+        raise BudgetError("too little", least_budget_bytes=12)
+
+    found = outcomes(lambda peers, _: peers.follow("a number", int, refuse))
+    assert [type(error) for error in found.values()] == [BudgetError] * 3
+    assert [error.least_budget_bytes for error in found.values()] == [12] * 3
+    assert {str(error) for error in found.values()} == {"too little"}
+
+
+@pytest.mark.parametrize("failing", MEMBERS)
+def test_who_fails_on_the_way_is_named(failing: int) -> None:
+    def run(peers: Peers, rank: int) -> int:
+        with peers.telling():
+            if rank == failing:
+                raise PlanError("no")
+            return peers.agree("a number", int, rank, lambda told: sum(told.values()))
+
+    found = outcomes(run)
+    for rank, error in found.items():
+        if rank == failing:
+            assert isinstance(error, PlanError)
+        else:
+            assert isinstance(error, RankError) and error.ranks == (failing,)
+            assert str(error) == f"rank {failing} failed: PlanError: no"
+
+
+@pytest.mark.parametrize("missing", MEMBERS)
+def test_who_is_missing_is_named_in_time(missing: int) -> None:
+    come = tuple(rank for rank in MEMBERS if rank != missing)
+    found = outcomes(
+        lambda peers, rank: peers.agree("a number", int, rank, lambda told: sum(told.values())),
+        come=come,
+        timeout_s=0.3,
+    )
+    for error in found.values():
+        assert isinstance(error, RankError) and error.ranks == (missing,)
+        assert f"rank {missing}" in str(error) and "0.3 s" in str(error)
+
+
+def test_who_agrees_on_something_else_is_named() -> None:
+    def run(peers: Peers, rank: int) -> int:
+        what = "apples" if rank == 5 else "pears"
+        return peers.agree(what, int, rank, lambda told: sum(told.values()))
+
+    for error in outcomes(run).values():
+        assert isinstance(error, RankError) and error.ranks == (5,)
+        assert "goes on to agree on apples, rank 3 on pears" in str(error)
+
+
+def asked(budget: Any, ranks: Ranks | None = None, **options: Any) -> Arguments:
+    return Arguments.read(budget, ranks=ranks, **options)
+
+
+def test_budgets_must_be_the_same_or_the_least_is_taken() -> None:
+    budgets: dict[int, Any] = {3: "2 MiB", 5: "1 MiB", 8: 3 << 20}
+    errors = outcomes(lambda peers, rank: agreed_arguments(peers, asked(budgets[rank])))
+    for error in errors.values():
+        assert isinstance(error, RankError) and error.ranks == (5, 8)
+        assert "'2 MiB' on rank 3, '1 MiB' on rank 5, 3145728 on rank 8" in str(error)
+    least = Ranks(budgets="least")
+    found = outcomes(lambda peers, rank: agreed_arguments(peers, asked(budgets[rank], least)))
+    assert {own.budget.nbytes for own in found.values()} == {1 << 20}
+    budgets[8] = 0.5
+    mixed = outcomes(lambda peers, rank: agreed_arguments(peers, asked(budgets[rank], least)))
+    assert all(isinstance(error, RankError) for error in mixed.values())
+
+
+def test_other_options_are_refused_and_host_memory_is_shared_out() -> None:
+    errors = outcomes(lambda peers, rank: agreed_arguments(peers, asked(1.0, exact=rank != 8)))
+    for error in errors.values():
+        assert isinstance(error, RankError) and error.ranks == (8,)
+        assert "rank 8 was asked for exact=False, rank 3 for exact=True" in str(error)
+    lent = asked(1.0, offload="auto", host_limit=900)
+    for own in outcomes(lambda peers, _: agreed_arguments(peers, lent)).values():
+        assert own.host.limit_bytes == 300  # all are on this machine
+
+
+ORIGIN = Origin("ops", "code", ("float32[2]",), "a device", (), (), (), ())
+
+
+def costs(scale: float) -> RecordedCosts:
+    stage = StageSeconds(scale, 2.0, 3.0)
+    workspaces = ((1, "first", int(4 * scale)),)
+    return RecordedCosts((stage,), ((1, scale),), workspaces, (8, int(16 * scale)), (int(scale),))
+
+
+def test_costs_and_what_is_around_are_the_most_of_all() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        around = Surroundings(100 - rank, rank, 2, 1)
+        return agreed_costs(peers, replace(ORIGIN, device=str(rank)), costs(rank / 4), around)
+
+    for found, around in outcomes(run).values():
+        assert found.stages == (StageSeconds(2.0, 2.0, 3.0),)
+        assert found.again_s == ((1, 2.0),) and found.workspace_bytes == ((1, "first", 8),)
+        assert found.storage_bytes == (8, 32) and found.displaced == (0, 1, 2)
+        assert (around.given_bytes, around.turn_bytes, around.tangent_bytes) == (97, 8, 2)
+
+
+def test_other_steps_are_refused() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        inputs = (f"float32[{2 + (rank == 5)}]",)
+        return agreed_costs(
+            peers, replace(ORIGIN, inputs=inputs), costs(1), Surroundings(0, 0, 0, 0)
+        )
+
+    for error in outcomes(run).values():
+        assert isinstance(error, RankError) and error.ranks == (5,)
+        assert "on it input 0 is float32[3], rank 3's was float32[2]" in str(error)
+
+
+def test_the_most_that_was_seen_of_the_same_calls() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        calls = ("one",) if rank != 8 else ("other",)
+        alike = agreed_levels(peers, Seen(rank, ("one",), ((rank, 1, 2, 3),)))
+        return alike, agreed_levels(peers, Seen(rank, calls, ((rank, 1, 2, 3),)))
+
+    for alike, unlike in outcomes(run).values():
+        assert alike == Seen(8, ("one",), ((8, 1, 2, 3),))
+        assert unlike == Seen(8)
+
+
+def test_lessons_of_all_are_learned_by_all() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        return agreed_lessons(peers, {(rank % 2,): Lesson(turn_bytes=rank), (7,): Lesson(1, rank)})
+
+    expected = {(1,): Lesson(turn_bytes=5), (0,): Lesson(turn_bytes=8), (7,): Lesson(1, 8)}
+    assert list(outcomes(run).values()) == [expected] * 3
+
+
+def test_another_call_is_refused() -> None:
+    found = outcomes(lambda peers, rank: agreed_situation(peers, "two" if rank == 8 else "one"))
+    for error in found.values():
+        assert isinstance(error, RankError) and error.ranks == (8,)
+    assert set(outcomes(lambda peers, _: agreed_situation(peers, "one")).values()) == {None}
+
+
+def test_what_was_read_by_all_does_not_stay() -> None:
+    base = torch.distributed.HashStore()
+    barrier = threading.Barrier(len(MEMBERS))
+
+    def one(rank: int) -> None:
+        peers = Peers(MEMBERS, rank, SharedStore("test", base), timeout_s=20.0)
+        for _ in range(50):
+            peers.agree("a number", int, rank, lambda told: sum(told.values()))
+        barrier.wait()
+
+    with ThreadPoolExecutor(len(MEMBERS)) as threads:
+        list(threads.map(one, MEMBERS))
+    assert base.num_keys() <= 3 * (len(MEMBERS) + 1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"group": "all"},
+        {"group": [-1, 2]},
+        {"group": []},
+        {"budgets": "most"},
+        {"timeout": 0},
+        {"timeout": float("inf")},
+        {"timeout": True},
+    ],
+)
+def test_ranks_that_cannot_be_read(given: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(given))):
+        Ranks(**given)
+
+
+def test_ranks_as_they_are_read() -> None:
+    ranks = Ranks([2, 0, 2], timeout=timedelta(minutes=1))
+    assert ranks.members == (0, 2) and ranks.timeout_s == 60.0 and ranks.budgets == "same"
+    with pytest.raises(ArgumentError, match="ranks is 3"):
+        Arguments.read(1.0, ranks=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"before torch\.distributed"):
+        Peers.of(torch.nn.Linear(1, 1), ranks)
+    assert Peers.of(torch.nn.Linear(1, 1), None) is None
