@@ -61,6 +61,7 @@ def compile(
     plan: Plan | str | os.PathLike[str] | None = None,
     fullgraph: bool = False,
     regions: Iterable[str] = (),
+    in_flight: int = 1,
     ranks: Ranks | None = None,
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
@@ -116,6 +117,9 @@ def compile(
             then on a plan for each is chosen together.
         regions: names of modules, such as a model's layers, that are regions of their own; those
             that are alike are captured and measured once.
+        in_flight: so many forwards may wait for their backward, as microbatches of a pipeline's
+            stage do: what the budget leaves beside the model is divided by them. More than one
+            imply ``accumulate``.
         ranks: processes that train the model together, and what they do where they differ: the
             first of them plans, by the most that any measures, and all follow. ``None``: those of
             the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s; where nothing
@@ -155,6 +159,7 @@ def compile(
         plan=plan,
         fullgraph=fullgraph,
         regions=regions,
+        in_flight=in_flight,
         ranks=ranks,
     )
     return compiled(model, asked, None if sample is None else Sample.of(sample))
@@ -201,7 +206,7 @@ def max_batch(
             or name and a dimension of it. A list of these asks for all sizes that fit together:
             for some sizes of the others the largest of the first.
         most: the largest size that is asked for; none beyond 2^20 is anyway.
-        **options: of :func:`compile`, but ``dynamic`` and ``plan``.
+        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``in_flight`` and ``ranks``.
 
     Returns sizes, their least budgets and predicted seconds. The first time that a size beyond the
     largest is compiled may find it to fit yet, or the largest to be one too many, where kernels
@@ -222,6 +227,9 @@ def max_batch(
         raise ArgumentError(message, argument=name, value=options[name])
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
     asked = read_dims(model, call, dim)
+    for name in sorted({"in_flight", "ranks"} & options.keys()):
+        message = f"{name}= is not for max_batch, which knows of one step: leave it out"
+        raise ArgumentError(message, argument=name, value=options[name])
     made = compile(model, call, 1.0, dynamic=True, **_whole(options))
     (family,) = made._compiler.families
     (situation,) = family.plans
@@ -236,6 +244,9 @@ def max_batch(
     )
     with generators_restored(), in_training(model), torch.enable_grad():
         return found.over(asked)
+
+
+_NOT_ESTIMATED = {"dynamic", "plan", "executor", "fullgraph", "regions", "in_flight", "ranks"}
 
 
 def estimate(
@@ -268,8 +279,8 @@ def estimate(
         most: the largest size of it that is asked for.
         costs: a plan of this step, made where it runs, or the file it was saved in: what was
             measured for it is used in place of estimates.
-        **options: of :func:`compile`, but ``dynamic``, ``plan`` and ``executor``: operations run
-            as eager runs them.
+        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``in_flight``, ``ranks`` and
+            ``executor``: operations run as eager runs them.
 
     Returns the least budget, the peak with everything kept, the frontier between them and what was
     asked for beside.
@@ -282,8 +293,8 @@ def estimate(
         SampleError, NoGradientError, CaptureError: as :func:`compile`.
     """
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
-    for name in {"dynamic", "plan", "executor", "fullgraph", "regions"} & options.keys():
-        message = f"{name}= is not for estimate, which runs nothing: leave it out"
+    for name in sorted(_NOT_ESTIMATED & options.keys()):
+        message = f"{name}= is not for estimate, which runs one step of nothing: leave it out"
         raise ArgumentError(message, argument=name, value=options[name])
     target, given = read_device(device), None if budget is None else Budget.read(budget)
     if dim is not None and (given is None or given.nbytes is None):
@@ -313,8 +324,8 @@ def backend(
     Each graph that Dynamo captures is planned at its first call. Where a model is captured in
     several, they share the budget as those of :func:`compile` do; what runs before the first of
     them is not counted. One ``options`` is one budget.
-    ``options`` may also hold ``reserve``, ``accumulate``, ``offload``, ``host_limit``,
-    ``host_dir``, ``exact``, ``budget_on`` and ``executor``, as for :func:`compile`.
+    ``options`` may also hold ``reserve``, ``accumulate``, ``in_flight``, ``offload``,
+    ``host_limit``, ``host_dir``, ``exact``, ``budget_on`` and ``executor``, as for :func:`compile`.
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.
@@ -327,6 +338,7 @@ def backend(
     caller = Caller(
         reserve_bytes=asked.reserve_bytes,
         accumulate=asked.accumulate,
+        in_flight=asked.in_flight,
         budget_on=asked.budget_on,
     )
     compiler = compiler_of(asked, caller, silent)

@@ -137,11 +137,13 @@ class Case:
         other: what the last process has: another ``batch``, ``graph`` or ``budget``; it is
             ``late`` by all of its life, or ``killed`` while it measures.
         budgets: what is done where they differ.
+        options: further ones of ``fxremat.compile``.
     """
 
     budget: Any
     other: str = ""
     budgets: str = "same"
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +153,18 @@ class Trained:
     Attributes:
         parameters: after all steps, whole ones.
         peaks_bytes: of the last steps.
+        gathers: how often they gathered something, each.
         budget_bytes: what they had to keep to; ``None``: nothing is planned.
+        host_bytes: that the last plan takes of the host.
         codes: what each plan emits.
         warned: what fxremat has said.
     """
 
     parameters: list[Tensor]
     peaks_bytes: list[int]
+    gathers: list[int]
     budget_bytes: int | None
+    host_bytes: int
     codes: list[str]
     warned: list[str]
 
@@ -182,11 +188,8 @@ def trained(
 
     Returns by rank, for each case that it has gone through, what it has seen, or the error.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = processes, port, how, cases, model, folder
+        arguments = processes, beginning(), how, cases, model, folder
         context = multiprocessing.get_context("spawn")
         started = [
             context.Process(target=_train, args=(rank, *arguments)) for rank in range(processes)
@@ -199,18 +202,26 @@ def trained(
         return [torch.load(p, weights_only=False) if p.exists() else [] for p in paths]
 
 
+def beginning() -> str:
+    """Where the processes of a new group meet."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+
+
 def _train(
     rank: int,
     processes: int,
-    port: int,
+    where: str,
     how: str,
     cases: Sequence[Case],
     model: str,
     folder: str,
 ) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=rank, world_size=processes, timeout=LONGEST)
+    distributed.init_process_group(
+        "gloo", init_method=where, rank=rank, world_size=processes, timeout=LONGEST
+    )
     found: list[Any] = []
     for case in cases:
         torch._dynamo.reset()
@@ -269,14 +280,19 @@ class _Job:
         if self.case.budget is not None:
             ranks = fxremat.Ranks(budgets=self.case.budgets, timeout=PATIENCE_S)  # type: ignore[arg-type]
             sample = fxremat.Sample(*self._batch(0))
-            called = fxremat.compile(model, sample, self._budget(before), ranks=ranks)
+            options = dict(self.case.options)
+            called = fxremat.compile(model, sample, self._budget(before), ranks=ranks, **options)
         elif self.how not in ("fsdp", "hybrid"):
             called = torch.compile(model, backend="aot_eager")
-        peaks = self._steps(called, model)
+        peaks, gathers = map(list, zip(*self._steps(called, model), strict=True))
         whole = [_whole(p).detach().clone() for p in model.parameters()]
         plans = called.plans if isinstance(called, fxremat.CompiledModule) else ()
         codes = [plan.forward_code + plan.backward_code for plan in plans]
-        return Trained(whole, peaks, plans[-1].budget_bytes if plans else None, codes, [])
+        if not plans:
+            return Trained(whole, peaks, gathers, None, 0, [], [])
+        latest = plans[-1]
+        taken = latest.budget_bytes, latest.host_bytes
+        return Trained(whole, peaks, gathers, *taken, codes, [])
 
     def _spread(self, model: nn.Module) -> nn.Module:
         blocks = model.get_submodule(self.subject.blocks).children() if self.subject.blocks else ()
@@ -321,12 +337,12 @@ class _Job:
             sample = tree_map(lambda tensor: tensor[: len(tensor) // 2], sample)
         return sample
 
-    def _steps(self, called: Any, model: nn.Module) -> list[int]:
-        """All of them; the peaks of the last ones."""
+    def _steps(self, called: Any, model: nn.Module) -> list[tuple[int, int]]:
+        """All of them; peaks and gathers of the last ones."""
         if self.how == "ddp_around":
             called = DistributedDataParallel(called)
         optimizer = torch.optim.AdamW(model.parameters())
-        peaks = []
+        seen = []
         for number in range(STEPS):
             args, kwargs = self._batch(number)
             own = 0 if self.how == "tensor_parallel" else self.rank
@@ -339,9 +355,9 @@ class _Job:
             if number < TAUGHT:
                 step()
             else:
-                peaks.append(_peak_of(step, model, optimizer, tree_leaves((args, kwargs))))
+                seen.append(_seen_of(step, model, optimizer, tree_leaves((args, kwargs))))
             optimizer.step()
-        return peaks
+        return seen
 
 
 def _whole(parameter: Tensor) -> Tensor:
@@ -349,13 +365,13 @@ def _whole(parameter: Tensor) -> Tensor:
     return parameter if gather is None else gather()
 
 
-def _peak_of(
+def _seen_of(
     step: Callable[[], None],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Iterable[Tensor],
-) -> int:
-    """Most that this process has allocated in a step, with what was there."""
+) -> tuple[int, int]:
+    """Most that this process has allocated in a step, with what was there, and its gathers."""
     optimizer.zero_grad()
     state = [value for own in optimizer.state.values() for value in own.values()]
     there = [*model.parameters(), *model.buffers(), *state, *batch]
@@ -365,4 +381,5 @@ def _peak_of(
         step()
         memory.mark("end")
     peak_bytes, _where = memory.peak("begin", "end", held_bytes=held_bytes)
-    return peak_bytes
+    gathers = [name for *_, name in memory.spans if name.endswith("::all_gather_into_tensor")]
+    return peak_bytes, len(gathers)

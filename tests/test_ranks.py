@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import Case, trained
+from tests.ranks import Case, Trained, trained
 
 WAYS = ("ddp_around", "ddp_inside", "fsdp", "tensor_parallel", "gathered")
 
@@ -21,10 +22,16 @@ OTHERS = {
 
 
 def check(
-    how: str, budgets: Sequence[float | str], *, model: str = "mlp", processes: int = 2
-) -> None:
-    """Within shares of what it takes as it is."""
-    cases = [Case(budget) for budget in (None, *budgets)]
+    how: str,
+    budgets: Sequence[float | str],
+    *,
+    model: str = "mlp",
+    processes: int = 2,
+    **options: Any,
+) -> list[list[Trained]]:
+    """Within shares of what it takes as it is; by rank."""
+    planned = [Case(budget, options=tuple(options.items())) for budget in budgets]
+    cases = [Case(None), *planned]
     found = trained(how, cases, model=model, processes=processes)
     assert [len(own) for own in found] == [len(cases)] * processes
     for rank, (plain, *planned) in enumerate(found):
@@ -33,11 +40,25 @@ def check(
             assert all(map(torch.equal, own.parameters, plain.parameters)), (rank, case)
             assert max(own.peaks_bytes) <= own.budget_bytes, (rank, case)
             assert own.codes and own.codes == first.codes, (rank, case)
+    return found
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_same_numbers_within_the_budget_by_one_plan(how: str) -> None:
     check(how, [0.6])
+
+
+def test_host_memory_of_a_node_is_shared_out() -> None:
+    limit = 16 << 20
+    options = {"offload": "only", "host_limit": limit}
+    for _, own in check("ddp_inside", [0.6], **options):
+        assert 0 < own.host_bytes <= limit // 2
+
+
+def test_parameters_are_gathered_again_where_there_is_no_room() -> None:
+    for plain, kept, least in check("gathered", [1.0, "min"]):
+        assert kept.gathers == plain.gathers
+        assert min(least.gathers) > max(kept.gathers)
 
 
 @pytest.mark.parametrize("how", ["ddp_inside", "fsdp", "gathered"])

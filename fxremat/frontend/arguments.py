@@ -27,7 +27,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 BACKEND_OPTIONS = (
     "budget", "reserve", "accumulate", "offload", "host_limit", "host_dir", "exact", "budget_on",
-    "executor",
+    "executor", "in_flight",
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 
@@ -57,6 +57,7 @@ class Arguments:
         kept: a plan to follow, which keeps to the budget.
         fullgraph: what breaks the graph is refused.
         regions: names of modules that are captured each by itself.
+        in_flight: so many forwards may wait for their backward.
         ranks: processes that follow one plan; ``None``: those that the model tells of.
     """
 
@@ -74,6 +75,7 @@ class Arguments:
     kept: Plan | None = None
     fullgraph: bool = False
     regions: tuple[str, ...] = ()
+    in_flight: int = 1
     ranks: Ranks | None = None
 
     @staticmethod
@@ -95,6 +97,7 @@ class Arguments:
         plan: Plan | str | os.PathLike[str] | None = None,
         fullgraph: bool = False,
         regions: Iterable[str] = (),
+        in_flight: int = 1,
         ranks: Ranks | None = None,
     ) -> Arguments:
         """Check all arguments but the model and the sample; nothing is changed.
@@ -111,7 +114,7 @@ class Arguments:
             optimizer=_read_optimizer(optimizer),
             loss=_read_loss(loss),
             drop_unused=_read_bool("drop_unused", drop_unused),
-            accumulate=_read_bool("accumulate", accumulate),
+            accumulate=_read_bool("accumulate", accumulate) or in_flight != 1,
             host=_read_host(offload, host_limit, host_dir),
             exact=_read_bool("exact", exact),
             budget_on=_read_counted(budget_on),
@@ -120,10 +123,13 @@ class Arguments:
             kept=kept,
             fullgraph=_read_bool("fullgraph", fullgraph),
             regions=_read_names("regions", regions),
+            in_flight=_read_count("in_flight", in_flight),
             ranks=_read_ranks("ranks", ranks),
         )
         if arguments.fullgraph and arguments.regions:
             _refuse("regions", regions, "() with fullgraph=True, which captures all as one graph")
+        if arguments.in_flight > 1 and arguments.regions:
+            _refuse("in_flight", in_flight, "1 with regions=: a step of several graphs is one")
         if arguments.drop_unused and loss is None:
             _refuse("drop_unused", drop_unused, "False without loss=, which says what is used")
         return arguments
@@ -261,6 +267,12 @@ def _read_names(argument: str, value: object) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         _refuse(argument, value, "names of modules, as model.named_modules() has them")
     return tuple(cast(list[str], names))
+
+
+def _read_count(argument: str, value: object) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        _refuse(argument, value, "a number, at least 1")
+    return int(value)
 
 
 def _read_ranks(argument: str, value: object) -> Ranks | None:

@@ -180,7 +180,8 @@ class StepCompiler:
 
     def _refuse_parts(self, broken: str) -> None:
         """Raise where what is asked for is of a model that is captured whole."""
-        asked = "plan=" if self.kept else "offload=" if self.host else ""
+        several = "in_flight=" if self.caller.in_flight > 1 else ""
+        asked = "plan=" if self.kept else "offload=" if self.host else several
         if asked:
             raise CaptureError(
                 f"this model is captured in several graphs ({broken}), and {asked} is for one. "

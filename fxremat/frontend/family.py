@@ -354,7 +354,9 @@ class Family:
         with self.planning:
             if self.regions.several:
                 return situation, leaves
-            if any(step.situation.kind == situation.kind for step in waiting):
+            situation = self.planner.shared_out(situation)
+            many = len(waiting) >= self.planner.step.caller.in_flight
+            if many and any(step.situation.kind == situation.kind for step in waiting):
                 self._leave_room(situation)
             return self.lessons.applied(situation), leaves
 

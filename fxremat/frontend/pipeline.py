@@ -237,6 +237,38 @@ class Planner:
         agreed_situation(self.together, repr((situation, least)))
         return self._shared(lambda: self._planned(situation, budget))
 
+    def shared_out(self, situation: Situation) -> Situation:
+        """A call, with what is left alone for others that may wait beside it.
+
+        What the budget leaves beside the model is the same for each of so many steps in flight, so
+        that each may be the next whose backward runs.
+        """
+        count = self.step.caller.in_flight
+        if count == 1 or situation.waiting >= count:
+            return situation
+        given_bytes = self.step.around(situation).given_bytes - situation.waiting_bytes
+        if self.budget.nbytes is None:  # a share of what so many take, or the least of it
+            first, *_ = ways = self.schedules.within(situation, None)
+            full_bytes = first.search.counted_bytes(first.search.baseline)
+            least_bytes = min(way.least_bytes for way in ways)
+            nbytes = self.budget.bytes_of(
+                full_bytes=self._of_all(situation, full_bytes),
+                least_bytes=self._of_all(situation, least_bytes),
+            )
+            self.budget = replace(self.budget, nbytes=nbytes, share=None)
+        assert self.budget.nbytes is not None
+        others_bytes = (count - 1) * ((self.budget.nbytes - given_bytes) // count)
+        return replace(situation, others_bytes=max(0, others_bytes - situation.waiting_bytes))
+
+    def _of_all(self, situation: Situation, nbytes: int) -> int:
+        """The peak of all that may be in flight, where that of one with all else is ``nbytes``."""
+        count = self.step.caller.in_flight
+        if count == 1 or situation.waiting >= count:
+            return nbytes
+        given_bytes = self.step.around(situation).given_bytes
+        beside_bytes = situation.waiting_bytes + situation.others_bytes
+        return given_bytes - beside_bytes + count * (nbytes - given_bytes)
+
     def grown(self, error: BudgetError) -> bool:
         """Whether the budget is ``"min"``, and then lets it be what a call needs at the least."""
         nbytes = error.least_budget_bytes
@@ -353,9 +385,10 @@ class Planner:
         first = ways[0].search
         full_bytes = first.counted_bytes(first.baseline)
         least = min(ways, key=lambda way: way.least_bytes)
+        least_bytes = self._of_all(situation, least.least_bytes)
         resolved = budget.resolve(
-            full_bytes=full_bytes,
-            least_bytes=least.least_bytes,
+            full_bytes=self._of_all(situation, full_bytes),
+            least_bytes=least_bytes,
             needed_by=least.describe_least(),
             beside=situation.described(self.step.joint),
         )
@@ -365,7 +398,7 @@ class Planner:
             found,
             resolved,
             self._modules,
-            least_bytes=least.least_bytes,
+            least_bytes=least_bytes,
             baseline=first.baseline,
             baseline_bytes=full_bytes,
             host=self._host,

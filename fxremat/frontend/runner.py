@@ -123,6 +123,7 @@ class Runner:
                 reserve_bytes=asked.reserve_bytes,
                 held_bytes=optimizer_bytes(asked.optimizer, model),
                 accumulate=asked.accumulate,
+                in_flight=asked.in_flight,
                 loss_bytes=needs.nbytes if needs else None,
                 budget_on=asked.budget_on,
             )
@@ -247,6 +248,7 @@ def _of_sharded(
         reserve_bytes=asked.reserve_bytes,
         held_bytes=optimizer_bytes(asked.optimizer, model),
         accumulate=asked.accumulate,
+        in_flight=asked.in_flight,
         budget_on=asked.budget_on,
     )
     compiler = compiler_of(asked, caller, silent, peers)

@@ -73,6 +73,7 @@ class Situation:
         kept_bytes: outputs of earlier steps that somebody still holds.
         state_bytes: state of optimizers that nobody told of.
         bucket_bytes: of each buffer of a wrapper for gradients.
+        others_bytes: of the budget, for steps that may wait beside those that do.
         spread_bytes: parts of gradients that exist, of tensors that several processes share.
         lesson: from earlier steps.
         cleared: the gradients that exist will be gone when the backward begins, as torch's own
@@ -88,6 +89,7 @@ class Situation:
     kept_bytes: int = 0
     state_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
+    others_bytes: int = 0
     spread_bytes: int = 0
     lesson: Lesson = NO_LESSON
     cleared: bool = False
@@ -130,6 +132,7 @@ class Situation:
             + self.waiting_bytes
             + self.kept_bytes
             + self.state_bytes
+            + self.others_bytes
             + self.spread_bytes
             + self.lesson.more_bytes
             + beside_bytes,
@@ -146,6 +149,7 @@ class Situation:
             (f"{self.waiting} steps that wait for their backward", self.waiting_bytes),
             ("outputs of earlier steps that are still held", self.kept_bytes),
             ("state of optimizers, give optimizer= to count it from the start", self.state_bytes),
+            ("further steps in flight", self.others_bytes),
             ("gradients of DTensors that exist", self.spread_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("what was seen between forward and backward", self.lesson.turn_bytes),

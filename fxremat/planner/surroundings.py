@@ -62,6 +62,7 @@ class Caller:
         reserve_bytes: to be left alone.
         held_bytes: of each other tensor that is held throughout, such as optimizer state.
         accumulate: gradients are added to existing ones, even if there are none yet.
+        in_flight: so many steps may wait for their backward.
         loss_bytes: measured peak of the loss outside the model, None if unknown.
         resident: tensors that the step holds whether its graph reads them or not: the
             model's parameters and buffers, the arguments of the call.
@@ -72,6 +73,7 @@ class Caller:
     reserve_bytes: int = 0
     held_bytes: tuple[int, ...] = ()
     accumulate: bool = False
+    in_flight: int = 1
     loss_bytes: int | None = None
     resident: tuple[torch.Tensor, ...] = ()
     budget_on: Counted = "allocated"

@@ -1,0 +1,115 @@
+"""Several forwards that wait for their backward, as microbatches do, within one budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxremat
+from tests.loops.memory import recording, sizes_known
+from tests.loops.subjects import SUBJECTS
+from tests.stages import staged
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+STEPS = 3
+
+
+def train(name: str, count: int, budget: Any, *, first_in: bool) -> tuple[list[int], list[Tensor]]:
+    """Peaks of steps with ``count`` forwards in flight, and gradients of the last one."""
+    entry = SUBJECTS[name]
+    torch._dynamo.reset()
+    model = entry.build().train()
+    called: Any = torch.compile(model, backend="aot_eager")
+    if budget is not None:
+        sample = fxremat.Sample(*entry.sample(0))
+        called = fxremat.compile(model, sample, budget, in_flight=count)
+    peaks = []
+    with sizes_known():
+        for number in range(STEPS):
+            model.zero_grad()
+            torch.manual_seed(number)
+            held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+            with recording() as memory:
+                memory.mark("begin")
+                waiting: deque[Tensor] = deque()
+                for microbatch in range(2 * count):
+                    args, kwargs = entry.sample(microbatch)
+                    waiting.append(entry.loss(called(*args, **kwargs)))
+                    if len(waiting) == count:
+                        (waiting.popleft if first_in else waiting.pop)().backward()
+                while waiting:
+                    (waiting.popleft if first_in else waiting.pop)().backward()
+                memory.mark("end")
+            peaks.append(memory.peak("begin", "end", held_bytes=held)[0])
+    if budget is not None:
+        assert called.plans[-1].budget_bytes == budget
+    return peaks, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("first_in", [True, False])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
+def test_the_first_step_keeps_to_the_budget_already(name: str, count: int, first_in: bool) -> None:
+    plain, gradients = train(name, count, None, first_in=first_in)
+    for share in (0.9, 0.5):
+        budget = int(share * max(plain))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", fxremat.BudgetWarning)
+            peaks, planned = train(name, count, budget, first_in=first_in)
+        assert max(peaks) <= budget
+        assert all(map(torch.equal, planned, gradients))
+
+
+@pytest.mark.parametrize("written", [1.0, "min"])
+def test_a_budget_that_is_no_number_of_bytes_is_that_of_all_in_flight(written: Any) -> None:
+    entry = SUBJECTS["mlp"]
+    sample = fxremat.Sample(*entry.sample(0))
+    budgets = []
+    for count in (1, 2, 3):
+        model = entry.build()
+        own = fxremat.plan(model, sample, written, in_flight=count, accumulate=True)
+        budgets.append(own.budget_bytes)
+    one, two, three = budgets
+    assert two - one > 0
+    assert abs(three - two - (two - one)) <= 0.02 * (two - one)
+
+
+def test_pipelines_of_torch(tmp_path: Path) -> None:
+    for plain, planned in staged(0.8, tmp_path):
+        assert all(map(torch.equal, plain.parameters, planned.parameters))
+        assert max(planned.peaks_bytes) <= planned.budget_bytes
+        assert not planned.warned
+
+
+def test_the_least_that_an_error_names_is_enough() -> None:
+    entry = SUBJECTS["mlp"]
+    sample = fxremat.Sample(*entry.sample(0))
+    with pytest.raises(fxremat.BudgetError) as refused:
+        fxremat.plan(entry.build(), sample, "3 MiB", in_flight=3)
+    least_bytes = refused.value.least_budget_bytes
+    assert least_bytes is not None
+    own = fxremat.plan(entry.build(), sample, least_bytes, in_flight=3)
+    assert own.budget_bytes == least_bytes
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
+def test_counts_that_cannot_be_read(count: Any) -> None:
+    with pytest.raises(fxremat.ArgumentError, match="in_flight"):
+        fxremat.compile(torch.nn.Linear(2, 2), torch.randn(2, 2), 1.0, in_flight=count)
+
+
+def test_what_does_not_go_with_it() -> None:
+    model, sample = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.randn(2, 2)
+    with pytest.raises(fxremat.ArgumentError, match="1 with regions="):
+        fxremat.compile(model, sample, 1.0, in_flight=2, regions=["0"])
+    with pytest.raises(fxremat.ArgumentError, match="knows of one step"):
+        fxremat.max_batch(model, sample, "1 MiB", in_flight=2)
+    with pytest.raises(fxremat.ArgumentError, match="in_flight= is not for estimate"):
+        fxremat.estimate(model, sample, in_flight=2)
