@@ -301,7 +301,8 @@ class _Job:
         if self.how == "ddp_around":
             return model
         shape = (2, self.processes // 2) if self.how == "hybrid" else (self.processes,)
-        mesh = init_device_mesh("cpu", shape)
+        names = ("replicas", "shards")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         if self.how in ("fsdp", "hybrid"):
             for module in (*(blocks or model.children()), model):
                 if any(True for _ in module.parameters()):

@@ -87,6 +87,7 @@ class CapturedStep:
         roles: of primals, where known: parameters, buffers or arguments of the call.
         inputs, caller, progress: as given; no batch and silent once it is settled.
         costs: as given.
+        late_bytes: left alone for buffers of collectives that go late.
 
     Raises:
         CaptureError, GraphError: as the passes raise them.
@@ -134,6 +135,7 @@ class CapturedStep:
                 "fxremat.compile ranks=fxremat.Ranks() and a sample, and let all sizes be met at "
                 "the first call"
             )
+        self.late_bytes = 0
         self._graphs: list[Costed] = []
         self._resized: dict[Values, list[Costed]] = {}
 
@@ -245,8 +247,8 @@ class CapturedStep:
             if self.has_collectives:
                 speeds = agreed_speeds(self._peers, speeds_of(graph.line, self.device))
                 costs = with_collectives(costs, graph.line, graph.blocks, speeds)
-                late = late_bytes(graph.line, self.device)
-                base = replace(base, given_bytes=base.given_bytes + late)
+                self.late_bytes = late_bytes(graph.line, self.device)
+                base = replace(base, given_bytes=base.given_bytes + self.late_bytes)
             measured = Measured.of(graph.line, costs)
         self._graphs.append(Costed(graph, measured, base))
         self._resized.clear()

@@ -115,8 +115,10 @@ class Lessons:
             seen: what it took.
         """
         around = self.planner.step.around(situation)
-        lesson = _lesson_of(seen, plan.predicted_held_bytes - given_bytes, around)
-        peak_bytes = around.given_bytes + seen.peak_bytes
+        late_bytes = self.planner.step.late_bytes  # of what is given; there is seen of it what is
+        planned_bytes = plan.predicted_held_bytes - given_bytes + late_bytes
+        lesson = _lesson_of(seen, planned_bytes, around)
+        peak_bytes = around.given_bytes - late_bytes + seen.peak_bytes
         over = peak_bytes - plan.budget_bytes
         with self.planning:
             known = self._seen_at(situation.sizes)
