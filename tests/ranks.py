@@ -156,7 +156,7 @@ class Trained:
         gathers: how often they gathered something, each.
         budget_bytes: what they had to keep to; ``None``: nothing is planned.
         host_bytes: that the last plan takes of the host.
-        codes: what each plan emits.
+        codes: what each plan emits, without comments, which tell peaks of this process.
         warned: what fxremat has said.
     """
 
@@ -287,7 +287,7 @@ class _Job:
         peaks, gathers = map(list, zip(*self._steps(called, model), strict=True))
         whole = [_whole(p).detach().clone() for p in model.parameters()]
         plans = called.plans if isinstance(called, fxremat.CompiledModule) else ()
-        codes = [plan.forward_code + plan.backward_code for plan in plans]
+        codes = [_uncommented(plan.forward_code + plan.backward_code) for plan in plans]
         if not plans:
             return Trained(whole, peaks, gathers, None, 0, [], [])
         latest = plans[-1]
@@ -359,6 +359,10 @@ class _Job:
                 seen.append(_seen_of(step, model, optimizer, tree_leaves((args, kwargs))))
             optimizer.step()
         return seen
+
+
+def _uncommented(code: str) -> str:
+    return "\n".join(line.partition("  # ")[0] for line in code.splitlines())
 
 
 def _whole(parameter: Tensor) -> Tensor:

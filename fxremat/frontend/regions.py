@@ -91,9 +91,7 @@ class Regions:
         self.called = True
         walk = self._going_on()
         if self.several and (walk is None or not walk.calls):
-            self._next().base_bytes = nbytes = there_bytes()
-            if self.peers is not None and 2 <= self.steps <= AGREED:
-                self._agree(self.peers, nbytes)
+            self._next().base_bytes = there_bytes()
             self._begin_watch(device)
 
     def enter(
@@ -124,6 +122,8 @@ class Regions:
         elif not walk.calls:  # what else was found, beside what the model holds
             walk.base_bytes += situation.kept_bytes + situation.state_bytes
             walk.base_bytes += sum(situation.bucket_bytes)
+            if self.peers is not None and 2 <= self.steps <= AGREED:
+                self._agree(self.peers, walk.base_bytes)
         self._planners.setdefault(id(planner), len(self._planners))
         place, keys = len(walk.calls), (*walk.keys, called.key)
         known = [own for own in self.known if own.keys[: place + 1] == keys]
@@ -190,7 +190,7 @@ class Regions:
 
         Args:
             peers: the processes.
-            base_bytes: what is there now.
+            base_bytes: what is there at the begin of this one.
         """
         own = Seen(base_bytes)
         if self.known:
