@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fxremat
 from examples.long_context import draw, loss_of, make_model
@@ -340,3 +342,21 @@ def test_layers_of_a_llama_of_transformers() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
     model.zero_grad(set_to_none=True)
     assert fxremat.measure_step(model, step).peak_bytes <= compiled.plan.budget_bytes
+
+
+def test_batches_of_other_sizes_where_parameters_are_sharded() -> None:
+    """What a hook hands a block may be a view, whose base has a size of its own."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = made()
+        plain = copy.deepcopy(model)
+        for module in (*model.layers, model):  # type: ignore[misc]
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        compiled = fxremat.compile(model, x, 1 << 30)
+        for rows in (len(x), len(x), len(x) // 2, len(x), len(x) // 4):
+            found = [own.full_tensor() for own in gradients(model, compiled, x[:rows])]  # type: ignore[attr-defined]
+            assert all(map(torch.equal, found, gradients(plain, plain, x[:rows])))
+        assert len({plan.sizes for plan in compiled.plans}) > 1
+    finally:
+        distributed.destroy_process_group()

@@ -135,7 +135,7 @@ class CapturedStep:
                 "fxremat.compile ranks=fxremat.Ranks() and a sample, and let all sizes be met at "
                 "the first call"
             )
-        self.late_bytes = 0
+        self.late_bytes = self._more_bytes = 0
         self._graphs: list[Costed] = []
         self._resized: dict[Values, list[Costed]] = {}
 
@@ -243,15 +243,33 @@ class CapturedStep:
         else:
             base = self._around(measured.line.joint, graph.real, self.caller)
         if self._peers is not None:
-            costs, base = agreed_costs(self._peers, graph.origin, measured.costs, base)
-            if self.has_collectives:
-                speeds = agreed_speeds(self._peers, speeds_of(graph.line, self.device))
-                costs = with_collectives(costs, graph.line, graph.blocks, speeds)
-                self.late_bytes = late_bytes(graph.line, self.device)
-                base = replace(base, given_bytes=base.given_bytes + self.late_bytes)
-            measured = Measured.of(graph.line, costs)
+            measured, base = self._agreed(self._peers, graph, measured, base, new=costs is None)
         self._graphs.append(Costed(graph, measured, base))
         self._resized.clear()
+
+    def _agreed(
+        self, peers: Peers, graph: StepGraph, measured: Measured, base: Surroundings, *, new: bool
+    ) -> tuple[Measured, Surroundings]:
+        """What ``graph`` costs the slowest of several processes, and the most that is around it.
+
+        Args:
+            peers: the processes.
+            graph: the graph.
+            measured: by this one.
+            base: around it here.
+            new: collectives are not in it yet.
+        """
+        own_bytes = base.given_bytes
+        costs, most = agreed_costs(peers, graph.origin, measured.costs, base)
+        if not self._graphs:
+            if self.has_collectives:
+                self.late_bytes = late_bytes(graph.line, self.device)
+            base = replace(most, given_bytes=most.given_bytes + self.late_bytes)
+            self._more_bytes = base.given_bytes - own_bytes
+        if self.has_collectives and new:
+            speeds = agreed_speeds(peers, speeds_of(graph.line, self.device))
+            costs = with_collectives(costs, graph.line, graph.blocks, speeds)
+        return Measured.of(graph.line, costs), base
 
     def undo_norms(self) -> None:
         """Let there be a way that rebuilds inputs of norms, if any can be rebuilt."""
@@ -309,6 +327,7 @@ class CapturedStep:
             share = table.total(table.of(joint.tangents)) / first if first else 1.0
             caller = replace(caller, loss_bytes=math.ceil(caller.loss_bytes * share))
         base = self._around(joint, {}, caller, values)
+        base = replace(base, given_bytes=base.given_bytes + self._more_bytes)
         return Costed(replace(graph, line=measured.line), measured, base)
 
     def aside_bytes(self, values: Values) -> int:

@@ -349,7 +349,7 @@ class Family:
             self.in_flight.kept_bytes(waiting),
             self.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
-            self.spread_bytes(),
+            self.spread_bytes() if self.passed else 0,
         )
         with self.planning:
             if self.regions.several:

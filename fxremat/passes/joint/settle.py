@@ -83,6 +83,17 @@ def place(module: fx.GraphModule, device: torch.device) -> None:
             node.meta["val"] = placed(value)
 
 
+def _symbols(*numbers: int | torch.SymInt) -> set[Any]:
+    """Those that numbers follow."""
+    symbolic = (n for n in numbers if isinstance(n, torch.SymInt))
+    return set().union(*(torch_compat.expression_of(n)[0].free_symbols for n in symbolic))
+
+
+def _hint(number: int | torch.SymInt) -> int | None:
+    """The number at the sizes of the capture."""
+    return torch_compat.expression_of(number)[1] if isinstance(number, torch.SymInt) else number
+
+
 def _items(node: fx.Node) -> Iterator[object]:
     value = node.meta.get("val")
     yield from value if isinstance(value, (tuple, list)) else (value,)
@@ -149,14 +160,31 @@ class _Settler:
         if node.op == "output" or not tensors:
             return
         if all(t.layout is torch.strided for t in tensors):
-            new.meta[LAYOUTS] = tuple(
-                layout_of(t, lambda number: self._size(number, node)) for t in tensors
-            )
+            new.meta[LAYOUTS] = tuple(self._layout(t, node) for t in tensors)
             made = map(self._tensor, tensors, new.meta[LAYOUTS])
             values = [
                 next(made) if isinstance(item, torch.Tensor) else item for item in _items(node)
             ]
             new.meta["val"] = type(value)(values) if isinstance(value, (tuple, list)) else values[0]
+
+    def _layout(self, tensor: torch.Tensor, node: fx.Node) -> Layout:
+        """How a tensor lies.
+
+        An input may be a view of a tensor with sizes of its own, which nothing tells where it is
+        called: where it is all of that in the capture, it is taken to be so at every size.
+        """
+        nbytes = tensor.untyped_storage().nbytes()
+        own_bytes = tensor.numel() * tensor.element_size()
+        foreign = _symbols(nbytes) - _symbols(*tensor.shape)
+        if node.op == "placeholder" and foreign and _hint(nbytes) == _hint(own_bytes):
+            size = self._size
+            return Layout(
+                tuple(size(number, node) for number in tensor.shape),
+                tuple(size(number, node) for number in tensor.stride()),
+                size(tensor.storage_offset(), node),
+                size(own_bytes, node),
+            )
+        return layout_of(tensor, lambda number: self._size(number, node))
 
     def _number(self, number: Any, node: fx.Node) -> float:
         """A number that a node computes."""
