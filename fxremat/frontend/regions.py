@@ -218,7 +218,8 @@ class Regions:
 
     def _begin_watch(self, device: torch.device) -> None:
         """Watch a step that begins, where it may teach."""
-        if self._unsure or any(own.watches for own in self.known):
+        shared = self.peers is None or self.steps < AGREED  # what is seen, others learn
+        if self._unsure or (shared and any(own.watches for own in self.known)):
             self.watcher.begin(device)
 
     def _going_on(self) -> Walk | None:
