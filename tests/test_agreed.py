@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -204,6 +205,22 @@ def test_another_call_is_refused() -> None:
     for error in found.values():
         assert isinstance(error, RankError) and error.ranks == (8,)
     assert set(outcomes(lambda peers, _: agreed_situation(peers, "one")).values()) == {None}
+
+
+def test_who_is_slow_still_finds_what_was_said() -> None:
+    """The first one does not wait for those that follow it."""
+
+    def run(peers: Peers, rank: int) -> list[int | None]:
+        found = []
+        for number in range(12):
+            time.sleep(0.02 * (rank == 8))
+            found.append(peers.agree("a number", int, number, lambda told: sum(told.values())))
+            found += [peers.follow("a number", int, lambda: 7) for _ in range(3)]
+        return found
+
+    for rank, found in outcomes(run, timeout_s=5.0).items():
+        followed = [None if rank == 3 else 7] * 3
+        assert found == [own for number in range(12) for own in (3 * number, *followed)]
 
 
 def test_what_was_read_by_all_does_not_stay() -> None:

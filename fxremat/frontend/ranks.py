@@ -34,8 +34,6 @@ HERE, ALL = "here", "all"
 GRACE_S = 10.0
 """Longer than the first of them waits for the others."""
 
-AGO = 2
-"""Whoever agrees on something has read what was said so many times before."""
 
 T = TypeVar("T")
 
@@ -119,6 +117,7 @@ class Peers:
         self._timeout_s = timeout_s
         self._own = own
         self._number = 0
+        self._oldest = 1  # number of what is still kept
 
     @staticmethod
     def of(model: nn.Module, ranks: Ranks | None) -> Peers | None:
@@ -176,6 +175,7 @@ class Peers:
             found = {self._own: own}
             for rank, told in self._others(what).items():
                 found[rank] = decode(kind, told)
+            self._forget()
             result = combine(found)
         self._put(ALL, {"value": encode(kind, result)})
         return result
@@ -204,7 +204,7 @@ class Peers:
             yield
         except RankError:
             raise  # they know
-        except Exception as error:
+        except BaseException as error:
             if not self._told:
                 self._begin()
                 self._told = True
@@ -221,7 +221,7 @@ class Peers:
         """What fails in here, fails for all."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._told = True
             self._put(ALL, {"error": _error(error, self._own)})
             raise
@@ -273,9 +273,13 @@ class Peers:
     def _put(self, who: int | str, told: Mapping[str, Any]) -> None:
         data = zlib.compress(json.dumps(told).encode())
         self._store.put(f"{self._number}/{who}", data)
-        if self.leads and self._number > AGO:  # all have read what was said so long ago
-            for who_before in (*self.members[1:], HERE, ALL):
-                self._store.drop(f"{self._number - AGO}/{who_before}")
+
+    def _forget(self) -> None:
+        """All have come: whoever agrees on something has read what was said before."""
+        for number in range(self._oldest, self._number):
+            for who in (*self.members[1:], HERE, ALL):
+                self._store.drop(f"{number}/{who}")
+        self._oldest = self._number
 
     def _get(self, who: int | str, timeout_s: float) -> dict[str, Any] | None:
         data = self._store.get(f"{self._number}/{who}", timeout_s)
@@ -289,7 +293,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _error(error: Exception, rank: int) -> dict[str, Any]:
+def _error(error: BaseException, rank: int) -> dict[str, Any]:
     """An error as others are told of it."""
     if isinstance(error, RankError):
         return {"text": str(error), "ranks": error.ranks}
