@@ -90,4 +90,8 @@ def test_the_least_budget_where_that_is_asked_for() -> None:
 def test_same_numbers_within_other_budgets(how: str, model: str, processes: int) -> None:
     if model == "resnet" and how in ("tensor_parallel", "gathered"):
         pytest.skip("its layers are convolutions")
-    check(how, [1.0, 0.6, "min"], model=model, processes=processes)
+    if how == "hybrid" and processes == 2:
+        pytest.skip("two processes have no replicas of shards")
+    # On a CPU room is left for three of the largest groups of parameters: most of a ResNet's.
+    share = 0.85 if model == "resnet" and how in ("fsdp", "hybrid") else 0.6
+    check(how, [1.0, share, "min"], model=model, processes=processes)

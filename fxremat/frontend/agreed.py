@@ -78,7 +78,15 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
     budget, host = asked.budget, asked.host
     options = [
         f"{name}={getattr(asked, name)!r}"
-        for name in ("exact", "accumulate", "budget_on", "executor", "fullgraph", "regions")
+        for name in (
+            "exact",
+            "accumulate",
+            "budget_on",
+            "executor",
+            "fullgraph",
+            "regions",
+            "in_flight",
+        )
     ]
     options.append(f"offload={host and (host.only, host.conv, host.limit_bytes)!r}")
     kept = asked.kept and asked.kept.origin and key_of(asked.kept.origin)
