@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxremat import torch_compat
-from fxremat.costs.collectives import late_bytes, with_collectives
+from fxremat.costs.collectives import LATE, late_bytes, with_collectives
 from fxremat.errors import CaptureError
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.build import build_joint_graph
@@ -162,5 +162,5 @@ def test_a_message_and_its_bytes_are_added_wherever_it_is_sent() -> None:
 
 
 def test_a_cpu_leaves_room_for_buffers_that_go_late() -> None:
-    assert late_bytes(line(), torch.device("cpu")) == torch_compat.HELD_LATE * 4 * 16 * 4
+    assert late_bytes(line(), torch.device("cpu")) == LATE * 4 * 16 * 4
     assert late_bytes(line(), torch.device("cuda")) == 0

@@ -56,7 +56,8 @@ def test_host_memory_of_a_node_is_shared_out() -> None:
 
 
 def test_parameters_are_gathered_again_where_there_is_no_room() -> None:
-    for plain, kept, least in check("gathered", [1.0, "min"]):
+    for plain, kept, least in trained("gathered", [Case(None), Case(1.0), Case("min")]):
+        assert all(map(torch.equal, least.parameters, plain.parameters))
         assert kept.gathers == plain.gathers
         assert min(least.gathers) > max(kept.gathers)
 

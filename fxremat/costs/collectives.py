@@ -21,6 +21,10 @@ from fxremat.passes.stages.block import Block
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 
+LATE = 6
+"""Buffers that threads of a CPU's process group may hold longer than the graph does. Two or three
+are usual, seven were seen once, with three times as many busy threads as cores."""
+
 Speeds = Mapping[str, tuple[float, float]]
 """By group: seconds of a message, and of each of its bytes."""
 
@@ -65,7 +69,7 @@ def late_bytes(line: Line, device: torch.device) -> int:
         return 0
     collectives = (n for n in line.joint.module.graph.nodes if torch_compat.group_of(n))
     largest = max(max(_nbytes(n), *map(_nbytes, n.all_input_nodes)) for n in collectives)
-    return torch_compat.HELD_LATE * largest
+    return LATE * largest
 
 
 def _seconds(node: fx.Node, speeds: Speeds) -> float:

@@ -18,7 +18,6 @@ from fxremat.torch_compat.autograd import (
     will_accumulate,
 )
 from fxremat.torch_compat.collectives import (
-    HELD_LATE,
     alone,
     group_of,
     is_collective,
@@ -122,7 +121,6 @@ from fxremat.torch_compat.symbols import (
 )
 
 __all__ = [
-    "HELD_LATE",
     "AllocationLog",
     "BoxedCallable",
     "Described",
