@@ -98,3 +98,22 @@ def test_names_of_symbols_make_no_difference_but_sizes_do():
     assert larger.operations == first.operations
     assert larger.code != first.code
     assert larger.inputs != first.inputs
+
+
+def on_devices(*indices: int) -> Digests:
+    """A graph that makes a tensor on each of some GPUs, whatever there is here."""
+    graph = torch.fx.Graph()
+    made = []
+    for index in indices:
+        where = {"device": torch.device("cuda", index)}
+        made.append(graph.call_function(torch.ops.aten.arange.default, (4,), where))
+        made[-1].meta["val"] = torch.empty(4, device="meta")
+    graph.output(tuple(made))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    return digest(module, forward_output_count=len(made), mutated_primals=())
+
+
+def test_processes_have_gpus_of_their_own_but_as_many():
+    assert on_devices(0, 0) == on_devices(1, 1)
+    assert on_devices(0, 1) == on_devices(2, 5)
+    assert on_devices(0, 0).code != on_devices(0, 1).code

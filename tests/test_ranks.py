@@ -48,7 +48,7 @@ def test_same_numbers_within_the_budget_by_one_plan(how: str) -> None:
     check(how, [0.6])
 
 
-def test_host_memory_of_a_node_is_shared_out() -> None:
+def test_every_process_has_its_share_of_a_nodes_host_memory() -> None:
     limit = 16 << 20
     options = {"offload": "only", "host_limit": limit}
     for _, own in check("ddp_inside", [0.6], **options):

@@ -360,3 +360,18 @@ def test_batches_of_other_sizes_where_parameters_are_sharded() -> None:
         assert len({plan.sizes for plan in compiled.plans}) > 1
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("asked", [{"in_flight": 2}, {"offload": "auto"}])
+def test_what_needs_one_graph_is_refused_at_once_where_parameters_are_sharded(
+    asked: dict[str, Any],
+) -> None:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = made()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(CaptureError, match=f"{next(iter(asked))}= is for one"):
+            fxremat.compile(model, x, 1 << 30, **asked)
+    finally:
+        distributed.destroy_process_group()

@@ -144,7 +144,7 @@ class StepCompiler:
         if broken is None and not self.regions.called and any(self.in_flight):
             broken = "another graph of the same step is captured before"
         if broken is not None:
-            self._refuse_parts(broken)
+            self.refuse_parts(broken)
             self.regions.several = True
         if not self.regions.several:
             self.watcher.end()
@@ -178,8 +178,15 @@ class StepCompiler:
             run: Callable[..., Any] = backend(module, example_inputs)
         return backward_checked(run)
 
-    def _refuse_parts(self, broken: str) -> None:
-        """Raise where what is asked for is of a model that is captured whole."""
+    def refuse_parts(self, broken: str) -> None:
+        """Refuse what is asked for of a model that is captured whole.
+
+        Args:
+            broken: why this one is not.
+
+        Raises:
+            CaptureError: something is.
+        """
         several = "in_flight=" if self.caller.in_flight > 1 else ""
         asked = "plan=" if self.kept else "offload=" if self.host else several
         if asked:

@@ -255,6 +255,8 @@ class Planner:
                 full_bytes=self._of_all(situation, full_bytes),
                 least_bytes=self._of_all(situation, least_bytes),
             )
+            if self._peers is not None:
+                nbytes = self._peers.agree("the budget", int, nbytes, lambda n: max(n.values()))
             self.budget = replace(self.budget, nbytes=nbytes, share=None)
         assert self.budget.nbytes is not None
         others_bytes = (count - 1) * ((self.budget.nbytes - given_bytes) // count)

@@ -252,6 +252,7 @@ def _of_sharded(
         budget_on=asked.budget_on,
     )
     compiler = compiler_of(asked, caller, silent, peers)
+    compiler.refuse_parts("fully_shard has hooks around its modules")
     compiler.regions.several = True
     compiler.regions.late_bytes = torch_compat.late_bytes(model)
     return Runner(model, compiler, dynamic=asked.dynamic, whole=asked.fullgraph, regions=regions)

@@ -60,13 +60,14 @@ def _sum(lines: Iterable[str]) -> str:
 
 
 class _Writer:
-    """Writes nodes in their order: nodes, storages and sequence numbers by first mention."""
+    """Writes nodes in their order: nodes, storages, devices and the like by first mention."""
 
     def __init__(self) -> None:
         self._nodes: dict[fx.Node, int] = {}
         self._storages: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._groups: dict[str, int] = {}
+        self._devices: dict[str, int] = {}
 
     def line(self, node: fx.Node) -> tuple[str, str]:
         """Which operation reads what; and all that there is to say."""
@@ -78,8 +79,8 @@ class _Writer:
             target,
             node.name,
             str(node.target) if node.op == "get_attr" else "",
-            written(self._grouped(node, node.args), self._reference),
-            written(self._grouped(node, dict(node.kwargs)), self._reference),
+            written(self._alike(node, node.args), self._reference),
+            written(self._alike(node, dict(node.kwargs)), self._reference),
             written(_value(node), self._reference, self._tensor),
             # Numbers differ from process to process, equal ones do not.
             "" if number is None else str(self._numbers.setdefault(number, len(self._numbers))),
@@ -88,15 +89,26 @@ class _Writer:
         )
         return f"{target} {sources}", repr(whole)
 
-    def _grouped(self, node: fx.Node, arguments: Any) -> Any:
-        """Each process has names of its own for the groups that it is in."""
+    def _alike(self, node: fx.Node, arguments: Any) -> Any:
+        """Each process has devices of its own, and names for the groups that it is in."""
         group = torch_compat.group_of(node)
-        if group is None:
-            return arguments
-        shown = f"group {self._groups.setdefault(group, len(self._groups))}"
+
+        def shown(own: object) -> object:
+            if isinstance(own, torch.device):
+                return self._device(own)
+            if isinstance(own, str) and own == group:
+                return f"group {self._groups.setdefault(own, len(self._groups))}"
+            return own
+
         if isinstance(arguments, dict):
-            return {name: shown if own == group else own for name, own in arguments.items()}
-        return tuple(shown if isinstance(own, str) and own == group else own for own in arguments)
+            return {name: shown(own) for name, own in arguments.items()}
+        return tuple(map(shown, arguments))
+
+    def _device(self, device: torch.device) -> str:
+        """A device, with a number by first mention."""
+        if str(device) == device.type:  # it has no number
+            return device.type
+        return f"{device.type} {self._devices.setdefault(str(device), len(self._devices))}"
 
     def _reference(self, node: fx.Node) -> str:
         return f"%{self._nodes[node]}"
@@ -108,7 +120,8 @@ class _Writer:
         storage = self._storages.setdefault(key, len(self._storages))
         nbytes = tensor.untyped_storage().nbytes()
         strides, offset = tuple(tensor.stride()), tensor.storage_offset()
-        return f"{_shape(tensor)} {strides} {offset} of {storage} {nbytes} {tensor.device.type}"
+        device = self._device(tensor.device)
+        return f"{_shape(tensor)} {strides} {offset} of {storage} {nbytes} {device}"
 
 
 def _value(node: fx.Node) -> object:
