@@ -60,7 +60,13 @@ def with_collectives(
             )
         )
     again_s = tuple((i, seconds + _seconds(nodes[i], speeds)) for i, seconds in costs.again_s)
-    return replace(costs, stages=tuple(stages), again_s=again_s)
+    each = ((i, _seconds(node, speeds)) for i, node in enumerate(nodes))
+    return replace(
+        costs,
+        stages=tuple(stages),
+        again_s=again_s,
+        messages_s=tuple((i, seconds) for i, seconds in each if seconds),
+    )
 
 
 def late_bytes(line: Line, device: torch.device) -> int:

@@ -246,6 +246,7 @@ class ScaledCosts:
             storage_bytes=tuple(self._storage_bytes(values, work).tolist()),
             displaced=tuple(sorted({s for a in self.anchors for s in a.costs.displaced})),
             link=first.link,
+            messages_s=first.messages_s,
         )
 
     def _traced_bytes(self, values: Values) -> Indices:

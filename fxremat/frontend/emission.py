@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fxremat.errors import PlanError, ScheduleError
-from fxremat.ir import Lane, RecordedDecision, RecordedMove
+from fxremat.ir import Lane, RecordedDecision, RecordedMove, RecordedShift
 from fxremat.passes.emit.code import ScheduleModule, SizedSchedule
+from fxremat.passes.emit.overlap import Shift, shifted
 from fxremat.passes.emit.program import Program, build_program
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.emit.travel import Move, Travel
@@ -93,7 +94,12 @@ def write_graphs(
 
 
 def record_decision(
-    line: Line, *, missing: Tensors, held: Tensors, moves: Sequence[Move]
+    line: Line,
+    *,
+    missing: Tensors,
+    held: Tensors,
+    moves: Sequence[Move],
+    shifts: Sequence[Shift] = (),
 ) -> RecordedDecision:
     """What each stage of ``line`` keeps, and what travels, as plain data.
 
@@ -102,6 +108,7 @@ def record_decision(
         missing: for stages that do not keep everything, what their backwards rebuild.
         held: what stages keep from their first forward on.
         moves: what travels.
+        shifts: collectives that overlap with other calls than their own.
     """
 
     def numbers(tensors: Tensors) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -120,7 +127,8 @@ def record_decision(
         )
         for m in moves
     )
-    return RecordedDecision(numbers(missing), numbers(held), tuple(recorded))
+    overlapping = (RecordedShift(order(s.node), s.source, s.target) for s in shifts)
+    return RecordedDecision(numbers(missing), numbers(held), tuple(recorded), tuple(overlapping))
 
 
 def follow(
@@ -160,6 +168,8 @@ def follow(
     try:
         missing, held = tensors(decision.missing), tensors(decision.held)
         program = build_program(line, plan.schedule, blocks, missing, held)
+        shifts = (Shift(nodes[s.node], s.source, s.target) for s in decision.shifts)
+        program = replace(program, calls=shifted(program.calls, line, shifts))
         moves = tuple(map(move, decision.moves))
         graphs = write_graphs(program, peaks, moves, modules, device=device, host=host)
     except (LookupError, ScheduleError) as error:

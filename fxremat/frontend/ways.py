@@ -21,6 +21,7 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision import Tensors
+from fxremat.planner.overlap import overlap_within
 from fxremat.planner.pool import Candidate
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
@@ -194,10 +195,13 @@ def emit(
         gradient_bytes: of the gradients that exist before the step.
     """
     search, chosen = way.search, found.candidate
-    line, evaluation = search.measured.line, found.evaluation
+    line = search.measured.line
     around = search.setting.surroundings
-    decision, program = search.evaluator.decision(chosen), search.evaluator.program(chosen)
-    taken = search.allocations.of(chosen, evaluation.peak_bytes, lambda: program, found.moves)
+    decision = search.evaluator.decision(chosen)
+    link = way.transfers.link if way.transfers else None
+    overlapped = overlap_within(search, found, link=link, budget_bytes=budget_bytes)
+    program, found, taken = overlapped.program, overlapped.moved, overlapped.allocated
+    evaluation = found.evaluation
     graphs = write_graphs(
         program,
         evaluation.peaks_bytes,
@@ -238,6 +242,7 @@ def emit(
             missing=decision.missing,
             held=decision.held,
             moves=found.moves,
+            shifts=overlapped.shifts,
         ),
         origin=origin,
         beside=beside,

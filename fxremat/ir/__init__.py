@@ -15,6 +15,7 @@ from fxremat.ir.recorded import (
     RecordedCosts,
     RecordedDecision,
     RecordedMove,
+    RecordedShift,
     StageSeconds,
 )
 from fxremat.ir.schedule import (
@@ -62,6 +63,7 @@ __all__ = [
     "RecordedCosts",
     "RecordedDecision",
     "RecordedMove",
+    "RecordedShift",
     "SaveOption",
     "Schedule",
     "Solution",

@@ -32,6 +32,8 @@ class RecordedCosts:
         storage_bytes: of each storage, as large as it really is.
         displaced: storages with tensors whose strides are not those of the trace.
         link: to host memory, where storages may travel.
+        messages_s: collectives, and those seconds of each that others take, which ``stages`` and
+            ``again_s`` have in them as if nothing ran meanwhile.
     """
 
     stages: tuple[StageSeconds, ...]
@@ -40,6 +42,7 @@ class RecordedCosts:
     storage_bytes: tuple[int, ...]
     displaced: tuple[int, ...]
     link: MeasuredLink | None = None
+    messages_s: tuple[tuple[int, float], ...] = ()
 
     @staticmethod
     def slowest(costs: Sequence[RecordedCosts]) -> RecordedCosts:
@@ -84,6 +87,18 @@ class RecordedMove:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedShift:
+    """A collective that starts earlier, or a wait that comes later.
+
+    See ``passes.emit.overlap.Shift``.
+    """
+
+    node: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedDecision:
     """What a plan decides beside the order of computations, which its schedule is.
 
@@ -91,11 +106,13 @@ class RecordedDecision:
         missing: stages that do not keep everything, and the tensors that their backwards rebuild.
         held: stages that keep tensors from their first forward on, and those tensors.
         moves: storages that travel.
+        shifts: collectives that overlap with other calls than their own.
     """
 
     missing: tuple[tuple[int, tuple[int, ...]], ...] = ()
     held: tuple[tuple[int, tuple[int, ...]], ...] = ()
     moves: tuple[RecordedMove, ...] = ()
+    shifts: tuple[RecordedShift, ...] = ()
 
 
 Facts = tuple[tuple[str, str], ...]

@@ -19,6 +19,7 @@ from fxremat.torch_compat.autograd import (
 )
 from fxremat.torch_compat.collectives import (
     alone,
+    awaited,
     group_of,
     is_collective,
     is_wait,
@@ -134,6 +135,7 @@ __all__ = [
     "aot_autograd_backend",
     "apart",
     "around_optimizers",
+    "awaited",
     "before_backward",
     "boxed",
     "boxed_code",

@@ -6,6 +6,7 @@ Private names, checked on 2.13: namespaces of functional collectives, the order 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -34,6 +35,12 @@ def is_collective(node: fx.Node) -> bool:
 def is_wait(node: fx.Node) -> bool:
     """Whether it returns what it is given, once others have sent their parts."""
     return is_collective(node) and _name(node.target) == "wait_tensor"
+
+
+def awaited(wait: fx.Node) -> fx.Node:
+    """The collective that it waits for."""
+    node = wait.all_input_nodes[0]
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def group_of(node: fx.Node) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat import torch_compat
 from fxremat.ir import Backward, Keep
 from fxremat.passes.emit.code import COMMENT, GROUP, ScheduleModule, compile_graph
 from fxremat.passes.emit.program import Call, Program
@@ -270,6 +271,8 @@ class _Writer:
                 "call_function", operator.getitem, (made, index), name=self._value_name(node)
             )
             self._describe(node)
+            if node in call.block.guests:  # a call gives one list at most
+                self._values[node].meta.pop(GROUP, None)
 
     def _attach(self, name: str, module: fx.GraphModule) -> str:
         """Hang ``module`` into the root under ``name``, or a free name like it."""
@@ -306,6 +309,7 @@ class _Writer:
         if call.block.again:
             made = storages.of(call.block.again) - storages.of(call.block.inputs)
             parts.append(f"rebuilds {format_bytes(storages.total(made))}")
+        parts.extend(_overlapping(call.block))
         parts.append(f"peak {format_bytes(peak_bytes)}")
         return ", ".join(parts)
 
@@ -328,3 +332,13 @@ class _Writer:
         again = "_again" if call.block.mode is Mode.AGAIN else ""
         nosave = "" if call.op.keep is Keep.ALL else "_nosave"
         return f"{stage}_forward{nosave}{again}"
+
+
+def _overlapping(block: Block) -> Iterable[str]:
+    """What a call starts for a later one, and waits for of an earlier one."""
+    starts = sum(torch_compat.group_of(node) is not None for node in block.guests)
+    waits = sum(map(torch_compat.is_wait, block.guests))
+    if starts:
+        yield f"starts {starts} of a later call's collectives"
+    if waits:
+        yield f"waits for {waits} of an earlier call's collectives"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -44,6 +44,10 @@ class Block:
         again: those of ``nodes`` that a backward recomputes, in the order of the forward: sums
             over them are the same in any process.
         directly: what others of ``nodes`` read, from outside or inside.
+        guests: those of ``nodes`` that are another stage's, and how they run.
+        waits: those of ``nodes`` that wait for a collective of another moment, and what others may
+            still read of this process until they are done.
+        front: so many of ``nodes``, the first ones, start collectives early.
     """
 
     stage: int
@@ -54,14 +58,62 @@ class Block:
     reads: frozenset[int]
     again: Set[fx.Node] = frozenset()
     directly: frozenset[fx.Node] = frozenset()
+    guests: Mapping[fx.Node, Mode] = field(default_factory=dict)
+    waits: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    front: int = 0
+
+    @staticmethod
+    def of(
+        line: Line,
+        stage: int,
+        mode: Mode,
+        nodes: Sequence[fx.Node],
+        wanted: Set[fx.Node],
+        *,
+        again: Iterable[fx.Node] = (),
+        guests: Mapping[fx.Node, Mode] | None = None,
+        waits: Mapping[fx.Node, tuple[fx.Node, ...]] | None = None,
+        front: int = 0,
+    ) -> Block:
+        """That of some operations.
+
+        Args:
+            line: the stages.
+            stage: which of them.
+            mode: how the block runs.
+            nodes: operations, in the order in which they run.
+            wanted: tensors that are asked for, if the block makes them.
+            again, guests, waits, front: as attributes.
+        """
+        block = Block(
+            stage,
+            mode,
+            tuple(nodes),
+            inputs=(),
+            outputs=tuple(sorted((n for n in nodes if n in wanted), key=line.rank)),
+            reads=frozenset(),
+            again=dict.fromkeys(again).keys(),
+            guests=guests or {},
+            waits=waits or {},
+            front=front,
+        )
+        chosen = set(nodes)
+        inputs = {n for node in nodes for n in block.sources(node) if n not in chosen}
+        own = (node for node in nodes if node not in block.again and node not in line.views)
+        return replace(
+            block,
+            inputs=tuple(sorted(inputs, key=line.rank)),
+            reads=line.joint.storages.of(inputs),
+            directly=frozenset(n for node in own for n in block.sources(node)),
+        )
 
     def mode_of(self, node: fx.Node) -> Mode:
         """How ``node``, one of the operations, runs."""
-        return Mode.AGAIN if node in self.again else self.mode
+        return Mode.AGAIN if node in self.again else self.guests.get(node, self.mode)
 
     def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """What running ``node`` here reads."""
-        return dependencies(node, self.mode_of(node))
+        """What running ``node`` here reads, or keeps alive."""
+        return (*dependencies(node, self.mode_of(node)), *self.waits.get(node, ()))
 
 
 def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
@@ -137,23 +189,7 @@ def extract(
     inside.reverse()
     again = _recomputed(line, stage, needed, missing - held) if missing else []
     nodes = _interleave(line, inside, mode, again)
-    chosen = set(nodes)
-    block = Block(
-        stage,
-        mode,
-        tuple(nodes),
-        inputs=(),
-        outputs=tuple(sorted((n for n in nodes if n in wanted), key=line.rank)),
-        reads=frozenset(),
-        again=dict.fromkeys(again).keys(),
-    )
-    inputs = {n for node in nodes for n in block.sources(node) if n not in chosen}
-    return replace(
-        block,
-        inputs=tuple(sorted(inputs, key=line.rank)),
-        reads=line.joint.storages.of(inputs),
-        directly=frozenset(n for node in inside for n in block.sources(node)),
-    )
+    return Block.of(line, stage, mode, nodes, wanted, again=again)
 
 
 def _recomputed(
