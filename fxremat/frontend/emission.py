@@ -10,9 +10,9 @@ import torch
 from fxremat.errors import PlanError, ScheduleError
 from fxremat.ir import Lane, RecordedDecision, RecordedMove, RecordedShift
 from fxremat.passes.emit.code import ScheduleModule, SizedSchedule
-from fxremat.passes.emit.overlap import Shift, shifted
 from fxremat.passes.emit.program import Program, build_program
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
+from fxremat.passes.emit.shifts import Shift, shifted
 from fxremat.passes.emit.travel import Move, Travel
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.block import Mode

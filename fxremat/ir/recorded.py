@@ -90,7 +90,7 @@ class RecordedMove:
 class RecordedShift:
     """A collective that starts earlier, or a wait that comes later.
 
-    See ``passes.emit.overlap.Shift``.
+    See ``passes.emit.shifts.Shift``.
     """
 
     node: int

@@ -15,8 +15,8 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.ir import MeasuredLink
-from fxremat.passes.emit.overlap import Shift, blocks_of
 from fxremat.passes.emit.program import Call, Program
+from fxremat.passes.emit.shifts import Shift, blocks_of
 from fxremat.passes.stages.block import Block
 from fxremat.planner.allocations import Allocated
 from fxremat.planner.evaluation import Evaluation

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -39,8 +38,8 @@ def build_joint_graph(
 
     Requires: ``module`` is functional; one with symbols in place of sizes was settled
         (:func:`fxremat.passes.joint.settle.settle`).
-    Ensures: ``detach`` is gone, equal operations are one, values of an operation directly
-        follow it, every operation is forward or backward, no forward operation reads a
+    Ensures: ``detach`` is gone, equal operations are one, values of an operation, and waits for
+        it, directly follow it, every operation is forward or backward, no forward operation reads a
         backward one.
 
     Raises:
@@ -56,9 +55,9 @@ def build_joint_graph(
     graph.output(output)
     owner = torch_compat.graph_module(module, graph)
     _return_gradients_alone(graph, forward_output_count)
-    _share_what_waits(graph)
     _erase_detach(graph)
     _gather_getitems(graph)
+    _wait_at_once(graph)
     _eliminate_dead_code(graph)
     batchnorm.drop_running_statistics(graph)
     invert.read_results(graph)
@@ -68,6 +67,7 @@ def build_joint_graph(
     joint = _classify(owner, forward_output_count, mutated_primals)
     if merge_duplicates(joint):
         _gather_getitems(graph)
+        _wait_at_once(graph)
         joint = _classify(owner, forward_output_count, mutated_primals)
     if rng.record_states(graph, joint.forward):
         joint = _classify(owner, forward_output_count, mutated_primals)
@@ -85,6 +85,7 @@ def rebuilt(
         GraphError: the graph is not what :func:`build_joint_graph` ensures.
     """
     _gather_getitems(module.graph)
+    _wait_at_once(module.graph)
     made = _classify(module, len(joint.forward_outputs), mutated_primals)
     module.graph.lint()
     _verify(made)
@@ -135,12 +136,17 @@ def _return_gradients_alone(graph: fx.Graph, forward_output_count: int) -> None:
     output.args = ((*results[:forward_output_count], *gradients),)  # type: ignore[arg-type]
 
 
-def _share_what_waits(graph: fx.Graph) -> None:
-    """What waits for a collective returns its very result."""
-    for node in graph.nodes:
+def _wait_at_once(graph: fx.Graph) -> None:
+    """What waits for a collective returns its very result, and directly follows it.
+
+    How far they are apart in a step is decided with all else (``planner.overlap``).
+    """
+    for node in reversed(list(graph.nodes)):
         if torch_compat.is_wait(node):
-            source: Any = node.args[0]
-            value = source.meta["val"]
+            collective = torch_compat.awaited(node)
+            values = [user for user in collective.users if user.target is operator.getitem]
+            max([collective, *values]).append(node)
+            value = node.all_input_nodes[0].meta["val"]
             node.meta["val"] = value.view_as(value)
 
 

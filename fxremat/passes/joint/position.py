@@ -24,7 +24,7 @@ class Positions:
 
     Attributes:
         forward: of each forward node but views of given tensors, which every stage makes
-            for itself; values of one operation share its position.
+            for itself; values of one operation, and waits for it, share its position.
         backward: of each backward node; never above that of a backward node it reads.
         count: how many positions there are.
     """
@@ -48,6 +48,8 @@ def locate(joint: JointGraph, *, views: frozenset[fx.Node] = frozenset()) -> Pos
             continue
         if node.target is operator.getitem and node.args[0] in forward:
             forward[node] = forward[node.args[0]]  # type: ignore[index]
+        elif torch_compat.is_wait(node):
+            forward[node] = forward[torch_compat.awaited(node)]
         elif is_inverse(node):  # no later than the backward of what it is computed from
             forward[node] = forward[node.all_input_nodes[0]]
         else:
@@ -72,7 +74,7 @@ def _locate_backward(
         if not sources:
             waiting.append(node)
             continue
-        if node.target is operator.getitem:  # values of one operation share its position
+        if node.target is operator.getitem or torch_compat.is_wait(node):  # one position for all
             (located[node],) = sources
             continue
         position = min(*sources, _natural(node, differentiates, forward))
@@ -84,7 +86,7 @@ def _locate_backward(
         readers = [located[user] for user in node.users if user in located]
         located[node] = max(readers, default=_natural(node, differentiates, forward))
     for node in waiting:
-        if node.target is operator.getitem:
+        if node.target is operator.getitem or torch_compat.is_wait(node):
             located[node] = located[node.all_input_nodes[0]]
     _settle(joint, located)
     return {node: located[node] for node in joint.backward}

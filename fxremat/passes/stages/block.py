@@ -17,6 +17,7 @@ from fxremat.passes.joint.storage import is_tensor
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.sums import Sums, backward_nodes
 from fxremat.runtime.rng import redraw
+from fxremat.runtime.views import held
 
 
 class Mode(Enum):
@@ -254,6 +255,9 @@ def build_graph(block: Block) -> fx.Graph:
     for node in block.nodes:
         copied[node] = _copy_node(graph, node, copied, block.mode_of(node))
         copied[node].meta = dict(node.meta)
+        if block.waits.get(node):
+            until = graph.call_function(held, tuple(copied[n] for n in block.waits[node]))
+            until.meta["val"] = None
     graph.output(tuple(copied[n] for n in block.outputs))
     graph.output_node().meta["val"] = tuple(n.meta["val"] for n in block.outputs)
     return graph

@@ -49,7 +49,8 @@ def block_key(block: Block, storages: StorageTable) -> Key:
     lines = []
     for node in block.nodes:
         target, args, kwargs = call_of(node, block.mode_of(node))
-        lines.append(_call_key(target, args, kwargs, lambda n: ("%", index[n])))
+        held = tuple(index[n] for n in block.waits.get(node, ()))
+        lines.append((*_call_key(target, args, kwargs, lambda n: ("%", index[n])), held))
         index[node] = len(index)
     outputs = tuple(index[n] for n in block.outputs)
     return (block.mode, tuple(inputs), tuple(lines), outputs)
