@@ -7,7 +7,10 @@ import pytest
 from tests.client_ranks import CLIENTS, Planned, planned
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "client",
+    [c if c == "accelerate" else pytest.param(c, marks=pytest.mark.slow) for c in CLIENTS],
+)
 def test_all_processes_of_a_trainer_follow_one_plan(client: str) -> None:
     (plan, error), *others = planned(client, [False, True])
     assert isinstance(plan, Planned)

@@ -11,7 +11,7 @@ import torch
 
 from tests.ranks import Case, Trained, trained
 
-WAYS = ("ddp_around", "ddp_inside", "fsdp", "tensor_parallel", "gathered")
+WAYS = ("ddp_around", "ddp_inside", "fsdp", "hybrid", "tensor_parallel", "gathered")
 
 OTHERS = {
     "argument": r"ArgumentError: ranks is 'all': must be",
@@ -44,11 +44,12 @@ def check(
     return found
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", ["ddp_inside", "fsdp", "tensor_parallel"])
 def test_same_numbers_within_the_budget_by_one_plan(how: str) -> None:
     check(how, [0.6])
 
 
+@pytest.mark.slow
 def test_every_process_has_its_share_of_a_nodes_host_memory() -> None:
     limit = 16 << 20
     options = {"offload": "only", "host_limit": limit}
@@ -63,7 +64,14 @@ def test_parameters_are_gathered_again_where_there_is_no_room() -> None:
         assert min(least.gathers) > max(kept.gathers)
 
 
-@pytest.mark.parametrize("how", ["ddp_inside", "fsdp", "gathered"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "ddp_inside",
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("gathered", marks=pytest.mark.slow),
+    ],
+)
 def test_processes_that_differ_are_named_on_all(how: str) -> None:
     cases = [Case(0.6, other) for other in OTHERS]
     for rank, errors in enumerate(trained(how, cases)):
@@ -80,6 +88,7 @@ def test_who_does_not_come_is_named() -> None:
     assert re.search("RankError: rank 1 did not come within 15 s", first)
 
 
+@pytest.mark.slow
 def test_the_least_budget_where_that_is_asked_for() -> None:
     (first,), (second,) = trained("ddp_around", [Case(0.8, "budget", "least")])
     assert first.budget_bytes == second.budget_bytes
@@ -87,7 +96,7 @@ def test_the_least_budget_where_that_is_asked_for() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", (*WAYS, "hybrid"))
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("model", ["mlp", "gpt", "llama", "resnet"])
 @pytest.mark.parametrize("processes", [2, 4])
 def test_same_numbers_within_other_budgets(how: str, model: str, processes: int) -> None:
