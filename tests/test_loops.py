@@ -127,6 +127,7 @@ def test_gradients_are_added_to_those_that_exist_without_a_second_set(quick_sear
     assert accumulated.peak_bytes - plain.peak_bytes <= 0.02 * plain.gradient_bytes
 
 
+@pytest.mark.slow
 def test_gradients_that_are_dropped_early_are_not_there_at_once(quick_search: None):
     plain, dropped = roomy("plain"), roomy("optimizer_in_backward")
     assert plain.peak_bytes - dropped.peak_bytes >= 0.5 * plain.gradient_bytes

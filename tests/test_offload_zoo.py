@@ -125,7 +125,7 @@ def interleaved_in_the_least(name: str, mode: str) -> list[Any]:
     ("name", "mode"),
     [
         (name, mode)
-        if (name, mode) in (("gpt", "auto"), ("siamese", "only"), ("buffers", "auto"))
+        if (name, mode) in (("gpt", "auto"), ("siamese", "only"))
         else pytest.param(name, mode, marks=pytest.mark.slow)
         for name in ("gpt", "siamese", "buffers", "unet")
         for mode in ("auto", "only")

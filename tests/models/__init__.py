@@ -35,9 +35,10 @@ ZOO: dict[str, ZooModel] = {entry.name: entry for family in _FAMILIES for entry 
 BENCH: dict[str, ZooModel] = {entry.name: entry for family in _FAMILIES for entry in family.BENCH}
 
 RARE = (
-    "hf_gpt2", "hf_llama_states", "hf_t5", "hf_clip", "hf_vit", "densenet121", "inception",
-    "siamese_resnet", "triplet_resnet", "image_recipe", "coca", "two_texts", "autocast_around",
+    "gpt_logits", "hf_gpt2", "hf_llama_states", "hf_t5", "hf_clip", "hf_vit", "densenet121",
+    "inception", "siamese_resnet", "triplet_resnet", "image_recipe", "coca", "two_texts",
+    "autocast_around",
 )  # fmt: skip
-"""Large models of which the zoo has another one of the kind: tests of these are slow ones."""
+"""Models of which the zoo has a smaller one of the kind: tests of these are slow ones."""
 
 __all__ = ["BENCH", "RARE", "ZOO", "ZooModel"]
