@@ -28,7 +28,7 @@ from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.captured import silent
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
 from fxremat.frontend.estimate import Asked, estimate_step
-from fxremat.frontend.ranks import Ranks
+from fxremat.frontend.ranks import Peers, Ranks
 from fxremat.frontend.runner import compiler_of
 from fxremat.frontend.sample import Sample, check_gradients
 from fxremat.frontend.untouched import generators_restored, in_training
@@ -140,29 +140,31 @@ def compile(
         HostMemoryError: the host memory that the plan takes cannot be had.
         RankError: processes do not agree, or one of them does not come in time.
     """
-    cuda_graph.refuse_planning()
-    model = original_of(read_model(model))
-    asked = Arguments.read(
-        budget,
-        reserve=reserve,
-        optimizer=optimizer,
-        loss=loss,
-        drop_unused=drop_unused,
-        accumulate=accumulate,
-        offload=offload,
-        host_limit=host_limit,
-        host_dir=host_dir,
-        exact=exact,
-        budget_on=budget_on,
-        executor=executor,
-        dynamic=dynamic,
-        plan=plan,
-        fullgraph=fullgraph,
-        regions=regions,
-        in_flight=in_flight,
-        ranks=ranks,
-    )
-    return compiled(model, asked, None if sample is None else Sample.of(sample))
+    with Peers.told_of_refusals(model, ranks):
+        cuda_graph.refuse_planning()
+        model = original_of(read_model(model))
+        asked = Arguments.read(
+            budget,
+            reserve=reserve,
+            optimizer=optimizer,
+            loss=loss,
+            drop_unused=drop_unused,
+            accumulate=accumulate,
+            offload=offload,
+            host_limit=host_limit,
+            host_dir=host_dir,
+            exact=exact,
+            budget_on=budget_on,
+            executor=executor,
+            dynamic=dynamic,
+            plan=plan,
+            fullgraph=fullgraph,
+            regions=regions,
+            in_flight=in_flight,
+            ranks=ranks,
+        )
+        call = None if sample is None else Sample.of(sample)
+    return compiled(model, asked, call)
 
 
 def plan(model: nn.Module, sample: object, budget: Readable, **options: Any) -> Plan:

@@ -35,6 +35,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByModel(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Capturing a large model costs more than most that is tested of it."""
+    from tests.models import RARE
+
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(value, str) and value in RARE for value in values):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing that one test compiled is there in another one."""

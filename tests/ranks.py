@@ -6,9 +6,10 @@ import os
 import socket
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,19 +18,23 @@ import torch
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import gelu
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fxremat
 from tests.loops.memory import recording, sizes_known
 from tests.loops.subjects import SUBJECTS
+from tests.models.images import image_entry
+from tests.models.resnet import ResNet
 from tests.models.zoo import Args, Kwargs, ZooModel, drawn_once, seeded, sum_of_squares
 
 ROWS, WIDTH = 512, 64
@@ -44,26 +49,62 @@ PATIENCE_S = 15.0
 """That fxremat lets one wait for a process that does not come."""
 
 
-class Gathered(nn.Linear):
-    """Its parameters are sharded, and gathered in its forward."""
+def gathered(shards: Any) -> Tensor:
+    """All of them; the gradient of each is the mean of the processes'."""
+    whole: Tensor = shards.redistribute(placements=[Replicate()]).to_local(
+        grad_placements=[Partial("avg")]
+    )
+    return whole
 
-    @staticmethod
-    def of(linear: nn.Linear, mesh: DeviceMesh) -> Gathered:
-        made = Gathered(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        for name, own in linear.named_parameters():
-            setattr(made, name, nn.Parameter(distribute_tensor(own.data, mesh, [Shard(0)])))
-        return made
 
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self._whole(self.bias)
-        return linear(x, self._whole(self.weight), bias)
+class Gathered(nn.Module):
+    """A parametrization: parameters are sharded, and gathered where they are read."""
 
-    @staticmethod
-    def _whole(shard: Any) -> Tensor:
-        whole: Tensor = shard.redistribute(placements=[Replicate()]).to_local(
-            grad_placements=[Partial("avg")]
-        )
-        return whole
+    def forward(self, shards: Tensor) -> Tensor:
+        return gathered(shards)
+
+
+class Own(nn.Module):
+    """A parametrization: parameters are sharded, and each process reads its own shard."""
+
+    def forward(self, shard: Any) -> Tensor:
+        own: Tensor = shard.to_local()
+        return own
+
+
+def sharded(layer: nn.Module, mesh: DeviceMesh, read: nn.Module) -> None:
+    """Let a layer have shards of its parameters.
+
+    Args:
+        layer: it has parameters of its own.
+        mesh: of one dimension.
+        read: a parametrization, that makes of a shard what the layer computes with.
+    """
+    for name, own in list(layer.named_parameters(recurse=False)):
+        shard = nn.Parameter(distribute_tensor(own.data, mesh, [Shard(0)]))
+        layer.register_parameter(name, shard)
+        register_parametrization(layer, name, read, unsafe=True)
+
+
+class Channels(ParallelStyle):
+    """Each process computes channels of its own, of which all are gathered.
+
+    ``ColwiseParallel`` spreads no convolutions, and no rule of ``DTensor`` does by channels.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def given(_module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+            whole = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
+            found: Tensor = whole.to_local(grad_placements=[Partial()])
+            return found
+
+        def made(_module: nn.Module, _inputs: object, outputs: Tensor) -> Tensor:
+            return gathered(DTensor.from_local(outputs, device_mesh, [Shard(1)], run_check=False))
+
+        sharded(module, device_mesh, Own())
+        module.register_forward_pre_hook(given)
+        module.register_forward_hook(made)
+        return module
 
 
 class Block(nn.Module):
@@ -105,25 +146,44 @@ class Subject:
 
     Attributes:
         entry: the model, its batches and its loss.
-        blocks: where its blocks are.
-        across, along: layers of a block that are spread over processes by their outputs, and by
-            their inputs.
+        blocks: where its blocks are; none: its children are.
+        spread: how layers are spread over processes, by patterns of their names.
     """
 
     entry: ZooModel
     blocks: str
-    across: tuple[str, ...] = ()
-    along: tuple[str, ...] = ()
+    spread: Mapping[str, ParallelStyle]
 
+
+def _pairs(across: Iterable[str], along: Iterable[str]) -> dict[str, ParallelStyle]:
+    """Layers that are spread by their outputs, and those that read these, by their inputs."""
+    return {name: ColwiseParallel() for name in across} | {
+        name: RowwiseParallel() for name in along
+    }
+
+
+_resnet = drawn_once(lambda: ResNet(width=8, classes=12))
+"""All of its layers have outputs for four processes alike."""
+
+_MLP = _pairs(["blocks.*.up"], ["blocks.*.down"])
 
 MODELS = {
-    "mlp": Subject(_entry(gelu), "blocks", ("up",), ("down",)),
-    "other": Subject(_entry(torch.tanh), "blocks", ("up",), ("down",)),
-    "gpt": Subject(SUBJECTS["gpt"], "blocks", ("mlp.0",), ("mlp.2",)),
+    "mlp": Subject(_entry(gelu), "blocks", _MLP),
+    "other": Subject(_entry(torch.tanh), "blocks", _MLP),
+    "gpt": Subject(SUBJECTS["gpt"], "blocks", _pairs(["blocks.*.mlp.0"], ["blocks.*.mlp.2"])),
     "llama": Subject(
-        SUBJECTS["llama"], "model.layers", ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)
+        SUBJECTS["llama"],
+        "model.layers",
+        _pairs(
+            ["model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"],
+            ["model.layers.*.mlp.down_proj"],
+        ),
     ),
-    "resnet": Subject(SUBJECTS["resnet"], ""),
+    "resnet": Subject(
+        image_entry("resnet", _resnet, batch=16, size=64, classes=12),
+        "",
+        {"groups.*.*.[rse]*.0": Channels(), "head": Channels()},
+    ),
 }
 
 
@@ -134,8 +194,9 @@ class Case:
     Attributes:
         budget: ``None``: as it is; a share: of the most that any process took so before; what
             else ``fxremat.compile`` takes.
-        other: what the last process has: another ``batch``, ``graph`` or ``budget``; it is
-            ``late`` by all of its life, or ``killed`` while it measures.
+        other: what the last process has: another ``batch``, ``graph`` or ``budget``, or an
+            ``argument`` that is refused; it is ``late`` by all of its life, or ``killed`` while it
+            measures.
         budgets: what is done where they differ.
         options: further ones of ``fxremat.compile``.
     """
@@ -280,7 +341,9 @@ class _Job:
         if self.case.budget is not None:
             waits = self.case.other in ("late", "killed")  # for nobody; else machines may be slow
             budgets: Any = self.case.budgets
-            ranks = fxremat.Ranks(budgets=budgets, timeout=PATIENCE_S if waits else LONGEST)
+            ranks: Any = fxremat.Ranks(budgets=budgets, timeout=PATIENCE_S if waits else LONGEST)
+            if self.other == "argument":
+                ranks = "all"
             sample = fxremat.Sample(*self._batch(0))
             options = dict(self.case.options)
             called = fxremat.compile(model, sample, self._budget(before), ranks=ranks, **options)
@@ -297,7 +360,6 @@ class _Job:
         return Trained(whole, peaks, gathers, *taken, codes, [])
 
     def _spread(self, model: nn.Module) -> nn.Module:
-        blocks = model.get_submodule(self.subject.blocks).children() if self.subject.blocks else ()
         if self.how == "ddp_inside":
             return DistributedDataParallel(model)
         if self.how == "ddp_around":
@@ -305,21 +367,17 @@ class _Job:
         shape = (2, self.processes // 2) if self.how == "hybrid" else (self.processes,)
         names = ("replicas", "shards")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        spread = self.subject.spread
         if self.how in ("fsdp", "hybrid"):
-            for module in (*(blocks or model.children()), model):
+            for module in (*model.get_submodule(self.subject.blocks).children(), model):
                 if any(True for _ in module.parameters()):
                     fully_shard(module, mesh=mesh)
-            return model
-        for block in blocks:
-            if self.how == "tensor_parallel":
-                ways: dict[str, Any] = {name: ColwiseParallel() for name in self.subject.across}
-                ways |= {name: RowwiseParallel() for name in self.subject.along}
-                parallelize_module(block, mesh, ways)
-            else:
-                for name in (*self.subject.across, *self.subject.along):
-                    owner, _, own = name.rpartition(".")
-                    layers = block.get_submodule(owner)
-                    setattr(layers, own, Gathered.of(getattr(layers, own), mesh))
+        elif self.how == "tensor_parallel":
+            parallelize_module(model, mesh, dict(spread))
+        else:
+            for name, layer in list(model.named_modules()):
+                if any(fnmatch(name, pattern) for pattern in spread):
+                    sharded(layer, mesh, Gathered())
         return model
 
     def _budget(self, before: list[Trained]) -> Any:

@@ -44,8 +44,17 @@ def planned(model: nn.Module) -> fxremat.CompiledModule:
 
 @pytest.mark.parametrize(
     ("build", "settings"),
-    [(gpt2, {}), (gpt2, {"label_smoothing_factor": 0.1, "count": 26}), (lora, {})],
-    ids=["defaults", "label smoothing", "LoRA"],
+    [
+        pytest.param(gpt2, {"count": 26}, id="defaults"),
+        pytest.param(gpt2, {}, id="longer", marks=pytest.mark.slow),
+        pytest.param(lora, {}, id="LoRA", marks=pytest.mark.slow),
+        pytest.param(
+            gpt2,
+            {"label_smoothing_factor": 0.1, "count": 26},
+            id="label smoothing",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_trainer(build: Callable[[], nn.Module], settings: dict[str, Any], tmp_path: Path):
     expected = trained(build(), tmp_path / "plain", **settings)
@@ -59,6 +68,7 @@ def test_trainer(build: Callable[[], nn.Module], settings: dict[str, Any], tmp_p
     assert all(plan.counted_bytes <= plan.budget_bytes for plan in model.plans)
 
 
+@pytest.mark.slow
 def test_trainer_in_bf16(tmp_path: Path):
     """Eager keeps casts of weights over a step, a graph need not: both round as the graph does."""
     least = trained(fxremat.compile(gpt2(), budget="min"), tmp_path / "least", count=26, bf16=True)

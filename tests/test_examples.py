@@ -20,10 +20,10 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
-        ("lora", "32 MiB"),
-        ("unet3d", "96 MiB"),
+        pytest.param("lora", "32 MiB", marks=pytest.mark.slow),
+        pytest.param("unet3d", "96 MiB", marks=pytest.mark.slow),
         ("two_towers", "64 MiB"),
-        ("long_context", "20 MiB"),
+        pytest.param("long_context", "20 MiB", marks=pytest.mark.slow),
     ],
 )
 def test_example(
@@ -48,6 +48,7 @@ def test_example(
     assert compare.tell(plain, large) == 1
 
 
+@pytest.mark.slow
 def test_sharded_example() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run = [*launcher, "--nproc-per-node", "2", "-m", "examples.sharded", "--steps", "5"]

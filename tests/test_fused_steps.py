@@ -19,7 +19,7 @@ from tests.trials import Tried, attempt, compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-QUICK = ("inplace", "buffers")
+QUICK = ("inplace",)
 """Models with few units: compiling takes seconds."""
 
 FUSED: dict[str, Any] = {"executor": "inductor"}
@@ -112,6 +112,7 @@ class Spotted(nn.Module):
         return functional.dropout(self.norm(self.convolution(x)), 0.5).square().mean()
 
 
+@pytest.mark.slow
 def test_masks_and_statistics_of_images_of_any_batch_are_those_of_eager():
     model, x = Spotted(), torch.randn(8, 3, 16, 16)
     truth = copy.deepcopy(model)
@@ -124,6 +125,7 @@ def test_masks_and_statistics_of_images_of_any_batch_are_those_of_eager():
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_no_further_from_eager_in_float64_than_inductor():
     model, x = model_and_call(dropout=0.0)
     exact = gradients_of(model.double(), model, x.double())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import deque
 from pathlib import Path
@@ -53,9 +54,21 @@ def train(name: str, count: int, budget: Any, *, first_in: bool) -> tuple[list[i
     return peaks, [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("first_in", [True, False])
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "count", "first_in"),
+    [
+        ("mlp", 2, True),
+        ("mlp", 4, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("mlp", 2, False),
+                ("mlp", 4, True),
+                *itertools.product(["gpt"], [2, 4], [True, False]),
+            )
+        ),
+    ],
+)
 def test_the_first_step_keeps_to_the_budget_already(name: str, count: int, first_in: bool) -> None:
     plain, gradients = train(name, count, None, first_in=first_in)
     for share in (0.9, 0.5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import linecache
 import warnings
@@ -142,6 +143,7 @@ def taught(
     return told
 
 
+@functools.cache
 def whole() -> tuple[list[Tensor], int, int]:
     """Gradients of the model captured as one, its peak with all kept and its least budget."""
     model, x = made()
@@ -151,8 +153,8 @@ def whole() -> tuple[list[Tensor], int, int]:
     return found, compiled.plan.baseline_peak_bytes, compiled.plan.least_budget_bytes
 
 
-@pytest.mark.parametrize("count", BREAKS)
-@pytest.mark.parametrize("share", [0.8, 0.5])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4, 12])
+@pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), 0.5])
 def test_breaks_keep_to_the_budget_with_the_same_bits(count: int, share: float) -> None:
     expected, full_bytes, least_bytes = whole()
     budget = least_bytes + int(share * (full_bytes - least_bytes))
@@ -181,7 +183,7 @@ def test_a_loop_that_breaks_is_planned_layer_by_layer() -> None:
     assert peak_of(model, compiled, x) <= budget
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.5, "min"])
+@pytest.mark.parametrize("budget", [pytest.param(1.0, marks=pytest.mark.slow), 0.5, "min"])
 def test_named_modules_are_captured_once_for_all_that_are_alike(budget: float | str) -> None:
     expected, full_bytes, _ = whole()
     model, x = made()

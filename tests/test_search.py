@@ -68,7 +68,7 @@ def tried(name: str) -> int:
 
 
 @pytest.mark.parametrize("made_up_costs", [0], indirect=True)
-@pytest.mark.parametrize("name", ["hf_llama", "siamese"])
+@pytest.mark.parametrize("name", [pytest.param("hf_llama", marks=pytest.mark.slow), "siamese"])
 def test_same_bits_within_the_budget(name: str, made_up_costs: None):
     assert tried(name) >= 3
 

@@ -26,9 +26,11 @@ OTHERS = {
     "resnet50": [(2,), (5,)],
     "unet": [(2, 64, 32), (4, 64, 64)],
 }
-SLOW = [("resnet50", (5,)), ("unet", (4, 64, 64))]
+QUICK = {"gpt": [(3, 24), (2, 64), (5, 17), (7, 2)], "unet": [(3, 32, 64), (2, 64, 32)]}
+"""A line and convolutions."""
+
 EVERY = [
-    pytest.param(name, sizes, marks=[pytest.mark.slow] if (name, sizes) in SLOW else [])
+    pytest.param(name, sizes, marks=[] if sizes in QUICK.get(name, ()) else pytest.mark.slow)
     for name, own in OTHERS.items()
     for sizes in (HINTS[name], *own)
 ]

@@ -110,7 +110,7 @@ def test_training_is_the_same(name: str):
 
 
 @quick
-@pytest.mark.parametrize("name", ["gpt", "resnet50", "tied"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("resnet50", marks=pytest.mark.slow), "tied"])
 def test_accumulated_training_is_the_same_and_fits(name: str):
     entry = ZOO[name]
     model, call = compiled(entry, "min", accumulate=True, optimizer=AdamW)

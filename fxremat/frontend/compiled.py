@@ -21,6 +21,7 @@ from fxremat.errors import BudgetWarning, PlanError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.ranks import Peers
 from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample, check_sample
 from fxremat.frontend.trace import StepTrace, trace_step
@@ -281,8 +282,9 @@ def _started(state: _State, sample: Sample, *, hooked: bool) -> Runner:
         sample: of a call.
         hooked: hooks of the model are still to run on it.
     """
-    cuda_graph.refuse_planning()
-    check_sample(state.original, sample)
+    with Peers.told_of_refusals(state.original, state.asked.ranks):
+        cuda_graph.refuse_planning()
+        check_sample(state.original, sample)
     kept = state.kept
     if kept is not None:
         nbytes = kept.budget_bytes

@@ -143,6 +143,34 @@ class Peers:
         store = torch_compat.SharedStore(name)
         return Peers(members, torch_compat.own_rank(), store, timeout_s=timeout_s)
 
+    @staticmethod
+    @contextlib.contextmanager
+    def told_of_refusals(model: object, ranks: object) -> Iterator[None]:
+        """What fails in here, before all come to agree, fails for all.
+
+        The others are told if it can be known who they are, and count this compile as they do
+        their own: later ones find each other.
+
+        Args:
+            model: as it was given, of whatever type.
+            ranks: likewise.
+        """
+        try:
+            yield
+        except BaseException:
+            peers = Peers._known(model, ranks)
+            with peers.telling() if peers else contextlib.nullcontext():
+                raise
+
+    @staticmethod
+    def _known(model: object, ranks: object) -> Peers | None:
+        """Those of what nobody has checked; ``None``: there are none, or nothing tells of them."""
+        found = torch_compat.uncompiled(model) if isinstance(model, nn.Module) else nn.Module()
+        try:
+            return Peers.of(found, ranks if isinstance(ranks, Ranks) else None)
+        except ArgumentError:
+            return None
+
     @property
     def leads(self) -> bool:
         """Whether this is the first of them."""

@@ -92,25 +92,24 @@ class Runner:
             BudgetError, PlanError, ArgumentError, SampleError, CaptureError, CostError,
             HostMemoryError: see :func:`fxremat.compile`.
         """
-        regions = asked.modules(torch_compat.wrapped_by(model))
         peers = Peers.of(model, asked.ranks)
         if peers is None:
-            return Runner._of(model, call, asked, regions, None, hooked=hooked)
+            return Runner._of(model, call, asked, None, hooked=hooked)
         with peers.telling():
             asked = agreed_arguments(peers, asked)
-            return Runner._of(model, call, asked, regions, peers, hooked=hooked)
+            return Runner._of(model, call, asked, peers, hooked=hooked)
 
     @staticmethod
     def _of(
         model: nn.Module,
         call: Sample,
         asked: Arguments,
-        regions: Sequence[nn.Module],
         peers: Peers | None,
         *,
         hooked: bool,
     ) -> Runner:
         """The same, as all processes were asked for it."""
+        regions = asked.modules(torch_compat.wrapped_by(model))
         if torch_compat.is_sharded(model):
             return _of_sharded(model, asked, regions, peers)
         restored = contextlib.nullcontext() if asked.fullgraph else buffers_restored(model)

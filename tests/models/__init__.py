@@ -34,4 +34,11 @@ _FAMILIES = (
 ZOO: dict[str, ZooModel] = {entry.name: entry for family in _FAMILIES for entry in family.ZOO}
 BENCH: dict[str, ZooModel] = {entry.name: entry for family in _FAMILIES for entry in family.BENCH}
 
-__all__ = ["BENCH", "ZOO", "ZooModel"]
+RARE = (
+    "gpt_logits", "hf_gpt2", "hf_llama_states", "hf_t5", "hf_clip", "hf_vit", "densenet121",
+    "inception", "siamese_resnet", "triplet_resnet", "image_recipe", "coca", "two_texts",
+    "autocast_around",
+)  # fmt: skip
+"""Models of which the zoo has a smaller one of the kind: tests of these are slow ones."""
+
+__all__ = ["BENCH", "RARE", "ZOO", "ZooModel"]
