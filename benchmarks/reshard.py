@@ -27,7 +27,7 @@ from benchmarks.steps import Step, make_step
 from fxremat.units import format_bytes
 from tests.loops.memory import recording
 from tests.models.gpt import GPTConfig, gpt_entry
-from tests.ranks import Gathered, beginning
+from tests.ranks import Gathered, beginning, sharded
 
 ENTRY = gpt_entry("gpt", GPTConfig(width=256, blocks=8, context=128), batch=4, length=128)
 
@@ -48,7 +48,7 @@ def stepping(budget: Any, *, beside: bool = True) -> tuple[Step, fxremat.Compile
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     for block in model.blocks:
         for place in (0, 2):
-            block.mlp[place] = Gathered.of(block.mlp[place], mesh)
+            sharded(block.mlp[place], mesh, Gathered())
     args, kwargs = ENTRY.sample(0)
     compiled = fxremat.compile(model, fxremat.Sample(args, kwargs), budget, loss=ENTRY.loss)
     step = make_step(ENTRY, model, compiled)

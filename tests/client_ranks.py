@@ -94,7 +94,7 @@ def _accelerate(count: int, _folder: Path) -> Any:
     client = accelerate.Accelerator(cpu=True)
     model: nn.Module = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = prepare(client, model, optimizer, budget=BUDGET)
+    model, optimizer = prepare(client, model, optimizer, budget=BUDGET, ranks=fxremat.Ranks())
     for seed in range(STEPS):
         optimizer.zero_grad()
         client.backward(model(rows(count, seed)).square().mean())
@@ -103,7 +103,7 @@ def _accelerate(count: int, _folder: Path) -> Any:
 
 
 def _lightning(count: int, folder: Path) -> Any:
-    callback = LightningCallback(BUDGET)
+    callback = LightningCallback(BUDGET, ranks=fxremat.Ranks())
     trainer = lightning.Trainer(
         accelerator="cpu", devices=PROCESSES, strategy="ddp", max_steps=STEPS, logger=False,
         use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
@@ -114,7 +114,7 @@ def _lightning(count: int, folder: Path) -> Any:
 
 
 def _transformers(count: int, folder: Path) -> Any:
-    callback = FxrematCallback(BUDGET)
+    callback = FxrematCallback(BUDGET, ranks=fxremat.Ranks())
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=ROWS, max_steps=STEPS, report_to=[],
         use_cpu=True, disable_tqdm=True, save_strategy="no",

@@ -1,4 +1,4 @@
-"""Trainers of others in several processes: all follow one plan."""
+"""Trainers of others in several processes: all follow one plan, with ``ranks=``."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from fxremat import api
 from fxremat.errors import ArgumentError
 from fxremat.frontend.budget import Readable
 from fxremat.frontend.compiled import CompiledModule
-from fxremat.frontend.ranks import Ranks
 
 try:
     from accelerate import Accelerator
@@ -41,10 +40,7 @@ def prepare(
 
     What the accelerator was told is passed on: with ``gradient_accumulation_steps`` above 1
     gradients that exist are counted (``accumulate``), and so is the state of the optimizer
-    among ``objects``. Where the accelerator has several processes train the model, they follow one
-    plan, ``ranks=fxremat.Ranks()``; their first batches must be of one size then. Where those
-    differ, ``ranks=None`` lets each process make its own, if ``accelerator.prepare`` has not had
-    the model before.
+    among ``objects``.
 
     Args:
         accelerator: yours.
@@ -75,7 +71,6 @@ def prepare(
     if len(optimizers) == 1:
         options.setdefault("optimizer", unwrapped(optimizers[0]))
     options.setdefault("accumulate", accelerator.gradient_accumulation_steps > 1)
-    options.setdefault("ranks", Ranks() if accelerator.num_processes > 1 else None)
     prepared = getattr(model, "_is_accelerate_prepared", False)
     if not isinstance(model, CompiledModule):
         if accelerator.device_placement and sample is not None and not prepared:

@@ -7,7 +7,6 @@ from typing import Any
 from fxremat.errors import ArgumentError
 from fxremat.frontend.budget import Readable
 from fxremat.frontend.compiled import CompiledModule
-from fxremat.frontend.ranks import Ranks
 from fxremat.integrations.in_place import InPlace, check_options
 
 try:
@@ -24,9 +23,7 @@ class FxrematCallback(Callback):  # type: ignore[misc]
 
     While a ``fit`` lasts, calls of the module run as planned; the plan is made at the first
     training call, of the batch as it is. The state of the trainer's optimizer is counted, if there
-    is one of them, and with ``accumulate_grad_batches`` gradients that exist. Several processes
-    follow one plan, ``ranks=fxremat.Ranks()``; their first batches must be of one size then. Where
-    those differ, ``ranks=None`` lets each process make its own.
+    is one of them, and with ``accumulate_grad_batches`` gradients that exist.
 
     The trainer's loggers get ``fxremat/budget_bytes``, ``fxremat/predicted_peak_bytes`` and, on
     CUDA, ``fxremat/measured_peak_bytes`` whenever one of them changes: the most allocated in any
@@ -77,10 +74,7 @@ class FxrematCallback(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have the module run as planned, now that it is complete and there are optimizers."""
-        options: dict[str, Any] = {
-            "accumulate": trainer.accumulate_grad_batches > 1,
-            "ranks": Ranks() if trainer.world_size > 1 else None,
-        }
+        options: dict[str, Any] = {"accumulate": trainer.accumulate_grad_batches > 1}
         if len(trainer.optimizers) == 1:
             options["optimizer"] = trainer.optimizers[0]
         self._told = {}

@@ -9,7 +9,6 @@ from torch import nn
 from fxremat.errors import ArgumentError
 from fxremat.frontend.budget import Readable
 from fxremat.frontend.compiled import CompiledModule
-from fxremat.frontend.ranks import Ranks
 from fxremat.integrations.in_place import InPlace, check_options
 
 try:
@@ -29,10 +28,7 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
 
     From the beginning of a training to its end, calls of the model run as planned; the plan is
     made at the first one, of the batch as the trainer collates it. The state of the trainer's
-    optimizer is counted, and with ``gradient_accumulation_steps`` gradients that exist. Several
-    processes follow one plan, ``ranks=fxremat.Ranks()``; their first batches must be of one size
-    then. Where those differ, as with a collator that pads to the longest row, ``ranks=None`` lets
-    each process make its own.
+    optimizer is counted, and with ``gradient_accumulation_steps`` gradients that exist.
 
     Entries of the log that tell a loss also tell ``budget_bytes``, ``predicted_peak_bytes`` and,
     on CUDA, ``measured_peak_bytes``: the most allocated in any forward and backward so far, for
@@ -76,7 +72,6 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
         options = {
             "optimizer": optimizer,
             "accumulate": args.gradient_accumulation_steps > 1,
-            "ranks": Ranks() if args.world_size > 1 else None,
             **self._options,
         }
         last = self._training
