@@ -108,20 +108,28 @@ class Subject:
         blocks: where its blocks are.
         across, along: layers of a block that are spread over processes by their outputs, and by
             their inputs.
+        tokens, head: the embedding, and what makes the outputs.
     """
 
     entry: ZooModel
     blocks: str
     across: tuple[str, ...] = ()
     along: tuple[str, ...] = ()
+    tokens: str = ""
+    head: str = ""
 
 
 MODELS = {
     "mlp": Subject(_entry(gelu), "blocks", ("up",), ("down",)),
     "other": Subject(_entry(torch.tanh), "blocks", ("up",), ("down",)),
-    "gpt": Subject(SUBJECTS["gpt"], "blocks", ("mlp.0",), ("mlp.2",)),
+    "gpt": Subject(SUBJECTS["gpt"], "blocks", ("mlp.0",), ("mlp.2",), "tokens", "head"),
     "llama": Subject(
-        SUBJECTS["llama"], "model.layers", ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)
+        SUBJECTS["llama"],
+        "model.layers",
+        ("mlp.gate_proj", "mlp.up_proj"),
+        ("mlp.down_proj",),
+        "model.embed_tokens",
+        "lm_head",
     ),
     "resnet": Subject(SUBJECTS["resnet"], ""),
 }
@@ -157,6 +165,7 @@ class Trained:
         budget_bytes: what they had to keep to; ``None``: nothing is planned.
         host_bytes: that the last plan takes of the host.
         codes: what each plan emits, without comments, which tell peaks of this process.
+        schedules: in which order each plan computes what, and what is kept.
         warned: what fxremat has said.
     """
 
@@ -166,6 +175,7 @@ class Trained:
     budget_bytes: int | None
     host_bytes: int
     codes: list[str]
+    schedules: list[str]
     warned: list[str]
 
 
@@ -180,8 +190,9 @@ def trained(
     Args:
         how: ``ddp_around``: what is compiled is wrapped; ``ddp_inside``: what is wrapped is
             compiled; ``fsdp``: each block, and the model, is sharded; ``hybrid``: among half of
-            the processes; ``tensor_parallel``: layers of the blocks are spread; ``gathered``: they
-            are sharded, and gathered in the graph.
+            the processes; ``tensor_parallel``: layers of the blocks are spread; ``vocabulary``:
+            the embedding and the head, too; ``gathered``: they are sharded, and gathered in the
+            graph.
         cases: which.
         model: see :data:`MODELS`.
         processes: how many.
@@ -261,6 +272,11 @@ class _Job:
         return self.case.other if self.rank == self.processes - 1 else ""
 
     @property
+    def spreads(self) -> bool:
+        """Whether processes share each layer's work."""
+        return self.how in ("tensor_parallel", "vocabulary")
+
+    @property
     def subject(self) -> Subject:
         return MODELS["other" if self.other == "graph" else self.model]
 
@@ -290,11 +306,12 @@ class _Job:
         whole = [_whole(p).detach().clone() for p in model.parameters()]
         plans = called.plans if isinstance(called, fxremat.CompiledModule) else ()
         codes = [_uncommented(plan.forward_code + plan.backward_code) for plan in plans]
+        schedules = [f"{plan.schedule} {plan.decision}" for plan in plans]
         if not plans:
-            return Trained(whole, peaks, gathers, None, 0, [], [])
+            return Trained(whole, peaks, gathers, None, 0, [], [], [])
         latest = plans[-1]
         taken = latest.budget_bytes, latest.host_bytes
-        return Trained(whole, peaks, gathers, *taken, codes, [])
+        return Trained(whole, peaks, gathers, *taken, codes, schedules, [])
 
     def _spread(self, model: nn.Module) -> nn.Module:
         blocks = model.get_submodule(self.subject.blocks).children() if self.subject.blocks else ()
@@ -311,7 +328,7 @@ class _Job:
                     fully_shard(module, mesh=mesh)
             return model
         for block in blocks:
-            if self.how == "tensor_parallel":
+            if self.spreads:
                 ways: dict[str, Any] = {name: ColwiseParallel() for name in self.subject.across}
                 ways |= {name: RowwiseParallel() for name in self.subject.along}
                 parallelize_module(block, mesh, ways)
@@ -320,6 +337,12 @@ class _Job:
                     owner, _, own = name.rpartition(".")
                     layers = block.get_submodule(owner)
                     setattr(layers, own, Gathered.of(getattr(layers, own), mesh))
+        if self.how == "vocabulary":
+            ends = {
+                self.subject.tokens: RowwiseParallel(input_layouts=Replicate()),
+                self.subject.head: ColwiseParallel(output_layouts=Replicate()),
+            }
+            parallelize_module(model, mesh, ends)
         return model
 
     def _budget(self, before: list[Trained]) -> Any:
@@ -334,7 +357,7 @@ class _Job:
 
     def _batch(self, number: int) -> tuple[Args, Kwargs]:
         """Another one for each process, but where they share each layer's work."""
-        own = 0 if self.how == "tensor_parallel" else self.rank
+        own = 0 if self.spreads else self.rank
         sample = self.subject.entry.sample(100 * own + number)
         if self.other == "batch":
             sample = tree_map(lambda tensor: tensor[: len(tensor) // 2], sample)
@@ -348,7 +371,7 @@ class _Job:
         seen = []
         for number in range(STEPS):
             args, kwargs = self._batch(number)
-            own = 0 if self.how == "tensor_parallel" else self.rank
+            own = 0 if self.spreads else self.rank
             torch.manual_seed(self.processes * number + own)
 
             def step(args: Args = args, kwargs: Kwargs = kwargs) -> None:
