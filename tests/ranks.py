@@ -191,8 +191,9 @@ def trained(
         how: ``ddp_around``: what is compiled is wrapped; ``ddp_inside``: what is wrapped is
             compiled; ``fsdp``: each block, and the model, is sharded; ``hybrid``: among half of
             the processes; ``tensor_parallel``: layers of the blocks are spread; ``vocabulary``:
-            the embedding and the head, too; ``gathered``: they are sharded, and gathered in the
-            graph.
+            the embedding and the head, too; ``broken``: in front of the second block something
+            breaks the graph; ``both``: layers are spread over two, and each block and the model is
+            sharded among the others; ``gathered``: they are sharded, and gathered in the graph.
         cases: which.
         model: see :data:`MODELS`.
         processes: how many.
@@ -274,7 +275,19 @@ class _Job:
     @property
     def spreads(self) -> bool:
         """Whether processes share each layer's work."""
-        return self.how in ("tensor_parallel", "vocabulary")
+        return self.how in ("tensor_parallel", "vocabulary", "broken", "both")
+
+    @property
+    def shards(self) -> bool:
+        """Whether hooks gather parameters."""
+        return self.how in ("fsdp", "hybrid", "both")
+
+    @property
+    def batches(self) -> int:
+        """Which batches this process has: its own, but where they share each layer's work."""
+        if self.how == "both":
+            return self.rank // 2
+        return 0 if self.spreads else self.rank
 
     @property
     def subject(self) -> Subject:
@@ -300,7 +313,7 @@ class _Job:
             sample = fxremat.Sample(*self._batch(0))
             options = dict(self.case.options)
             called = fxremat.compile(model, sample, self._budget(before), ranks=ranks, **options)
-        elif self.how not in ("fsdp", "hybrid"):
+        elif not self.shards:
             called = torch.compile(model, backend="aot_eager")
         peaks, gathers = map(list, zip(*self._steps(called, model), strict=True))
         whole = [_whole(p).detach().clone() for p in model.parameters()]
@@ -314,25 +327,24 @@ class _Job:
         return Trained(whole, peaks, gathers, *taken, codes, schedules, [])
 
     def _spread(self, model: nn.Module) -> nn.Module:
-        blocks = model.get_submodule(self.subject.blocks).children() if self.subject.blocks else ()
+        found = model.get_submodule(self.subject.blocks) if self.subject.blocks else nn.Module()
+        blocks = list(found.children())
         if self.how == "ddp_inside":
             return DistributedDataParallel(model)
         if self.how == "ddp_around":
             return model
-        shape = (2, self.processes // 2) if self.how == "hybrid" else (self.processes,)
+        shape = {
+            "hybrid": (2, self.processes // 2),
+            "both": (self.processes // 2, 2),
+        }.get(self.how, (self.processes,))
         names = ("replicas", "shards")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        if self.how in ("fsdp", "hybrid"):
-            for module in (*(blocks or model.children()), model):
-                if any(True for _ in module.parameters()):
-                    fully_shard(module, mesh=mesh)
-            return model
         for block in blocks:
             if self.spreads:
                 ways: dict[str, Any] = {name: ColwiseParallel() for name in self.subject.across}
                 ways |= {name: RowwiseParallel() for name in self.subject.along}
-                parallelize_module(block, mesh, ways)
-            else:
+                parallelize_module(block, mesh["shards"], ways)
+            elif self.how == "gathered":
                 for name in (*self.subject.across, *self.subject.along):
                     owner, _, own = name.rpartition(".")
                     layers = block.get_submodule(owner)
@@ -343,6 +355,13 @@ class _Job:
                 self.subject.head: ColwiseParallel(output_layouts=Replicate()),
             }
             parallelize_module(model, mesh, ends)
+        if self.how == "broken":
+            blocks[1].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+        if self.shards:
+            over = mesh["replicas"] if self.how == "both" else mesh
+            for module in (*(blocks or model.children()), model):
+                if any(True for _ in module.parameters()):
+                    fully_shard(module, mesh=over)
         return model
 
     def _budget(self, before: list[Trained]) -> Any:
@@ -356,9 +375,7 @@ class _Job:
         return int(budget * int(most))
 
     def _batch(self, number: int) -> tuple[Args, Kwargs]:
-        """Another one for each process, but where they share each layer's work."""
-        own = 0 if self.spreads else self.rank
-        sample = self.subject.entry.sample(100 * own + number)
+        sample = self.subject.entry.sample(100 * self.batches + number)
         if self.other == "batch":
             sample = tree_map(lambda tensor: tensor[: len(tensor) // 2], sample)
         return sample
@@ -371,8 +388,7 @@ class _Job:
         seen = []
         for number in range(STEPS):
             args, kwargs = self._batch(number)
-            own = 0 if self.spreads else self.rank
-            torch.manual_seed(self.processes * number + own)
+            torch.manual_seed(self.processes * number + self.batches)
 
             def step(args: Args = args, kwargs: Kwargs = kwargs) -> None:
                 optimizer.zero_grad()

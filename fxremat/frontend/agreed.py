@@ -14,10 +14,11 @@ from fxremat.frontend.origin import differences, key_of
 from fxremat.frontend.ranks import Budgets, Peers
 from fxremat.ir import Origin, RecordedCosts, RecordedDecision
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.situation import NO_LESSON, Lesson
+from fxremat.planner.situation import NO_LESSON, Beside, Lesson
 from fxremat.planner.surroundings import Surroundings
 from fxremat.report.codec import encode
 from fxremat.report.plan import Plan
+from fxremat.solvers.knapsack import Choice
 
 AGREED = 5
 """Of the first steps, the last before which processes agree on what was seen."""
@@ -67,11 +68,28 @@ class Seen:
         base_bytes: what is there when the next one begins.
         calls: what makes its calls those of a step that is known; none: it was not seen.
         levels: of each of them.
+        begins: what makes the first call of the next one that of such a step.
     """
 
     base_bytes: int
     calls: tuple[str, ...] = ()
     levels: tuple[tuple[int, ...], ...] = ()
+    begins: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Plans that were chosen together for a step of several calls.
+
+    Attributes:
+        choices: one for each call.
+        besides: what is beside each.
+        budget_bytes: what they keep to.
+    """
+
+    choices: tuple[Choice, ...]
+    besides: tuple[Beside, ...]
+    budget_bytes: int
 
 
 def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
@@ -272,6 +290,33 @@ def _all_taught(told: Mapping[int, _Taught]) -> _Taught:
         for sizes, lesson in taught.lessons:
             found[sizes] = found.get(sizes, NO_LESSON) | lesson
     return _Taught(tuple(found.items()))
+
+
+def agreed_step(peers: Peers, own: Seen, *, settled: bool) -> Seen | None:
+    """What most have seen of the step before, and what a step that begins finds.
+
+    Args:
+        peers: the processes, which must make the same calls and follow the same plans.
+        own: what this one has seen.
+        settled: it would go on as it did.
+
+    Returns ``None`` where all are settled, and make the same calls.
+
+    Raises:
+        RankError: others make other calls.
+    """
+    alike = f"{own.calls} {own.begins}" if settled else None
+    return peers.agree_unless(alike, "what a step finds", Seen, own, _most_of_same)
+
+
+def _most_of_same(told: Mapping[int, Seen]) -> Seen:
+    first, *_ = told
+    one = told[first]
+    _the_same({rank: f"calls {', '.join(seen.calls)}" for rank, seen in told.items()})
+    _the_same({rank: f"a call {seen.begins}" for rank, seen in told.items()})
+    seen = [own.levels for own in told.values() if own.levels]
+    levels = tuple(tuple(map(max, zip(*call, strict=True))) for call in zip(*seen, strict=True))
+    return replace(one, base_bytes=max(own.base_bytes for own in told.values()), levels=levels)
 
 
 def agreed_levels(peers: Peers, own: Seen) -> Seen:

@@ -20,6 +20,18 @@ def least_beside(planner: Planner, situation: Situation) -> Beside:
     return Beside(0, sum(table.nbytes), 0)
 
 
+def alone(situation: Situation) -> Situation:
+    """What a call finds, but for what is beside its graph: that is in ``beside``."""
+    return replace(
+        situation, waiting=0, waiting_bytes=0, kept_bytes=0, state_bytes=0, spread_bytes=0
+    )
+
+
+def leaving_least(planner: Planner, situation: Situation) -> Situation:
+    """A call that is to leave least."""
+    return replace(alone(situation), beside=least_beside(planner, situation))
+
+
 def choices_of(planner: Planner, situation: Situation) -> tuple[Choice, ...]:
     """Plans of a graph that no other beats in all of bytes held, both peaks and seconds.
 

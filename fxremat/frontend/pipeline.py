@@ -123,7 +123,7 @@ class Planner:
     ) -> None:
         self.budget = budget
         self._peers = peers
-        self._started = False
+        self._started = self._bound = False
         self._store = store or Store(None)
         self.step = CapturedStep(
             module,
@@ -224,9 +224,7 @@ class Planner:
             return None
         origin = plan.origin and replace(plan.origin, code=graph.origin.code)
         forward_code, backward_code = graphs.forward.code, graphs.backward.code
-        plan = replace(
-            plan, origin=origin, forward_code=forward_code, backward_code=backward_code
-        )
+        plan = replace(plan, origin=origin, forward_code=forward_code, backward_code=backward_code)
         return Planned(plan, graphs)
 
     def _graph_of(self, plan: Plan, traced: StepGraph) -> StepGraph:
@@ -236,7 +234,13 @@ class Planner:
     @property
     def together(self) -> Peers | None:
         """Processes that must follow the same plans at all calls; ``None``: there are none."""
-        return self._peers if self.step.has_collectives else None
+        return self._peers if self._bound or self.step.has_collectives else None
+
+    def bind(self, peers: Peers | None) -> None:
+        """Let processes follow the same plans at all calls, as another graph of the step makes
+        them.
+        """
+        self._peers, self._bound = peers, True
 
     def again(self, situation: Situation, *, least: bool = False) -> Planned:
         """The plan for a later call.
