@@ -142,8 +142,9 @@ class Case:
     Attributes:
         budget: ``None``: as it is; a share: of the most that any process took so before; what
             else ``fxremat.compile`` takes.
-        other: what the last process has: another ``batch``, ``graph`` or ``budget``; it is
-            ``late`` by all of its life, or ``killed`` while it measures.
+        other: what the last process has: another ``batch``, ``graph`` or ``budget``, or another
+            batch in a ``later`` step; it is ``late`` by all of its life, or ``killed`` while it
+            measures. All of them may have ``shorter`` batches in a later step.
         budgets: what is done where they differ.
         options: further ones of ``fxremat.compile``.
     """
@@ -376,7 +377,8 @@ class _Job:
 
     def _batch(self, number: int) -> tuple[Args, Kwargs]:
         sample = self.subject.entry.sample(100 * self.batches + number)
-        if self.other == "batch":
+        later = self.other == "later" or self.case.other == "shorter"
+        if self.other == "batch" or (later and number == TAUGHT - 1):
             sample = tree_map(lambda tensor: tensor[: len(tensor) // 2], sample)
         return sample
 

@@ -33,7 +33,8 @@ HERE, ALL = "here", "all"
 """What the first of them says: that it has come, and what holds for all."""
 
 COUNT, SAME = "count", "same"
-"""How many have come to say whether all is as it was; and whether it is."""
+"""How many have come to say whether all is as it was; and whether it is: whoever has something else
+to say tells that it is not, so that nobody waits for it."""
 
 GRACE_S = 10.0
 """Longer than the first of them waits for the others."""
@@ -174,6 +175,7 @@ class Peers:
             FxrematError: as ``combine`` raises it.
         """
         self._begin()
+        self._put(SAME, {"same": False})
         return self._agreed(what, kind, own, combine)
 
     def agree_unless(
@@ -242,6 +244,7 @@ class Peers:
             BudgetError: as ``make`` raises it there.
         """
         self._begin()
+        self._put(SAME, {"same": False})
         if not self.leads:
             return decode(kind, self._verdict(what))
         with self._telling_all():

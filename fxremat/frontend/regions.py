@@ -9,8 +9,6 @@ call beside what regions hold, and one plan for each is chosen together.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
 import threading
 import warnings
 import weakref
@@ -23,19 +21,16 @@ import torch
 from fxremat.errors import GraphBreakWarning
 from fxremat.frontend.agreed import AGREED, Chosen, Seen, agreed_levels, agreed_step
 from fxremat.frontend.budget import Budget
-from fxremat.frontend.choices import alone, choices_of, leaving_least
+from fxremat.frontend.choices import alone, choices_of, chosen_for, leaving_least
 from fxremat.frontend.lessons import warn
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.walk import Called, Key, Known, Walk, most_bytes, seen_levels
+from fxremat.frontend.walk import Called, Key, Known, Walk, between, most_bytes, seen_levels
 from fxremat.planner.situation import Beside, Situation
 from fxremat.runtime.levels import Levels, Watcher
 from fxremat.runtime.steps import Step
-from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes, format_seconds
-
-LOG = logging.getLogger("fxremat")
 
 MOST_KNOWN = 64
 """Steps that are known; the one that was watched first goes first."""
@@ -324,11 +319,11 @@ class Regions:
         if known.told or any(len(call.times_s) != 4 for call in walk.calls):
             return
         known.told = True
-        lines = []
-        for call, after in itertools.pairwise(walk.calls):
-            seconds = after.times_s[0] - call.times_s[1] + call.times_s[2] - after.times_s[3]
-            reason = self.breaks.get(id(call.planner), "it returns to what is not captured")
-            lines.append(f"  {format_seconds(seconds)}: {reason}")
+        lines = [
+            f"  {format_seconds(seconds)}: "
+            f"{self.breaks.get(id(call.planner), 'it returns to what is not captured')}"
+            for call, seconds in between(walk)
+        ]
         warnings.warn(
             f"a step runs {len(walk.calls)} graphs, each planned for what is beside it. Seconds "
             "between them, in both directions, which are not planned:\n" + "\n".join(lines),
@@ -377,13 +372,6 @@ class Regions:
         if there_bytes + known.planned_bytes > (self.budget().nbytes or 0):
             known.besides = []
 
-    def _calls(self, known: Known) -> list[Call]:
-        """A step as the knapsack has it."""
-        return [
-            Call(self._choices_of(call), *levels)
-            for call, levels in zip(known.calls, known.levels, strict=True)
-        ]
-
     def _choose(self, known: Known, there_bytes: int) -> None:
         """Choose plans for all calls of a step together, if that is to be done.
 
@@ -413,53 +401,13 @@ class Regions:
         known.besides = list(found.besides)
 
     def _chosen(self, known: Known, there_bytes: int) -> Chosen:
-        """Plans for all calls of a step.
-
-        Raises:
-            BudgetError: none fit.
-        """
-        calls = self._calls(known)
-        least = knapsack.least(calls)
-        kept_bytes = knapsack.peak_bytes(calls, [len(call.choices) - 1 for call in calls])
-        budget_bytes = self._resolved(
-            full_bytes=there_bytes + kept_bytes,
-            least_bytes=there_bytes + least.peak_bytes,
-            count=len(calls),
-        )
-        found = knapsack.solve(calls, budget_bytes=budget_bytes - there_bytes)
-        assert found is not None  # the least one fits
-        LOG.info(
-            "%d regions: peak %s of %s",
-            len(calls),
-            format_bytes(there_bytes + found.peak_bytes),
-            format_bytes(budget_bytes),
-        )
-        rooms = knapsack.rooms(calls, found.chosen)
-        besides = (
-            Beside(
-                call.forward_bytes,
-                room - call.forward_bytes,
-                call.backward_bytes - call.forward_bytes,
-            )
-            for call, room in zip(calls, rooms, strict=True)
-        )
-        choices = (call.choices[i] for call, i in zip(calls, found.chosen, strict=True))
-        return Chosen(tuple(choices), tuple(besides), budget_bytes)
+        calls = [
+            Call(self._choices_of(call), *levels)
+            for call, levels in zip(known.calls, known.levels, strict=True)
+        ]
+        return chosen_for(calls, self.budget(), there_bytes=there_bytes)
 
     def _choices_of(self, call: Called) -> tuple[Choice, ...]:
         if call.key not in self._choices:
             self._choices[call.key] = choices_of(call.planner, call.situation)
         return self._choices[call.key]
-
-    def _resolved(self, *, full_bytes: int, least_bytes: int, count: int) -> int:
-        """Bytes that the budget means from now on.
-
-        Raises:
-            BudgetError: below ``least_bytes``.
-        """
-        budget = self.budget()
-        if budget.grows and least_bytes > (budget.nbytes or 0):
-            budget = replace(budget, nbytes=least_bytes)
-        return budget.resolve(
-            full_bytes=full_bytes, least_bytes=least_bytes, needed_by=f"{count} regions together"
-        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fxremat.frontend.pipeline import Planner
@@ -135,3 +137,12 @@ def most_bytes(walk: Walk) -> int:
     """Most that a step had allocated, over what was there at its begin."""
     levels = (call.levels for call in walk.calls)
     return max(seen.begin_bytes + seen.peak_bytes for seen in levels if seen is not None)
+
+
+def between(walk: Walk) -> Iterator[tuple[Called, float]]:
+    """Each call but the last of a step that has ended, and the seconds from there to the next one
+    and back.
+    """
+    for call, after in itertools.pairwise(walk.calls):
+        seconds = after.times_s[0] - call.times_s[1] + call.times_s[2] - after.times_s[3]
+        yield call, seconds
