@@ -65,7 +65,7 @@ def test_a_shard_has_its_own_place_in_an_embedding() -> None:
 
 
 def test_modules_by_themselves_where_their_layers_are_spread() -> None:
-    check("tensor_parallel", [0.6], regions=["blocks.*"])
+    check("tensor_parallel", [0.75], regions=[f"blocks.{i}" for i in range(6)])
 
 
 def test_another_size_for_all_where_graphs_have_collectives() -> None:
