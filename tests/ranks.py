@@ -7,7 +7,7 @@ import socket
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatch
 from pathlib import Path
@@ -147,18 +147,28 @@ class Subject:
     Attributes:
         entry: the model, its batches and its loss.
         blocks: where its blocks are; none: its children are.
-        spread: how layers are spread over processes, by patterns of their names.
+        spread: how layers of blocks are spread over processes, by patterns of their names.
+        ends: how the embedding, and what makes the outputs, are.
     """
 
     entry: ZooModel
     blocks: str
     spread: Mapping[str, ParallelStyle]
+    ends: Mapping[str, ParallelStyle] = field(default_factory=dict)
 
 
 def _pairs(across: Iterable[str], along: Iterable[str]) -> dict[str, ParallelStyle]:
     """Layers that are spread by their outputs, and those that read these, by their inputs."""
     return {name: ColwiseParallel() for name in across} | {
         name: RowwiseParallel() for name in along
+    }
+
+
+def _ends(tokens: str, head: str) -> dict[str, ParallelStyle]:
+    """An embedding that is spread by its rows, and what makes the outputs, by these."""
+    return {
+        tokens: RowwiseParallel(input_layouts=Replicate()),
+        head: ColwiseParallel(output_layouts=Replicate()),
     }
 
 
@@ -170,7 +180,12 @@ _MLP = _pairs(["blocks.*.up"], ["blocks.*.down"])
 MODELS = {
     "mlp": Subject(_entry(gelu), "blocks", _MLP),
     "other": Subject(_entry(torch.tanh), "blocks", _MLP),
-    "gpt": Subject(SUBJECTS["gpt"], "blocks", _pairs(["blocks.*.mlp.0"], ["blocks.*.mlp.2"])),
+    "gpt": Subject(
+        SUBJECTS["gpt"],
+        "blocks",
+        _pairs(["blocks.*.mlp.0"], ["blocks.*.mlp.2"]),
+        _ends("tokens", "head"),
+    ),
     "llama": Subject(
         SUBJECTS["llama"],
         "model.layers",
@@ -178,6 +193,7 @@ MODELS = {
             ["model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"],
             ["model.layers.*.mlp.down_proj"],
         ),
+        _ends("model.embed_tokens", "lm_head"),
     ),
     "resnet": Subject(
         image_entry("resnet", _resnet, batch=16, size=64, classes=12),
@@ -194,9 +210,10 @@ class Case:
     Attributes:
         budget: ``None``: as it is; a share: of the most that any process took so before; what
             else ``fxremat.compile`` takes.
-        other: what the last process has: another ``batch``, ``graph`` or ``budget``, or an
-            ``argument`` that is refused; it is ``late`` by all of its life, or ``killed`` while it
-            measures.
+        other: what the last process has: another ``batch``, ``graph`` or ``budget``, another batch
+            in a ``later`` step, or an ``argument`` that is refused; it is ``late`` by all of its
+            life, or ``killed`` while it measures. All of them may have ``shorter`` batches in a
+            later step.
         budgets: what is done where they differ.
         options: further ones of ``fxremat.compile``.
     """
@@ -218,6 +235,7 @@ class Trained:
         budget_bytes: what they had to keep to; ``None``: nothing is planned.
         host_bytes: that the last plan takes of the host.
         codes: what each plan emits, without comments, which tell peaks of this process.
+        schedules: in which order each plan computes what, and what is kept.
         warned: what fxremat has said.
     """
 
@@ -227,6 +245,7 @@ class Trained:
     budget_bytes: int | None
     host_bytes: int
     codes: list[str]
+    schedules: list[str]
     warned: list[str]
 
 
@@ -241,8 +260,10 @@ def trained(
     Args:
         how: ``ddp_around``: what is compiled is wrapped; ``ddp_inside``: what is wrapped is
             compiled; ``fsdp``: each block, and the model, is sharded; ``hybrid``: among half of
-            the processes; ``tensor_parallel``: layers of the blocks are spread; ``gathered``: they
-            are sharded, and gathered in the graph.
+            the processes; ``tensor_parallel``: layers of the blocks are spread; ``vocabulary``:
+            the embedding and the head, too; ``broken``: in front of the second block something
+            breaks the graph; ``both``: layers are spread over two, and each block and the model is
+            sharded among the others; ``gathered``: they are sharded, and gathered in the graph.
         cases: which.
         model: see :data:`MODELS`.
         processes: how many.
@@ -322,6 +343,23 @@ class _Job:
         return self.case.other if self.rank == self.processes - 1 else ""
 
     @property
+    def spreads(self) -> bool:
+        """Whether processes share each layer's work."""
+        return self.how in ("tensor_parallel", "vocabulary", "broken", "both")
+
+    @property
+    def shards(self) -> bool:
+        """Whether hooks gather parameters."""
+        return self.how in ("fsdp", "hybrid", "both")
+
+    @property
+    def batches(self) -> int:
+        """Which batches this process has: its own, but where they share each layer's work."""
+        if self.how == "both":
+            return self.rank // 2
+        return 0 if self.spreads else self.rank
+
+    @property
     def subject(self) -> Subject:
         return MODELS["other" if self.other == "graph" else self.model]
 
@@ -347,37 +385,47 @@ class _Job:
             sample = fxremat.Sample(*self._batch(0))
             options = dict(self.case.options)
             called = fxremat.compile(model, sample, self._budget(before), ranks=ranks, **options)
-        elif self.how not in ("fsdp", "hybrid"):
+        elif not self.shards:
             called = torch.compile(model, backend="aot_eager")
         peaks, gathers = map(list, zip(*self._steps(called, model), strict=True))
         whole = [_whole(p).detach().clone() for p in model.parameters()]
         plans = called.plans if isinstance(called, fxremat.CompiledModule) else ()
         codes = [_uncommented(plan.forward_code + plan.backward_code) for plan in plans]
+        schedules = [f"{plan.schedule} {plan.decision}" for plan in plans]
         if not plans:
-            return Trained(whole, peaks, gathers, None, 0, [], [])
+            return Trained(whole, peaks, gathers, None, 0, [], [], [])
         latest = plans[-1]
         taken = latest.budget_bytes, latest.host_bytes
-        return Trained(whole, peaks, gathers, *taken, codes, [])
+        return Trained(whole, peaks, gathers, *taken, codes, schedules, [])
 
     def _spread(self, model: nn.Module) -> nn.Module:
         if self.how == "ddp_inside":
             return DistributedDataParallel(model)
         if self.how == "ddp_around":
             return model
-        shape = (2, self.processes // 2) if self.how == "hybrid" else (self.processes,)
+        shape = {
+            "hybrid": (2, self.processes // 2),
+            "both": (self.processes // 2, 2),
+        }.get(self.how, (self.processes,))
         names = ("replicas", "shards")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         spread = self.subject.spread
-        if self.how in ("fsdp", "hybrid"):
-            for module in (*model.get_submodule(self.subject.blocks).children(), model):
-                if any(True for _ in module.parameters()):
-                    fully_shard(module, mesh=mesh)
-        elif self.how == "tensor_parallel":
-            parallelize_module(model, mesh, dict(spread))
-        else:
+        if self.spreads:
+            parallelize_module(model, mesh["shards"], dict(spread))
+        if self.how == "vocabulary":
+            parallelize_module(model, mesh, dict(self.subject.ends))
+        if self.how == "gathered":
             for name, layer in list(model.named_modules()):
                 if any(fnmatch(name, pattern) for pattern in spread):
                     sharded(layer, mesh, Gathered())
+        blocks = list(model.get_submodule(self.subject.blocks).children())
+        if self.how == "broken":
+            blocks[1].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+        if self.shards:
+            over = mesh["replicas"] if self.how == "both" else mesh
+            for module in (*blocks, model):
+                if any(True for _ in module.parameters()):
+                    fully_shard(module, mesh=over)
         return model
 
     def _budget(self, before: list[Trained]) -> Any:
@@ -391,10 +439,9 @@ class _Job:
         return int(budget * int(most))
 
     def _batch(self, number: int) -> tuple[Args, Kwargs]:
-        """Another one for each process, but where they share each layer's work."""
-        own = 0 if self.how == "tensor_parallel" else self.rank
-        sample = self.subject.entry.sample(100 * own + number)
-        if self.other == "batch":
+        sample = self.subject.entry.sample(100 * self.batches + number)
+        later = self.other == "later" or self.case.other == "shorter"
+        if self.other == "batch" or (later and number == TAUGHT - 1):
             sample = tree_map(lambda tensor: tensor[: len(tensor) // 2], sample)
         return sample
 
@@ -406,8 +453,7 @@ class _Job:
         seen = []
         for number in range(STEPS):
             args, kwargs = self._batch(number)
-            own = 0 if self.how == "tensor_parallel" else self.rank
-            torch.manual_seed(self.processes * number + own)
+            torch.manual_seed(self.processes * number + self.batches)
 
             def step(args: Args = args, kwargs: Kwargs = kwargs) -> None:
                 optimizer.zero_grad()

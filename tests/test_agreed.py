@@ -19,9 +19,11 @@ from fxremat.frontend.agreed import (
     Seen,
     agreed_arguments,
     agreed_costs,
+    agreed_graphs,
     agreed_lessons,
     agreed_levels,
     agreed_situation,
+    agreed_step,
 )
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.ranks import Peers, Ranks
@@ -160,7 +162,8 @@ def costs(scale: float) -> RecordedCosts:
 def test_costs_and_what_is_around_are_the_most_of_all() -> None:
     def run(peers: Peers, rank: int) -> Any:
         around = Surroundings(100 - rank, rank, 2, 1)
-        return agreed_costs(peers, replace(ORIGIN, device=str(rank)), costs(rank / 4), around)
+        origin = replace(ORIGIN, device=str(rank), code=f"with constants of {rank}")
+        return agreed_costs(peers, origin, "outline", costs(rank / 4), around)
 
     for found, around in outcomes(run).values():
         assert found.stages == (StageSeconds(2.0, 2.0, 3.0),)
@@ -173,12 +176,75 @@ def test_other_steps_are_refused() -> None:
     def run(peers: Peers, rank: int) -> Any:
         inputs = (f"float32[{2 + (rank == 5)}]",)
         return agreed_costs(
-            peers, replace(ORIGIN, inputs=inputs), costs(1), Surroundings(0, 0, 0, 0)
+            peers, replace(ORIGIN, inputs=inputs), "outline", costs(1), Surroundings(0, 0, 0, 0)
         )
 
     for error in outcomes(run).values():
         assert isinstance(error, RankError) and error.ranks == (5,)
         assert "on it input 0 is float32[3], rank 3's was float32[2]" in str(error)
+
+
+def test_graphs_that_differ_in_more_than_places_of_shards_are_refused() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        return agreed_costs(peers, ORIGIN, f"{rank == 8}", costs(1), Surroundings(0, 0, 0, 0))
+
+    for error in outcomes(run).values():
+        assert isinstance(error, RankError) and error.ranks == (8,)
+        assert "not their constants" in str(error)
+    for error in outcomes(lambda peers, rank: agreed_graphs(peers, f"{rank == 8}")).values():
+        assert isinstance(error, RankError) and error.ranks == (8,)
+
+
+def test_who_goes_on_as_before_only_says_so() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        def step(base_bytes: int, **options: Any) -> Any:
+            return agreed_step(peers, Seen(base_bytes, ("one",), begins="one"), **options)
+
+        found = [step(rank, settled=True) for _ in range(3)]
+        return found, step(rank, settled=rank != 5), step(rank, settled=False)
+
+    expected = Seen(8, ("one",), begins="one")
+    assert list(outcomes(run).values()) == [([None] * 3, expected, expected)] * 3
+
+
+def test_what_some_have_seen_of_a_step_all_know() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        levels = () if rank == 3 else ((rank, 1, 2, 3),)
+        return agreed_step(peers, Seen(1, ("one",), levels, "one"), settled=False)
+
+    assert {found.levels for found in outcomes(run).values()} == {((8, 1, 2, 3),)}
+
+
+@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("calls", [("one",), ("one", "two")])
+def test_other_calls_are_refused_by_all(settled: bool, calls: tuple[str, ...]) -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        begins = "other" if rank == 5 and len(calls) == 1 else "one"
+        own = Seen(1, calls if rank == 5 else ("one",), begins=begins)
+        return agreed_step(peers, own, settled=settled)
+
+    for error in outcomes(run).values():
+        assert isinstance(error, RankError) and error.ranks == (5,)
+
+
+def test_nobody_waits_for_one_that_has_something_else_to_say() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        if rank == 8:
+            return agreed_situation(peers, "one")
+        return agreed_step(peers, Seen(1), settled=True)
+
+    began = time.monotonic()
+    for error in outcomes(run, timeout_s=60.0).values():
+        assert isinstance(error, RankError) and error.ranks == (8,)
+    assert time.monotonic() - began < 30
+
+
+def test_who_does_not_come_to_a_step_is_named() -> None:
+    def run(peers: Peers, _rank: int) -> Any:
+        return agreed_step(peers, Seen(1), settled=True)
+
+    for error in outcomes(run, come=(3, 5), timeout_s=0.5).values():
+        assert isinstance(error, RankError) and error.ranks == (8,)
 
 
 def test_the_most_that_was_seen_of_the_same_calls() -> None:

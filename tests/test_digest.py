@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.passes.joint.digest import Digests, digest
+from fxremat.passes.joint.digest import Digests, digest, outline
 from fxremat.passes.joint.settle import settle
 from tests.harness import capture
 from tests.sized import capture_sized
@@ -117,3 +117,36 @@ def test_processes_have_gpus_of_their_own_but_as_many():
     assert on_devices(0, 0) == on_devices(1, 1)
     assert on_devices(0, 1) == on_devices(2, 5)
     assert on_devices(0, 0).code != on_devices(0, 1).code
+
+
+class _Shard(nn.Module):
+    """Of an embedding: rows from ``first`` on, and a part of them."""
+
+    def __init__(self, first: int = 0, *, part: int = 0, scale: float = 2.0, dim: int = 0) -> None:
+        super().__init__()
+        self.first, self.part, self.scale, self.dim = first, part, scale, dim
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x - self.first).clamp(0, 7).split(2)[self.part]
+        return self.weight[rows].softmax(self.dim) * self.scale
+
+
+def _outline_of(model: nn.Module) -> str:
+    return outline(capture(model, (torch.arange(4) + 8,)).traced)
+
+
+def test_places_of_shards_make_no_difference_to_an_outline():
+    assert _outline_of(_Shard(8, part=1)) == _outline_of(_Shard())
+
+
+@pytest.mark.parametrize("other", [{"scale": 3.0}, {"dim": 1}], ids=["a float", "a dimension"])
+def test_other_constants_do(other: dict[str, float]):
+    assert _outline_of(_Shard(**other)) != _outline_of(_Shard())
+
+
+def test_an_outline_is_of_sizes_and_operations():
+    first, longer = capture(Model(), (X,)).traced, capture(Model(), (torch.randn(6, 8),)).traced
+    assert outline(first) != outline(longer)
+    assert outline(first) != outline(capture(Model(tanh=True), (X,)).traced)
+    assert outline(first) == outline(capture(Model(), (torch.randn(4, 8),)).traced)

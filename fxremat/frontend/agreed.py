@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,10 +12,13 @@ from fxremat.errors import RankError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.origin import differences, key_of
 from fxremat.frontend.ranks import Budgets, Peers
-from fxremat.ir import Origin, RecordedCosts
+from fxremat.ir import Origin, RecordedCosts, RecordedDecision
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.situation import NO_LESSON, Lesson
+from fxremat.planner.situation import NO_LESSON, Beside, Lesson
 from fxremat.planner.surroundings import Surroundings
+from fxremat.report.codec import encode
+from fxremat.report.plan import Plan
+from fxremat.solvers.knapsack import Choice
 
 AGREED = 5
 """Of the first steps, the last before which processes agree on what was seen."""
@@ -44,12 +48,14 @@ class _Step:
 
     Attributes:
         origin: what its costs hold for.
+        outline: of its graph.
         costs: of it.
         around_bytes: ``given_bytes``, ``turn_bytes``, ``tangent_bytes`` and ``end_bytes`` of what
             is around it.
     """
 
     origin: Origin
+    outline: str
     costs: RecordedCosts
     around_bytes: tuple[int, int, int, int]
 
@@ -62,11 +68,28 @@ class Seen:
         base_bytes: what is there when the next one begins.
         calls: what makes its calls those of a step that is known; none: it was not seen.
         levels: of each of them.
+        begins: what makes the first call of the next one that of such a step.
     """
 
     base_bytes: int
     calls: tuple[str, ...] = ()
     levels: tuple[tuple[int, ...], ...] = ()
+    begins: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Plans that were chosen together for a step of several calls.
+
+    Attributes:
+        choices: one for each call.
+        besides: what is beside each.
+        budget_bytes: what they keep to.
+    """
+
+    choices: tuple[Choice, ...]
+    besides: tuple[Beside, ...]
+    budget_bytes: int
 
 
 def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
@@ -89,8 +112,7 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
         )
     ]
     options.append(f"offload={host and (host.only, host.conv, host.limit_bytes)!r}")
-    kept = asked.kept and asked.kept.origin and key_of(asked.kept.origin)
-    options.append(f"plan={kept and kept[:12]}")
+    options.append(f"plan={asked.kept and _decided(asked.kept)}")
     node = platform.node()
     own = _Asked(repr(budget.written), budget.nbytes, budget.share, tuple(options), (node,))
     budgets: Budgets = asked.ranks.budgets if asked.ranks else "same"
@@ -100,6 +122,14 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
     if host is not None and host.limit_bytes is not None:
         host = replace(host, limit_bytes=host.limit_bytes // found.nodes.count(node))
     return replace(asked, budget=budget, host=host)
+
+
+def _decided(plan: Plan) -> str:
+    """A short name of what a plan decides for; constants may be each process's own."""
+    origin = plan.origin and replace(plan.origin, code="")
+    decided = json.dumps(encode(RecordedDecision, plan.decision)), str(plan.schedule)
+    told = "" if origin is None else key_of(origin, decided=decided)
+    return told[:12]
 
 
 def _one_of_asked(told: Mapping[int, _Asked], budgets: Budgets) -> _Asked:
@@ -128,15 +158,22 @@ def _one_of_asked(told: Mapping[int, _Asked], budgets: Budgets) -> _Asked:
 
 
 def agreed_costs(
-    peers: Peers, origin: Origin, costs: RecordedCosts, around: Surroundings
+    peers: Peers, origin: Origin, outline: str, costs: RecordedCosts, around: Surroundings
 ) -> tuple[RecordedCosts, Surroundings]:
     """What a captured step costs all, and what most have around it.
+
+    Args:
+        peers: the processes.
+        origin: of the step that this one has captured.
+        outline: of its graph.
+        costs: of it.
+        around: around it.
 
     Raises:
         RankError: they captured different ones.
     """
     base = around.given_bytes, around.turn_bytes, around.tangent_bytes, around.end_bytes
-    own = _Step(origin, costs, base)
+    own = _Step(origin, outline, costs, base)
     found = peers.agree("the captured step", _Step, own, _slowest)
     given_bytes, turn_bytes, tangent_bytes, end_bytes = found.around_bytes
     most = replace(
@@ -168,8 +205,10 @@ def _slowest(told: Mapping[int, _Step]) -> _Step:
     first, *others = told
     one = told[first]
     for rank in others:
-        own = replace(told[rank].origin, device=one.origin.device)  # costs are the slowest's
-        for difference in differences(one.origin, own, of=f"rank {first}'s"):
+        # Costs are the slowest's, and a shard's place is a constant of its own.
+        own = replace(told[rank].origin, device=one.origin.device, code=told[rank].outline)
+        then = replace(one.origin, code=one.outline)
+        for difference in differences(then, own, of=f"rank {first}'s"):
             raise RankError(
                 f"rank {rank} has captured another step than rank {first}: on it {difference}. "
                 "All have to train the same model, with batches of one size in the first step",
@@ -177,7 +216,33 @@ def _slowest(told: Mapping[int, _Step]) -> _Step:
             )
     costs = RecordedCosts.slowest([own.costs for own in told.values()])
     around = tuple(map(max, *(own.around_bytes for own in told.values())))
-    return _Step(one.origin, costs, around)
+    return replace(one, costs=costs, around_bytes=around)
+
+
+def agreed_graphs(peers: Peers, outline: str) -> None:
+    """Make sure that one plan has led all processes to the same graphs.
+
+    Args:
+        peers: the processes.
+        outline: of the graphs of this one.
+
+    Raises:
+        RankError: another one's run other operations.
+    """
+    peers.agree("the graphs of a plan", str, outline, _same_graphs)
+
+
+def _same_graphs(told: Mapping[int, str]) -> str:
+    first, *others = told
+    differ = [rank for rank in others if told[rank] != told[first]]
+    if differ:
+        raise RankError(
+            f"the plan of rank {first} leads to other operations on {', '.join(map(str, differ))}: "
+            "their steps differ in more than constants. Train the same model on all of them, with "
+            "one version of fxremat",
+            ranks=differ,
+        )
+    return told[first]
 
 
 def agreed_situation(peers: Peers, found: str) -> None:
@@ -225,6 +290,33 @@ def _all_taught(told: Mapping[int, _Taught]) -> _Taught:
         for sizes, lesson in taught.lessons:
             found[sizes] = found.get(sizes, NO_LESSON) | lesson
     return _Taught(tuple(found.items()))
+
+
+def agreed_step(peers: Peers, own: Seen, *, settled: bool) -> Seen | None:
+    """What most have seen of the step before, and what a step that begins finds.
+
+    Args:
+        peers: the processes, which must make the same calls and follow the same plans.
+        own: what this one has seen.
+        settled: it would go on as it did.
+
+    Returns ``None`` where all are settled, and make the same calls.
+
+    Raises:
+        RankError: others make other calls.
+    """
+    alike = f"{own.calls} {own.begins}" if settled else None
+    return peers.agree_unless(alike, "what a step finds", Seen, own, _most_of_same)
+
+
+def _most_of_same(told: Mapping[int, Seen]) -> Seen:
+    first, *_ = told
+    one = told[first]
+    _the_same({rank: f"calls {', '.join(seen.calls)}" for rank, seen in told.items()})
+    _the_same({rank: f"a call {seen.begins}" for rank, seen in told.items()})
+    seen = [own.levels for own in told.values() if own.levels]
+    levels = tuple(tuple(map(max, zip(*call, strict=True))) for call in zip(*seen, strict=True))
+    return replace(one, base_bytes=max(own.base_bytes for own in told.values()), levels=levels)
 
 
 def agreed_levels(peers: Peers, own: Seen) -> Seen:

@@ -207,15 +207,17 @@ class StepCompiler:
     ) -> Family:
         """Plan a graph for the call that it was captured from."""
         together = any(map(torch_compat.is_collective, joint.graph.nodes))
-        if together and self.regions.several:
-            raise CaptureError(
-                "this model is captured in several graphs, and waits for other processes in them: "
-                "take what breaks the graph out of the forward, and fully_shard or regions= away"
-            )
+        if self.regions.several:
+            together |= any(family.planner.step.has_collectives for family in self.families)
         if self.peers is None or not (together or self._first_step()):
             return self._family_of(joint, example_inputs, output_count, None)
         with self.peers.telling():
-            return self._family_of(joint, example_inputs, output_count, self.peers)
+            family = self._family_of(joint, example_inputs, output_count, self.peers)
+        if together and self.regions.several:
+            self.regions.together = True
+            for own in self.families:
+                own.planner.bind(self.peers)
+        return family
 
     def _first_step(self) -> bool:
         """Whether what is captured is part of a step that all processes run."""

@@ -32,7 +32,7 @@ from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.fuse.twice import computed_twice
 from fxremat.passes.fuse.units import Units
 from fxremat.passes.joint.build import build_joint_graph, rebuilt
-from fxremat.passes.joint.digest import digest
+from fxremat.passes.joint.digest import digest, outline
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.joint.settle import place, settle
@@ -260,7 +260,9 @@ class CapturedStep:
             new: collectives are not in it yet.
         """
         own_bytes = base.given_bytes
-        costs, most = agreed_costs(peers, graph.origin, measured.costs, base)
+        costs, most = agreed_costs(
+            peers, graph.origin, outline(graph.line.joint.module), measured.costs, base
+        )
         if not self._graphs:
             if self.has_collectives:
                 self.late_bytes = late_bytes(graph.line, self.device)

@@ -14,6 +14,7 @@ from fxremat.passes.emit.program import Program, build_program
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.emit.shifts import Shift, shifted
 from fxremat.passes.emit.travel import Move, Travel
+from fxremat.passes.joint.digest import outline
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
@@ -41,6 +42,11 @@ class Graphs:
     recomputes: bool
     arena: Arena | None = None
     host_bytes: int = 0
+
+    @property
+    def outline(self) -> str:
+        """Of what they run: see :func:`fxremat.passes.joint.digest.outline`."""
+        return outline(self.forward.graphs, self.backward.graphs)
 
     @property
     def both(self) -> tuple[Emitted, Emitted]:
@@ -140,7 +146,7 @@ def follow(
     device: torch.device,
     host: HostMemory | None,
 ) -> Graphs:
-    """Emit what a kept plan says.
+    """Emit what a kept plan says, word by word.
 
     Args:
         plan: of this step.
@@ -153,6 +159,26 @@ def follow(
     Raises:
         PlanError: what is emitted is not what the plan says.
         HostMemoryError: the host memory cannot be had.
+    """
+    graphs = carry_out(plan, line, blocks, modules, device=device, host=host)
+    if (graphs.forward.code, graphs.backward.code) != (plan.forward_code, plan.backward_code):
+        if graphs.arena is not None:
+            graphs.arena.close()
+        raise _unlike(plan)
+    return graphs
+
+
+def carry_out(
+    plan: Plan,
+    line: Line,
+    blocks: BlockCache,
+    modules: BlockModules,
+    *,
+    device: torch.device,
+    host: HostMemory | None,
+) -> Graphs:
+    """Emit what a plan decides, which was made of a step that differs from this one in nothing but
+    its constants. Arguments and errors are those of :func:`follow`.
     """
     nodes = tuple(line.joint.module.graph.nodes)
     decision = plan.decision
@@ -171,14 +197,10 @@ def follow(
         shifts = (Shift(nodes[s.node], s.source, s.target) for s in decision.shifts)
         program = replace(program, calls=shifted(program.calls, line, shifts))
         moves = tuple(map(move, decision.moves))
-        graphs = write_graphs(program, peaks, moves, modules, device=device, host=host)
+        sizes = tuple(number for _, number in plan.sizes)
+        return write_graphs(program, peaks, moves, modules, device=device, host=host, sizes=sizes)
     except (LookupError, ScheduleError) as error:
         raise _unlike(plan) from error
-    if (graphs.forward.code, graphs.backward.code) != (plan.forward_code, plan.backward_code):
-        if graphs.arena is not None:
-            graphs.arena.close()
-        raise _unlike(plan)
-    return graphs
 
 
 def _unlike(plan: Plan) -> PlanError:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fxremat import torch_compat
 from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, agreed_lessons
-from fxremat.frontend.choices import least_beside
+from fxremat.frontend.choices import leaving_least
 from fxremat.frontend.emission import Emitted
 from fxremat.frontend.lessons import Lessons, warn
 from fxremat.frontend.optimizers import Optimizers
@@ -174,7 +174,7 @@ class Family:
         )
         situation, _ = family._find(values, planner.step.sizes.hints)
         if regions.several:
-            situation = replace(situation, beside=least_beside(planner, situation))
+            situation = leaving_least(planner, situation)
         planned = planner.first(situation, kept=kept, rehearse=rehearse, least=regions.several)
         family._own = own_gradients(planner.step.joint)
         family._made = made_outputs(planner.step.joint)
@@ -459,7 +459,7 @@ class Family:
         on_new: Callable[[Compiled], None] | None,
     ) -> tuple[Situation, Compiled]:
         """The plan for a call of one of several regions."""
-        with self.planning:
+        with self.planning, self.regions.telling():
             situation, known = self.regions.enter(self.planner, situation, values)
             compiled = self.plans.pop(situation, None)
             if compiled is None:

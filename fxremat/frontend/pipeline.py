@@ -15,10 +15,10 @@ from fxremat.costs.devices import Device
 from fxremat.costs.overhead import Around, Rehearsal
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import BudgetError, PlanError
-from fxremat.frontend.agreed import agreed_situation
+from fxremat.frontend.agreed import agreed_graphs, agreed_situation
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.captured import CapturedStep, Costed
-from fxremat.frontend.emission import Graphs, follow
+from fxremat.frontend.emission import Graphs, carry_out, follow
 from fxremat.frontend.origin import differences, key_of, origin_of_plan, version_of
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.schedules import Schedules
@@ -123,7 +123,7 @@ class Planner:
     ) -> None:
         self.budget = budget
         self._peers = peers
-        self._started = False
+        self._started = self._bound = False
         self._store = store or Store(None)
         self.step = CapturedStep(
             module,
@@ -205,10 +205,27 @@ class Planner:
             found.append(find())
             return found[0].plan
 
-        plan = self._peers.follow("a plan", Plan, make)
-        if plan is None:
-            return found[0]
-        return Planned(plan, self._follow(plan, self._graph_of(plan, graph)))
+        with self._peers.telling():
+            plan = self._peers.follow("a plan", Plan, make)
+            planned = found[0] if plan is None else self._as_first(plan, graph)
+            agreed_graphs(self._peers, planned.graphs.outline if planned else "none")
+        assert planned is not None  # the others' differ from none
+        return planned
+
+    def _as_first(self, plan: Plan, traced: StepGraph) -> Planned | None:
+        """What the plan of the first process comes to here, with constants of this one.
+
+        ``None``: it cannot be carried out.
+        """
+        graph = self._graph_of(plan, traced)
+        try:
+            graphs = self._emitted(carry_out, plan, graph)
+        except PlanError:
+            return None
+        origin = plan.origin and replace(plan.origin, code=graph.origin.code)
+        forward_code, backward_code = graphs.forward.code, graphs.backward.code
+        plan = replace(plan, origin=origin, forward_code=forward_code, backward_code=backward_code)
+        return Planned(plan, graphs)
 
     def _graph_of(self, plan: Plan, traced: StepGraph) -> StepGraph:
         """That which a plan is of: as it was traced, or with norms undone."""
@@ -217,7 +234,13 @@ class Planner:
     @property
     def together(self) -> Peers | None:
         """Processes that must follow the same plans at all calls; ``None``: there are none."""
-        return self._peers if self.step.has_collectives else None
+        return self._peers if self._bound or self.step.has_collectives else None
+
+    def bind(self, peers: Peers | None) -> None:
+        """Let processes follow the same plans at all calls, as another graph of the step makes
+        them.
+        """
+        self._peers, self._bound = peers, True
 
     def again(self, situation: Situation, *, least: bool = False) -> Planned:
         """The plan for a later call.
@@ -324,10 +347,10 @@ class Planner:
                 "made, or leave plan= out to plan again",
                 differs=told,
             )
-        return Planned(kept, self._follow(kept, graph))
+        return Planned(kept, self._emitted(follow, kept, graph))
 
-    def _follow(self, plan: Plan, graph: StepGraph) -> Graphs:
-        return follow(
+    def _emitted(self, emit_as: Callable[..., Graphs], plan: Plan, graph: StepGraph) -> Graphs:
+        return emit_as(
             plan, graph.line, graph.blocks, self._modules, device=graph.device, host=self._host
         )
 
@@ -368,7 +391,7 @@ class Planner:
             return None
         graph = self._graph_of(plan, self.step.graphs[0].graph)
         try:
-            return Planned(plan, self._follow(plan, graph))
+            return Planned(plan, self._emitted(follow, plan, graph))
         except PlanError as error:
             LOG.warning("a known plan is ignored: %s", error)
             return None

@@ -8,6 +8,7 @@ Each sends one message, the first of them one for all: see docs/design/0024.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import zlib
@@ -30,6 +31,10 @@ TIMEOUT_S = 600.0
 
 HERE, ALL = "here", "all"
 """What the first of them says: that it has come, and what holds for all."""
+
+COUNT, SAME = "count", "same"
+"""How many have come to say whether all is as it was; and whether it is: whoever has something else
+to say tells that it is not, so that nobody waits for it."""
 
 GRACE_S = 10.0
 """Longer than the first of them waits for the others."""
@@ -117,7 +122,9 @@ class Peers:
         self._timeout_s = timeout_s
         self._own = own
         self._number = 0
-        self._oldest = 1  # number of what is still kept
+        self._until = 0.0  # when others are late
+        self._names: list[str] = []  # of what the first of them keeps for the others
+        self._older: list[str] = []  # which was said before
 
     @staticmethod
     def of(model: nn.Module, ranks: Ranks | None) -> Peers | None:
@@ -196,6 +203,38 @@ class Peers:
             FxrematError: as ``combine`` raises it.
         """
         self._begin()
+        self._put(SAME, {"same": False})
+        return self._agreed(what, kind, own, combine)
+
+    def agree_unless(
+        self,
+        alike: str | None,
+        what: str,
+        kind: Callable[..., T],
+        own: T,
+        combine: Callable[[Mapping[int, T]], T],
+    ) -> T | None:
+        """The same, but where all of them say ``alike``: that takes two requests of each.
+
+        Args:
+            alike: what needs no agreement if all say it; ``None``: this process needs one.
+            what, kind, own, combine: see :meth:`agree`.
+
+        Returns ``None`` if all say it.
+
+        Raises:
+            RankError, FxrematError: as :meth:`agree`.
+        """
+        self._begin()
+        return None if self._all_say(alike) else self._agreed(what, kind, own, combine)
+
+    def _agreed(
+        self,
+        what: str,
+        kind: Callable[..., T],
+        own: T,
+        combine: Callable[[Mapping[int, T]], T],
+    ) -> T:
         if not self.leads:
             self._put(self._own, {"what": what, "value": encode(kind, own)})
             return decode(kind, self._verdict(what))
@@ -208,6 +247,21 @@ class Peers:
         self._put(ALL, {"value": encode(kind, result)})
         return result
 
+    def _all_say(self, alike: str | None) -> bool:
+        """Whether all of them have come, and say the same."""
+        own = str(self._own) if alike is None else hashlib.sha256(alike.encode()).hexdigest()
+        name, count = f"{self._number}/is {own}", f"{self._number}/{COUNT}"
+        self._names += [name, count, f"{self._number}/{SAME}"]
+        same = self._store.count(name)
+        if self._store.count(count) == len(self.members):
+            self._put(SAME, {"same": same == len(self.members)})
+        told = self._get(SAME, self._timeout_s)
+        if told is None:  # who has come says so now
+            self._until = monotonic() + min(GRACE_S, self._timeout_s)
+        elif self.leads:
+            self._forget()
+        return told is not None and bool(told["same"])
+
     def follow(self, what: str, kind: Callable[..., T], make: Callable[[], T]) -> T | None:
         """Let the first of them make something.
 
@@ -218,6 +272,7 @@ class Peers:
             BudgetError: as ``make`` raises it there.
         """
         self._begin()
+        self._put(SAME, {"same": False})
         if not self.leads:
             return decode(kind, self._verdict(what))
         with self._telling_all():
@@ -237,10 +292,13 @@ class Peers:
                 self._begin()
                 self._told = True
                 self._put(ALL if self.leads else self._own, {"error": _error(error, self._own)})
+                self._put(SAME, {"same": False})
             raise
 
     def _begin(self) -> None:
         self._number, self._told = self._number + 1, False
+        self._until = monotonic() + self._timeout_s
+        self._older, self._names = [*self._older, *self._names], []
         if self.leads:
             self._put(HERE, {})
 
@@ -256,9 +314,10 @@ class Peers:
 
     def _others(self, what: str) -> dict[int, Any]:
         """What the others say, by rank."""
-        until, found, missing = monotonic() + self._timeout_s, {}, []
+        found, missing = {}, []
         for rank in self.members[1:]:
-            told = self._get(rank, until - monotonic())
+            self._names.append(f"{self._number}/{rank}")
+            told = self._get(rank, self._until - monotonic())
             if told is None:
                 missing.append(rank)
             elif "error" in told:
@@ -300,14 +359,15 @@ class Peers:
 
     def _put(self, who: int | str, told: Mapping[str, Any]) -> None:
         data = zlib.compress(json.dumps(told).encode())
-        self._store.put(f"{self._number}/{who}", data)
+        name = f"{self._number}/{who}"
+        self._names.append(name)
+        self._store.put(name, data)
 
     def _forget(self) -> None:
         """All have come: whoever agrees on something has read what was said before."""
-        for number in range(self._oldest, self._number):
-            for who in (*self.members[1:], HERE, ALL):
-                self._store.drop(f"{number}/{who}")
-        self._oldest = self._number
+        for name in self._older:
+            self._store.drop(name)
+        self._older = []
 
     def _get(self, who: int | str, timeout_s: float) -> dict[str, Any] | None:
         data = self._store.get(f"{self._number}/{who}", timeout_s)

@@ -8,8 +8,7 @@ call beside what regions hold, and one plan for each is chosen together.
 
 from __future__ import annotations
 
-import itertools
-import logging
+import contextlib
 import threading
 import warnings
 import weakref
@@ -20,21 +19,18 @@ from time import perf_counter
 import torch
 
 from fxremat.errors import GraphBreakWarning
-from fxremat.frontend.agreed import AGREED, Seen, agreed_levels
+from fxremat.frontend.agreed import AGREED, Chosen, Seen, agreed_levels, agreed_step
 from fxremat.frontend.budget import Budget
-from fxremat.frontend.choices import choices_of, least_beside
+from fxremat.frontend.choices import alone, choices_of, chosen_for, leaving_least
 from fxremat.frontend.lessons import warn
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.walk import Called, Key, Known, Walk, most_bytes, seen_levels
+from fxremat.frontend.walk import Called, Key, Known, Walk, between, most_bytes, seen_levels
 from fxremat.planner.situation import Beside, Situation
 from fxremat.runtime.levels import Levels, Watcher
 from fxremat.runtime.steps import Step
-from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes, format_seconds
-
-LOG = logging.getLogger("fxremat")
 
 MOST_KNOWN = 64
 """Steps that are known; the one that was watched first goes first."""
@@ -59,6 +55,7 @@ class Regions:
         parameters: that calls have read, by ``id``, where nobody tells of calls of the model.
         late_bytes: are left free beside what was seen: it may come, or go, at another moment.
         peers: processes that run the same steps, at least so many as they agree on.
+        together: graphs have collectives: all processes must follow the same plans at all calls.
         elsewhere_bytes: that the one that has most has more than this one when a step begins.
         steps: that have begun.
     """
@@ -73,10 +70,14 @@ class Regions:
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     late_bytes: int = 0
     peers: Peers | None = None
+    together: bool = False
     elsewhere_bytes: int = 0
     steps: int = 0
     _planners: dict[int, int] = field(default_factory=dict)
     _unsure: bool = True
+    _late_bytes: int = 0  # of collectives in graphs, likewise
+    _before: Walk | None = None
+    _learned: bool = False  # from it
     _choices: dict[Key, tuple[Choice, ...]] = field(default_factory=dict)
     _now: threading.local = field(default_factory=threading.local)
     _walks: weakref.WeakKeyDictionary[Step, Walk] = field(default_factory=weakref.WeakKeyDictionary)
@@ -114,36 +115,42 @@ class Regions:
             read = (p for p in values if isinstance(p, torch.nn.Parameter))
             self.parameters.update({id(p): weakref.ref(p) for p in read})
         walk, called = self._going_on() or self._next(), Called(planner, situation)
-        around_bytes = planner.step.around(situation).given_bytes
+        self._late_bytes = max(self._late_bytes, planner.step.late_bytes)
         if walk.base_bytes is None:  # nobody tells of calls of the model
-            walk.base_bytes = around_bytes - situation.waiting_bytes + self._others_bytes(values)
+            given_bytes = planner.step.around(situation).given_bytes
+            walk.base_bytes = given_bytes - situation.waiting_bytes + self._others_bytes(values)
             if not self.called:
                 self._begin_watch(planner.step.joint.device)
         elif not walk.calls:  # what else was found, beside what the model holds
             walk.base_bytes += situation.kept_bytes + situation.state_bytes
             walk.base_bytes += sum(situation.bucket_bytes)
-            if self.peers is not None and 2 <= self.steps <= AGREED:
-                self._agree(self.peers, walk.base_bytes)
         self._planners.setdefault(id(planner), len(self._planners))
         place, keys = len(walk.calls), (*walk.keys, called.key)
-        known = [own for own in self.known if own.keys[: place + 1] == keys]
         if not place:
-            for own in known:
-                self._choose(own, walk.base_bytes + situation.waiting_bytes)
+            self._prepare(called, walk.base_bytes + situation.waiting_bytes)
+        known = self._known_as(keys)
         watched = self._watch(called, walk)
         walk.plain = bool(known) and not watched
         walk.calls.append(called)
         self._unsure = not known
         if not known:
-            return replace(situation, beside=least_beside(planner, situation)), False
+            return leaving_least(planner, situation), False
+        held_bytes = situation.waiting_bytes - walk.calls[0].situation.waiting_bytes
+        own_bytes = planner.step.around(alone(situation)).given_bytes
         besides = [own.besides[place] for own in known]
-        before_bytes = self._aside_bytes + walk.base_bytes + situation.waiting_bytes - around_bytes
+        begins = (own.there_bytes + own.besides[place].more_bytes for own in known)
         beside = Beside(
-            before_bytes + max(beside.more_bytes for beside in besides),
+            held_bytes - own_bytes + max(begins),
             max(beside.turn_bytes for beside in besides),
             max(beside.tangent_bytes for beside in besides),
         )
-        return replace(situation, beside=beside), True
+        return replace(alone(situation), beside=beside), True
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """What fails in here, fails for all that must follow the same plans."""
+        if self.together and self.peers is not None:
+            return self.peers.telling()
+        return contextlib.nullcontext()
 
     def begin(self) -> None:
         """The forward of the call that was entered last begins."""
@@ -183,23 +190,85 @@ class Regions:
     @property
     def _aside_bytes(self) -> int:
         """Of the budget, for what this process did not see."""
-        return self.late_bytes + self.elsewhere_bytes
+        return self.late_bytes + self._late_bytes + self.elsewhere_bytes
 
-    def _agree(self, peers: Peers, base_bytes: int) -> None:
+    @property
+    def _much_bytes(self) -> float:
+        return MUCH * (self.budget().nbytes or 0)
+
+    def _known_as(self, keys: tuple[Key, ...]) -> list[Known]:
+        """Steps that are known, and begin with such calls."""
+        return [own for own in self.known if own.keys[: len(keys)] == keys]
+
+    def _prepare(self, called: Called, there_bytes: int) -> None:
+        """Let plans be chosen for a step that begins.
+
+        Args:
+            called: its first call.
+            there_bytes: what is there.
+
+        Raises:
+            BudgetError: none fit.
+            RankError: other processes, which must follow the same plans, make other calls.
+        """
+        if self.peers is not None and self.together and self._before is not None:
+            self._agree_on_all(self.peers, called, there_bytes)
+        elif self.peers is not None and 2 <= self.steps <= AGREED:
+            self._agree(self.peers, there_bytes)
+        for known in self._known_as((called.key,)):
+            self._choose(known, there_bytes)
+
+    def _agree(self, peers: Peers, there_bytes: int) -> None:
         """Let all processes know of the step before what any of them has seen of it.
 
         Args:
             peers: the processes.
-            base_bytes: what is there at the begin of this one.
+            there_bytes: what is there at the begin of this one.
         """
-        own = Seen(base_bytes)
+        own = Seen(there_bytes)
         if self.known:
             latest = self.known[0]
             own = replace(own, calls=self._described(latest.keys), levels=tuple(latest.levels))
         most = agreed_levels(peers, own)
-        self.elsewhere_bytes = most.base_bytes - base_bytes
+        self.elsewhere_bytes = most.base_bytes - there_bytes
         if most.levels:
             self.known[0].levels, self.known[0].besides = list(most.levels), []
+
+    def _agree_on_all(self, peers: Peers, called: Called, there_bytes: int) -> None:
+        """The same, where all processes must go on alike: so they must know the same steps.
+
+        Where none has news, each of them only says so.
+
+        Args:
+            peers: the processes.
+            called: the first call of the step that begins.
+            there_bytes: what is there at its begin.
+        """
+        before = self._before
+        keys = before.keys if before is not None else ()
+        latest = next((own for own in self.known if own.keys == keys), None)
+        (begins,) = self._described((called.key,))
+        own = Seen(there_bytes, self._described(keys), begins=begins)
+        if self._learned and latest is not None:
+            own = replace(own, levels=tuple(latest.levels))
+        now = self._known_as((called.key,))
+        fit = [k.leaves_room(there_bytes + self._aside_bytes, self._much_bytes) for k in now]
+        most = agreed_step(peers, own, settled=not self._learned and bool(fit) and all(fit))
+        self._learned = False
+        if most is None:
+            return
+        self.elsewhere_bytes = most.base_bytes - there_bytes
+        for known in self.known:
+            known.besides = []
+        if not most.levels or before is None:
+            return
+        if latest is None:
+            self._know(Known(tuple(before.calls), []))
+            latest = self.known[0]
+        latest.levels = list(most.levels)
+
+    def _know(self, known: Known) -> None:
+        self.known = [known, *self.known[: MOST_KNOWN - 1]]
 
     def _described(self, keys: Sequence[Key]) -> tuple[str, ...]:
         """Calls as every process has them."""
@@ -234,6 +303,8 @@ class Regions:
         self.watcher.end()
         self.steps += 1
         walk: Walk | None = getattr(self._now, "walk", None)
+        if walk is None or walk.calls:
+            self._before = walk
         if walk is not None and walk.plain:
             self._tell_breaks(walk)
         walk = self._now.walk = Walk()
@@ -248,11 +319,11 @@ class Regions:
         if known.told or any(len(call.times_s) != 4 for call in walk.calls):
             return
         known.told = True
-        lines = []
-        for call, after in itertools.pairwise(walk.calls):
-            seconds = after.times_s[0] - call.times_s[1] + call.times_s[2] - after.times_s[3]
-            reason = self.breaks.get(id(call.planner), "it returns to what is not captured")
-            lines.append(f"  {format_seconds(seconds)}: {reason}")
+        lines = [
+            f"  {format_seconds(seconds)}: "
+            f"{self.breaks.get(id(call.planner), 'it returns to what is not captured')}"
+            for call, seconds in between(walk)
+        ]
         warnings.warn(
             f"a step runs {len(walk.calls)} graphs, each planned for what is beside it. Seconds "
             "between them, in both directions, which are not planned:\n" + "\n".join(lines),
@@ -288,25 +359,18 @@ class Regions:
                 "step's plans leave room for that"
             )
         known = next((own for own in self.known if own.keys == keys), None)
+        self._learned = True
         if known is None:
-            self.known = [Known(tuple(walk.calls), seen), *self.known[: MOST_KNOWN - 1]]
+            self._know(Known(tuple(walk.calls), seen))
             return
         known.watches -= 1
         known.levels = [
             tuple(max(pair) + max(over, 0) for pair in zip(before, now, strict=True))
             for before, now in zip(known.levels, seen, strict=True)
         ]
-        planned_bytes = knapsack.peak_bytes(self._calls(known), known.chosen)
         there_bytes = self._aside_bytes + walk.base_bytes + first.situation.waiting_bytes
-        if there_bytes + planned_bytes > (self.budget().nbytes or 0):
+        if there_bytes + known.planned_bytes > (self.budget().nbytes or 0):
             known.besides = []
-
-    def _calls(self, known: Known) -> list[Call]:
-        """A step as the knapsack has it."""
-        return [
-            Call(self._choices_of(call), *levels)
-            for call, levels in zip(known.calls, known.levels, strict=True)
-        ]
 
     def _choose(self, known: Known, there_bytes: int) -> None:
         """Choose plans for all calls of a step together, if that is to be done.
@@ -319,53 +383,31 @@ class Regions:
             BudgetError: none fit.
         """
         there_bytes += self._aside_bytes
-        spare_bytes = known.there_bytes - there_bytes
-        if known.besides and 0 <= spare_bytes <= MUCH * (self.budget().nbytes or 0):
+        if known.leaves_room(there_bytes, self._much_bytes):
             return
-        known.there_bytes = there_bytes
-        calls = self._calls(known)
-        least = knapsack.least(calls)
-        kept_bytes = knapsack.peak_bytes(calls, [len(call.choices) - 1 for call in calls])
-        budget_bytes = self._resolved(
-            full_bytes=there_bytes + kept_bytes,
-            least_bytes=there_bytes + least.peak_bytes,
-            count=len(calls),
-        )
-        found = knapsack.solve(calls, budget_bytes=budget_bytes - there_bytes)
-        assert found is not None  # the least one fits
-        LOG.info(
-            "%d regions: peak %s of %s",
-            len(calls),
-            format_bytes(there_bytes + found.peak_bytes),
-            format_bytes(budget_bytes),
-        )
-        known.chosen = found.chosen
-        rooms = knapsack.rooms(calls, found.chosen)
-        known.besides = [
-            Beside(
-                call.forward_bytes,
-                room - call.forward_bytes,
-                call.backward_bytes - call.forward_bytes,
-            )
-            for call, room in zip(calls, rooms, strict=True)
+        found = None
+        if self.peers is None or not self.together:
+            found = self._chosen(known, there_bytes)
+        else:
+            made: list[Chosen] = []
+
+            def make() -> Chosen:
+                made.append(self._chosen(known, there_bytes))
+                return made[0]
+
+            found = self.peers.follow("plans of regions", Chosen, make) or made[0]
+        self.settle_budget(replace(self.budget(), nbytes=found.budget_bytes, share=None))
+        known.there_bytes, known.choices = there_bytes, found.choices
+        known.besides = list(found.besides)
+
+    def _chosen(self, known: Known, there_bytes: int) -> Chosen:
+        calls = [
+            Call(self._choices_of(call), *levels)
+            for call, levels in zip(known.calls, known.levels, strict=True)
         ]
+        return chosen_for(calls, self.budget(), there_bytes=there_bytes)
 
     def _choices_of(self, call: Called) -> tuple[Choice, ...]:
         if call.key not in self._choices:
             self._choices[call.key] = choices_of(call.planner, call.situation)
         return self._choices[call.key]
-
-    def _resolved(self, *, full_bytes: int, least_bytes: int, count: int) -> int:
-        """Bytes that the budget means from now on.
-
-        Raises:
-            BudgetError: below ``least_bytes``.
-        """
-        budget = self.budget()
-        if budget.grows and least_bytes > (budget.nbytes or 0):
-            budget = replace(budget, nbytes=least_bytes)
-        nbytes = budget.resolve(
-            full_bytes=full_bytes, least_bytes=least_bytes, needed_by=f"{count} regions together"
-        )
-        self.settle_budget(replace(budget, nbytes=nbytes, share=None))
-        return nbytes

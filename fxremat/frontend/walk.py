@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fxremat.frontend.pipeline import Planner
@@ -10,6 +12,7 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.planner.situation import Beside, Situation
 from fxremat.runtime.levels import Levels
 from fxremat.runtime.steps import Step
+from fxremat.solvers.knapsack import Call, Choice, peak_bytes
 
 WATCHED = 2
 """Steps that are watched after plans for them were chosen together."""
@@ -75,7 +78,7 @@ class Known:
     Attributes:
         calls: of it.
         besides: what is beside each where plans are chosen together; none if that is to be done.
-        chosen: these plans.
+        choices: these plans.
         there_bytes: for what is there when the step begins they were chosen.
         levels: of each call: at its forward, after it, at its backward and after that, beyond what
             is there at the step's begin and what calls hold.
@@ -86,7 +89,7 @@ class Known:
     calls: tuple[Called, ...]
     levels: list[tuple[int, ...]]
     besides: list[Beside] = field(default_factory=list)
-    chosen: tuple[int, ...] = ()
+    choices: tuple[Choice, ...] = ()
     there_bytes: int = 0
     watches: int = WATCHED
     told: bool = False
@@ -95,6 +98,16 @@ class Known:
     def keys(self) -> tuple[Key, ...]:
         """Of its calls."""
         return tuple(call.key for call in self.calls)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Most that these plans take, beyond what is there when the step begins."""
+        calls = [Call((own,), *at) for own, at in zip(self.choices, self.levels, strict=True)]
+        return peak_bytes(calls, [0] * len(calls))
+
+    def leaves_room(self, there_bytes: int, much_bytes: float) -> bool:
+        """Whether plans were chosen for what is there when a step begins, or for little more."""
+        return bool(self.besides) and 0 <= self.there_bytes - there_bytes <= much_bytes
 
 
 def seen_levels(walk: Walk) -> list[tuple[int, ...]] | None:
@@ -124,3 +137,12 @@ def most_bytes(walk: Walk) -> int:
     """Most that a step had allocated, over what was there at its begin."""
     levels = (call.levels for call in walk.calls)
     return max(seen.begin_bytes + seen.peak_bytes for seen in levels if seen is not None)
+
+
+def between(walk: Walk) -> Iterator[tuple[Called, float]]:
+    """Each call but the last of a step that has ended, and the seconds from there to the next one
+    and back.
+    """
+    for call, after in itertools.pairwise(walk.calls):
+        seconds = after.times_s[0] - call.times_s[1] + call.times_s[2] - after.times_s[3]
+        yield call, seconds

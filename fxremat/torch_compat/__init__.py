@@ -58,6 +58,7 @@ from fxremat.torch_compat.graphs import (
     draws_random_numbers,
     graph_module,
     is_clone,
+    without_parts,
 )
 from fxremat.torch_compat.inductor import (
     Described,
@@ -211,6 +212,7 @@ __all__ = [
     "with_code_of_its_own",
     "without_autotuning",
     "without_donated_buffers",
+    "without_parts",
     "without_shape_errors_logged",
     "wrapped_anew",
     "wrapped_by",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from fxremat.torch_compat.collectives import is_collective
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
@@ -76,3 +79,42 @@ def _named_arguments(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, 
     named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
     named.update(node.kwargs)
     return named
+
+
+PART = "a part"
+"""In place of an integer that another process may have another one for."""
+
+_PLACES = ("start", "end", "index", "storage_offset")
+"""Arguments that say which part of a tensor is taken."""
+
+_NUMBERS = ("Tensor", "Optional[Tensor]", "number", "Optional[number]")
+"""Types of arguments that an operation computes with."""
+
+
+def without_parts(node: fx.Node, arguments: Any) -> Any:
+    """Arguments of ``node``, without integers that it computes with, or that say which part of a
+    tensor is taken.
+
+    Args:
+        node: an operation.
+        arguments: its positional ones, or those by name.
+    """
+
+    def left(value: object) -> object:
+        return PART if type(value) is int else value
+
+    if node.target is operator.getitem and not isinstance(arguments, dict):
+        return tuple(map(left, arguments))
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or is_collective(node):
+        return arguments
+    formal = target._schema.arguments
+    if isinstance(arguments, dict):
+        parts = {a.name for a in formal if _is_part(a)}
+        return {name: left(v) if name in parts else v for name, v in arguments.items()}
+    pairs = zip(formal, arguments, strict=False)
+    return tuple(left(value) if _is_part(a) else value for a, value in pairs)
+
+
+def _is_part(argument: Any) -> bool:
+    return argument.name in _PLACES or str(argument.type) in _NUMBERS

@@ -50,6 +50,11 @@ class ScheduleModule(torch_compat.GraphOfModules):
     def __init__(self, root: torch.nn.Module, graph: fx.Graph, class_name: str) -> None:
         super().__init__(root, graph, class_name)
 
+    @property
+    def graphs(self) -> ScheduleModule:
+        """Of the calls, and of what they call."""
+        return self
+
     def calls(self) -> Iterator[tuple[str, torch_compat.BoxedCallable]]:
         """Each submodule's name, and what its calls run."""
         for name, stage in self.stages():
@@ -118,6 +123,11 @@ class SizedSchedule:
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph; ``args`` is emptied."""
         return self.forward(args)
+
+    @property
+    def graphs(self) -> ScheduleModule:
+        """As of the module."""
+        return self._module
 
     def at(self, names: Mapping[str, int]) -> SizedSchedule:
         """As of the module; what is not named stays."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.sizes import LAYOUTS, Following
+from fxremat.passes.joint.sizes import LAYOUTS, Following, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,43 @@ def digest(
     )
 
 
+def outline(*modules: fx.GraphModule) -> str:
+    """A digest of graphs, the same where they differ in nothing but some integers.
+
+    These are integers that an operation computes with, and those that say which part of a tensor
+    is taken: a process that has a shard of something has them of its own. Names, and where a part
+    begins in its storage, follow from them. Sizes, dtypes, strides, storages, dimensions, floats
+    and all arguments of collectives are part of the digest.
+
+    Args:
+        modules: graphs, that may call others.
+    """
+    return _sum(_sum(_lines(_Writer(parts=False), module)) for module in modules)
+
+
+def _lines(writer: _Writer, module: fx.GraphModule) -> Iterator[str]:
+    """All there is to say of each node; of a call of another graph, that graph too."""
+    for node in module.graph.nodes:
+        _edges, whole = writer.line(node)
+        yield whole
+        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(called, fx.GraphModule):
+            yield outline(called)
+
+
 def _sum(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 class _Writer:
-    """Writes nodes in their order: nodes, storages, devices and the like by first mention."""
+    """Writes nodes in their order: nodes, storages, devices and the like by first mention.
 
-    def __init__(self) -> None:
+    Args:
+        parts: with all integers, and with names; else see :func:`outline`.
+    """
+
+    def __init__(self, *, parts: bool = True) -> None:
+        self._parts = parts
         self._nodes: dict[fx.Node, int] = {}
         self._storages: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
@@ -77,7 +106,7 @@ class _Writer:
         number = torch_compat.sequence_number(node)
         whole = (
             target,
-            node.name,
+            node.name if self._parts else "",
             str(node.target) if node.op == "get_attr" else "",
             written(self._alike(node, node.args), self._reference),
             written(self._alike(node, dict(node.kwargs)), self._reference),
@@ -85,7 +114,7 @@ class _Writer:
             # Numbers differ from process to process, equal ones do not.
             "" if number is None else str(self._numbers.setdefault(number, len(self._numbers))),
             str(torch_compat.is_backward_node(node)),
-            *map(repr, node.meta.get(LAYOUTS, ())),
+            *map(self._layout, node.meta.get(LAYOUTS, ())),
         )
         return f"{target} {sources}", repr(whole)
 
@@ -100,6 +129,8 @@ class _Writer:
                 return f"group {self._groups.setdefault(own, len(self._groups))}"
             return own
 
+        if not self._parts:
+            arguments = torch_compat.without_parts(node, arguments)
         if isinstance(arguments, dict):
             return {name: shown(own) for name, own in arguments.items()}
         return tuple(map(shown, arguments))
@@ -110,6 +141,9 @@ class _Writer:
             return device.type
         return f"{device.type} {self._devices.setdefault(str(device), len(self._devices))}"
 
+    def _layout(self, layout: Layout) -> str:
+        return repr(layout if self._parts else replace(layout, offset=0))
+
     def _reference(self, node: fx.Node) -> str:
         return f"%{self._nodes[node]}"
 
@@ -119,7 +153,7 @@ class _Writer:
         key = torch_compat.storage_key(tensor)
         storage = self._storages.setdefault(key, len(self._storages))
         nbytes = tensor.untyped_storage().nbytes()
-        strides, offset = tuple(tensor.stride()), tensor.storage_offset()
+        strides, offset = tuple(tensor.stride()), tensor.storage_offset() if self._parts else ""
         device = self._device(tensor.device)
         return f"{_shape(tensor)} {strides} {offset} of {storage} {nbytes} {device}"
 
