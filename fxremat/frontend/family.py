@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from fxremat import torch_compat
 from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, agreed_lessons
-from fxremat.frontend.choices import least_beside
 from fxremat.frontend.emission import Emitted
 from fxremat.frontend.lessons import Lessons, warn
 from fxremat.frontend.optimizers import Optimizers
@@ -174,7 +173,8 @@ class Family:
         )
         situation, _ = family._find(values, planner.step.sizes.hints)
         if regions.several:
-            situation = replace(situation, beside=least_beside(planner, situation))
+            beside = regions.beside_unknown(planner, situation)
+            situation = replace(situation, beside=beside)
         planned = planner.first(situation, kept=kept, rehearse=rehearse, least=regions.several)
         family._own = own_gradients(planner.step.joint)
         family._made = made_outputs(planner.step.joint)

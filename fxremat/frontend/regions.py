@@ -28,6 +28,7 @@ from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.walk import Called, Key, Known, Walk, most_bytes, seen_levels
 from fxremat.planner.situation import Beside, Situation
+from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.levels import Levels, Watcher
 from fxremat.runtime.steps import Step
 from fxremat.solvers import knapsack
@@ -58,6 +59,7 @@ class Regions:
         known: steps that were watched.
         parameters: that calls have read, by ``id``, where nobody tells of calls of the model.
         late_bytes: are left free beside what was seen: it may come, or go, at another moment.
+        host: what all of them keep to together of host memory; ``None``: nothing travels.
         peers: processes that run the same steps, at least so many as they agree on.
         elsewhere_bytes: that the one that has most has more than this one when a step begins.
         steps: that have begun.
@@ -72,6 +74,7 @@ class Regions:
     known: list[Known] = field(default_factory=list)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     late_bytes: int = 0
+    host: HostLimit | None = None
     peers: Peers | None = None
     elsewhere_bytes: int = 0
     steps: int = 0
@@ -135,15 +138,20 @@ class Regions:
         walk.calls.append(called)
         self._unsure = not known
         if not known:
-            return replace(situation, beside=least_beside(planner, situation)), False
+            return replace(situation, beside=self.beside_unknown(planner, situation)), False
         besides = [own.besides[place] for own in known]
         before_bytes = self._aside_bytes + walk.base_bytes + situation.waiting_bytes - around_bytes
         beside = Beside(
             before_bytes + max(beside.more_bytes for beside in besides),
             max(beside.turn_bytes for beside in besides),
             max(beside.tangent_bytes for beside in besides),
+            self._host_bytes(max(own.later_host_bytes[place] for own in known)),
         )
         return replace(situation, beside=beside), True
+
+    def beside_unknown(self, planner: Planner, situation: Situation) -> Beside:
+        """Beside a call of a step that is not known."""
+        return least_beside(planner, situation, self._host_bytes())
 
     def begin(self) -> None:
         """The forward of the call that was entered last begins."""
@@ -184,6 +192,12 @@ class Regions:
     def _aside_bytes(self) -> int:
         """Of the budget, for what this process did not see."""
         return self.late_bytes + self.elsewhere_bytes
+
+    def _host_bytes(self, later_bytes: int = 0) -> int | None:
+        """Host memory that a call may take beside what is lent and what later ones are to take."""
+        if self.host is None or self.host.nbytes is None:
+            return None
+        return max(0, self.host.nbytes - self.host.lent_bytes - later_bytes)
 
     def _agree(self, peers: Peers, base_bytes: int) -> None:
         """Let all processes know of the step before what any of them has seen of it.
@@ -227,7 +241,7 @@ class Regions:
         walk: Walk | None = getattr(self._now, "walk", None)
         if walk is None or walk.last is not None:
             return None
-        return walk if not walk.calls or any(step.held_bytes for step in walk.steps) else None
+        return walk if not walk.calls or any(step.waits for step in walk.steps) else None
 
     def _next(self) -> Walk:
         """A new step."""
@@ -319,19 +333,29 @@ class Regions:
             BudgetError: none fit.
         """
         there_bytes += self._aside_bytes
+        host_bytes = self._host_bytes()
         spare_bytes = known.there_bytes - there_bytes
-        if known.besides and 0 <= spare_bytes <= MUCH * (self.budget().nbytes or 0):
+        more_host_bytes = (host_bytes or 0) - (known.host_bytes or 0)
+        as_before = (
+            0 <= spare_bytes <= MUCH * (self.budget().nbytes or 0)
+            and 0 <= more_host_bytes <= MUCH * (host_bytes or 0)
+        )
+        if known.besides and as_before:
             return
-        known.there_bytes = there_bytes
+        if not known.chosen and self.host is not None:
+            self.host.drop_idle()  # the first steps took it for plans that are not followed again
+        known.there_bytes, known.host_bytes = there_bytes, host_bytes
         calls = self._calls(known)
-        least = knapsack.least(calls)
+        least = knapsack.least(calls, host_bytes=host_bytes)
         kept_bytes = knapsack.peak_bytes(calls, [len(call.choices) - 1 for call in calls])
         budget_bytes = self._resolved(
             full_bytes=there_bytes + kept_bytes,
             least_bytes=there_bytes + least.peak_bytes,
-            count=len(calls),
+            needed_by=_needed_by(calls, least.peak_bytes, host_bytes, there_bytes),
         )
-        found = knapsack.solve(calls, budget_bytes=budget_bytes - there_bytes)
+        found = knapsack.solve(
+            calls, budget_bytes=budget_bytes - there_bytes, host_bytes=host_bytes
+        )
         assert found is not None  # the least one fits
         LOG.info(
             "%d regions: peak %s of %s",
@@ -340,6 +364,8 @@ class Regions:
             format_bytes(budget_bytes),
         )
         known.chosen = found.chosen
+        takes = [call.choices[i].host_bytes for call, i in zip(calls, found.chosen, strict=True)]
+        known.later_host_bytes = [sum(takes[place + 1 :]) for place in range(len(takes))]
         rooms = knapsack.rooms(calls, found.chosen)
         known.besides = [
             Beside(
@@ -355,7 +381,7 @@ class Regions:
             self._choices[call.key] = choices_of(call.planner, call.situation)
         return self._choices[call.key]
 
-    def _resolved(self, *, full_bytes: int, least_bytes: int, count: int) -> int:
+    def _resolved(self, *, full_bytes: int, least_bytes: int, needed_by: str) -> int:
         """Bytes that the budget means from now on.
 
         Raises:
@@ -365,7 +391,30 @@ class Regions:
         if budget.grows and least_bytes > (budget.nbytes or 0):
             budget = replace(budget, nbytes=least_bytes)
         nbytes = budget.resolve(
-            full_bytes=full_bytes, least_bytes=least_bytes, needed_by=f"{count} regions together"
+            full_bytes=full_bytes, least_bytes=least_bytes, needed_by=needed_by
         )
         self.settle_budget(replace(budget, nbytes=nbytes, share=None))
         return nbytes
+
+
+def _needed_by(
+    calls: Sequence[Call], least_bytes: int, host_bytes: int | None, there_bytes: int
+) -> str:
+    """What the least budget of a step is needed for.
+
+    Args:
+        calls: of the step.
+        least_bytes: that they need, within host memory.
+        host_bytes: most of that; ``None``: as much as it takes.
+        there_bytes: what is there at the step's begin.
+    """
+    needed_by = f"{len(calls)} regions together"
+    free = knapsack.least(calls)
+    if host_bytes is None or free.peak_bytes >= least_bytes:
+        return needed_by
+    nbytes = there_bytes + free.peak_bytes
+    return (
+        f"{needed_by}, as host_limit= leaves them {host_bytes} bytes ({format_bytes(host_bytes)}) "
+        f"of host memory: with {free.host_bytes} ({format_bytes(free.host_bytes)}) {nbytes} bytes "
+        f"({format_bytes(nbytes)}) of the device would do"
+    )

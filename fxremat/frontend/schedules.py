@@ -17,10 +17,11 @@ from fxremat.frontend.origin import key_of
 from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph, Way, fastest
 from fxremat.ir import MeasuredLink
+from fxremat.passes.joint.sizes import Values
 from fxremat.planner.allocations import settings_of
 from fxremat.planner.resized import least_bytes_at
 from fxremat.planner.situation import Situation
-from fxremat.planner.transfers import HostMemory
+from fxremat.planner.transfers import HostMemory, Sent
 from fxremat.simulate.allocator import AllocatorSettings
 
 MOST_SIZE = 1 << 20
@@ -42,6 +43,7 @@ class Schedules:
         allocator: rules that hold in place of those of the device's allocator.
         store: bandwidths that are known.
         known: by graph; none before the first was looked for.
+        sent: by sizes and graph, what travels in plans that were found apart from these.
     """
 
     step: CapturedStep
@@ -50,6 +52,7 @@ class Schedules:
     allocator: AllocatorSettings | None
     store: Store
     known: list[Way] = field(default_factory=list)
+    sent: dict[Values, tuple[tuple[Sent, ...], ...]] = field(default_factory=dict)
 
     def rules(self, graph: StepGraph) -> AllocatorSettings | None:
         """Those of the device's allocator."""
@@ -74,11 +77,12 @@ class Schedules:
             else:
                 most = MOST_BYTES if budget_bytes is None else budget_bytes
                 ways.append(way.at(own.measured, around, budget_bytes=most))
+        ways = self._with_sent(situation.sizes, ways)
         if new or budget_bytes is None or min(w.least_bytes for w in ways) <= budget_bytes:
             return ways
         found = self._search(situation)
         self.known = [way.knowing(own) for way, own in zip(self.known, found, strict=True)]
-        return found
+        return self._with_sent(situation.sizes, found)
 
     def searched(self, situation: Situation) -> list[Way]:
         """All ways of the step, looked for anew; what is found is known from then on."""
@@ -199,6 +203,12 @@ class Schedules:
             least_budget_bytes=error.least_budget_bytes,
             largest=largest,
         )
+
+    def _with_sent(self, sizes: Values, ways: list[Way]) -> list[Way]:
+        """The same, knowing what travels in plans that were found apart from them."""
+        if sizes not in self.sent:
+            return ways
+        return [way.with_sent(own) for way, own in zip(ways, self.sent[sizes], strict=True)]
 
     def _look(self, situation: Situation) -> bool:
         """Let some schedules be known, those at the sizes of the capture; were none?"""

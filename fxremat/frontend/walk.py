@@ -77,6 +77,8 @@ class Known:
         besides: what is beside each where plans are chosen together; none if that is to be done.
         chosen: these plans.
         there_bytes: for what is there when the step begins they were chosen.
+        host_bytes: for so much host memory they were chosen; ``None``: as much as they take.
+        later_host_bytes: of it, what the calls after each are to take.
         levels: of each call: at its forward, after it, at its backward and after that, beyond what
             is there at the step's begin and what calls hold.
         watches: so many further steps of it are watched.
@@ -88,6 +90,8 @@ class Known:
     besides: list[Beside] = field(default_factory=list)
     chosen: tuple[int, ...] = ()
     there_bytes: int = 0
+    host_bytes: int | None = None
+    later_host_bytes: list[int] = field(default_factory=list)
     watches: int = WATCHED
     told: bool = False
 

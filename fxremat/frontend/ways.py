@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,13 +25,17 @@ from fxremat.planner.pool import Candidate
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Surroundings
-from fxremat.planner.transfers import HostMemory, Moved, Transfers
+from fxremat.planner.transfers import HostMemory, Moved, Sent, Transfers
 from fxremat.report.facts import Fused
 from fxremat.report.frontier import frontier_of
 from fxremat.report.memory import Kind, StepMemory
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
+
+
+MOST_BASES = 16
+"""Schedules of which storages travel, where all that a graph may come to is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,30 @@ class Way:
     def knowing(self, other: Way) -> Way:
         """The same with the schedules of ``other``, of the same graph with other surroundings."""
         return replace(self, search=self.search.knowing(other.search))
+
+    def with_sent(self, found: Iterable[Sent]) -> Way:
+        """The same, knowing what travels in plans for other surroundings."""
+        if self.transfers is None:
+            return self
+        return replace(self, transfers=self.transfers.knowing(found))
+
+    def graded(self) -> Iterator[Sent]:
+        """Schedules from least bytes to least seconds; with transfers, ever more is away."""
+        pool, evaluator = self.search.pool, self.search.evaluator
+        if self.transfers is None:
+            return (Sent.stays(candidate, evaluator) for candidate in pool.members)
+        only = self.transfers.host.only
+        return self.transfers.graded((pool.baseline,) if only else pool.thinned(MOST_BASES))
+
+    @property
+    def kept(self) -> Sent:
+        """Everything, on the device."""
+        return Sent.stays(self.search.baseline, self.search.evaluator)
+
+    @property
+    def host_limited(self) -> bool:
+        """Whether there is a limit to the host memory that schedules may take."""
+        return self.transfers is not None and self.transfers.host.limit_bytes is not None
 
     @property
     def least_bytes(self) -> int:

@@ -6,6 +6,11 @@ each choice bears on later calls by the sum of what earlier ones hold, and by no
 knapsack whose items must be taken in order (Bellman, Dynamic Programming, 1957). States are pairs
 (bytes held so far, cost), and of those that no other beats in both all are kept, up to a number.
 
+Host memory that choices take is a second resource. Where the fastest take more than there is, a
+byte of it costs seconds, as many as lead to the fastest that take no more (Lagrange's relaxation:
+Everett, Generalized Lagrange multiplier method, Operations Research, 1963); the least that do is
+found exactly, so where any choices fit, some are found.
+
 With n calls of c choices and at most s states a pass takes O(n · c · s · log s).
 """
 
@@ -27,12 +32,14 @@ class Choice:
         forward_bytes: most that its forward allocates.
         backward_bytes: most that there is of it in its backward, what the forward left included.
         seconds: of both.
+        host_bytes: of host memory that it takes over the turn, where that is limited.
     """
 
     held_bytes: int
     forward_bytes: int
     backward_bytes: int
     seconds: float
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +83,62 @@ class Solution:
         chosen: indices.
         peak_bytes: of the step.
         seconds: of all regions.
+        host_bytes: of host memory that they take together.
     """
 
     chosen: tuple[int, ...]
     peak_bytes: int
     seconds: float
+    host_bytes: int
 
 
-def solve(calls: Sequence[Call], *, budget_bytes: int) -> Solution | None:
-    """The fastest choices within a budget; ``None``: there are none."""
+def solve(
+    calls: Sequence[Call], *, budget_bytes: int, host_bytes: int | None = None
+) -> Solution | None:
+    """The fastest choices within a budget; ``None``: there are none.
 
-    def cost(call: Call, choice: Choice, held_bytes: int, so_far: float) -> float | None:
-        if call.peak_bytes(choice, held_bytes) > budget_bytes:
-            return None
-        return so_far + choice.seconds
+    Args:
+        calls: of the step.
+        budget_bytes: what its peak must not exceed.
+        host_bytes: most host memory; what is found then is the fastest, or as fast as any that a
+            price for a byte of it leads to. ``None``: as much as it takes.
+    """
+    fast = _cheapest(calls, budget_bytes, lambda choice: choice.seconds)
+    if fast is None or host_bytes is None or fast.host_bytes <= host_bytes:
+        return fast
+    found = _cheapest(calls, budget_bytes, lambda choice: choice.host_bytes)
+    if found is None or found.host_bytes > host_bytes:
+        return None
+    while True:
+        price_s = (found.seconds - fast.seconds) / (fast.host_bytes - found.host_bytes)
+        now = _cheapest(calls, budget_bytes, _priced(max(0.0, price_s)))
+        assert now is not None
+        if now.host_bytes <= host_bytes and now.seconds < found.seconds:
+            found = now
+        elif now.host_bytes > host_bytes and now.host_bytes < fast.host_bytes:
+            fast = now
+        else:
+            return found
 
-    return _best(calls, cost)
 
-
-def least(calls: Sequence[Call]) -> Solution:
-    """The choices of the least peak."""
+def least(calls: Sequence[Call], *, host_bytes: int | None = None) -> Solution:
+    """The choices of the least peak, with at most so much host memory."""
 
     def cost(call: Call, choice: Choice, held_bytes: int, so_far: float) -> float:
         return max(so_far, call.peak_bytes(choice, held_bytes))
 
     found = _best(calls, cost)
     assert found is not None  # nothing is left out
+    if host_bytes is None or found.host_bytes <= host_bytes:
+        return found
+    below, found = found.peak_bytes - 1, _solution(calls, [len(c.choices) - 1 for c in calls])
+    while found.peak_bytes - below > 1:  # a larger budget never takes more of the host
+        middle = (below + found.peak_bytes) // 2
+        now = _cheapest(calls, middle, lambda choice: choice.host_bytes)
+        if now is None or now.host_bytes > host_bytes:
+            below = middle
+        else:
+            found = now
     return found
 
 
@@ -121,6 +158,24 @@ def rooms(calls: Sequence[Call], chosen: Sequence[int]) -> list[int]:
         found[k] = max(most_bytes, call.after_bytes, call.backward_bytes)
         most_bytes = max(found[k] + held[k], call.peak_bytes(choice, 0))
     return found
+
+
+def _cheapest(
+    calls: Sequence[Call], budget_bytes: int, of: Callable[[Choice], float]
+) -> Solution | None:
+    """Choices within a budget whose costs are the least together; ``None``: there are none."""
+
+    def cost(call: Call, choice: Choice, held_bytes: int, so_far: float) -> float | None:
+        if call.peak_bytes(choice, held_bytes) > budget_bytes:
+            return None
+        return so_far + of(choice)
+
+    return _best(calls, cost)
+
+
+def _priced(price_s: float) -> Callable[[Choice], float]:
+    """Seconds, and so many for each byte of host memory."""
+    return lambda choice: choice.seconds + price_s * choice.host_bytes
 
 
 _Cost = Callable[[Call, Choice, int, float], float | None]
@@ -178,10 +233,11 @@ def _thinned(states: list[_Path]) -> list[_Path]:
 
 
 def _solution(calls: Sequence[Call], chosen: Sequence[int]) -> Solution:
-    held_bytes, most_bytes, seconds = 0, 0, 0.0
+    held_bytes, most_bytes, seconds, host_bytes = 0, 0, 0.0, 0
     for call, index in zip(calls, chosen, strict=True):
         choice = call.choices[index]
         most_bytes = max(most_bytes, call.peak_bytes(choice, held_bytes))
         held_bytes += choice.held_bytes
         seconds += choice.seconds
-    return Solution(tuple(chosen), most_bytes, seconds)
+        host_bytes += choice.host_bytes
+    return Solution(tuple(chosen), most_bytes, seconds, host_bytes)
