@@ -18,6 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+N = TypeVar("N", int, npt.NDArray[np.int64])
 
 MOST_STATES = 2048
 """Pairs that are kept after a call: more are thinned out, evenly over the bytes."""
@@ -60,12 +66,12 @@ class Call:
     backward_bytes: int
     before_bytes: int
 
-    def peak_bytes(self, choice: Choice, held_bytes: int) -> int:
+    def peak_bytes(self, choice: Choice, held_bytes: N) -> N:
         """Most from its forward to the next, and from its backward to the next.
 
         Args:
             choice: one of its own.
-            held_bytes: by earlier calls.
+            held_bytes: by earlier calls, or several sums that these may come to.
         """
         return held_bytes + max(
             self.forward_bytes + choice.forward_bytes,
@@ -124,8 +130,8 @@ def solve(
 def least(calls: Sequence[Call], *, host_bytes: int | None = None) -> Solution:
     """The choices of the least peak, with at most so much host memory."""
 
-    def cost(call: Call, choice: Choice, held_bytes: int, so_far: float) -> float:
-        return max(so_far, call.peak_bytes(choice, held_bytes))
+    def cost(call: Call, choice: Choice, held_bytes: _Bytes, so_far: _Costs) -> _Costs:
+        return np.maximum(so_far, call.peak_bytes(choice, held_bytes))
 
     found = _best(calls, cost)
     assert found is not None  # nothing is left out
@@ -165,10 +171,9 @@ def _cheapest(
 ) -> Solution | None:
     """Choices within a budget whose costs are the least together; ``None``: there are none."""
 
-    def cost(call: Call, choice: Choice, held_bytes: int, so_far: float) -> float | None:
-        if call.peak_bytes(choice, held_bytes) > budget_bytes:
-            return None
-        return so_far + of(choice)
+    def cost(call: Call, choice: Choice, held_bytes: _Bytes, so_far: _Costs) -> _Costs:
+        fits = call.peak_bytes(choice, held_bytes) <= budget_bytes
+        return np.where(fits, so_far + of(choice), np.inf)
 
     return _best(calls, cost)
 
@@ -178,58 +183,50 @@ def _priced(price_s: float) -> Callable[[Choice], float]:
     return lambda choice: choice.seconds + price_s * choice.host_bytes
 
 
-_Cost = Callable[[Call, Choice, int, float], float | None]
+_Bytes = npt.NDArray[np.int64]
+_Costs = npt.NDArray[np.float64]
 
-
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """A state and how it was reached."""
-
-    held_bytes: int
-    cost: float
-    index: int = -1
-    before: _Path | None = None
+_Cost = Callable[[Call, Choice, _Bytes, _Costs], _Costs]
+"""Of all states with one more choice, from those without; infinite: that cannot be."""
 
 
 def _best(calls: Sequence[Call], cost: _Cost) -> Solution | None:
-    states = [_Path(0, 0.0)]
+    held, costs = np.zeros(1, np.int64), np.zeros(1)
+    steps: list[npt.NDArray[np.int64]] = []  # by call and state: the choice, the state before
     for call in calls:
-        reached = []
-        for state in states:
-            for index, choice in enumerate(call.choices):
-                now = cost(call, choice, state.held_bytes, state.cost)
-                if now is not None:
-                    held_bytes = state.held_bytes + choice.held_bytes
-                    reached.append(_Path(held_bytes, now, index, state))
-        states = _thinned(_undominated(reached))
-    if not states:
+        before = np.arange(len(held))
+        reached = [
+            (held + choice.held_bytes, cost(call, choice, held, costs), np.full_like(before, i))
+            for i, choice in enumerate(call.choices)
+        ]
+        held, costs, chosen = map(np.concatenate, zip(*reached, strict=True))
+        kept = _kept(held, costs)
+        held, costs = held[kept], costs[kept]
+        steps.append(np.stack((chosen[kept], np.tile(before, len(reached))[kept])))
+    if not len(held):
         return None
-    state = min(states, key=lambda state: state.cost)
-    chosen: list[int] = []
-    while state.before is not None:
-        chosen.append(state.index)
-        state = state.before
-    return _solution(calls, chosen[::-1])
+    state, found = int(np.argmin(costs)), []
+    for step in reversed(steps):
+        index, state = step[:, state].tolist()
+        found.append(index)
+    return _solution(calls, found[::-1])
 
 
-def _undominated(states: list[_Path]) -> list[_Path]:
-    """Those that no other beats in both bytes and cost, by ascending bytes."""
-    found: list[_Path] = []
-    for state in sorted(states, key=lambda state: (state.held_bytes, state.cost)):
-        if not found or state.cost < found[-1].cost:
-            found.append(state)
-    return found
-
-
-def _thinned(states: list[_Path]) -> list[_Path]:
-    """At most so many, evenly over the bytes, the first and the last among them."""
-    if len(states) <= MOST_STATES:
-        return states
-    low, high = states[0].held_bytes, states[-1].held_bytes
-    width = (high - low) / (MOST_STATES - 2)
-    # The last of a stretch is the cheapest there.
-    by_stretch = {int((state.held_bytes - low) / width): state for state in states[1:]}
-    return [states[0], *by_stretch.values()]
+def _kept(held_bytes: _Bytes, costs: _Costs) -> npt.NDArray[np.int64]:
+    """States that no other beats in both, by ascending bytes; not more than so many of them,
+    evenly over the bytes, the first and the last among them.
+    """
+    order = np.lexsort((costs, held_bytes))
+    least = np.minimum.accumulate(np.concatenate(([np.inf], costs[order])))
+    order = order[least[1:] < least[:-1]]
+    if len(order) <= MOST_STATES:
+        return order
+    held = held_bytes[order]
+    width = (held[-1] - held[0]) / (MOST_STATES - 2)
+    stretch = ((held - held[0]) / width).astype(np.int64)
+    last = np.append(stretch[1:] != stretch[:-1], True)  # the cheapest of a stretch
+    last[0] = True
+    return order[last]
 
 
 def _solution(calls: Sequence[Call], chosen: Sequence[int]) -> Solution:
