@@ -76,7 +76,10 @@ def test_host_memory_is_never_exceeded_and_whatever_fits_is_found(seed: int) -> 
     calls = some_calls(rng, host_bytes=12)
     indices = (range(len(call.choices)) for call in calls)
     tried = [
-        (*walked(calls, chosen), sum(c.choices[i].host_bytes for c, i in zip(calls, chosen)))
+        (
+            *walked(calls, chosen),
+            sum(c.choices[i].host_bytes for c, i in zip(calls, chosen, strict=True)),
+        )
         for chosen in itertools.product(*indices)
     ]
     for host_bytes in range(0, max(host for *_, host in tried) + 2, 3):
@@ -91,7 +94,7 @@ def test_host_memory_is_never_exceeded_and_whatever_fits_is_found(seed: int) -> 
                 assert found.peak_bytes <= budget_bytes and found.host_bytes <= host_bytes
                 assert found.seconds >= min(fitting)
         keeping = walked(calls, [len(call.choices) - 1 for call in calls])[0]
-        assert lowest.peak_bytes == min(min(peak for peak, _ in within), keeping)
+        assert lowest.peak_bytes == min(*(peak for peak, _ in within), keeping)
 
 
 def test_a_byte_of_the_host_goes_where_it_saves_most() -> None:

@@ -388,6 +388,7 @@ class Family:
                 self.lessons.clear(situation)
                 return cleared, self.planner.again(cleared)
             if situation.waiting or situation.kept_bytes:
+                torch_compat.drop_failed_backward()
                 gc.collect()  # what nobody can run backwards, or see, any more
                 waiting = list(self.in_flight)
                 held_bytes = sum(step.held_bytes for step in waiting)

@@ -8,6 +8,7 @@ call beside what regions hold, and one plan for each is chosen together.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
@@ -19,6 +20,7 @@ from time import perf_counter
 
 import torch
 
+from fxremat import torch_compat
 from fxremat.errors import GraphBreakWarning
 from fxremat.frontend.agreed import AGREED, Seen, agreed_levels
 from fxremat.frontend.budget import Budget
@@ -92,10 +94,17 @@ class Regions:
             there_bytes: tells what is there then: what the model holds, gradients, arguments.
         """
         self.called = True
+        self._drop_failed()
         walk = self._going_on()
         if self.several and (walk is None or not walk.calls):
             self._next().base_bytes = there_bytes()
             self._begin_watch(device)
+
+    def fail(self) -> None:
+        """A call of the model has raised."""
+        walk: Walk | None = getattr(self._now, "walk", None)
+        if walk is not None:
+            walk.failed = True
 
     def enter(
         self, planner: Planner, situation: Situation, values: Sequence[object]
@@ -236,10 +245,18 @@ class Regions:
         if self._unsure or (shared and any(own.watches for own in self.known)):
             self.watcher.begin(device)
 
+    def _drop_failed(self) -> None:
+        """Let what a step holds go that has raised, so that the next one has all room."""
+        walk: Walk | None = getattr(self._now, "walk", None)
+        if walk is not None and any(step.waits for step in walk.steps):
+            torch_compat.drop_failed_backward()
+            if walk.failed:
+                gc.collect()  # an interrupt may leave its frames in a circle
+
     def _going_on(self) -> Walk | None:
         """The step of this thread, if it is none whose backward has begun, or can be no more."""
         walk: Walk | None = getattr(self._now, "walk", None)
-        if walk is None or walk.last is not None:
+        if walk is None or walk.failed or walk.last is not None:
             return None
         return walk if not walk.calls or any(step.waits for step in walk.steps) else None
 
@@ -336,10 +353,9 @@ class Regions:
         host_bytes = self._host_bytes()
         spare_bytes = known.there_bytes - there_bytes
         more_host_bytes = (host_bytes or 0) - (known.host_bytes or 0)
-        as_before = (
-            0 <= spare_bytes <= MUCH * (self.budget().nbytes or 0)
-            and 0 <= more_host_bytes <= MUCH * (host_bytes or 0)
-        )
+        as_before = 0 <= spare_bytes <= MUCH * (
+            self.budget().nbytes or 0
+        ) and 0 <= more_host_bytes <= MUCH * (host_bytes or 0)
         if known.besides and as_before:
             return
         if not known.chosen and self.host is not None:
@@ -390,9 +406,7 @@ class Regions:
         budget = self.budget()
         if budget.grows and least_bytes > (budget.nbytes or 0):
             budget = replace(budget, nbytes=least_bytes)
-        nbytes = budget.resolve(
-            full_bytes=full_bytes, least_bytes=least_bytes, needed_by=needed_by
-        )
+        nbytes = budget.resolve(full_bytes=full_bytes, least_bytes=least_bytes, needed_by=needed_by)
         self.settle_budget(replace(budget, nbytes=nbytes, share=None))
         return nbytes
 

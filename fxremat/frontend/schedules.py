@@ -10,10 +10,12 @@ import torch
 from fxremat import torch_compat
 from fxremat.costs.bandwidth import know_link, link_key, measure_link
 from fxremat.errors import BudgetError
+from fxremat.frontend.agreed import agreed_link
 from fxremat.frontend.captured import CapturedStep, Costed
 from fxremat.frontend.dimensions import Dimension, groups_of, resized
 from fxremat.frontend.largest import largest_fitting
 from fxremat.frontend.origin import key_of
+from fxremat.frontend.ranks import Peers
 from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph, Way, fastest
 from fxremat.ir import MeasuredLink
@@ -44,6 +46,7 @@ class Schedules:
         store: bandwidths that are known.
         known: by graph; none before the first was looked for.
         sent: by sizes and graph, what travels in plans that were found apart from these.
+        link: to host memory, once it is known.
     """
 
     step: CapturedStep
@@ -53,6 +56,7 @@ class Schedules:
     store: Store
     known: list[Way] = field(default_factory=list)
     sent: dict[Values, tuple[tuple[Sent, ...], ...]] = field(default_factory=dict)
+    link: MeasuredLink | None = None
 
     def rules(self, graph: StepGraph) -> AllocatorSettings | None:
         """Those of the device's allocator."""
@@ -226,8 +230,6 @@ class Schedules:
         return [self._way(own, situation, way) for own, way in zip(costed, known, strict=True)]
 
     def _way(self, costed: Costed, situation: Situation, known: Way | None) -> Way:
-        if self.host is not None and self.host.link is None:
-            self._find_link(costed.graph, self.host)
         return Way.of(
             costed.graph,
             costed.measured,
@@ -237,10 +239,23 @@ class Schedules:
             allocator=self.rules(costed.graph),
             budget_on=self.step.caller.budget_on,
             known=known,
+            link=self._link_of(costed.graph),
         )
 
-    def _find_link(self, graph: StepGraph, host: HostMemory) -> None:
-        """Let the link to ``host`` be known: given, kept, or measured now."""
+    def agree_link(self, peers: Peers) -> None:
+        """Take the slowest link to host memory of several processes for that of each of them."""
+        own = self._link_of(self.step.graphs[0].graph)
+        if own is not None:
+            self.link = agreed_link(peers, own)
+
+    def _link_of(self, graph: StepGraph) -> MeasuredLink | None:
+        """The link to host memory: once it is found it stays the same."""
+        if self.link is None and self.host is not None:
+            self.link = self.host.link or self._found_link(graph, self.host)
+        return self.link
+
+    def _found_link(self, graph: StepGraph, host: HostMemory) -> MeasuredLink:
+        """The link to ``host``: given, kept, or measured now."""
         folder, limit = host.folder, host.limit_bytes
         key = link_key(graph.device, host_dir=folder, host_limit_bytes=limit)
         name = key_of(replace(graph.origin, operations="", code="", inputs=()), link=key[1:])
@@ -248,7 +263,8 @@ class Schedules:
         link = costs.link if costs else self.store.get("link", name, MeasuredLink)
         if link is not None:
             know_link(key, link)
-            return
+            return link
         with torch_compat.real_execution(), torch.no_grad():
             link = measure_link(graph.device, host_dir=folder, host_limit_bytes=limit)
         self.store.put("link", name, MeasuredLink, link)
+        return link

@@ -54,6 +54,7 @@ class Walk:
         steps: what their forwards have left, while it is there.
         last: the call whose backward began last.
         plain: it is known, and not watched.
+        failed: a call of the model has raised: no further one goes on with it.
     """
 
     base_bytes: int | None = None
@@ -61,6 +62,7 @@ class Walk:
     steps: weakref.WeakKeyDictionary[Step, int] = field(default_factory=weakref.WeakKeyDictionary)
     last: int | None = None
     plain: bool = False
+    failed: bool = False
 
     @property
     def keys(self) -> tuple[Key, ...]:

@@ -165,13 +165,18 @@ class Transfers:
     known: tuple[Sent, ...] = ()
 
     @staticmethod
-    def of(search: Search, host: HostMemory) -> Transfers:
-        """Measure the link and look at every candidate.
+    def of(search: Search, host: HostMemory, link: MeasuredLink | None = None) -> Transfers:
+        """Look at every candidate.
+
+        Args:
+            search: the candidates.
+            host: where to.
+            link: how fast; ``None``: that is measured.
 
         Raises:
             HostMemoryError: there is no host memory to measure with.
         """
-        link = host.link
+        link = host.link or link
         if link is None:
             device = search.setting.surroundings.device
             with torch_compat.real_execution(), torch.no_grad():
