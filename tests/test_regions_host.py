@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import linecache
 import os
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -222,15 +224,23 @@ def test_a_forked_child_takes_host_memory_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_interrupts_lose_no_host_memory() -> None:
-    model, x, call, limit, expected = travelling()
-    hits = 0
+    """At any instant of a step: later ones are right, or say that they do not fit any more."""
+    expected, full_bytes, _ = whole()
+    model, x, call, limit = compiled_as("regions", full_bytes // 2, offload="only")
+    learned(model, call, x)
+    draw, hits, right = random.Random(0), 0, 0
+
+    def step() -> None:
+        with contextlib.suppress(BudgetError):
+            gradients(model, call, x)
+
     with interrupts() as start:
         for number in range(200):
-            after_s = 0.2 * (number % 50) / 50
-            hits += interrupted(lambda: gradients(model, call, x), after_s, start)
+            hits += interrupted(step, draw.uniform(0, 0.1), start)
             if number % 20 == 0:
-                assert all(map(torch.equal, gradients(model, call, x), expected))
-    assert hits > 20
+                with contextlib.suppress(BudgetError):
+                    assert all(map(torch.equal, gradients(model, call, x), expected))
+                    right += 1
+    assert hits > 20 and right > 2
     gc.collect()
     assert limit.lent_bytes == 0
-    assert all(map(torch.equal, gradients(model, call, x), expected))

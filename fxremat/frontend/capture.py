@@ -96,7 +96,7 @@ class StepCompiler:
             self.watcher,
             lambda: self.budget,
             self._settle_budget,
-            host=self.host and self.host.limit,
+            host=None if self.host is None else self.host.limit,
             peers=self.peers,
         )
 

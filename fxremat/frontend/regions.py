@@ -305,7 +305,7 @@ class Regions:
     def _learn(self, walk: Walk) -> None:
         """A step was watched to its end."""
         seen = seen_levels(walk)
-        if seen is None:
+        if seen is None or walk.failed:
             return
         keys = walk.keys
         first, *_ = walk.calls

@@ -221,7 +221,8 @@ class Transfers:
         for candidate in candidates:
             base = self._movable(candidate)
             yield Sent(candidate, (), base.evaluation, candidate.total_s)
-            most, before = base.evaluation.peak_bytes, ()
+            most = base.evaluation.peak_bytes
+            before: tuple[Move, ...] = ()
             for grade in range(1, GRADES + 1):
                 moves = base.moves(most - (most - base.least_bytes) * grade // GRADES) or ()
                 if moves != before:

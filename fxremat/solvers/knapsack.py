@@ -185,6 +185,7 @@ def _priced(price_s: float) -> Callable[[Choice], float]:
 
 _Bytes = npt.NDArray[np.int64]
 _Costs = npt.NDArray[np.float64]
+_Indices = npt.NDArray[np.int64]
 
 _Cost = Callable[[Call, Choice, _Bytes, _Costs], _Costs]
 """Of all states with one more choice, from those without; infinite: that cannot be."""
@@ -192,7 +193,7 @@ _Cost = Callable[[Call, Choice, _Bytes, _Costs], _Costs]
 
 def _best(calls: Sequence[Call], cost: _Cost) -> Solution | None:
     held, costs = np.zeros(1, np.int64), np.zeros(1)
-    steps: list[npt.NDArray[np.int64]] = []  # by call and state: the choice, the state before
+    steps: list[_Indices] = []  # by call and state: the choice, the state before
     for call in calls:
         before = np.arange(len(held))
         reached = [
@@ -212,11 +213,11 @@ def _best(calls: Sequence[Call], cost: _Cost) -> Solution | None:
     return _solution(calls, found[::-1])
 
 
-def _kept(held_bytes: _Bytes, costs: _Costs) -> npt.NDArray[np.int64]:
+def _kept(held_bytes: _Bytes, costs: _Costs) -> _Indices:
     """States that no other beats in both, by ascending bytes; not more than so many of them,
     evenly over the bytes, the first and the last among them.
     """
-    order = np.lexsort((costs, held_bytes))
+    order: _Indices = np.lexsort((costs, held_bytes))
     least = np.minimum.accumulate(np.concatenate(([np.inf], costs[order])))
     order = order[least[1:] < least[:-1]]
     if len(order) <= MOST_STATES:
@@ -226,7 +227,8 @@ def _kept(held_bytes: _Bytes, costs: _Costs) -> npt.NDArray[np.int64]:
     stretch = ((held - held[0]) / width).astype(np.int64)
     last = np.append(stretch[1:] != stretch[:-1], True)  # the cheapest of a stretch
     last[0] = True
-    return order[last]
+    thinned: _Indices = order[last]
+    return thinned
 
 
 def _solution(calls: Sequence[Call], chosen: Sequence[int]) -> Solution:
