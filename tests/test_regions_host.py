@@ -43,6 +43,7 @@ WAYS = ("breaks", "regions")
 @pytest.fixture(autouse=True)
 def _captured_anew() -> Iterator[None]:
     torch._dynamo.reset()
+    gc.collect()  # what other tests have left is not to go while a step is watched
     yield
     torch._dynamo.reset()
     linecache.cache.pop(BROKEN, None)
