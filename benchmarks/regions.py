@@ -1,7 +1,7 @@
 """A GPT captured in pieces: peak and seconds beside the same model captured whole.
 
-Breaks before some blocks, and each block a region of its own, at shares of the peak with
-everything kept; medians of interleaved rounds.
+Breaks before some blocks, and each block a region of its own, recomputing or with transfers, at
+shares of the peak with everything kept; medians of interleaved rounds.
 Run: python -m benchmarks.regions [--rounds N]
 """
 
@@ -48,6 +48,9 @@ def broken(places: tuple[int, ...], blocks: int) -> Any:
     return names["forward"]
 
 
+OFFLOADS = {"each block, transfers too": "auto", "each block, transfers alone": "only"}
+
+
 def stepping(way: str, budget: Any) -> tuple[Step, fxremat.CompiledModule]:
     """The model captured in one way, taught."""
     entry = entry_of(MODEL)
@@ -57,8 +60,10 @@ def stepping(way: str, budget: Any) -> tuple[Step, fxremat.CompiledModule]:
     if way in BREAKS:
         forward = broken(BREAKS[way], len(model.blocks))
         model.forward = types.MethodType(forward, model)
-    elif way == "each block":
+    elif way.startswith("each block"):
         options["regions"] = [f"blocks.{place}" for place in range(len(model.blocks))]
+    if way in OFFLOADS:
+        options["offload"] = OFFLOADS[way]
     compiled = fxremat.compile(
         model, fxremat.Sample(args, kwargs), budget, loss=entry.loss, **options
     )
@@ -80,7 +85,8 @@ def main() -> None:
     rows, points = [], []
     for share in SHARES:
         budget = int(share * full_bytes)
-        steps = {way: stepping(way, budget)[0] for way in ("whole", *BREAKS, "each block")}
+        ways = ("whole", *BREAKS, "each block", *OFFLOADS)
+        steps = {way: stepping(way, budget)[0] for way in ways}
         peaks = {way: step.peak_bytes() for way, step in steps.items()}
         seconds = interleave({way: step.seconds for way, step in steps.items()}, rounds=rounds)
         for way in steps:

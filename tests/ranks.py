@@ -233,7 +233,7 @@ class Trained:
         peaks_bytes: of the last steps.
         gathers: how often they gathered something, each.
         budget_bytes: what they had to keep to; ``None``: nothing is planned.
-        host_bytes: that the last plan takes of the host.
+        host_bytes: most that a plan takes of the host.
         codes: what each plan emits, without comments, which tell peaks of this process.
         schedules: in which order each plan computes what, and what is kept.
         warned: what fxremat has said.
@@ -394,8 +394,7 @@ class _Job:
         schedules = [f"{plan.schedule} {plan.decision}" for plan in plans]
         if not plans:
             return Trained(whole, peaks, gathers, None, 0, [], [], [])
-        latest = plans[-1]
-        taken = latest.budget_bytes, latest.host_bytes
+        taken = plans[-1].budget_bytes, max(plan.host_bytes for plan in plans)
         return Trained(whole, peaks, gathers, *taken, codes, schedules, [])
 
     def _spread(self, model: nn.Module) -> nn.Module:

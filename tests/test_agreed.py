@@ -22,12 +22,13 @@ from fxremat.frontend.agreed import (
     agreed_graphs,
     agreed_lessons,
     agreed_levels,
+    agreed_link,
     agreed_situation,
     agreed_step,
 )
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.ranks import Peers, Ranks
-from fxremat.ir import Origin, RecordedCosts, StageSeconds
+from fxremat.ir import MeasuredLink, Origin, RecordedCosts, StageSeconds
 from fxremat.planner.situation import Lesson
 from fxremat.planner.surroundings import Surroundings
 from fxremat.torch_compat import SharedStore
@@ -170,6 +171,14 @@ def test_costs_and_what_is_around_are_the_most_of_all() -> None:
         assert found.again_s == ((1, 2.0),) and found.workspace_bytes == ((1, "first", 8),)
         assert found.storage_bytes == (8, 32) and found.displaced == (0, 1, 2)
         assert (around.given_bytes, around.turn_bytes, around.tangent_bytes) == (97, 8, 2)
+
+
+def test_the_link_to_host_memory_is_the_slowest() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        return agreed_link(peers, MeasuredLink(rank, 9 - rank, 5.0, 1 + rank / 8, rank == 5))
+
+    for link in outcomes(run).values():
+        assert link == MeasuredLink(3, 1, 5.0, 2.0, True)
 
 
 def test_other_steps_are_refused() -> None:

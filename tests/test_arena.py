@@ -359,3 +359,23 @@ def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "memory_limits", lambda: iter([(4 * KIB, "the control group")]))
     with pytest.raises(HostMemoryError, match=r"the control group has 4.0 KiB.*host_limit="):
         memory.pinned_memory(8 * KIB, device=device)
+
+
+def test_what_was_lent_longest_ago_goes_first():
+    """Arenas that every step uses keep their memory beside one that none does any more."""
+    limit = HostLimit(3 * KIB)
+    old, *used = (Arena.create(KIB, device=CPU, limit=limit) for _ in range(3))
+    for arena in (old, *used):
+        arena.open()
+    latest = Arena.create(KIB, device=CPU, limit=limit)
+    assert [a.allocated_bytes for a in (old, *used, latest)] == [0, KIB, KIB, KIB]
+
+
+def test_idle_memory_is_given_up_and_had_again():
+    limit = HostLimit(4 * KIB)
+    idle, busy = (Arena.create(KIB, device=CPU, limit=limit) for _ in range(2))
+    host = busy.open()
+    assert limit.lent_bytes == KIB
+    limit.drop_idle()
+    assert (idle.allocated_bytes, busy.allocated_bytes) == (0, KIB)
+    assert idle.open().numel() == host.numel() == KIB

@@ -12,17 +12,23 @@ from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice, least, rooms, solve
 
 
-def some_calls(rng: random.Random) -> list[Call]:
+def some_calls(rng: random.Random, *, host_bytes: int = 1) -> list[Call]:
+    """Calls whose last choices, which keep everything, take nothing of the host."""
     return [
         Call(
-            tuple(
-                Choice(rng.randrange(20), rng.randrange(40), rng.randrange(40), rng.randrange(1, 9))
-                for _ in range(rng.randrange(1, 5))
+            (
+                *(some_choice(rng, rng.randrange(host_bytes)) for _ in range(rng.randrange(4))),
+                some_choice(rng, 0),
             ),
             *(rng.randrange(-5, 30) for _ in range(4)),
         )
         for _ in range(rng.randrange(1, 6))
     ]
+
+
+def some_choice(rng: random.Random, host_bytes: int) -> Choice:
+    peaks = rng.randrange(40), rng.randrange(40)
+    return Choice(rng.randrange(20), *peaks, rng.randrange(1, 9), host_bytes)
 
 
 def walked(calls: Sequence[Call], chosen: Sequence[int]) -> tuple[int, float]:
@@ -62,6 +68,43 @@ def test_as_good_as_trying_all(seed: int) -> None:
         assert found is not None
         assert found.seconds == min(fitting)
         assert walked(calls, found.chosen) == (found.peak_bytes, found.seconds)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_host_memory_is_never_exceeded_and_whatever_fits_is_found(seed: int) -> None:
+    rng = random.Random(seed)
+    calls = some_calls(rng, host_bytes=12)
+    indices = (range(len(call.choices)) for call in calls)
+    tried = [
+        (
+            *walked(calls, chosen),
+            sum(c.choices[i].host_bytes for c, i in zip(calls, chosen, strict=True)),
+        )
+        for chosen in itertools.product(*indices)
+    ]
+    for host_bytes in range(0, max(host for *_, host in tried) + 2, 3):
+        within = [(peak, seconds) for peak, seconds, host in tried if host <= host_bytes]
+        lowest = least(calls, host_bytes=host_bytes)
+        assert lowest.host_bytes <= host_bytes
+        for budget_bytes in {min(peak for peak, _ in within) + more for more in (-1, 0, 3, 9)}:
+            found = solve(calls, budget_bytes=budget_bytes, host_bytes=host_bytes)
+            fitting = [seconds for peak, seconds in within if peak <= budget_bytes]
+            assert (found is not None) == bool(fitting)
+            if found is not None:
+                assert found.peak_bytes <= budget_bytes and found.host_bytes <= host_bytes
+                assert found.seconds >= min(fitting)
+        keeping = walked(calls, [len(call.choices) - 1 for call in calls])[0]
+        assert lowest.peak_bytes == min(*(peak for peak, _ in within), keeping)
+
+
+def test_a_byte_of_the_host_goes_where_it_saves_most() -> None:
+    saving = (5.0, 1.0, 3.0, 2.0, 4.0)
+    calls = [Call((Choice(0, 0, 0, 1.0, 10), Choice(0, 0, 0, 1.0 + s)), 0, 0, 0, 0) for s in saving]
+    for count in range(len(saving) + 1):
+        found = solve(calls, budget_bytes=0, host_bytes=10 * count + 9)
+        assert found is not None
+        assert found.host_bytes == 10 * count
+        assert found.seconds == len(saving) + sum(sorted(saving)[: len(saving) - count])
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -87,6 +87,13 @@ def test_every_process_has_its_share_of_a_nodes_host_memory() -> None:
         assert 0 < own.host_bytes <= limit // 2
 
 
+@pytest.mark.parametrize("offload", ["only", "auto"])
+def test_sharded_blocks_travel_within_a_nodes_host_memory(offload: str) -> None:
+    limit = 32 << 20
+    for _, own in check("fsdp", [0.5], offload=offload, host_limit=limit):
+        assert 0 < own.host_bytes <= limit // 2
+
+
 def test_parameters_are_gathered_again_where_there_is_no_room() -> None:
     for plain, kept, least in trained("gathered", [Case(None), Case(1.0), Case("min")]):
         assert all(map(torch.equal, least.parameters, plain.parameters))

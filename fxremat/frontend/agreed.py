@@ -12,7 +12,7 @@ from fxremat.errors import RankError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.origin import differences, key_of
 from fxremat.frontend.ranks import Budgets, Peers
-from fxremat.ir import Origin, RecordedCosts, RecordedDecision
+from fxremat.ir import MeasuredLink, Origin, RecordedCosts, RecordedDecision
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.situation import NO_LESSON, Beside, Lesson
 from fxremat.planner.surroundings import Surroundings
@@ -119,8 +119,9 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
     found = peers.agree("what is asked for", _Asked, own, lambda told: _one_of_asked(told, budgets))
     if (found.nbytes, found.share) != (budget.nbytes, budget.share):
         budget = replace(budget, nbytes=found.nbytes, share=found.share)
-    if host is not None and host.limit_bytes is not None:
-        host = replace(host, limit_bytes=host.limit_bytes // found.nodes.count(node))
+    if host is not None and host.limit_bytes is not None:  # all are to find the same plans
+        most = max(map(found.nodes.count, found.nodes))
+        host = replace(host, limit_bytes=host.limit_bytes // most)
     return replace(asked, budget=budget, host=host)
 
 
@@ -191,6 +192,24 @@ def agreed_speeds(peers: Peers, speeds: Speeds) -> Speeds:
     own = tuple(speeds.values())
     found = peers.agree("collectives", _AllSpeeds, own, _slowest_each)
     return dict(zip(speeds, found, strict=True))
+
+
+def agreed_link(peers: Peers, own: MeasuredLink) -> MeasuredLink:
+    """The slowest to host memory that any process has found."""
+    return peers.agree("the link to host memory", MeasuredLink, own, _slowest_link)
+
+
+def _slowest_link(told: Mapping[int, MeasuredLink]) -> MeasuredLink:
+    links = told.values()
+    return MeasuredLink(
+        min(link.offload_bytes_per_s for link in links),
+        min(link.prefetch_bytes_per_s for link in links),
+        min(link.both_bytes_per_s for link in links),
+        max(link.slowdown for link in links),
+        shared=any(link.shared for link in links),
+        offload_call_s=max(link.offload_call_s for link in links),
+        prefetch_call_s=max(link.prefetch_call_s for link in links),
+    )
 
 
 _AllSpeeds = tuple[tuple[float, float], ...]

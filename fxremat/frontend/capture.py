@@ -93,7 +93,11 @@ class StepCompiler:
         told = sum(self.caller.held_bytes)
         self.optimizers = Optimizers(lambda: self.budget.nbytes, told_bytes=told)
         self.regions = Regions(
-            self.watcher, lambda: self.budget, self._settle_budget, peers=self.peers
+            self.watcher,
+            lambda: self.budget,
+            self._settle_budget,
+            host=None if self.host is None else self.host.limit,
+            peers=self.peers,
         )
 
     def _settle_budget(self, budget: Budget) -> None:
@@ -188,7 +192,7 @@ class StepCompiler:
             CaptureError: something is.
         """
         several = "in_flight=" if self.caller.in_flight > 1 else ""
-        asked = "plan=" if self.kept else "offload=" if self.host else several
+        asked = "plan=" if self.kept else several
         if asked:
             raise CaptureError(
                 f"this model is captured in several graphs ({broken}), and {asked} is for one. "

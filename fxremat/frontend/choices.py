@@ -9,9 +9,9 @@ from dataclasses import replace
 from fxremat.frontend.agreed import Chosen
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planner
-from fxremat.planner.pool import Candidate
-from fxremat.planner.search import Search
+from fxremat.frontend.ways import Way
 from fxremat.planner.situation import Beside, Situation
+from fxremat.planner.transfers import Sent
 from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes
@@ -22,10 +22,16 @@ SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
 """Of all that a region ever allocates: so much else is at the turn where plans are looked for."""
 
 
-def least_beside(planner: Planner, situation: Situation) -> Beside:
-    """Beside a call that is to leave least, whatever else that takes."""
+def least_beside(planner: Planner, situation: Situation, host_bytes: int | None = None) -> Beside:
+    """Beside a call that is to leave least, whatever else that takes.
+
+    Args:
+        planner: of its graph.
+        situation: what it finds.
+        host_bytes: of host memory, left for it; ``None``: as much as it takes.
+    """
     table = planner.step.at(situation.sizes)[0].measured.line.joint.storages
-    return Beside(0, sum(table.nbytes), 0)
+    return Beside(0, sum(table.nbytes), 0, host_bytes)
 
 
 def alone(situation: Situation) -> Situation:
@@ -35,50 +41,62 @@ def alone(situation: Situation) -> Situation:
     )
 
 
-def leaving_least(planner: Planner, situation: Situation) -> Situation:
-    """A call that is to leave least."""
-    return replace(alone(situation), beside=least_beside(planner, situation))
+def leaving_least(
+    planner: Planner, situation: Situation, host_bytes: int | None = None
+) -> Situation:
+    """A call that is to leave least; arguments are those of :func:`least_beside`."""
+    return replace(alone(situation), beside=least_beside(planner, situation, host_bytes))
 
 
 def choices_of(planner: Planner, situation: Situation) -> tuple[Choice, ...]:
-    """Plans of a graph that no other beats in all of bytes held, both peaks and seconds.
+    """Plans of a graph that no other beats in all of bytes held, both peaks, seconds and, where
+    that is limited, host memory.
 
-    The last one keeps everything.
+    What travels in them is known to the planner from then on. The last one keeps everything.
     """
     whole_bytes = least_beside(planner, situation).turn_bytes
-    found: dict[Choice, None] = {}
+    found: dict[Choice, tuple[int, Sent]] = {}
     for share in SHARES:
         beside = Beside(0, int(share * whole_bytes), 0)
         ways = planner.schedules.searched(replace(situation, waiting_bytes=0, beside=beside))
-        for way in ways:
-            found.update(dict.fromkeys(_choice(way.search, c) for c in way.search.pool.members))
-        kept = _choice(ways[0].search, ways[0].search.baseline)
-    found.pop(kept)
+        for graph, way in enumerate(ways):
+            for sent in way.graded():
+                found.setdefault(_choice(way, sent), (graph, sent))
+        kept = _choice(ways[0], ways[0].kept)
+    found.pop(kept, None)
     best = [choice for choice in found if not any(_beats(other, choice) for other in found)]
+    planner.schedules.sent[situation.sizes] = tuple(
+        tuple(sent for graph, sent in map(found.__getitem__, best) if graph == place and sent.moves)
+        for place in range(len(ways))
+    )
     return (*best, kept)
 
 
-def chosen_for(calls: Sequence[Call], budget: Budget, *, there_bytes: int) -> Chosen:
+def chosen_for(
+    calls: Sequence[Call], budget: Budget, *, there_bytes: int, host_bytes: int | None = None
+) -> Chosen:
     """Plans for all calls of a step, the fastest together.
 
     Args:
         calls: with their choices.
         budget: that they share.
         there_bytes: what is there when the step begins.
+        host_bytes: most host memory that they may take; ``None``: as much as they take.
 
     Raises:
         BudgetError: none fit.
     """
-    least_bytes = there_bytes + knapsack.least(calls).peak_bytes
+    least = knapsack.least(calls, host_bytes=host_bytes)
+    least_bytes = there_bytes + least.peak_bytes
     kept_bytes = knapsack.peak_bytes(calls, [len(call.choices) - 1 for call in calls])
     if budget.grows and least_bytes > (budget.nbytes or 0):
         budget = replace(budget, nbytes=least_bytes)
     budget_bytes = budget.resolve(
         full_bytes=there_bytes + kept_bytes,
         least_bytes=least_bytes,
-        needed_by=f"{len(calls)} regions together",
+        needed_by=_needed_by(calls, least.peak_bytes, host_bytes, there_bytes),
     )
-    found = knapsack.solve(calls, budget_bytes=budget_bytes - there_bytes)
+    found = knapsack.solve(calls, budget_bytes=budget_bytes - there_bytes, host_bytes=host_bytes)
     assert found is not None  # the least one fits
     LOG.info(
         "%d regions: peak %s of %s",
@@ -98,14 +116,38 @@ def chosen_for(calls: Sequence[Call], budget: Budget, *, there_bytes: int) -> Ch
     return Chosen(tuple(choices), tuple(besides), budget_bytes)
 
 
-def _choice(search: Search, candidate: Candidate) -> Choice:
-    evaluation, around = search.evaluator.evaluation(candidate), search.setting.surroundings
+def _needed_by(
+    calls: Sequence[Call], least_bytes: int, host_bytes: int | None, there_bytes: int
+) -> str:
+    """What the least budget of a step is needed for.
+
+    Args:
+        calls: of the step.
+        least_bytes: that they need, within host memory.
+        host_bytes: most of that; ``None``: as much as it takes.
+        there_bytes: what is there at the step's begin.
+    """
+    needed_by = f"{len(calls)} regions together"
+    free = knapsack.least(calls)
+    if host_bytes is None or free.peak_bytes >= least_bytes:
+        return needed_by
+    nbytes = there_bytes + free.peak_bytes
+    return (
+        f"{needed_by}, as host_limit= leaves them {host_bytes} bytes ({format_bytes(host_bytes)}) "
+        f"of host memory: with {free.host_bytes} ({format_bytes(free.host_bytes)}) {nbytes} bytes "
+        f"({format_bytes(nbytes)}) of the device would do"
+    )
+
+
+def _choice(way: Way, sent: Sent) -> Choice:
+    evaluation, around = sent.evaluation, way.search.setting.surroundings
     turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
     return Choice(
         evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
         max(peaks_bytes[:turn]) - around.given_bytes,
         max((*peaks_bytes[turn:], evaluation.end_bytes)) - around.given_bytes,
-        candidate.total_s,
+        sent.total_s,
+        sent.host_bytes if way.host_limited else 0,
     )
 
 
@@ -115,4 +157,5 @@ def _beats(one: Choice, other: Choice) -> bool:
         and one.forward_bytes <= other.forward_bytes
         and one.backward_bytes <= other.backward_bytes
         and one.seconds <= other.seconds
+        and one.host_bytes <= other.host_bytes
     )

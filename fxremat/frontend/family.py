@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from fxremat import torch_compat
 from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, agreed_lessons
-from fxremat.frontend.choices import leaving_least
 from fxremat.frontend.emission import Emitted
 from fxremat.frontend.lessons import Lessons, warn
 from fxremat.frontend.optimizers import Optimizers
@@ -174,7 +173,7 @@ class Family:
         )
         situation, _ = family._find(values, planner.step.sizes.hints)
         if regions.several:
-            situation = leaving_least(planner, situation)
+            situation = regions.situation_unknown(planner, situation)
         planned = planner.first(situation, kept=kept, rehearse=rehearse, least=regions.several)
         family._own = own_gradients(planner.step.joint)
         family._made = made_outputs(planner.step.joint)
@@ -388,6 +387,7 @@ class Family:
                 self.lessons.clear(situation)
                 return cleared, self.planner.again(cleared)
             if situation.waiting or situation.kept_bytes:
+                torch_compat.drop_failed_backward()
                 gc.collect()  # what nobody can run backwards, or see, any more
                 waiting = list(self.in_flight)
                 held_bytes = sum(step.held_bytes for step in waiting)

@@ -168,6 +168,8 @@ class Planner:
         if kept:
             planned = self._followed(kept, situation)
         else:
+            if self._peers is not None:
+                self.schedules.agree_link(self._peers)
             planned = self._shared(lambda: self._found(situation, least=least))
         self._started = True
         if kept is None and rehearse:

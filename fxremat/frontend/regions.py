@@ -9,6 +9,7 @@ call beside what regions hold, and one plan for each is chosen together.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import warnings
 import weakref
@@ -18,6 +19,7 @@ from time import perf_counter
 
 import torch
 
+from fxremat import torch_compat
 from fxremat.errors import GraphBreakWarning
 from fxremat.frontend.agreed import AGREED, Chosen, Seen, agreed_levels, agreed_step
 from fxremat.frontend.budget import Budget
@@ -27,6 +29,7 @@ from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.walk import Called, Key, Known, Walk, between, most_bytes, seen_levels
 from fxremat.planner.situation import Beside, Situation
+from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.levels import Levels, Watcher
 from fxremat.runtime.steps import Step
 from fxremat.solvers.knapsack import Call, Choice
@@ -54,6 +57,7 @@ class Regions:
         known: steps that were watched.
         parameters: that calls have read, by ``id``, where nobody tells of calls of the model.
         late_bytes: are left free beside what was seen: it may come, or go, at another moment.
+        host: what all of them keep to together of host memory; ``None``: nothing travels.
         peers: processes that run the same steps, at least so many as they agree on.
         together: graphs have collectives: all processes must follow the same plans at all calls.
         elsewhere_bytes: that the one that has most has more than this one when a step begins.
@@ -69,6 +73,7 @@ class Regions:
     known: list[Known] = field(default_factory=list)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     late_bytes: int = 0
+    host: HostLimit | None = None
     peers: Peers | None = None
     together: bool = False
     elsewhere_bytes: int = 0
@@ -90,10 +95,17 @@ class Regions:
             there_bytes: tells what is there then: what the model holds, gradients, arguments.
         """
         self.called = True
+        self._drop_failed()
         walk = self._going_on()
         if self.several and (walk is None or not walk.calls):
             self._next().base_bytes = there_bytes()
             self._begin_watch(device)
+
+    def fail(self) -> None:
+        """A call of the model has raised."""
+        walk: Walk | None = getattr(self._now, "walk", None)
+        if walk is not None:
+            walk.failed = True
 
     def enter(
         self, planner: Planner, situation: Situation, values: Sequence[object]
@@ -134,7 +146,7 @@ class Regions:
         walk.calls.append(called)
         self._unsure = not known
         if not known:
-            return leaving_least(planner, situation), False
+            return self.situation_unknown(planner, situation), False
         held_bytes = situation.waiting_bytes - walk.calls[0].situation.waiting_bytes
         own_bytes = planner.step.around(alone(situation)).given_bytes
         besides = [own.besides[place] for own in known]
@@ -143,6 +155,7 @@ class Regions:
             held_bytes - own_bytes + max(begins),
             max(beside.turn_bytes for beside in besides),
             max(beside.tangent_bytes for beside in besides),
+            self._host_bytes(max(own.later_host_bytes[place] for own in known)),
         )
         return replace(alone(situation), beside=beside), True
 
@@ -151,6 +164,10 @@ class Regions:
         if self.together and self.peers is not None:
             return self.peers.telling()
         return contextlib.nullcontext()
+
+    def situation_unknown(self, planner: Planner, situation: Situation) -> Situation:
+        """A call of a step that is not known: it is to leave least."""
+        return leaving_least(planner, situation, self._host_bytes())
 
     def begin(self) -> None:
         """The forward of the call that was entered last begins."""
@@ -192,6 +209,12 @@ class Regions:
         """Of the budget, for what this process did not see."""
         return self.late_bytes + self._late_bytes + self.elsewhere_bytes
 
+    def _host_bytes(self, later_bytes: int = 0) -> int | None:
+        """Host memory that a call may take beside what is lent and what later ones are to take."""
+        if self.host is None or self.host.nbytes is None:
+            return None
+        return max(0, self.host.nbytes - self.host.lent_bytes - later_bytes)
+
     @property
     def _much_bytes(self) -> float:
         return MUCH * (self.budget().nbytes or 0)
@@ -199,6 +222,13 @@ class Regions:
     def _known_as(self, keys: tuple[Key, ...]) -> list[Known]:
         """Steps that are known, and begin with such calls."""
         return [own for own in self.known if own.keys[: len(keys)] == keys]
+
+    def _leaves_room(self, known: Known, there_bytes: int) -> bool:
+        """Whether plans were chosen for what is there when a step begins, or for little more."""
+        host_bytes = self._host_bytes()
+        more_bytes = (host_bytes or 0) - (known.host_bytes or 0)
+        as_before = 0 <= more_bytes <= MUCH * (host_bytes or 0)
+        return as_before and known.leaves_room(there_bytes, self._much_bytes)
 
     def _prepare(self, called: Called, there_bytes: int) -> None:
         """Let plans be chosen for a step that begins.
@@ -252,7 +282,7 @@ class Regions:
         if self._learned and latest is not None:
             own = replace(own, levels=tuple(latest.levels))
         now = self._known_as((called.key,))
-        fit = [k.leaves_room(there_bytes + self._aside_bytes, self._much_bytes) for k in now]
+        fit = [self._leaves_room(k, there_bytes + self._aside_bytes) for k in now]
         most = agreed_step(peers, own, settled=not self._learned and bool(fit) and all(fit))
         self._learned = False
         if most is None:
@@ -291,12 +321,20 @@ class Regions:
         if self._unsure or (shared and any(own.watches for own in self.known)):
             self.watcher.begin(device)
 
+    def _drop_failed(self) -> None:
+        """Let what a step holds go that has raised, so that the next one has all room."""
+        walk: Walk | None = getattr(self._now, "walk", None)
+        if walk is not None and any(step.waits for step in walk.steps):
+            torch_compat.drop_failed_backward()
+            if walk.failed:
+                gc.collect()  # an interrupt may leave its frames in a circle
+
     def _going_on(self) -> Walk | None:
         """The step of this thread, if it is none whose backward has begun, or can be no more."""
         walk: Walk | None = getattr(self._now, "walk", None)
-        if walk is None or walk.last is not None:
+        if walk is None or walk.failed or walk.last is not None:
             return None
-        return walk if not walk.calls or any(step.held_bytes for step in walk.steps) else None
+        return walk if not walk.calls or any(step.waits for step in walk.steps) else None
 
     def _next(self) -> Walk:
         """A new step."""
@@ -345,7 +383,7 @@ class Regions:
     def _learn(self, walk: Walk) -> None:
         """A step was watched to its end."""
         seen = seen_levels(walk)
-        if seen is None:
+        if seen is None or walk.failed:
             return
         keys = walk.keys
         first, *_ = walk.calls
@@ -383,29 +421,33 @@ class Regions:
             BudgetError: none fit.
         """
         there_bytes += self._aside_bytes
-        if known.leaves_room(there_bytes, self._much_bytes):
+        if self._leaves_room(known, there_bytes):
             return
-        found = None
+        if not known.choices and self.host is not None:
+            self.host.drop_idle()  # the first steps took it for plans that are not followed again
+        host_bytes = self._host_bytes()
         if self.peers is None or not self.together:
-            found = self._chosen(known, there_bytes)
+            found = self._chosen(known, there_bytes, host_bytes)
         else:
             made: list[Chosen] = []
 
             def make() -> Chosen:
-                made.append(self._chosen(known, there_bytes))
+                made.append(self._chosen(known, there_bytes, host_bytes))
                 return made[0]
 
             found = self.peers.follow("plans of regions", Chosen, make) or made[0]
         self.settle_budget(replace(self.budget(), nbytes=found.budget_bytes, share=None))
-        known.there_bytes, known.choices = there_bytes, found.choices
-        known.besides = list(found.besides)
+        known.there_bytes, known.host_bytes = there_bytes, host_bytes
+        known.choices, known.besides = found.choices, list(found.besides)
+        takes = [choice.host_bytes for choice in found.choices]
+        known.later_host_bytes = [sum(takes[place + 1 :]) for place in range(len(takes))]
 
-    def _chosen(self, known: Known, there_bytes: int) -> Chosen:
+    def _chosen(self, known: Known, there_bytes: int, host_bytes: int | None) -> Chosen:
         calls = [
             Call(self._choices_of(call), *levels)
             for call, levels in zip(known.calls, known.levels, strict=True)
         ]
-        return chosen_for(calls, self.budget(), there_bytes=there_bytes)
+        return chosen_for(calls, self.budget(), there_bytes=there_bytes, host_bytes=host_bytes)
 
     def _choices_of(self, call: Called) -> tuple[Choice, ...]:
         if call.key not in self._choices:

@@ -182,6 +182,7 @@ class Runner:
             failed = error
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # see family.emitted
+            compiler.regions.fail()
             raise
         finally:
             compiler.resident = compiler.arguments = tuple  # a batch must not outlive its step

@@ -10,17 +10,20 @@ import torch
 from fxremat import torch_compat
 from fxremat.costs.bandwidth import know_link, link_key, measure_link
 from fxremat.errors import BudgetError
+from fxremat.frontend.agreed import agreed_link
 from fxremat.frontend.captured import CapturedStep, Costed
 from fxremat.frontend.dimensions import Dimension, groups_of, resized
 from fxremat.frontend.largest import largest_fitting
 from fxremat.frontend.origin import key_of
+from fxremat.frontend.ranks import Peers
 from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph, Way, fastest
 from fxremat.ir import MeasuredLink
+from fxremat.passes.joint.sizes import Values
 from fxremat.planner.allocations import settings_of
 from fxremat.planner.resized import least_bytes_at
 from fxremat.planner.situation import Situation
-from fxremat.planner.transfers import HostMemory
+from fxremat.planner.transfers import HostMemory, Sent
 from fxremat.simulate.allocator import AllocatorSettings
 
 MOST_SIZE = 1 << 20
@@ -42,6 +45,8 @@ class Schedules:
         allocator: rules that hold in place of those of the device's allocator.
         store: bandwidths that are known.
         known: by graph; none before the first was looked for.
+        sent: by sizes and graph, what travels in plans that were found apart from these.
+        link: to host memory, once it is known.
     """
 
     step: CapturedStep
@@ -50,6 +55,8 @@ class Schedules:
     allocator: AllocatorSettings | None
     store: Store
     known: list[Way] = field(default_factory=list)
+    sent: dict[Values, tuple[tuple[Sent, ...], ...]] = field(default_factory=dict)
+    link: MeasuredLink | None = None
 
     def rules(self, graph: StepGraph) -> AllocatorSettings | None:
         """Those of the device's allocator."""
@@ -74,11 +81,12 @@ class Schedules:
             else:
                 most = MOST_BYTES if budget_bytes is None else budget_bytes
                 ways.append(way.at(own.measured, around, budget_bytes=most))
+        ways = self._with_sent(situation.sizes, ways)
         if new or budget_bytes is None or min(w.least_bytes for w in ways) <= budget_bytes:
             return ways
         found = self._search(situation)
         self.known = [way.knowing(own) for way, own in zip(self.known, found, strict=True)]
-        return found
+        return self._with_sent(situation.sizes, found)
 
     def searched(self, situation: Situation) -> list[Way]:
         """All ways of the step, looked for anew; what is found is known from then on."""
@@ -200,6 +208,12 @@ class Schedules:
             largest=largest,
         )
 
+    def _with_sent(self, sizes: Values, ways: list[Way]) -> list[Way]:
+        """The same, knowing what travels in plans that were found apart from them."""
+        if sizes not in self.sent:
+            return ways
+        return [way.with_sent(own) for way, own in zip(ways, self.sent[sizes], strict=True)]
+
     def _look(self, situation: Situation) -> bool:
         """Let some schedules be known, those at the sizes of the capture; were none?"""
         new = not self.known
@@ -216,8 +230,6 @@ class Schedules:
         return [self._way(own, situation, way) for own, way in zip(costed, known, strict=True)]
 
     def _way(self, costed: Costed, situation: Situation, known: Way | None) -> Way:
-        if self.host is not None and self.host.link is None:
-            self._find_link(costed.graph, self.host)
         return Way.of(
             costed.graph,
             costed.measured,
@@ -227,10 +239,23 @@ class Schedules:
             allocator=self.rules(costed.graph),
             budget_on=self.step.caller.budget_on,
             known=known,
+            link=self._link_of(costed.graph),
         )
 
-    def _find_link(self, graph: StepGraph, host: HostMemory) -> None:
-        """Let the link to ``host`` be known: given, kept, or measured now."""
+    def agree_link(self, peers: Peers) -> None:
+        """Take the slowest link to host memory of several processes for that of each of them."""
+        own = self._link_of(self.step.graphs[0].graph)
+        if own is not None:
+            self.link = agreed_link(peers, own)
+
+    def _link_of(self, graph: StepGraph) -> MeasuredLink | None:
+        """The link to host memory: once it is found it stays the same."""
+        if self.link is None and self.host is not None:
+            self.link = self.host.link or self._found_link(graph, self.host)
+        return self.link
+
+    def _found_link(self, graph: StepGraph, host: HostMemory) -> MeasuredLink:
+        """The link to ``host``: given, kept, or measured now."""
         folder, limit = host.folder, host.limit_bytes
         key = link_key(graph.device, host_dir=folder, host_limit_bytes=limit)
         name = key_of(replace(graph.origin, operations="", code="", inputs=()), link=key[1:])
@@ -238,7 +263,8 @@ class Schedules:
         link = costs.link if costs else self.store.get("link", name, MeasuredLink)
         if link is not None:
             know_link(key, link)
-            return
+            return link
         with torch_compat.real_execution(), torch.no_grad():
             link = measure_link(graph.device, host_dir=folder, host_limit_bytes=limit)
         self.store.put("link", name, MeasuredLink, link)
+        return link

@@ -57,6 +57,7 @@ class Walk:
         steps: what their forwards have left, while it is there.
         last: the call whose backward began last.
         plain: it is known, and not watched.
+        failed: a call of the model has raised: no further one goes on with it.
     """
 
     base_bytes: int | None = None
@@ -64,6 +65,7 @@ class Walk:
     steps: weakref.WeakKeyDictionary[Step, int] = field(default_factory=weakref.WeakKeyDictionary)
     last: int | None = None
     plain: bool = False
+    failed: bool = False
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -80,6 +82,8 @@ class Known:
         besides: what is beside each where plans are chosen together; none if that is to be done.
         choices: these plans.
         there_bytes: for what is there when the step begins they were chosen.
+        host_bytes: for so much host memory they were chosen; ``None``: as much as they take.
+        later_host_bytes: of it, what the calls after each are to take.
         levels: of each call: at its forward, after it, at its backward and after that, beyond what
             is there at the step's begin and what calls hold.
         watches: so many further steps of it are watched.
@@ -91,6 +95,8 @@ class Known:
     besides: list[Beside] = field(default_factory=list)
     choices: tuple[Choice, ...] = ()
     there_bytes: int = 0
+    host_bytes: int | None = None
+    later_host_bytes: list[int] = field(default_factory=list)
     watches: int = WATCHED
     told: bool = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +13,7 @@ from torch import fx
 from fxremat.costs.cost import Measured, Progress
 from fxremat.frontend.emission import Graphs, record_decision, write_graphs
 from fxremat.frontend.record import record_memory
-from fxremat.ir import Origin, RecordedCosts
+from fxremat.ir import MeasuredLink, Origin, RecordedCosts
 from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.fuse.unit import Unit
@@ -26,13 +26,16 @@ from fxremat.planner.pool import Candidate
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Surroundings
-from fxremat.planner.transfers import HostMemory, Moved, Transfers
+from fxremat.planner.transfers import HostMemory, Moved, Sent, Transfers
 from fxremat.report.facts import Fused
 from fxremat.report.frontier import frontier_of
 from fxremat.report.memory import Kind, StepMemory
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
+
+MOST_BASES = 16
+"""Schedules of which storages travel, where all that a graph may come to is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Way:
         allocator: AllocatorSettings | None,
         budget_on: Counted,
         known: Way | None = None,
+        link: MeasuredLink | None = None,
     ) -> Way:
         """Those of ``graph``.
 
@@ -96,6 +100,7 @@ class Way:
             allocator: the rules of the device's.
             budget_on: what the budget is for.
             known: those of the same graph at another size, which are to know what is found.
+            link: how fast storages travel; ``None``: that is measured.
 
         Raises:
             HostMemoryError: the host memory cannot be had.
@@ -109,25 +114,52 @@ class Way:
             budget_on=budget_on,
             known=known.search if known else None,
         )
-        return Way(search, Transfers.of(search, host) if host else None, graph.exact)
+        return Way(search, Transfers.of(search, host, link) if host else None, graph.exact)
 
     def within(self, surroundings: Surroundings) -> Way:
         """The same schedules where something else is held beside the graph."""
         if self.search.setting.surroundings == surroundings:
             return self
         search = self.search.within(surroundings)
-        host = self.transfers.host if self.transfers else None
-        return Way(search, Transfers.of(search, host) if host else None, self.exact)
+        return Way(search, self._transfers(search), self.exact)
 
     def at(self, measured: Measured, surroundings: Surroundings, *, budget_bytes: int) -> Way:
         """The same schedules at another size, those that can matter within a budget."""
         search = search_at(self.search, measured, surroundings, budget_bytes=budget_bytes)
-        host = self.transfers.host if self.transfers else None
-        return Way(search, Transfers.of(search, host) if host else None, self.exact)
+        return Way(search, self._transfers(search), self.exact)
+
+    def _transfers(self, search: Search) -> Transfers | None:
+        """The same of another search of the graph."""
+        own = self.transfers
+        return Transfers.of(search, own.host, own.link) if own is not None else None
 
     def knowing(self, other: Way) -> Way:
         """The same with the schedules of ``other``, of the same graph with other surroundings."""
         return replace(self, search=self.search.knowing(other.search))
+
+    def with_sent(self, found: Iterable[Sent]) -> Way:
+        """The same, knowing what travels in plans for other surroundings."""
+        if self.transfers is None:
+            return self
+        return replace(self, transfers=self.transfers.knowing(found))
+
+    def graded(self) -> Iterator[Sent]:
+        """Schedules from least bytes to least seconds; with transfers, ever more is away."""
+        pool, evaluator = self.search.pool, self.search.evaluator
+        if self.transfers is None:
+            return (Sent.stays(candidate, evaluator) for candidate in pool.members)
+        only = self.transfers.host.only
+        return self.transfers.graded((pool.baseline,) if only else pool.thinned(MOST_BASES))
+
+    @property
+    def kept(self) -> Sent:
+        """Everything, on the device."""
+        return Sent.stays(self.search.baseline, self.search.evaluator)
+
+    @property
+    def host_limited(self) -> bool:
+        """Whether there is a limit to the host memory that schedules may take."""
+        return self.transfers is not None and self.transfers.host.limit_bytes is not None
 
     @property
     def least_bytes(self) -> int:

@@ -53,11 +53,13 @@ class Beside:
             is given what is counted as held by an earlier one.
         turn_bytes: most from the end of its forward to its backward, beyond what it leaves.
         tangent_bytes: more in its backward than in its forward, beyond what it leaves.
+        host_bytes: of host memory, left for it; ``None``: as much as it takes.
     """
 
     more_bytes: int
     turn_bytes: int
     tangent_bytes: int
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ class Situation:
             tangent_bytes=held_bytes - sum(gradients) * self.cleared,
             given_each_bytes=(*base.given_each_bytes, *more),
             added=frozenset() if self.cleared else self.added,
+            host_bytes=self.beside.host_bytes if self.beside is not None else None,
         )
 
     def described(self, joint: JointGraph) -> tuple[tuple[str, int], ...]:

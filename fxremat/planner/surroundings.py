@@ -42,6 +42,7 @@ class Surroundings:
             device's allocator by itself.
         tangent_each_bytes: the same of ``tangent_bytes``.
         added: primals whose gradient is added to one that exists, as soon as it is made.
+        host_bytes: of host memory, for what travels; ``None``: as much as it takes.
     """
 
     given_bytes: int
@@ -52,6 +53,7 @@ class Surroundings:
     given_each_bytes: tuple[int, ...] = ()
     tangent_each_bytes: tuple[int, ...] = ()
     added: frozenset[int] = frozenset()
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,6 +34,9 @@ from fxremat.units import format_bytes
 
 ENOUGH = 1 + 1e-3
 """Times what keeping everything takes: a climb ends where it comes as near."""
+
+GRADES = 8
+"""How much more is away, from nothing to as much as possible, where all of that is looked at."""
 
 ROUNDS = 6
 """Times that more is sent away because the allocator has handed out too much."""
@@ -113,6 +116,33 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """A candidate, what travels of it, and what that comes to.
+
+    Attributes:
+        candidate: the decision without moves.
+        moves: what travels, when; nothing may.
+        evaluation: with that.
+        total_s: of the step.
+    """
+
+    candidate: Candidate
+    moves: tuple[Move, ...]
+    evaluation: Evaluation
+    total_s: float
+
+    @staticmethod
+    def stays(candidate: Candidate, evaluator: Evaluator) -> Sent:
+        """A candidate of which nothing travels."""
+        return Sent(candidate, (), evaluator.evaluation(candidate), candidate.total_s)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that a step takes."""
+        return sum(slot_bytes(move.nbytes) for move in self.moves)
+
+
+@dataclass(frozen=True, slots=True)
 class Transfers:
     """Candidates of a search, and what of each could travel.
 
@@ -123,6 +153,7 @@ class Transfers:
         settled: storages that stay.
         movable: what of each candidate.
         candidates: those of the search that ``host`` allows.
+        known: what was found for other surroundings.
     """
 
     search: Search
@@ -131,15 +162,21 @@ class Transfers:
     settled: frozenset[int]
     movable: tuple[Movable, ...]
     candidates: tuple[Candidate, ...]
+    known: tuple[Sent, ...] = ()
 
     @staticmethod
-    def of(search: Search, host: HostMemory) -> Transfers:
-        """Measure the link and look at every candidate.
+    def of(search: Search, host: HostMemory, link: MeasuredLink | None = None) -> Transfers:
+        """Look at every candidate.
+
+        Args:
+            search: the candidates.
+            host: where to.
+            link: how fast; ``None``: that is measured.
 
         Raises:
             HostMemoryError: there is no host memory to measure with.
         """
-        link = host.link
+        link = host.link or link
         if link is None:
             device = search.setting.surroundings.device
             with torch_compat.real_execution(), torch.no_grad():
@@ -162,28 +199,66 @@ class Transfers:
     def _line(self) -> Line:
         return self.search.measured.line
 
+    @property
+    def _limit_bytes(self) -> int | None:
+        """Of host memory."""
+        limits = self.host.limit_bytes, self.search.setting.surroundings.host_bytes
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def knowing(self, found: Iterable[Sent]) -> Transfers:
+        """The same with what was found for other surroundings, as far as host memory allows."""
+        evaluator, limit = self.search.evaluator, self._limit_bytes
+        known = []
+        for sent in found:
+            if limit is None or sent.host_bytes <= limit:
+                candidate = evaluator.candidate(sent.candidate.codes, sent.candidate.held)
+                evaluation = moved(evaluator.evaluation(candidate), sent.moves)
+                known.append(Sent(candidate, sent.moves, evaluation, sent.total_s))
+        return replace(self, known=tuple(sorted(known, key=lambda sent: sent.total_s)))
+
+    def graded(self, candidates: Iterable[Candidate]) -> Iterator[Sent]:
+        """Candidates with everything on the device, and with ever more of it away."""
+        for candidate in candidates:
+            base = self._movable(candidate)
+            yield Sent(candidate, (), base.evaluation, candidate.total_s)
+            most = base.evaluation.peak_bytes
+            before: tuple[Move, ...] = ()
+            for grade in range(1, GRADES + 1):
+                moves = base.moves(most - (most - base.least_bytes) * grade // GRADES) or ()
+                if moves != before:
+                    seconds = makespan_s(base.evaluation, self._line, moves, self.link)
+                    yield Sent(candidate, moves, moved(base.evaluation, moves), seconds)
+                before = moves
+
     def _movable(self, candidate: Candidate) -> Movable:
         return _movable(candidate, self.search, self.settled)
 
-    def _least(self) -> tuple[int, Movable, Candidate, tuple[Move, ...]]:
+    def _least(self) -> tuple[int, Sent]:
         """It, and what it was found with."""
         pairs = zip(self.movable, self.candidates, strict=True)
         each = [(self._least_bytes(base), base, candidate) for base, candidate in pairs]
-        best: tuple[int, Movable, Candidate, tuple[Move, ...]] | None = None
+        best: tuple[int, Sent] | None = None
         for least, base, candidate in sorted(each, key=lambda found: found[0]):
             if best is not None and least >= best[0]:  # what is handed out is never less
                 break
-            moves = base.moves(least, self.host.limit_bytes)
+            moves = base.moves(least, self._limit_bytes)
             assert moves is not None
-            counted = max(least, self._counted_bytes(candidate, base, moves))
+            evaluation = moved(base.evaluation, moves)
+            counted = max(least, self._counted_bytes(candidate, evaluation, moves))
             if best is None or counted < best[0]:
-                best = counted, base, candidate, moves
+                best = counted, Sent(candidate, moves, evaluation, candidate.total_s)
         assert best is not None
+        for sent in self.known:
+            if sent.evaluation.peak_bytes < best[0]:
+                counted = self._counted_bytes(sent.candidate, sent.evaluation, sent.moves)
+                best = min(best, (counted, sent), key=lambda found: found[0])
         return best
 
-    def _counted_bytes(self, candidate: Candidate, base: Movable, moves: tuple[Move, ...]) -> int:
+    def _counted_bytes(
+        self, candidate: Candidate, evaluation: Evaluation, moves: tuple[Move, ...]
+    ) -> int:
         """Of the peak with ``moves``: what the budget is for."""
-        taken = self.allocated(candidate, moved(base.evaluation, moves).peak_bytes, moves)
+        taken = self.allocated(candidate, evaluation.peak_bytes, moves)
         return taken.counted_bytes(self.search.allocations.budget_on)
 
     def allocated(
@@ -196,7 +271,7 @@ class Transfers:
 
     def _least_bytes(self, base: Movable) -> int:
         least = base.least_bytes
-        limit = self.host.limit_bytes
+        limit = self._limit_bytes
         if limit is None or base.moves(least, limit) is not None:
             return least
         most = base.evaluation.peak_bytes
@@ -219,7 +294,7 @@ class Transfers:
 
     def _describe_limit(self) -> str | None:
         """How much host memory would do with less, if that is what limits."""
-        limit = self.host.limit_bytes
+        limit = self._limit_bytes
         least = min(base.least_bytes for base in self.movable)
         best = [base for base in self.movable if base.least_bytes == least]
         if limit is None or any(base.moves(least, limit) is not None for base in best):
@@ -239,6 +314,7 @@ class Transfers:
         best = self._without_moves(budget_bytes)
         if best is not None and best.candidate is self.search.baseline:
             return best  # everything fits: nothing is done, be it free
+        best = _faster(best, self._as_known(budget_bytes))
         for base, candidate in self._by_time(budget_bytes):
             if best is not None and candidate.total_s >= best.total_s:
                 break
@@ -258,13 +334,14 @@ class Transfers:
         """
         aim_bytes = budget_bytes
         for _ in range(ROUNDS):
-            moves = base.moves(aim_bytes, self.host.limit_bytes)
+            moves = base.moves(aim_bytes, self._limit_bytes)
             if moves is None:
                 return None
             found_s = makespan_s(base.evaluation, self._line, moves, self.link)
             if best is not None and found_s >= best.total_s:
                 return None
-            over_bytes = self._counted_bytes(candidate, base, moves) - budget_bytes
+            evaluation = moved(base.evaluation, moves)
+            over_bytes = self._counted_bytes(candidate, evaluation, moves) - budget_bytes
             if over_bytes <= 0:
                 return Moved.of(candidate, base.evaluation, self._line, moves, self.link)
             aim_bytes -= over_bytes
@@ -318,8 +395,19 @@ class Transfers:
         Within a limit of host memory it may fit where what is chosen for a larger budget
         does not: other storages travel then, and not always fewer bytes.
         """
-        _, base, candidate, moves = self._least()
-        return Moved.of(candidate, base.evaluation, self._line, moves, self.link)
+        return self._moved_as(self._least()[1])
+
+    def _moved_as(self, sent: Sent) -> Moved:
+        """What was found, with when its calls run."""
+        evaluation = self.search.evaluator.evaluation(sent.candidate)
+        return Moved.of(sent.candidate, evaluation, self._line, sent.moves, self.link)
+
+    def _as_known(self, budget_bytes: int) -> Moved | None:
+        """The fastest that fits of what was found for other surroundings."""
+        for sent in self.known:
+            if self._counted_bytes(sent.candidate, sent.evaluation, sent.moves) <= budget_bytes:
+                return self._moved_as(sent)
+        return None
 
     def _without_moves(self, budget_bytes: int) -> Moved | None:
         """The best of all candidates, of which only some are bases."""

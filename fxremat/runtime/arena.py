@@ -32,6 +32,17 @@ class HostLimit:
         # Taken again by a finalizer that runs meanwhile in the same thread.
         self.lock = threading.RLock()
 
+    @property
+    def lent_bytes(self) -> int:
+        """What steps use now."""
+        return sum(pool.nbytes * pool.leases for pool in self.pools)
+
+    def drop_idle(self) -> None:
+        """Give up what no step uses now; who needs it again allocates it again."""
+        with self.lock:
+            for pool in self.pools:
+                pool.drop_idle()
+
     def make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit, at the cost of what no step uses now.
 
@@ -41,9 +52,10 @@ class HostLimit:
         limit = self.nbytes
         if limit is None:
             return
-        for pool in list(self.pools):
+        # What was lent longest ago first: what every step takes is not given up in turn.
+        for pool in sorted(self.pools, key=lambda pool: pool.lent_last):
             if self._allocated_bytes() + nbytes > limit:
-                pool.blocks = [block for block in pool.blocks if not block.free]
+                pool.drop_idle()
         asked = self._allocated_bytes() + nbytes
         if asked > limit:
             raise HostMemoryError(self._over_limit(asked, limit), asked_bytes=asked)
@@ -82,6 +94,16 @@ class _Pool:
     blocks: list[Block] = field(default_factory=list)
     closed: bool = False
     forked: bool = False
+    lent_last: int = 0
+
+    @property
+    def leases(self) -> int:
+        """How many blocks steps use now."""
+        return sum(not block.free for block in self.blocks)
+
+    def drop_idle(self) -> None:
+        """Give up what no step uses."""
+        self.blocks = [block for block in self.blocks if not block.free]
 
     def lend(self) -> tuple[Block, Lent]:
         """A block that no step uses, and a view that lends it for as long as it lives.
@@ -90,6 +112,7 @@ class _Pool:
             HostMemoryError: one more is needed, and cannot be had or would exceed the limit.
         """
         with self.limit.lock:
+            self.lent_last = next(_lent)
             block = next((block for block in self.blocks if block.free), None)
             if block is None:
                 block = self.grow()
@@ -199,7 +222,7 @@ class Arena:
     @property
     def leases(self) -> int:
         """How many steps use host memory now."""
-        return sum(not block.free for block in self._pool.blocks)
+        return self._pool.leases
 
     @property
     def closed(self) -> bool:
@@ -237,6 +260,7 @@ class Arena:
 
 
 _ids = itertools.count(1)
+_lent = itertools.count(1)
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 _pools: weakref.WeakSet[_Pool] = weakref.WeakSet()
 

@@ -108,6 +108,11 @@ class Step:
         """Copies of a token are of the same step."""
         return self
 
+    @property
+    def waits(self) -> bool:
+        """Whether its backward has not run, or may run again."""
+        return self._saved is not None
+
     @staticmethod
     def of(token: Tensor) -> Step:
         """The step of a token, or of what autograd gives back in its place.
@@ -179,7 +184,7 @@ class InFlight:
     def __iter__(self) -> Iterator[Step]:
         with self._lock:
             steps = list(self._steps)
-        return (step for step in steps if step.held_bytes)
+        return (step for step in steps if step.waits)
 
     def kept_bytes(self, waiting: Iterable[Step]) -> int:
         """Of outputs that somebody holds, of steps that are not ``waiting``."""

@@ -36,6 +36,17 @@ def current_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def drop_failed_backward() -> None:
+    """Let what a backward of this thread has left go that raised.
+
+    Its nodes that were ready to run stay in the thread's queue, and with them all that the graph
+    has saved, until the next backward finds that theirs is gone. This is one, of nothing.
+    """
+    if current_backward() < 0:
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.autograd.backward(torch.zeros((), requires_grad=True))
+
+
 def keeps_graph() -> bool:
     """Whether the backward that runs was asked for with ``retain_graph``."""
     asked: Any = torch._C._autograd._get_current_graph_task_keep_graph
