@@ -252,9 +252,10 @@ class Peers:
         own = str(self._own) if alike is None else hashlib.sha256(alike.encode()).hexdigest()
         name, count = f"{self._number}/is {own}", f"{self._number}/{COUNT}"
         self._names += [name, count, f"{self._number}/{SAME}"]
-        same = self._store.count(name)
-        if self._store.count(count) == len(self.members):
-            self._put(SAME, {"same": same == len(self.members)})
+        self._store.count(name)
+        if self._store.count(count) == len(self.members):  # all have said theirs by now
+            said = self._store.count(name, 0)
+            self._put(SAME, {"same": said == len(self.members)})
         told = self._get(SAME, self._timeout_s)
         if told is None:  # who has come says so now
             self._until = monotonic() + min(GRACE_S, self._timeout_s)

@@ -77,9 +77,9 @@ class SharedStore:
         except (RuntimeError, ValueError):  # nobody did, or whoever keeps it is gone
             return None
 
-    def count(self, name: str) -> int:
-        """How often it was counted, this time included."""
-        return int(self._store.add(name, 1))
+    def count(self, name: str, more: int = 1) -> int:
+        """How often it was counted, these times included."""
+        return int(self._store.add(name, more))
 
     def drop(self, name: str) -> None:
         """Nobody needs it any more."""
