@@ -1,8 +1,8 @@
 """Parameters that are sharded and gathered in the graph: kept from forward to backward, or not.
 
 A GPT in two processes, whose MLPs gather their parameters where they read them, at shares of the
-peak with everything kept: what is gathered again in the backward, and what a step takes, with
-collectives beside calls, and one after the other. Medians of interleaved rounds.
+peak with everything kept: what is gathered again in the backward, and what a step takes. Medians of
+interleaved rounds.
 Run: python -m benchmarks.reshard [--rounds N]
 """
 
@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import tempfile
 import warnings
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import distributed, multiprocessing
@@ -37,11 +35,8 @@ TAUGHT = 5
 """Steps until what a step takes was seen."""
 
 
-def stepping(budget: Any, *, beside: bool = True) -> tuple[Step, fxremat.CompiledModule]:
-    """The model, its MLPs sharded, taught; its collectives beside calls, or not."""
-    if not beside:
-        with patch("fxremat.planner.overlap.ROUNDS", 0):
-            return stepping(budget)
+def stepping(budget: Any) -> tuple[Step, fxremat.CompiledModule]:
+    """The model, its MLPs sharded, taught."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: Any = ENTRY.build()
@@ -66,14 +61,6 @@ def gathers(step: Step) -> int:
     return sum(name.endswith("::all_gather_into_tensor") for *_, name in seen.spans)
 
 
-def seconds_of(step: Step) -> float:
-    """Of one step, which all processes begin together."""
-    distributed.barrier()
-    began = perf_counter()
-    step.run()
-    return perf_counter() - began
-
-
 def measure(rank: int, where: str, rounds: int, folder: str) -> None:
     """Measure all budgets in one of two processes."""
     torch.set_num_threads(1)
@@ -81,25 +68,27 @@ def measure(rank: int, where: str, rounds: int, folder: str) -> None:
     full_bytes = stepping(1.0)[1].plan.baseline_peak_bytes
     runs, found = {}, []
     for budget in BUDGETS:
-        for beside in (True, False):
-            nbytes = budget if budget == "min" else int(budget * full_bytes)
-            step, compiled = stepping(nbytes, beside=beside)
-            plan = compiled.plan
-            found.append(
-                {
-                    "budget": budget,
-                    "beside": beside,
-                    "budget_bytes": plan.budget_bytes,
-                    "predicted_peak_bytes": plan.predicted_peak_bytes,
-                    "predicted_s": plan.predicted_s,
-                    "shifts": len(plan.decision.shifts),
-                    "gathers": gathers(step),
-                }
-            )
-            runs[f"{budget} {beside}"] = partial(seconds_of, step)
+        step, compiled = stepping(budget if budget == "min" else int(budget * full_bytes))
+        plan = compiled.plan
+        found.append(
+            {
+                "budget": budget,
+                "budget_bytes": plan.budget_bytes,
+                "predicted_peak_bytes": plan.predicted_peak_bytes,
+                "gathers": gathers(step),
+            }
+        )
+
+        def seconds(step: Step = step) -> float:
+            distributed.barrier()
+            began = perf_counter()
+            step.run()
+            return perf_counter() - began
+
+        runs[str(budget)] = seconds
     times = interleave(runs, rounds=rounds)
     for own in found:
-        own["seconds"] = times[f"{own['budget']} {own['beside']}"]
+        own["seconds"] = times[str(own["budget"])]
     torch.save(found, Path(folder) / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()
@@ -118,16 +107,13 @@ def main() -> None:
     rows = [
         [
             str(own["budget"]),
-            "beside calls" if own["beside"] else "alone",
             format_bytes(own["budget_bytes"]),
             str(own["gathers"]),
-            f"{1e3 * own['predicted_s']:.0f}",
             Spread.of(own["seconds"]).text(1e3),
         ]
         for own in found
     ]
-    head = ["budget", "collectives", "bytes", "gathers a step", "ms predicted", "ms a step"]
-    show("a GPT whose MLPs gather", head, rows)
+    show("a GPT whose MLPs gather", ["budget", "bytes", "gathers a step", "ms a step"], rows)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision import Tensors
-from fxremat.planner.overlap import overlap_within
+from fxremat.planner.overlap import may_overlap, overlap_within
 from fxremat.planner.pool import Candidate
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
@@ -231,7 +231,13 @@ def emit(
     around = search.setting.surroundings
     decision = search.evaluator.decision(chosen)
     link = way.transfers.link if way.transfers else None
-    overlapped = overlap_within(search, found, link=link, budget_bytes=budget_bytes)
+    overlapped = overlap_within(
+        search,
+        found,
+        link=link,
+        budget_bytes=budget_bytes,
+        allowed=may_overlap(around.device),
+    )
     program, found, taken = overlapped.program, overlapped.moved, overlapped.allocated
     evaluation = found.evaluation
     graphs = write_graphs(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch import fx
 
 from fxremat import torch_compat
@@ -47,8 +48,22 @@ class Overlapped:
     shifts: tuple[Shift, ...] = ()
 
 
+def may_overlap(device: torch.device) -> bool:
+    """Whether collectives of a device's process group may be under way while it computes.
+
+    Not on a CPU: threads of gloo are at work then, on the processors that compute, and torch 2.13
+    corrupts memory where a profiler looks at both, torch.profiler as well as our own log.
+    """
+    return device.type != "cpu"
+
+
 def overlap_within(
-    search: Search, moved: Moved, *, link: MeasuredLink | None, budget_bytes: int
+    search: Search,
+    moved: Moved,
+    *,
+    link: MeasuredLink | None,
+    budget_bytes: int,
+    allowed: bool = True,
 ) -> Overlapped:
     """Let collectives of a schedule overlap with its calls.
 
@@ -57,13 +72,14 @@ def overlap_within(
         moved: the schedule, and what travels.
         link: on which that travels.
         budget_bytes: that it keeps to.
+        allowed: they may; else they stay where the schedule has them.
     """
     allocations, chosen, moves = search.allocations, moved.candidate, moved.moves
     program = search.evaluator.program(chosen)
     nodes = tuple(program.line.joint.module.graph.nodes)
     messages_s = {nodes[i]: seconds for i, seconds in search.measured.costs.messages_s}
     aim_bytes = budget_bytes
-    for _ in range(ROUNDS if messages_s else 0):
+    for _ in range(ROUNDS if allowed and messages_s else 0):
         state = _Overlap.of(program, moved, search, messages_s, aim_bytes)
         state.start_early()
         state.wait_late()
