@@ -216,6 +216,19 @@ def test_who_goes_on_as_before_only_says_so() -> None:
     assert list(outcomes(run).values()) == [([None] * 3, expected, expected)] * 3
 
 
+def test_steps_that_go_on_as_before_leave_nothing_behind() -> None:
+    def run(peers: Peers, rank: int) -> list[int]:
+        kept = []
+        for _ in range(40):
+            agreed_step(peers, Seen(rank, ("one",), begins="one"), settled=True)
+            lists = (own for own in vars(peers).values() if isinstance(own, list))
+            kept.append(sum(map(len, lists)))
+        return kept
+
+    for kept in outcomes(run).values():
+        assert max(kept) < 12  # what a step or two need
+
+
 def test_what_some_have_seen_of_a_step_all_know() -> None:
     def run(peers: Peers, rank: int) -> Any:
         levels = () if rank == 3 else ((rank, 1, 2, 3),)

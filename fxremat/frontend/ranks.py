@@ -299,8 +299,9 @@ class Peers:
     def _begin(self) -> None:
         self._number, self._told = self._number + 1, False
         self._until = monotonic() + self._timeout_s
-        self._older, self._names = [*self._older, *self._names], []
-        if self.leads:
+        said, self._names = self._names, []
+        if self.leads:  # it drops what was said, once all have read it
+            self._older += said
             self._put(HERE, {})
 
     @contextlib.contextmanager
