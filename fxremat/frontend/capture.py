@@ -180,7 +180,7 @@ class StepCompiler:
         )
         with torch_compat.without_donated_buffers():
             run: Callable[..., Any] = backend(module, example_inputs)
-        return backward_checked(run)
+        return backward_checked(run) if found else run
 
     def refuse_parts(self, broken: str) -> None:
         """Refuse what is asked for of a model that is captured whole.
