@@ -85,11 +85,14 @@ class Chosen:
         choices: one for each call.
         besides: what is beside each.
         budget_bytes: what they keep to.
+        least_bytes, full_bytes: peak of those that take least, and that keep everything.
     """
 
     choices: tuple[Choice, ...]
     besides: tuple[Beside, ...]
     budget_bytes: int
+    least_bytes: int
+    full_bytes: int
 
 
 def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:

@@ -11,16 +11,25 @@ from fxremat import torch_compat
 
 
 class Apart:
-    """A context in which calls of some modules are no part of their caller's graph.
+    """A context in which modules are captured where their callers are not.
+
+    Calls of some are never part of their caller's graph. Those of torch's own containers, which
+    Dynamo passes by where it comes from code that it has left to Python, are then seen by it.
 
     Their forwards are others in it, and their own again once nobody is in it any more.
 
     Args:
-        modules: which.
+        model: whose containers are seen.
+        modules: of it, those that are never part of their caller's graph.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._forwards = {module: torch_compat.apart(module.forward) for module in modules}
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module] = ()) -> None:
+        self._forwards = {
+            module: torch_compat.seen(module.forward)
+            for module in model.modules()
+            if module is not model and torch_compat.is_passed_by(module)
+        }
+        self._forwards |= {module: torch_compat.apart(module.forward) for module in modules}
         self._before: dict[nn.Module, object] = {}
         self._inside = 0
         self._lock = threading.Lock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.levels import Watcher
 from fxremat.runtime.steps import InFlight, latest_step
+
+_OWN = str(Path(__file__).parents[1])
 
 
 class PlannedOnly(BaseException):
@@ -144,7 +147,7 @@ class StepCompiler:
             CaptureError: a CUDA graph is being captured.
         """
         cuda_graph.refuse_planning()
-        broken = None if self.whole else torch_compat.break_of(module)
+        broken = None if self.whole else torch_compat.break_of(module, own=_OWN)
         if broken is None and not self.regions.called and any(self.in_flight):
             broken = "another graph of the same step is captured before"
         if broken is not None:
@@ -160,8 +163,8 @@ class StepCompiler:
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             family = self._family(joint, example_inputs, num_fwd_outputs)
             found.append(family)
-            if broken is not None and self.regions.breaks is not None:
-                self.regions.breaks[id(family.planner)] = broken
+            if broken is not None and self.regions.told.breaks is not None:
+                self.regions.told.breaks[id(family.planner)] = broken
             return torch_compat.stub_graphs(joint, forward_output_count=num_fwd_outputs)
 
         def compile_forward(_stub: object, _inputs: object) -> Callable[..., Any]:
@@ -284,7 +287,7 @@ class StepCompiler:
         """A graph without a backward: nothing to plan, but it may lead to one that has."""
 
         def run(args: list[Any]) -> Any:
-            if self.dry and not self.regions.several:
+            if self.dry:
                 raise PlannedOnly
             values, args[:] = tuple(args), []
             return graph(*values)

@@ -73,7 +73,12 @@ def choices_of(planner: Planner, situation: Situation) -> tuple[Choice, ...]:
 
 
 def chosen_for(
-    calls: Sequence[Call], budget: Budget, *, there_bytes: int, host_bytes: int | None = None
+    calls: Sequence[Call],
+    budget: Budget,
+    *,
+    there_bytes: int,
+    first_bytes: int = 0,
+    host_bytes: int | None = None,
 ) -> Chosen:
     """Plans for all calls of a step, the fastest together.
 
@@ -81,18 +86,20 @@ def chosen_for(
         calls: with their choices.
         budget: that they share.
         there_bytes: what is there when the step begins.
+        first_bytes: most beside that, before the first call.
         host_bytes: most host memory that they may take; ``None``: as much as they take.
 
     Raises:
         BudgetError: none fit.
     """
     least = knapsack.least(calls, host_bytes=host_bytes)
-    least_bytes = there_bytes + least.peak_bytes
+    least_bytes = there_bytes + max(first_bytes, least.peak_bytes)
     kept_bytes = knapsack.peak_bytes(calls, [len(call.choices) - 1 for call in calls])
+    full_bytes = there_bytes + max(first_bytes, kept_bytes)
     if budget.grows and least_bytes > (budget.nbytes or 0):
         budget = replace(budget, nbytes=least_bytes)
     budget_bytes = budget.resolve(
-        full_bytes=there_bytes + kept_bytes,
+        full_bytes=full_bytes,
         least_bytes=least_bytes,
         needed_by=_needed_by(calls, least.peak_bytes, host_bytes, there_bytes),
     )
@@ -113,7 +120,7 @@ def chosen_for(
         for call, room in zip(calls, knapsack.rooms(calls, found.chosen), strict=True)
     )
     choices = (call.choices[i] for call, i in zip(calls, found.chosen, strict=True))
-    return Chosen(tuple(choices), tuple(besides), budget_bytes)
+    return Chosen(tuple(choices), tuple(besides), budget_bytes, least_bytes, full_bytes)
 
 
 def _needed_by(
@@ -127,7 +134,7 @@ def _needed_by(
         host_bytes: most of that; ``None``: as much as it takes.
         there_bytes: what is there at the step's begin.
     """
-    needed_by = f"{len(calls)} regions together"
+    needed_by = "its region" if len(calls) == 1 else f"{len(calls)} regions together"
     free = knapsack.least(calls)
     if host_bytes is None or free.peak_bytes >= least_bytes:
         return needed_by

@@ -283,10 +283,10 @@ class Family:
         args.clear()
         values.append(gradients)
         step.backward(values)
-        if self.watcher.is_watching(step) and any(self.in_flight):
-            self.watcher.after(step)  # what follows is another step's
         if self.regions.several:
             self.regions.done(step)
+        elif any(self.in_flight):
+            self.watcher.after(step)  # what follows is another step's
         returned = gradients.finish()
         if gradients.asked_for:
             self.in_flight.returned(returned)
@@ -460,16 +460,24 @@ class Family:
     ) -> tuple[Situation, Compiled]:
         """The plan for a call of one of several regions."""
         with self.planning, self.regions.telling():
-            situation, known = self.regions.enter(self.planner, situation, values)
-            compiled = self.plans.pop(situation, None)
+            found, known = self.regions.enter(self.planner, situation, values)
+            compiled = self.plans.pop(found, None)
             if compiled is None:
-                planned = self.planner.again(situation, least=not known)
-                compiled = Compiled(planned.with_overhead(self.overhead_s), self, situation)
+                try:
+                    planned = self.planner.again(found, least=not known)
+                except BudgetError:
+                    if self.regions.together:
+                        raise
+                    # More is there than in the steps that were watched: it leaves what it can.
+                    self.regions.no_room()
+                    found = self.regions.situation_unknown(self.planner, situation)
+                    planned = self.planner.again(found, least=True)
+                compiled = Compiled(planned.with_overhead(self.overhead_s), self, found)
                 _tell(planned.plan)
                 if on_new is not None:
                     on_new(compiled)
-            self._keep(situation, compiled)
-            return situation, compiled
+            self._keep(found, compiled)
+            return found, compiled
 
     def _keep(self, situation: Situation, compiled: Compiled) -> None:
         if len(self.plans) >= MOST_PLANS:

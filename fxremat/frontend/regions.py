@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,23 +19,25 @@ from time import perf_counter
 import torch
 
 from fxremat import torch_compat
-from fxremat.errors import GraphBreakWarning
+from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, Chosen, Seen, agreed_levels, agreed_step
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.choices import alone, choices_of, chosen_for, leaving_least
-from fxremat.frontend.lessons import warn
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.walk import Called, Key, Known, Walk, between, most_bytes, seen_levels
+from fxremat.frontend.told import Told
+from fxremat.frontend.walk import Called, Key, Known, Row, Walk, between, seen_levels
 from fxremat.planner.situation import Beside, Situation
 from fxremat.runtime.arena import HostLimit
-from fxremat.runtime.levels import Levels, Watcher
+from fxremat.runtime.levels import Levels, Watcher, Whole
 from fxremat.runtime.steps import Step
 from fxremat.solvers.knapsack import Call, Choice
-from fxremat.units import format_bytes, format_seconds
 
 MOST_KNOWN = 64
 """Steps that are known; the one that was watched first goes first."""
+
+FEW = 4
+"""Steps that are alike and known each by itself; of further ones the envelope is."""
 
 MUCH = 0.02
 """Of the budget: where so much less is there than before, plans are chosen again."""
@@ -50,10 +51,9 @@ class Regions:
         watcher: of the model's steps.
         budget: what the peak of a step may reach.
         settle_budget: is told what the budget means in bytes once that is known.
+        told: what its user hears.
         several: steps are known to run several graphs.
         called: calls of the model are told.
-        breaks: why a planner's graph is not all of the model, by the planner's ``id``; ``None``:
-            that was asked for.
         known: steps that were watched.
         parameters: that calls have read, by ``id``, where nobody tells of calls of the model.
         late_bytes: are left free beside what was seen: it may come, or go, at another moment.
@@ -67,9 +67,9 @@ class Regions:
     watcher: Watcher
     budget: Callable[[], Budget]
     settle_budget: Callable[[Budget], None]
+    told: Told = field(default_factory=Told)
     several: bool = False
     called: bool = False
-    breaks: dict[int, str] | None = field(default_factory=dict)
     known: list[Known] = field(default_factory=list)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     late_bytes: int = 0
@@ -79,7 +79,7 @@ class Regions:
     elsewhere_bytes: int = 0
     steps: int = 0
     _planners: dict[int, int] = field(default_factory=dict)
-    _unsure: bool = True
+    _watches: int = 1  # of steps to come, whatever they are
     _late_bytes: int = 0  # of collectives in graphs, likewise
     _before: Walk | None = None
     _learned: bool = False  # from it
@@ -93,13 +93,32 @@ class Regions:
         Args:
             device: of the model.
             there_bytes: tells what is there then: what the model holds, gradients, arguments.
+
+        Raises:
+            BudgetError: steps take more than the budget whatever their plans.
         """
         self.called = True
         self._drop_failed()
         walk = self._going_on()
         if self.several and (walk is None or not walk.calls):
-            self._next().base_bytes = there_bytes()
-            self._begin_watch(device)
+            walk = self._next()
+            walk.base_bytes = there_bytes()
+            self._begin_watch(walk, device)
+
+    def returned(self, outputs: object) -> None:
+        """It has ended."""
+        walk: Walk | None = getattr(self._now, "walk", None)
+        if walk is None or not walk.watched:
+            return
+        graph = _Graph()
+        self.watcher.close(graph)
+        torch_compat.before_each_backward(outputs, lambda: self._goes_back(graph, walk))
+
+    def _goes_back(self, _graph: object, walk: Walk) -> None:
+        """A backward begins where a call of the model has ended, in whatever thread."""
+        if not torch_compat.is_profiled():
+            walk.unseen = "it runs in another thread than the forward"
+        torch_compat.after_backward(self.watcher.done)
 
     def fail(self) -> None:
         """A call of the model has raised."""
@@ -132,32 +151,61 @@ class Regions:
             given_bytes = planner.step.around(situation).given_bytes
             walk.base_bytes = given_bytes - situation.waiting_bytes + self._others_bytes(values)
             if not self.called:
-                self._begin_watch(planner.step.joint.device)
+                self._begin_watch(walk, planner.step.joint.device)
         elif not walk.calls:  # what else was found, beside what the model holds
             walk.base_bytes += situation.kept_bytes + situation.state_bytes
             walk.base_bytes += sum(situation.bucket_bytes)
         self._planners.setdefault(id(planner), len(self._planners))
-        place, keys = len(walk.calls), (*walk.keys, called.key)
-        if not place:
-            self._prepare(called, walk.base_bytes + situation.waiting_bytes)
-        known = self._known_as(keys)
-        watched = self._watch(called, walk)
-        walk.plain = bool(known) and not watched
+        if not walk.calls:
+            self._agree_on_begin(called, walk.base_bytes + situation.waiting_bytes)
+            walk.begin(self.known)
+        places = self._with_room(walk, called)
+        self._watch(called, walk)
         walk.calls.append(called)
-        self._unsure = not known
-        if not known:
+        if not places:
+            walk.unknown = True
             return self.situation_unknown(planner, situation), False
         held_bytes = situation.waiting_bytes - walk.calls[0].situation.waiting_bytes
         own_bytes = planner.step.around(alone(situation)).given_bytes
-        besides = [own.besides[place] for own in known]
-        begins = (own.there_bytes + own.besides[place].more_bytes for own in known)
+        besides = [known.besides[place] for known, place in places]
+        begins = (
+            known.there_bytes + known.more_bytes + known.besides[place].more_bytes
+            for known, place in places
+        )
         beside = Beside(
             held_bytes - own_bytes + max(begins),
             max(beside.turn_bytes for beside in besides),
             max(beside.tangent_bytes for beside in besides),
-            self._host_bytes(max(own.later_host_bytes[place] for own in known)),
+            self._host_bytes(max(known.later_host_bytes[place] for known, place in places)),
         )
         return replace(alone(situation), beside=beside), True
+
+    def no_room(self) -> None:
+        """The call that was entered last does not fit where it was to: it leaves least."""
+        self._now.walk.unknown = True
+
+    def _with_room(self, walk: Walk, called: Called) -> list[tuple[Known, int]]:
+        """Known steps that the one that goes on may be, and the call's places in them, each with
+        plans chosen together.
+
+        Raises:
+            BudgetError: it is one of some steps that are known, and no plans fit any of them.
+        """
+        first = walk.calls[0] if walk.calls else called
+        there_bytes = (walk.base_bytes or 0) + first.situation.waiting_bytes
+        found, failed = [], None
+        for known, place in walk.follow(called.key):
+            if self.together and known not in walk.begun:
+                continue  # ranks know of the same steps, but not of the same sizes
+            try:
+                self._choose(known, there_bytes)
+            except BudgetError as error:
+                failed = failed or error
+                continue
+            found.append((known, place))
+        if not found and failed is not None and walk.begun and not walk.calls:
+            raise failed
+        return found
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
         """What fails in here, fails for all that must follow the same plans."""
@@ -200,6 +248,7 @@ class Regions:
 
     def done(self, step: Step) -> None:
         """It has ended."""
+        self.watcher.after(step)
         walk = self._walks.get(step)
         if walk is not None:
             walk.calls[walk.steps[step]].times_s.append(perf_counter())
@@ -219,10 +268,6 @@ class Regions:
     def _much_bytes(self) -> float:
         return MUCH * (self.budget().nbytes or 0)
 
-    def _known_as(self, keys: tuple[Key, ...]) -> list[Known]:
-        """Steps that are known, and begin with such calls."""
-        return [own for own in self.known if own.keys[: len(keys)] == keys]
-
     def _leaves_room(self, known: Known, there_bytes: int) -> bool:
         """Whether plans were chosen for what is there when a step begins, or for little more."""
         host_bytes = self._host_bytes()
@@ -230,23 +275,20 @@ class Regions:
         as_before = 0 <= more_bytes <= MUCH * (host_bytes or 0)
         return as_before and known.leaves_room(there_bytes, self._much_bytes)
 
-    def _prepare(self, called: Called, there_bytes: int) -> None:
-        """Let plans be chosen for a step that begins.
+    def _agree_on_begin(self, called: Called, there_bytes: int) -> None:
+        """Let all processes know of steps what any of them has seen.
 
         Args:
-            called: its first call.
+            called: the first call of the step that begins.
             there_bytes: what is there.
 
         Raises:
-            BudgetError: none fit.
             RankError: other processes, which must follow the same plans, make other calls.
         """
         if self.peers is not None and self.together and self._before is not None:
             self._agree_on_all(self.peers, called, there_bytes)
         elif self.peers is not None and 2 <= self.steps <= AGREED:
             self._agree(self.peers, there_bytes)
-        for known in self._known_as((called.key,)):
-            self._choose(known, there_bytes)
 
     def _agree(self, peers: Peers, there_bytes: int) -> None:
         """Let all processes know of the step before what any of them has seen of it.
@@ -258,11 +300,11 @@ class Regions:
         own = Seen(there_bytes)
         if self.known:
             latest = self.known[0]
-            own = replace(own, calls=self._described(latest.keys), levels=tuple(latest.levels))
+            own = replace(own, calls=self._described(latest.keys), levels=latest.rows)
         most = agreed_levels(peers, own)
         self.elsewhere_bytes = most.base_bytes - there_bytes
         if most.levels:
-            self.known[0].levels, self.known[0].besides = list(most.levels), []
+            self.known[0].see(most.levels)
 
     def _agree_on_all(self, peers: Peers, called: Called, there_bytes: int) -> None:
         """The same, where all processes must go on alike: so they must know the same steps.
@@ -280,8 +322,8 @@ class Regions:
         (begins,) = self._described((called.key,))
         own = Seen(there_bytes, self._described(keys), begins=begins)
         if self._learned and latest is not None:
-            own = replace(own, levels=tuple(latest.levels))
-        now = self._known_as((called.key,))
+            own = replace(own, levels=latest.rows)
+        now = [own for own in self.known if own.keys[:1] == (called.key,)]
         fit = [self._leaves_room(k, there_bytes + self._aside_bytes) for k in now]
         most = agreed_step(peers, own, settled=not self._learned and bool(fit) and all(fit))
         self._learned = False
@@ -295,7 +337,7 @@ class Regions:
         if latest is None:
             self._know(Known(tuple(before.calls), []))
             latest = self.known[0]
-        latest.levels = list(most.levels)
+        latest.see(most.levels)
 
     def _know(self, known: Known) -> None:
         self.known = [known, *self.known[: MOST_KNOWN - 1]]
@@ -315,11 +357,16 @@ class Regions:
         gradients = [p.grad for p in others if p.grad is not None]
         return sum(tensor.untyped_storage().nbytes() for tensor in (*others, *gradients))
 
-    def _begin_watch(self, device: torch.device) -> None:
+    def _begin_watch(self, walk: Walk, device: torch.device) -> None:
         """Watch a step that begins, where it may teach."""
         shared = self.peers is None or self.steps < AGREED  # what is seen, others learn
-        if self._unsure or (shared and any(own.watches for own in self.known)):
-            self.watcher.begin(device)
+        if not self._watches and not (shared and any(own.watches for own in self.known)):
+            return
+        walk.watched = self.watcher.begin(
+            device, whole=lambda seen: self._learn(walk, seen), until_closed=self.called
+        )
+        if not walk.watched:
+            walk.unseen = "another profiler is on in its thread"
 
     def _drop_failed(self) -> None:
         """Let what a step holds go that has raised, so that the next one has all room."""
@@ -337,78 +384,99 @@ class Regions:
         return walk if not walk.calls or any(step.waits for step in walk.steps) else None
 
     def _next(self) -> Walk:
-        """A new step."""
+        """A new step.
+
+        Raises:
+            BudgetError: steps take more than the budget whatever their plans.
+        """
         self.watcher.end()
         self.steps += 1
         walk: Walk | None = getattr(self._now, "walk", None)
         if walk is None or walk.calls:
             self._before = walk
-        if walk is not None and walk.plain:
-            self._tell_breaks(walk)
+        if walk is not None:
+            self._end(walk)
+        self.told.refuse(self.budget())
         walk = self._now.walk = Walk()
         return walk
 
-    def _tell_breaks(self, walk: Walk) -> None:
-        """Warn of what breaks a step that has run as planned, once."""
-        alike = (own for own in self.known if own.keys[: len(walk.calls)] == walk.keys)
-        known = next(alike, None)
-        if self.breaks is None or known is None:
+    def _end(self, walk: Walk) -> None:
+        """A step is over."""
+        if walk.unknown or not walk.calls:
+            self._watches = 2  # one more, as the next may be another one
+        elif walk.watched:
+            self._watches -= bool(self._watches)
+        if walk.last is None or walk.failed:
             return
-        if known.told or any(len(call.times_s) != 4 for call in walk.calls):
-            return
-        known.told = True
-        lines = [
-            f"  {format_seconds(seconds)}: "
-            f"{self.breaks.get(id(call.planner), 'it returns to what is not captured')}"
-            for call, seconds in between(walk)
-        ]
-        warnings.warn(
-            f"a step runs {len(walk.calls)} graphs, each planned for what is beside it. Seconds "
-            "between them, in both directions, which are not planned:\n" + "\n".join(lines),
-            GraphBreakWarning,
-            stacklevel=2,
-        )
+        self.told.followed(walk)
+        timed = all(len(call.times_s) == 4 for call in walk.calls)
+        if timed and not walk.watched and not walk.unknown:
+            for known in walk.begun:
+                if len(known.calls) == len(walk.calls):
+                    known.seconds = known.seconds or tuple(between(walk))
+                    self.told.broken(known)
 
-    def _watch(self, called: Called, walk: Walk) -> bool:
-        """Have a call watched where its step is; whether it is."""
-        place = len(walk.calls)
+    def _watch(self, called: Called, walk: Walk) -> None:
+        """Have a call watched where its step is."""
 
         def tell(seen: Levels) -> None:
             called.levels = seen
-            if place == len(walk.calls) - 1:
-                self._learn(walk)
 
-        return self.watcher.join(tell)
+        if walk.watched:
+            self.watcher.join(tell)
 
-    def _learn(self, walk: Walk) -> None:
-        """A step was watched to its end."""
-        seen = seen_levels(walk)
-        if seen is None or walk.failed:
+    def _learn(self, walk: Walk, seen: Whole) -> None:
+        """A step was watched, as far as it could be."""
+        if walk.failed or not (seen.done or walk.calls):
             return
-        keys = walk.keys
-        first, *_ = walk.calls
-        assert walk.base_bytes is not None
-        peak_bytes = walk.base_bytes + first.situation.waiting_bytes + most_bytes(walk)
-        over = peak_bytes - (self.budget().nbytes or peak_bytes)
-        if over > 0:
-            warn(
-                f"this step of {len(keys)} regions took {peak_bytes} bytes, {over} "
-                f"({format_bytes(over)}) more than its budget of {self.budget().nbytes}. The next "
-                "step's plans leave room for that"
-            )
-        known = next((own for own in self.known if own.keys == keys), None)
+        base_bytes = (walk.base_bytes or 0) + sum(c.situation.waiting_bytes for c in walk.calls[:1])
+        peak_bytes = base_bytes + seen.peak_bytes
+        self.told.peak(peak_bytes, self.budget(), walk)
+        levels = seen_levels(walk)
+        if levels is None or not levels:
+            walk.unseen = walk.unseen or "their backwards had not ended when the next ones began"
+            return
+        if walk.unseen:
+            self.told.half_seen(walk)
         self._learned = True
-        if known is None:
-            self._know(Known(tuple(walk.calls), seen))
-            return
-        known.watches -= 1
-        known.levels = [
-            tuple(max(pair) + max(over, 0) for pair in zip(before, now, strict=True))
-            for before, now in zip(known.levels, seen, strict=True)
-        ]
-        there_bytes = self._aside_bytes + walk.base_bytes + first.situation.waiting_bytes
-        if there_bytes + known.planned_bytes > (self.budget().nbytes or 0):
-            known.besides = []
+        followed = [known for known in walk.begun or walk.places if not walk.unknown]
+        for known in self._taught(walk, levels):
+            known.first_bytes = max(known.first_bytes, seen.first_bytes)
+            known.seen_bytes = peak_bytes
+            if known in followed and known.choices:
+                explained_bytes = known.planned_bytes - known.more_bytes
+                known.more_bytes = max(known.more_bytes, seen.peak_bytes - explained_bytes)
+            there_bytes = self._aside_bytes + base_bytes
+            budget_bytes = self.budget().nbytes or 0
+            if not known.choices or there_bytes + known.planned_bytes > budget_bytes:
+                known.besides = []
+
+    def _taught(self, walk: Walk, levels: list[Row]) -> list[Known]:
+        """Steps that are known, or are from now on, of which ``walk`` was one."""
+        own = next((k for k in self.known if k.keys == walk.keys and not k.envelope), None)
+        if own is not None:
+            own.watches -= bool(own.watches)
+            pairs = zip(own.levels, levels, strict=True)
+            own.levels = [tuple(map(max, *pair)) for pair in pairs]
+            self._know(own)
+            return [own]
+        alike = [k for k in self.known if k.is_alike(walk.calls) and not self.together]
+        found = []
+        if alike:
+            wide = next((k for k in alike if k.envelope), alike[0])
+            envelope = wide.around(walk.calls, levels)
+            if envelope is not None:
+                if wide.envelope:
+                    self.known.remove(wide)
+                    if envelope.keys == wide.keys:
+                        envelope.watches = max(0, wide.watches - 1)
+                self._know(envelope)
+                found.append(envelope)
+        if len(alike) < FEW or not found:
+            own = Known(tuple(walk.calls), levels)
+            self._know(own)
+            found.append(own)
+        return found
 
     def _choose(self, known: Known, there_bytes: int) -> None:
         """Choose plans for all calls of a step together, if that is to be done.
@@ -438,6 +506,7 @@ class Regions:
             found = self.peers.follow("plans of regions", Chosen, make) or made[0]
         self.settle_budget(replace(self.budget(), nbytes=found.budget_bytes, share=None))
         known.there_bytes, known.host_bytes = there_bytes, host_bytes
+        known.least_bytes, known.full_bytes = found.least_bytes, found.full_bytes
         known.choices, known.besides = found.choices, list(found.besides)
         takes = [choice.host_bytes for choice in found.choices]
         known.later_host_bytes = [sum(takes[place + 1 :]) for place in range(len(takes))]
@@ -447,9 +516,19 @@ class Regions:
             Call(self._choices_of(call), *levels)
             for call, levels in zip(known.calls, known.levels, strict=True)
         ]
-        return chosen_for(calls, self.budget(), there_bytes=there_bytes, host_bytes=host_bytes)
+        return chosen_for(
+            calls,
+            self.budget(),
+            there_bytes=there_bytes + known.more_bytes,
+            first_bytes=known.first_bytes,
+            host_bytes=host_bytes,
+        )
 
     def _choices_of(self, call: Called) -> tuple[Choice, ...]:
         if call.key not in self._choices:
             self._choices[call.key] = choices_of(call.planner, call.situation)
         return self._choices[call.key]
+
+
+class _Graph:
+    """Lives as long as the graph of a call of the model."""

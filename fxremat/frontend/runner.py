@@ -31,24 +31,24 @@ from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
-from fxremat.frontend.untouched import (
-    attributes_replaced,
-    buffers_restored,
-    generators_restored,
-    in_training,
-)
+from fxremat.frontend.untouched import attributes_replaced, generators_restored, in_training
 from fxremat.planner.surroundings import Caller, model_bytes
 
 
 class Runner:
     """The training forward of one model.
 
+    It is captured as one graph where it can be, and nothing of it runs for that. Where it cannot,
+    it is captured in pieces from its next call on, while that runs: what Dynamo leaves to Python
+    between them may write, draw or print, and is run once.
+
     Args:
         original: the model; a ``DistributedDataParallel`` runs around what is captured.
         compiler: plans its steps.
         unused: outputs that get no gradient.
-        dynamic, whole: see :class:`Entry`.
-        regions: modules that are captured each by itself.
+        dynamic: see :class:`Entry`.
+        whole: it must be one graph.
+        regions: modules that are captured each by itself; not whole, then.
     """
 
     def __init__(
@@ -65,13 +65,18 @@ class Runner:
         self.compiler = compiler
         self._unused = unused
         self._inner = inner = torch_compat.wrapped_by(original)
-        self._whole = Entry(forward_of(inner, unused), compiler, dynamic=dynamic, whole=whole)
+        self._forward = forward_of(inner, unused)
+        self._dynamic = dynamic
+        self._must_be_whole = whole
+        self._whole = Entry(self._forward, compiler, dynamic=dynamic, whole=True)
+        self._pieces: Entry | None = None
         self._run: Callable[..., Any] = self._planned
-        self._apart = Apart(regions)
         if inner is not original:
             self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._planned))
+        self._apart = Apart(inner, regions)
         if regions:
-            compiler.regions.several, compiler.regions.breaks = True, None
+            compiler.regions.told.breaks = None  # they are asked for
+            self._take_apart()
         self._device = device_of(original)
         # Dynamo keeps compiled code for longer than this lives.
         weakref.finalize(self, compiler.close).atexit = False
@@ -112,8 +117,11 @@ class Runner:
         regions = asked.modules(torch_compat.wrapped_by(model))
         if torch_compat.is_sharded(model):
             return _of_sharded(model, asked, regions, peers)
-        restored = contextlib.nullcontext() if asked.fullgraph else buffers_restored(model)
-        with generators_restored(), in_training(model), torch.enable_grad(), restored:
+        with (
+            generators_restored(model, (call.args, call.kwargs)),
+            in_training(model),
+            torch.enable_grad(),
+        ):
             outputs = call_without_data(torch_compat.wrapped_by(model), call)
             # No outputs: they depend on data, which the capture reports.
             known = outputs is not None
@@ -142,8 +150,8 @@ class Runner:
                 runner._plan_only(call, hooked=hooked)
             compiler.progress = silent
             # Other captures get the same bytes, also where the budget was a share or "min".
-            assert compiler.latest is not None
             if asked.kept is None and not compiler.regions.several:
+                assert compiler.latest is not None
                 first = compiler.latest.planned.plan
                 compiler.budget = replace(asked.budget, nbytes=first.budget_bytes, share=None)
             compiler.kept = None  # it is of this shape
@@ -160,22 +168,52 @@ class Runner:
 
     def _planned(self, *args: Any, **kwargs: Any) -> Any:
         """What is captured, and outputs as the model's own."""
-        outputs = self._whole(*args, **kwargs)
+        outputs = self._captured(*args, **kwargs)
         detached: tuple[int, ...] = ()
         if self._unused is not None:
             outputs, detached = outputs
         return refuse_gradients(outputs, detached) if detached else outputs
 
+    def _captured(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is captured: as one graph, or in pieces once that could not be."""
+        if self._pieces is None:
+            try:
+                return self._whole(*args, **kwargs)
+            except torch_compat.capture_failures() as error:  # before anything has run
+                cause = torch_compat.failure_cause(error)
+                final = isinstance(cause, FxrematError) and not isinstance(cause, CaptureError)
+                if self._must_be_whole or final:
+                    raise
+                why = refused(self._inner, cause)
+            self.compiler.refuse_parts(str(why))
+            self._take_apart()
+            if not self.compiler.dry:
+                there = Sample(args, kwargs)
+                self.compiler.regions.call(self._device, lambda: self._there_bytes(there))
+        if self.compiler.dry:
+            raise PlannedOnly
+        assert self._pieces is not None
+        with self._apart:
+            return self._pieces(*args, **kwargs)
+
+    def _take_apart(self) -> None:
+        """Capture the model in pieces from now on."""
+        self.compiler.regions.several = True
+        dynamic, compiler = self._dynamic, self.compiler
+        self._pieces = Entry(self._forward, compiler, dynamic=dynamic, whole=False)
+
     def _told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``run``; what Dynamo raises comes out as what really went wrong."""
-        compiler = self.compiler
-        compiler.resident = lambda: _resident(self.original, args, kwargs)
+        compiler, call = self.compiler, Sample(args, kwargs)
+        compiler.resident = lambda: _resident(self.original, call)
         compiler.arguments = lambda: places_of(args, kwargs)
         try:
-            compiler.regions.call(self._device, lambda: self._there_bytes(args, kwargs))
-            with torch_compat.capture_settings(), self._apart:
+            if not compiler.dry:
+                compiler.regions.call(self._device, lambda: self._there_bytes(call))
+            with torch_compat.capture_settings():
                 outputs = run(*args, **kwargs)
             if compiler.regions.several:
+                compiler.regions.returned(outputs)
                 compiler.in_flight.returned(tree_leaves(outputs))
             return outputs
         except torch_compat.capture_failures() as error:
@@ -186,11 +224,11 @@ class Runner:
             raise
         finally:
             compiler.resident = compiler.arguments = tuple  # a batch must not outlive its step
-        raise self._failure(failed, Sample(args, kwargs))
+        raise self._failure(failed, call)
 
-    def _there_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _there_bytes(self, call: Sample) -> int:
         """What is there when a call begins."""
-        resident = _resident(self.original, args, kwargs)
+        resident = _resident(self.original, call)
         return model_bytes(resident, self.compiler.caller, self._device)
 
     def _failure(self, error: BaseException, call: Sample) -> BaseException:
@@ -207,12 +245,12 @@ class Runner:
         return cause
 
     def _plan_only(self, call: Sample, *, hooked: bool) -> None:
-        """Let Dynamo capture the call and plan it, but not run it."""
+        """Let Dynamo capture the call as one graph and plan it, but run nothing of it."""
         compiler = self.compiler
-        whole: Callable[..., Any] = self._whole
+        whole: Callable[..., Any] = self._captured
         untouched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if hooked and self._inner._forward_pre_hooks:  # they may give the forward other arguments
-            whole = _with_forward(self._inner, self._whole)
+            whole = _with_forward(self._inner, self._captured)
             untouched = functools.partial(attributes_replaced, self._inner, lambda tensor: tensor)
 
         def run() -> None:
@@ -221,15 +259,13 @@ class Runner:
 
         compiler.dry = True
         try:
-            run()
+            if self._pieces is None:
+                run()
             if compiler.compiled:
                 compiler.measure_overhead(run)
-            else:  # as one graph it is told why
-                whole = Entry(self._inner.forward, compiler, dynamic=False, whole=True)
-                run()
         finally:
             compiler.dry = False
-        if not compiler.compiled:
+        if not compiler.compiled and self._pieces is None:
             raise CaptureError(
                 f"{type(self.original).__name__} computes nothing with a gradient from this "
                 "sample: there is no step to plan"
@@ -253,9 +289,11 @@ def _of_sharded(
     )
     compiler = compiler_of(asked, caller, silent, peers)
     compiler.refuse_parts("fully_shard has hooks around its modules")
-    compiler.regions.several = True
     compiler.regions.late_bytes = torch_compat.late_bytes(model)
-    return Runner(model, compiler, dynamic=asked.dynamic, whole=asked.fullgraph, regions=regions)
+    runner = Runner(model, compiler, dynamic=asked.dynamic, regions=regions, whole=False)
+    if not asked.fullgraph:
+        runner._take_apart()
+    return runner
 
 
 def _with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
@@ -291,11 +329,8 @@ def compiler_of(
     )
 
 
-def _resident(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, ...]:
-    arguments = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-    return (*model.parameters(), *model.buffers(), *arguments)
+def _resident(model: nn.Module, call: Sample) -> tuple[torch.Tensor, ...]:
+    return (*model.parameters(), *model.buffers(), *(tensor for _, tensor in call.tensors()))
 
 
 @contextlib.contextmanager

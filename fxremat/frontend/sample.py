@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,7 +129,13 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
     state = {name: shell(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     quiet = torch_compat.without_shape_errors_logged()
     try:
-        with attributes_replaced(model, shell), quiet, mode, torch.no_grad():
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            attributes_replaced(model, shell),
+            quiet,
+            mode,
+            torch.no_grad(),
+        ):
             return functional_call(model, state, args, kwargs)
     except torch_compat.data_dependent_errors():
         return None  # the capture tells where, and names the line
@@ -158,7 +166,8 @@ def own_error(model: nn.Module, call: Sample) -> Exception | None:
             args, kwargs = pytree.tree_map(copied, (call.args, call.kwargs))
             state = {n: copied(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
             with (
-                generators_restored(),
+                generators_restored(model, (call.args, call.kwargs)),
+                contextlib.redirect_stdout(io.StringIO()),
                 attributes_replaced(model, copied),
                 torch.set_grad_enabled(enabled),
             ):

@@ -18,8 +18,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 @contextlib.contextmanager
-def generators_restored() -> Iterator[None]:
-    """Python's, NumPy's and torch's default random generators end as they began."""
+def generators_restored(*holders: object) -> Iterator[None]:
+    """Python's, NumPy's and torch's default random generators end as they began.
+
+    Args:
+        holders: models and samples; generators among their attributes and arguments do so, too.
+    """
+    own = {id(g): (g, g.get_state()) for held in holders for g in _generators_of(held)}
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state: Any = numpy.random.get_state() if numpy else None
@@ -31,6 +36,18 @@ def generators_restored() -> Iterator[None]:
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
+        for generator, state in own.values():
+            generator.set_state(state)
+
+
+def _generators_of(holder: object) -> Iterator[torch.Generator]:
+    """Generators in a model's attributes, or in containers."""
+    values: list[object] = [holder]
+    if isinstance(holder, nn.Module):
+        values = [value for module in holder.modules() for value in vars(module).values()]
+    for value in pytree.tree_leaves(values):
+        if isinstance(value, torch.Generator):
+            yield value
 
 
 @contextlib.contextmanager
@@ -46,19 +63,6 @@ def in_training(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-@contextlib.contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Buffers end as they began, though code that cannot be captured has run."""
-    before = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, version, value in before:
-                if buffer._version != version:
-                    buffer.copy_(value)
 
 
 @contextlib.contextmanager

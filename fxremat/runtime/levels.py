@@ -16,6 +16,9 @@ from fxremat.errors import CostError
 FORWARD, TURN, BACKWARD, AFTER = "forward", "turn", "backward", "after"
 """Phases of a call: its forward, what follows that, its backward, what follows that."""
 
+DONE = "done"
+"""What follows a backward, all calls' included."""
+
 MOST_CALLS = 4096
 """Of a step that are watched."""
 
@@ -52,6 +55,21 @@ class Levels:
         return max(self.forward_bytes, self.turn_bytes, self.backward_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Bytes that a step had allocated, over those at its begin.
+
+    Attributes:
+        first_bytes: most before its first call.
+        peak_bytes: most until the last of its backwards had ended.
+        done: a backward was seen to end.
+    """
+
+    first_bytes: int
+    peak_bytes: int
+    done: bool
+
+
 @dataclass(slots=True)
 class _Watched:
     """One call.
@@ -74,7 +92,7 @@ class Watcher:
 
     A step is one call, or several whose backwards have not run when the next begins.
 
-    A profiler cannot be stopped inside a backward. So it ends with the graph of the step, with the
+    A profiler cannot be stopped inside a backward. So it ends with the graphs of the step, with the
     next step, or when somebody else needs the thread's profiler.
     """
 
@@ -83,13 +101,25 @@ class Watcher:
         self._thread: threading.Thread | None = None
         self._calls: list[_Watched] = []
         self._on_cuda = False
+        self._tell_whole: Callable[[Whole], None] | None = None
+        self._graphs = 0  # of the step that are there
+        self._open = False  # further ones may come
 
-    def begin(self, device: torch.device, tell: Callable[[Levels], None] | None = None) -> bool:
+    def begin(
+        self,
+        device: torch.device,
+        tell: Callable[[Levels], None] | None = None,
+        *,
+        whole: Callable[[Whole], None] | None = None,
+        until_closed: bool = False,
+    ) -> bool:
         """Watch a step that begins; whether that can be.
 
         Args:
             device: of the step.
             tell: is told what was seen of its call, when it ends; ``None``: none begins yet.
+            whole: is told of all calls together, after each was told of.
+            until_closed: it goes on at least until :meth:`close`, though graphs of it are gone.
         """
         if self._thread is not None and not self._thread.is_alive():
             self._forget()
@@ -100,7 +130,8 @@ class Watcher:
             log.__enter__()
         except CostError:
             return False
-        self._log, self._calls = log, []
+        self._log, self._calls, self._tell_whole = log, [], whole
+        self._graphs, self._open = 0, until_closed
         self._thread = threading.current_thread()
         self._on_cuda = device.type == "cuda"
         if tell is not None:
@@ -125,14 +156,24 @@ class Watcher:
         return self._place_of(step) is not None
 
     def until_gone(self, graph: object, step: object) -> None:
-        """End at the latest when ``graph`` is gone, if ``step`` is that of the first call.
+        """Go on at least as long as ``graph`` is there, if ``step`` is watched.
 
         Args:
-            graph: lives as long as the graph of the call, which leads from the first one on.
+            graph: lives as long as the graph of a call.
             step: what its forward has left.
         """
-        if self._place_of(step) == 0:
-            weakref.finalize(graph, self._end_of, self._log).atexit = False
+        if self._place_of(step) is not None:
+            self._lives(graph)
+
+    def close(self, graph: object) -> None:
+        """No further call begins of the step that is watched in this thread.
+
+        Args:
+            graph: lives as long as that of all that the calls have led to.
+        """
+        if self._is_here():
+            self._lives(graph)
+            self._open = False
 
     def back(self, step: object, *, gone: Sequence[int] = ()) -> None:
         """The backward of ``step`` begins, which is watched.
@@ -148,7 +189,12 @@ class Watcher:
         self._calls[place].gone = () if self._on_cuda else tuple(gone)
         self._calls[place].ended = False
         self._mark(place, BACKWARD)
-        torch_compat.after_backward(lambda: self.after(step))
+
+        def ended() -> None:
+            self.after(step)
+            self.done()
+
+        torch_compat.after_backward(ended)
 
     def after(self, step: object) -> None:
         """The backward of ``step`` has ended, though another may go on."""
@@ -156,6 +202,11 @@ class Watcher:
         if place is not None and not self._calls[place].ended:
             self._calls[place].ended = True
             self._mark(place, AFTER)
+
+    def done(self) -> None:
+        """A backward has ended, with all calls that took part."""
+        if self._log is not None:
+            self._log.mark(DONE)
 
     def end(self) -> None:
         """Tell what was seen, if something is watched in this thread."""
@@ -165,9 +216,16 @@ class Watcher:
         assert log is not None
         log.__exit__()
         calls, self._calls = self._calls, []
+        tell_whole, self._tell_whole = self._tell_whole, None
         events = _with_unseen(log.events, [call.gone for call in calls])
         for place, call in enumerate(calls):
             call.tell(_levels(events, place))
+        if tell_whole is not None:
+            tell_whole(_whole(events))
+
+    def _lives(self, graph: object) -> None:
+        self._graphs += 1
+        weakref.finalize(graph, self._end_of, self._log).atexit = False
 
     def _call(self, tell: Callable[[Levels], None]) -> None:
         self._calls.append(_Watched(tell))
@@ -184,11 +242,13 @@ class Watcher:
         log, self._log = self._log, None
         if log is not None:
             log.forget()
-        self._thread, self._calls = None, []
+        self._thread, self._calls, self._tell_whole = None, [], None
 
     def _end_of(self, log: object) -> None:
         if self._log is log:
-            self.end()
+            self._graphs -= 1
+            if not self._graphs and not self._open:
+                self.end()
 
     def _is_here(self) -> bool:
         here = self._log is not None and threading.current_thread() is self._thread
@@ -223,6 +283,20 @@ def _with_unseen(events: _Events, gone: Sequence[Sequence[int]]) -> _Events:
         found.append((mark, change))
         before = mark
     return found
+
+
+def _whole(events: _Events) -> Whole:
+    """What all of a step had allocated."""
+    now = most = first = peak = 0
+    begun = done = False
+    for mark, change in events:
+        now += change
+        most = max(most, now)
+        begun |= mark == _name(0, FORWARD)
+        first = first if begun else most
+        if mark == DONE and not change:
+            done, peak = True, most
+    return Whole(first, peak if done else most, done)
 
 
 def _levels(events: _Events, place: int) -> Levels:

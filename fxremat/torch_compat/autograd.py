@@ -25,6 +25,15 @@ def before_backward(outputs: object, check: Callable[[], None]) -> None:
                 return
 
 
+def before_each_backward(outputs: object, call: Callable[[], None]) -> None:
+    """Call ``call`` before a backward goes on from any of ``outputs``, in its thread."""
+    from torch.utils._pytree import tree_leaves  # noqa: PLC0415
+
+    tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    for node in {tensor.grad_fn: None for tensor in tensors if tensor.grad_fn is not None}:
+        node.register_prehook(lambda _gradients: call())
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Have ``call`` called once the backward that runs has ended, which raises what it raises."""
     engine: Any = torch.autograd.Variable._execution_engine
@@ -45,6 +54,12 @@ def drop_failed_backward() -> None:
     if current_backward() < 0:
         with torch.inference_mode(False), torch.enable_grad():
             torch.autograd.backward(torch.zeros((), requires_grad=True))
+
+
+def is_profiled() -> bool:
+    """Whether a profiler is on in this thread, or where its backward was asked for."""
+    enabled: Any = torch._C._autograd._profiler_enabled
+    return bool(enabled())
 
 
 def keeps_graph() -> bool:

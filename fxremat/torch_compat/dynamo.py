@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,21 +86,28 @@ def compile_function(
     )
 
 
-def break_of(module: object) -> str | None:
+def break_of(module: object, *, own: str) -> str | None:
     """Why a graph that Dynamo captures now is not all of what :func:`compile_function` was given.
 
     ``None``: it is all. Dynamo tells the reason and the line, but not where it leaves the function
-    alone that leads there, and captures what that calls.
+    alone that leads there, and captures what that calls: then it is the line that does.
+
+    Args:
+        module: the graph.
+        own: folder of a package whose lines are nobody's.
     """
     reason: Any = getattr(module, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         lines = [f"{line.filename}:{line.lineno}" for line in reason.user_stack[-1:]]
         return ": ".join([*lines, *reason.reason.splitlines()[:1]])
+    library, caller = str(Path(torch.__file__).parent), ""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         code = frame.f_code
         if code.co_filename == __file__ and code.co_name.startswith(_OWN):
-            return "its caller is not captured with it, as where that has broken, or a loop would"
+            return f"{caller or 'its caller'}: this line's function is not captured with it"
+        if not caller and not code.co_filename.startswith((library, own, "<")):
+            caller = f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None
 
@@ -116,6 +124,27 @@ def apart(function: Callable[..., Any]) -> Callable[..., Any]:
     compiler: Any = torch.compiler
     disabled: Callable[..., Any] = compiler.disable(call, recursive=False)  # but not what it calls
     return disabled
+
+
+def seen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which is captured where Dynamo comes to it: torch's own files it passes by."""
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return captured
+
+
+def is_passed_by(module: torch.nn.Module) -> bool:
+    """Whether Dynamo runs calls of ``module`` as they are where their caller is not captured.
+
+    Modules without parts, one operation each, are left to Python there: nothing is gained by a
+    plan of one.
+    """
+    from torch._dynamo import trace_rules  # noqa: PLC0415
+
+    has_parts = any(True for _ in module.children()) and "forward" not in vars(module)
+    return has_parts and bool(trace_rules.check(type(module).forward))
 
 
 def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:

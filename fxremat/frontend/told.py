@@ -1,0 +1,134 @@
+"""What the user of a model that is captured in pieces hears of its steps."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+from fxremat.errors import BudgetError, GraphBreakWarning
+from fxremat.frontend.budget import Budget
+from fxremat.frontend.lessons import warn
+from fxremat.frontend.walk import Known, Walk
+from fxremat.units import format_bytes, format_seconds
+
+MOST_OVER = 3
+"""Steps in a row that may take more than the budget, each told, before the next one is refused."""
+
+MOST_UNLEARNED = 4
+"""Steps in a row that follow their least plans before that is told."""
+
+
+@dataclass(slots=True)
+class Told:
+    """Of one model.
+
+    Attributes:
+        breaks: why a planner's graph is not all of the model, by the planner's ``id``; ``None``:
+            that was asked for.
+    """
+
+    breaks: dict[int, str] | None = field(default_factory=dict)
+    _over: int = 0
+    _seen_bytes: int = 0
+    _unlearned: int = 0
+    _alone: bool = False
+
+    def peak(self, peak_bytes: int, budget: Budget, walk: Walk) -> None:
+        """A step was watched.
+
+        Args:
+            peak_bytes: of it.
+            budget: of the model.
+            walk: its calls.
+        """
+        budget_bytes = budget.nbytes or peak_bytes
+        if not walk.calls:
+            budget_bytes = budget.bytes_of(full_bytes=peak_bytes, least_bytes=peak_bytes)
+            self._nothing(peak_bytes)
+        over = peak_bytes - budget_bytes
+        if over <= 0:
+            self._over = 0
+            return
+        self._over = self._over + 1 if walk.calls else MOST_OVER
+        self._seen_bytes = max(self._seen_bytes, peak_bytes)
+        what = f"{_count(len(walk.calls), 'region')}" if walk.calls else "which nothing is captured"
+        then = "The next step's plans leave room for that" if walk.calls else "Nothing is planned"
+        warn(
+            f"this step, of {what}, took {peak_bytes} bytes, {over} ({format_bytes(over)}) more "
+            f"than its budget of {budget_bytes}. {then}"
+        )
+
+    def _nothing(self, peak_bytes: int) -> None:
+        if not self._alone:
+            self._alone = True
+            self._break(
+                "nothing of this model that has a gradient can be captured, so nothing is planned: "
+                f"it runs as it is, and a step took {peak_bytes} bytes "
+                f"({format_bytes(peak_bytes)}). Move what can be captured into modules of its own"
+            )
+
+    def refuse(self, budget: Budget) -> None:
+        """A step begins.
+
+        Raises:
+            BudgetError: those before took more than the budget, whatever was planned.
+        """
+        if self._over < MOST_OVER or budget.grows:
+            return
+        self._over -= 1  # who goes on is told again
+        nbytes = self._seen_bytes
+        raise BudgetError(
+            f"budget {budget.written!r} is {budget.nbytes} bytes, but steps took up to {nbytes} "
+            f"bytes ({format_bytes(nbytes)}) with what their code between regions allocates, which "
+            f"is not planned{self._lines()}. Give at least {nbytes}, or budget='min'",
+            least_budget_bytes=nbytes,
+        )
+
+    def followed(self, walk: Walk) -> None:
+        """A step with a backward is over."""
+        self._unlearned = self._unlearned + 1 if walk.unknown else 0
+        if self._unlearned == MOST_UNLEARNED:
+            why = walk.unseen or "each called regions, or sizes, that none had called before"
+            self._break(
+                f"{MOST_UNLEARNED} steps in a row followed plans that leave the least memory, "
+                f"whatever the time, and are not known to keep to the budget: {why}{self._lines()}"
+            )
+
+    def half_seen(self, walk: Walk) -> None:
+        """A step was watched, but not its backward."""
+        if self._unlearned >= 0:
+            self._unlearned = -1 << 30  # once
+            self._break(
+                f"what a step takes in its backward, between regions, is not known: {walk.unseen}. "
+                f"It is taken to be what its forward took{self._lines()}"
+            )
+
+    def broken(self, known: Known) -> None:
+        """A step has run as it was planned."""
+        if self.breaks is None or known.told:
+            return
+        known.told = True
+        rows = []
+        for call, row, seconds in zip(
+            known.calls, known.levels, (*known.seconds, None), strict=True
+        ):
+            why = self.breaks.get(id(call.planner), "it returns to code that is not captured")
+            takes = "" if seconds is None else f"{format_seconds(seconds)}, "
+            rows.append(f"  {takes}{format_bytes(max(row[1], 0))}: {why}")
+        self._break(
+            f"a step runs {_count(len(known.calls), 'graph')}, each planned for what is beside it. "
+            "After each, what is not planned: seconds in both directions, and bytes that are "
+            "there:\n" + "\n".join(rows)
+        )
+
+    def _lines(self) -> str:
+        """Where the model breaks."""
+        lines = sorted(set((self.breaks or {}).values()))
+        return f" (captured in pieces: {'; '.join(lines)})" if lines else ""
+
+    def _break(self, message: str) -> None:
+        warnings.warn(message, GraphBreakWarning, stacklevel=4)
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
