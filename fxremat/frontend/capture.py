@@ -22,6 +22,7 @@ from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.regions import Regions
 from fxremat.frontend.store import Store
+from fxremat.frontend.told import NOT_CAPTURED
 from fxremat.planner.surroundings import Caller, spread_gradient_bytes
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
@@ -147,9 +148,7 @@ class StepCompiler:
             CaptureError: a CUDA graph is being captured.
         """
         cuda_graph.refuse_planning()
-        broken = None if self.whole else torch_compat.break_of(module, own=_OWN)
-        if broken is None and not self.regions.called and any(self.in_flight):
-            broken = "another graph of the same step is captured before"
+        broken = None if self.whole else self._broken(module)
         if broken is not None:
             self.refuse_parts(broken)
             self.regions.several = True
@@ -184,6 +183,15 @@ class StepCompiler:
         with torch_compat.without_donated_buffers():
             run: Callable[..., Any] = backend(module, example_inputs)
         return backward_checked(run) if found else run
+
+    def _broken(self, module: object) -> str | None:
+        """Why a graph is not all of the model; ``None``: it is, as far as is known."""
+        ended = torch_compat.break_of(module)
+        line, inside = torch_compat.caller_of_captured(_OWN)
+        first = self.regions.called or not any(self.in_flight)  # where nobody tells of calls
+        if ended is not None or (first and not inside):
+            return ended
+        return f"{line or 'its caller'}: what is called there {NOT_CAPTURED}"
 
     def refuse_parts(self, broken: str) -> None:
         """Refuse what is asked for of a model that is captured whole.
@@ -271,6 +279,7 @@ class StepCompiler:
         if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
             family.know_overhead(self.overhead_s)
         self.families.append(family)
+        self.regions.captured = True
         (self.latest,) = family.plans.values()
         return family
 

@@ -151,7 +151,7 @@ def _choice(way: Way, sent: Sent) -> Choice:
     turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
     return Choice(
         evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
-        max(peaks_bytes[:turn]) - around.given_bytes,
+        max((*peaks_bytes[:turn], around.given_bytes)) - around.given_bytes,
         max((*peaks_bytes[turn:], evaluation.end_bytes)) - around.given_bytes,
         sent.total_s,
         sent.host_bytes if way.host_limited else 0,

@@ -62,6 +62,7 @@ class Regions:
         together: graphs have collectives: all processes must follow the same plans at all calls.
         elsewhere_bytes: that the one that has most has more than this one when a step begins.
         steps: that have begun.
+        captured: the step before has captured a graph: of that, circles are left that hold memory.
     """
 
     watcher: Watcher
@@ -78,6 +79,7 @@ class Regions:
     together: bool = False
     elsewhere_bytes: int = 0
     steps: int = 0
+    captured: bool = False
     _planners: dict[int, int] = field(default_factory=dict)
     _watches: int = 1  # of steps to come, whatever they are
     _late_bytes: int = 0  # of collectives in graphs, likewise
@@ -142,6 +144,9 @@ class Regions:
         Raises:
             BudgetError: no plans of the regions fit together.
         """
+        self._now.inner = torch_compat.current_backward() >= 0
+        if self._now.inner:  # its step is over before the backward goes on, which was watched so
+            return self.situation_unknown(planner, situation), False
         if not self.called:
             read = (p for p in values if isinstance(p, torch.nn.Parameter))
             self.parameters.update({id(p): weakref.ref(p) for p in read})
@@ -219,10 +224,13 @@ class Regions:
 
     def begin(self) -> None:
         """The forward of the call that was entered last begins."""
-        self._now.walk.calls[-1].times_s.append(perf_counter())
+        if not self._now.inner:
+            self._now.walk.calls[-1].times_s.append(perf_counter())
 
     def left(self, step: Step) -> None:
         """It has ended."""
+        if self._now.inner:
+            return
         walk: Walk = self._now.walk
         walk.steps[step] = len(walk.calls) - 1
         self._walks[step] = walk
@@ -390,6 +398,9 @@ class Regions:
             BudgetError: steps take more than the budget whatever their plans.
         """
         self.watcher.end()
+        if self.captured:
+            gc.collect()
+            self.captured = False
         self.steps += 1
         walk: Walk | None = getattr(self._now, "walk", None)
         if walk is None or walk.calls:
@@ -406,7 +417,7 @@ class Regions:
             self._watches = 2  # one more, as the next may be another one
         elif walk.watched:
             self._watches -= bool(self._watches)
-        if walk.last is None or walk.failed:
+        if walk.failed or not (walk.done or walk.last is not None):
             return
         self.told.followed(walk)
         timed = all(len(call.times_s) == 4 for call in walk.calls)
@@ -432,6 +443,7 @@ class Regions:
         base_bytes = (walk.base_bytes or 0) + sum(c.situation.waiting_bytes for c in walk.calls[:1])
         peak_bytes = base_bytes + seen.peak_bytes
         self.told.peak(peak_bytes, self.budget(), walk)
+        walk.done = seen.done
         levels = seen_levels(walk)
         if levels is None or not levels:
             walk.unseen = walk.unseen or "their backwards had not ended when the next ones began"

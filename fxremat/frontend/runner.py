@@ -28,9 +28,9 @@ from fxremat.frontend.entry import Entry
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.refused import refused
-from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
+from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of, rejected
 from fxremat.frontend.store import Store
-from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
+from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import attributes_replaced, generators_restored, in_training
 from fxremat.planner.surroundings import Caller, model_bytes
 
@@ -122,10 +122,7 @@ class Runner:
             in_training(model),
             torch.enable_grad(),
         ):
-            outputs = call_without_data(torch_compat.wrapped_by(model), call)
-            # No outputs: they depend on data, which the capture reports.
-            known = outputs is not None
-            needs = needs_of_loss(asked.loss, outputs) if asked.loss and known else None
+            needs = _needs_of_loss(torch_compat.wrapped_by(model), call, asked)
             caller = Caller(
                 reserve_bytes=asked.reserve_bytes,
                 held_bytes=optimizer_bytes(asked.optimizer, model),
@@ -184,6 +181,10 @@ class Runner:
                 final = isinstance(cause, FxrematError) and not isinstance(cause, CaptureError)
                 if self._must_be_whole or final:
                     raise
+                if torch_compat.may_be_the_models(cause):
+                    own = own_error(self._inner, Sample(args, kwargs))
+                    if own is not None:
+                        raise own from None
                 why = refused(self._inner, cause)
             self.compiler.refuse_parts(str(why))
             self._take_apart()
@@ -263,6 +264,10 @@ class Runner:
                 run()
             if compiler.compiled:
                 compiler.measure_overhead(run)
+        except FxrematError:
+            raise
+        except Exception as error:
+            raise rejected(self.original, call, error) from error
         finally:
             compiler.dry = False
         if not compiler.compiled and self._pieces is None:
@@ -270,6 +275,36 @@ class Runner:
                 f"{type(self.original).__name__} computes nothing with a gradient from this "
                 "sample: there is no step to plan"
             )
+
+
+def _needs_of_loss(model: nn.Module, call: Sample, asked: Arguments) -> LossNeeds | None:
+    """What a loss outside the model needs, where that is told and the model can be one graph.
+
+    Nothing is run of any other model: its steps show what their loss needs.
+    """
+    if asked.loss is None or not _is_whole(model, call, asked):
+        return None
+    outputs = call_without_data(model, call)
+    return None if outputs is None else needs_of_loss(asked.loss, outputs)
+
+
+def _is_whole(model: nn.Module, call: Sample, asked: Arguments) -> bool:
+    """Whether Dynamo can trace a call as one graph; nothing is run."""
+
+    def planned_only(*_args: Any) -> Any:
+        raise PlannedOnly
+
+    entry = Entry(model.forward, lambda *_given: planned_only, dynamic=asked.dynamic, whole=True)
+    try:
+        with torch_compat.capture_settings():
+            entry(*call.args, **call.kwargs)
+    except PlannedOnly:
+        return True
+    except Exception as error:
+        cause = torch_compat.failure_cause(error)
+        if asked.fullgraph or torch_compat.may_be_the_models(cause):
+            return True  # it is told why by the capture itself
+    return False
 
 
 def _of_sharded(

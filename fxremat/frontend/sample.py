@@ -142,10 +142,15 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
     except Exception as error:
         if own_error(model, sample) is None:  # it does what cannot be done without data
             return None
-        shapes = ", ".join(f"{place} {tuple(t.shape)} {t.dtype}" for place, t in sample.tensors())
-        raise SampleError(
-            f"{type(model).__name__} rejects the sample ({shapes}): {type(error).__name__}: {error}"
-        ) from error
+        raise rejected(model, sample, error) from error
+
+
+def rejected(model: nn.Module, sample: Sample, error: Exception) -> SampleError:
+    """The error that tells of what ``model`` itself raises for a sample."""
+    shapes = ", ".join(f"{place} {tuple(t.shape)} {t.dtype}" for place, t in sample.tensors())
+    return SampleError(
+        f"{type(model).__name__} rejects the sample ({shapes}): {type(error).__name__}: {error}"
+    )
 
 
 def own_error(model: nn.Module, call: Sample) -> Exception | None:

@@ -18,6 +18,10 @@ MOST_UNLEARNED = 4
 """Steps in a row that follow their least plans before that is told."""
 
 
+NOT_CAPTURED = "is not captured with it"
+"""Told of a line whose function Dynamo has left to Python, while it captures what that calls."""
+
+
 @dataclass(slots=True)
 class Told:
     """Of one model.
@@ -109,16 +113,18 @@ class Told:
             return
         known.told = True
         rows = []
-        for call, row, seconds in zip(
-            known.calls, known.levels, (*known.seconds, None), strict=True
-        ):
-            why = self.breaks.get(id(call.planner), "it returns to code that is not captured")
+        times_s = (*known.seconds, None)
+        for call, row, seconds in zip(known.calls, known.levels, times_s, strict=True):
+            why = self.breaks.get(id(call.planner), "")
+            if why.endswith(NOT_CAPTURED) and seconds is None:
+                continue  # the step's last one: it ends with what it is called by
             takes = "" if seconds is None else f"{format_seconds(seconds)}, "
-            rows.append(f"  {takes}{format_bytes(max(row[1], 0))}: {why}")
+            told = why or "it returns to code that is not captured"
+            rows.append(f"  {takes}{format_bytes(max(row[1], 0))}: {told}")
         self._break(
             f"a step runs {_count(len(known.calls), 'graph')}, each planned for what is beside it. "
-            "After each, what is not planned: seconds in both directions, and bytes that are "
-            "there:\n" + "\n".join(rows)
+            "What comes after each is not planned: the seconds it takes, in both directions, and "
+            "its bytes:\n" + "\n".join(rows)
         )
 
     def _lines(self) -> str:

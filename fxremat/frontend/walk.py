@@ -186,6 +186,7 @@ class Walk:
         begun: known steps that begin with the same calls.
         places: where it has come to in other known steps, with some of their calls left out.
         last: the call whose backward began last.
+        done: a backward of it was seen to end.
         unknown: a call of it is none of a known step's at that place, or had no room there.
         watched: it is.
         unseen: why nothing was learned from it.
@@ -198,6 +199,7 @@ class Walk:
     begun: list[Known] = field(default_factory=list)
     places: dict[Known, int] = field(default_factory=dict)
     last: int | None = None
+    done: bool = False
     unknown: bool = False
     watched: bool = False
     unseen: str = ""
@@ -234,7 +236,7 @@ def seen_levels(walk: Walk) -> list[Row] | None:
     found: list[Row] = []
     for call in walk.calls:
         seen = call.levels
-        if seen is None or walk.last is None:
+        if seen is None or not (walk.done or walk.last is not None):
             return None
         first, *_ = walk.calls
         held_bytes = call.situation.waiting_bytes - first.situation.waiting_bytes

@@ -248,6 +248,9 @@ def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, turn: int)
         calls[HELD, i] = now
         peak = max(peak, calls[PEAK, i])
         total_s += call_s[i]
+    if first == count:  # the backward computes nothing: the turn comes after all calls
+        at_turn = now + data[at.around + 1]
+        now += data[at.around + 2]
     at_end = now + data[at.around + 3]
     data[at.total + COUNT], data[at.total + TURN] = count, first
     data[at.total + MOST_HELD] = max(peak, at_turn, at_end)

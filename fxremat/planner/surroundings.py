@@ -142,7 +142,6 @@ def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.
     if caller.accumulate:
         made = [t for t in leaves if t.requires_grad and t.grad is None]
         each += [torch_compat.local_part(t).nbytes for t in made]
-    each += [SCALAR_BYTES] * SCALARS
     library_bytes = caller.library_bytes
     if library_bytes is None:
         library_bytes = library_workspaces(device)

@@ -86,30 +86,34 @@ def compile_function(
     )
 
 
-def break_of(module: object, *, own: str) -> str | None:
-    """Why a graph that Dynamo captures now is not all of what :func:`compile_function` was given.
-
-    ``None``: it is all. Dynamo tells the reason and the line, but not where it leaves the function
-    alone that leads there, and captures what that calls: then it is the line that does.
-
-    Args:
-        module: the graph.
-        own: folder of a package whose lines are nobody's.
+def break_of(module: object) -> str | None:
+    """Why Dynamo ends a graph that it captures now, and the user's line; ``None``: it is all of its
+    function.
     """
     reason: Any = getattr(module, "compile_subgraph_reason", None)
-    if reason is not None and reason.graph_break:
-        lines = [f"{line.filename}:{line.lineno}" for line in reason.user_stack[-1:]]
-        return ": ".join([*lines, *reason.reason.splitlines()[:1]])
+    if reason is None or not reason.graph_break:
+        return None
+    lines = [f"{line.filename}:{line.lineno}" for line in reason.user_stack[-1:]]
+    return ": ".join([*lines, *reason.reason.splitlines()[:1]])
+
+
+def caller_of_captured(own: str) -> tuple[str, bool]:
+    """The line that calls the function that Dynamo captures now, and whether it is left to Python
+    below a function that :func:`compile_function` was given.
+
+    Args:
+        own: folder of a package whose lines are nobody's.
+    """
     library, caller = str(Path(torch.__file__).parent), ""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         code = frame.f_code
         if code.co_filename == __file__ and code.co_name.startswith(_OWN):
-            return f"{caller or 'its caller'}: this line's function is not captured with it"
+            return caller, True
         if not caller and not code.co_filename.startswith((library, own, "<")):
             caller = f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return None
+    return caller, False
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,6 +203,14 @@ def capture_failures() -> tuple[type[BaseException], ...]:
     from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415
 
     return (TorchDynamoException,)
+
+
+def may_be_the_models(cause: BaseException) -> bool:
+    """Whether Dynamo's error may be one that the function itself raises, and not only its own."""
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError  # noqa: PLC0415
+
+    ours = not isinstance(cause, TorchDynamoException)
+    return ours or isinstance(cause, TorchRuntimeError) or "Observed exception" in str(cause)
 
 
 def failure_cause(error: BaseException) -> BaseException:
