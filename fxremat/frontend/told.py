@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from dataclasses import dataclass, field
 
@@ -112,15 +113,20 @@ class Told:
         if self.breaks is None or known.told:
             return
         known.told = True
-        rows = []
+        found: list[tuple[str, int, float | None]] = []
         times_s = (*known.seconds, None)
         for call, row, seconds in zip(known.calls, known.levels, times_s, strict=True):
             why = self.breaks.get(id(call.planner), "")
-            if why.endswith(NOT_CAPTURED) and seconds is None:
-                continue  # the step's last one: it ends with what it is called by
-            takes = "" if seconds is None else f"{format_seconds(seconds)}, "
-            told = why or "it returns to code that is not captured"
-            rows.append(f"  {takes}{format_bytes(max(row[1], 0))}: {told}")
+            if not why.endswith(NOT_CAPTURED) or seconds is not None:  # else it ends the step
+                told = why or "it returns to code that is not captured"
+                found.append((told, max(row[1], 0), seconds))
+        rows = []
+        for why, group in itertools.groupby(found, key=lambda one: one[0]):
+            alike = list(group)
+            seconds_s = sum(seconds for _, _, seconds in alike if seconds is not None)
+            times = f"{len(alike)} times, " if len(alike) > 1 else ""
+            most = format_bytes(max(nbytes for _, nbytes, _ in alike))
+            rows.append(f"  {times}{format_seconds(seconds_s)}, {most}: {why}")
         self._break(
             f"a step runs {_count(len(known.calls), 'graph')}, each planned for what is beside it. "
             "What comes after each is not planned: the seconds it takes, in both directions, and "
