@@ -43,6 +43,10 @@ MUCH = 0.02
 """Of the budget: where so much less is there than before, plans are chosen again."""
 
 
+NEAR = 0.75
+"""Of the budget: steps that differ from each other and are planned to take more are all watched."""
+
+
 @dataclass(slots=True)
 class Regions:
     """Those of one model.
@@ -208,7 +212,8 @@ class Regions:
                 failed = failed or error
                 continue
             found.append((known, place))
-        if not found and failed is not None and walk.begun and not walk.calls:
+        sure = self.together or all(known.is_sure for known in walk.begun)
+        if failed is not None and not found and walk.begun and not walk.calls and sure:
             raise failed
         return found
 
@@ -348,7 +353,8 @@ class Regions:
         latest.see(most.levels)
 
     def _know(self, known: Known) -> None:
-        self.known = [known, *self.known[: MOST_KNOWN - 1]]
+        others = [own for own in self.known if own is not known]
+        self.known = [known, *others[: MOST_KNOWN - 1]]
 
     def _described(self, keys: Sequence[Key]) -> tuple[str, ...]:
         """Calls as every process has them."""
@@ -368,13 +374,20 @@ class Regions:
     def _begin_watch(self, walk: Walk, device: torch.device) -> None:
         """Watch a step that begins, where it may teach."""
         shared = self.peers is None or self.steps < AGREED  # what is seen, others learn
-        if not self._watches and not (shared and any(own.watches for own in self.known)):
+        if not self._watches and not (shared and any(map(self._may_teach, self.known))):
             return
         walk.watched = self.watcher.begin(
             device, whole=lambda seen: self._learn(walk, seen), until_closed=self.called
         )
         if not walk.watched:
             walk.unseen = "another profiler is on in its thread"
+
+    def _may_teach(self, known: Known) -> bool:
+        """Whether steps are watched: where they differ, all whose like may come near the budget."""
+        if not known.envelope or not known.choices:
+            return bool(known.watches) or known.envelope
+        peak_bytes = known.there_bytes + known.planned_bytes
+        return bool(known.watches) or peak_bytes > NEAR * (self.budget().nbytes or 0)
 
     def _drop_failed(self) -> None:
         """Let what a step holds go that has raised, so that the next one has all room."""
@@ -467,9 +480,7 @@ class Regions:
         """Steps that are known, or are from now on, of which ``walk`` was one."""
         own = next((k for k in self.known if k.keys == walk.keys and not k.envelope), None)
         if own is not None:
-            own.watches -= bool(own.watches)
-            pairs = zip(own.levels, levels, strict=True)
-            own.levels = [tuple(map(max, *pair)) for pair in pairs]
+            own.see_again(levels)
             self._know(own)
             return [own]
         alike = [k for k in self.known if k.is_alike(walk.calls) and not self.together]

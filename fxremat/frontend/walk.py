@@ -87,6 +87,7 @@ class Known:
         told: what breaks it was said.
         seconds: between calls, as a step that was not watched has taken them.
         seen_bytes: the peak of the one that was watched last.
+        seen: so many were watched.
     """
 
     calls: tuple[Called, ...]
@@ -105,6 +106,7 @@ class Known:
     told: bool = False
     seconds: tuple[float, ...] = ()
     seen_bytes: int | None = None
+    seen: int = 1
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -115,6 +117,24 @@ class Known:
     def rows(self) -> tuple[Row, ...]:
         """All that was seen of it, for others to know."""
         return (*self.levels, (self.first_bytes, self.more_bytes))
+
+    def see_again(self, levels: Sequence[Row]) -> None:
+        """It was watched once more.
+
+        The first one may have taken what none takes again: libraries set themselves up.
+        """
+        if self.is_sure:
+            pairs = zip(self.levels, levels, strict=True)
+            self.levels = [tuple(map(max, *pair)) for pair in pairs]
+        else:
+            self.levels, self.first_bytes, self.more_bytes = list(levels), 0, 0
+        self.watches -= bool(self.watches)
+        self.seen += 1
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it was watched often enough for a budget to be refused."""
+        return self.seen > 1
 
     def see(self, rows: Sequence[Row]) -> None:
         """Take what was seen: plans are to be chosen for it."""
