@@ -37,6 +37,7 @@ class Told:
     _seen_bytes: int = 0
     _unlearned: int = 0
     _alone: bool = False
+    _blind: bool = False
 
     def peak(self, peak_bytes: int, budget: Budget, walk: Walk) -> None:
         """A step was watched.
@@ -92,11 +93,14 @@ class Told:
     def followed(self, walk: Walk) -> None:
         """A step with a backward is over."""
         self._unlearned = self._unlearned + 1 if walk.unknown else 0
-        if self._unlearned == MOST_UNLEARNED:
+        blind = bool(walk.unknown and walk.unseen and walk.places) and not self._blind
+        if self._unlearned == MOST_UNLEARNED or blind:
+            self._blind |= blind
             why = walk.unseen or "each called regions, or sizes, that none had called before"
             self._break(
-                f"{MOST_UNLEARNED} steps in a row followed plans that leave the least memory, "
-                f"whatever the time, and are not known to keep to the budget: {why}{self._lines()}"
+                f"{_count(max(self._unlearned, 1), 'step')} in a row followed plans that leave the "
+                "least memory, whatever the time, and are not known to keep to the budget: "
+                f"{why}{self._lines()}"
             )
 
     def half_seen(self, walk: Walk) -> None:
