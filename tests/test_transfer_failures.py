@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import sys
+import threading
 import time
 import weakref
+from collections.abc import Callable
+from types import FrameType
 
 import pytest
 import torch
@@ -74,6 +79,60 @@ def test_what_a_dead_worker_had_still_to_do_fails(arena: Arena):
     assert not host[4 * KIB :].any()
     assert not other.any()
     assert bits(there_and_back(xs[0], arena.open())) == bits(xs[0])
+
+
+def meddled(run: Callable[[], None], meddle: Callable[[], None], *, line: int) -> None:
+    """Run it; from its so manieth line in the worker's module on, others meddle before each."""
+    lines = [0]
+
+    def trace(frame: FrameType, event: str, _arg: object):
+        if frame.f_code.co_filename != worker.__file__:
+            return None
+        if event == "line":
+            lines[0] += 1
+            if lines[0] >= line:
+                meddle()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("line", range(1, 6))
+def test_a_transfer_may_end_more_than_once(arena: Arena, line: int):
+    """By the worker, and by all who wait and find it gone."""
+    x = torch.randn(KIB)
+    host = arena.open()
+    lease, array = lease_of(host), x.numpy()
+    assert isinstance(lease, worker.WorkerLease)
+    transfer = worker.Transfer("offload", array, array.copy(), lease=lease)
+    with pytest.raises(TransferError, match="no such page"):
+        meddled(transfer.wait, lambda: transfer.fail(OSError("no such page")), line=line)
+
+
+@pytest.mark.parametrize("line", range(1, 12))
+def test_all_who_find_the_worker_gone_clear_up_at_once(arena: Arena, line: int):
+    x = torch.randn(KIB)
+    host = arena.open()
+    dead, lease, array = arena_worker(host), lease_of(host), x.numpy()
+    assert isinstance(lease, worker.WorkerLease)
+    with failing(SystemExit("killed")), pytest.raises(TransferError):
+        there_and_back(x, host)
+
+    first, other = (worker.Transfer("offload", array, array.copy(), lease=lease) for _ in range(2))
+
+    def submit(transfer: worker.Transfer) -> None:
+        with contextlib.suppress(TransferError):
+            dead.submit(transfer)
+
+    both = (lambda: submit(first)), (lambda: submit(other))
+    run = threading.Thread(target=meddled, args=both, kwargs={"line": line}, daemon=True)
+    run.start()
+    run.join(5)
+    assert not run.is_alive()
 
 
 def test_a_transfer_that_a_dying_worker_lost_is_not_waited_for(arena: Arena, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from fxremat.ir import Copy, Forward, MeasuredLink
 from fxremat.ir.coded import decoded
 from fxremat.planner.generators import chain_schedules
+from fxremat.planner.moves import Movable
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory, Moved, Transfers
@@ -68,6 +69,23 @@ def test_on_a_join_never_slower_than_on_its_line_or_without(name: str, speed: fl
         assert found.total_s <= alone.fastest_within(budget).total_s * (1 + 1e-9)
         if budget >= whole.search.least.peak_bytes:
             assert found.total_s <= whole.search.fastest_within(budget).total_s * (1 + 1e-9)
+
+
+def test_the_least_is_looked_for_once(monkeypatch: pytest.MonkeyPatch):
+    """And anew where something else holds."""
+    found = transfers("gpt", 1e9, HostMemory())
+    looked: list[Movable] = []
+    least = Movable.least_bytes.fget
+    monkeypatch.setattr(Movable, "least_bytes", property(lambda x: looked.append(x) or least(x)))
+    nbytes = found.least_bytes
+    assert len(looked) == len(found.movable)
+    moved = found.fastest_within(nbytes)
+    found.describe_least()
+    assert found.least_bytes == nbytes == moved.evaluation.peak_bytes
+    assert len(looked) == len(found.movable)
+    tight = replace(found, host=HostMemory(limit_bytes=1))
+    assert tight.least_bytes > nbytes
+    assert found.least_bytes == nbytes
 
 
 @models

@@ -200,6 +200,7 @@ class Family:
         Raises:
             BudgetError: no plan that was found fits; nothing has run.
         """
+        self.optimizers.watcher.end()
         if not self.regions.several:
             self.watcher.end()
         self.calls += 1

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fxremat import torch_compat
-from fxremat.errors import BudgetWarning, CostError
+from fxremat.errors import BudgetWarning
 from fxremat.passes.joint.storage import allocated_bytes
+from fxremat.runtime.levels import Levels, Watcher
 from fxremat.units import format_bytes
 
 MOST_SEEN = 2
@@ -27,16 +28,23 @@ class Optimizers:
     Attributes:
         budget_bytes: asked for when a step was seen; ``None``: there is no budget yet.
         told_bytes: of state that was counted from the beginning.
-        state_bytes: of each optimizer by its id.
+        state_bytes: of each optimizer.
+        watcher: of what a step allocates. Nobody tells of one that raises: it ends with what
+            is watched next, a forward or a profile of the user's.
     """
 
     budget_bytes: Callable[[], int | None]
     told_bytes: int = 0
-    state_bytes: dict[int, int] = field(default_factory=dict)
-    _seen: dict[int, int] = field(default_factory=dict)
+    state_bytes: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    watcher: Watcher = field(default_factory=Watcher)
+    _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _told: list[Levels] = field(default_factory=list)
     _model: Callable[[], nn.Module | None] = lambda: None
     _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    _log: torch_compat.AllocationLog | None = None
 
     @property
     def more_bytes(self) -> int:
@@ -46,40 +54,39 @@ class Optimizers:
     def watch(self, model: nn.Module, device: torch.device) -> Callable[[], None]:
         """Watch those that step parameters of ``model``; what is returned ends that."""
         self._model, self._device = weakref.ref(model), device
-        return torch_compat.around_optimizers(self._before, self._after)
+        remove = torch_compat.around_optimizers(self._before, self._after)
+
+        def end() -> None:
+            remove()
+            self.watcher.end()
+
+        return end
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._log is not None or self._seen.get(id(optimizer), 0) >= MOST_SEEN:
+        self.watcher.end()
+        if self._seen.get(optimizer, 0) >= MOST_SEEN:
             return
-        if not self._steps(optimizer):
-            self._seen[id(optimizer)] = MOST_SEEN
-            return
-        self._log = torch_compat.AllocationLog(self._device)
-        try:
-            self._log.__enter__()
-        except CostError:
-            self._log = None
+        if self._steps(optimizer):
+            self.watcher.begin(self._device, self._told.append)
+        else:
+            self._seen[optimizer] = MOST_SEEN
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
-        key = id(optimizer)
-        seen = self._seen.get(key, 0)
+        seen = self._seen.get(optimizer, 0)
         if seen >= MOST_SEEN:
             return
-        self._seen[key] = seen + 1
-        if not seen:
-            weakref.finalize(optimizer, self._forget, key).atexit = False
-        self.state_bytes[key] = sum(
+        self._seen[optimizer] = seen + 1
+        self.state_bytes[optimizer] = sum(
             allocated_bytes(own.untyped_storage().nbytes(), own.device)
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.device == self._device
             for own in (torch_compat.local_part(value),)
         )
-        log, self._log = self._log, None
-        if log is not None:
-            log.__exit__()
-            left = sum(change for _mark, change in log.events)
-            self._compare(optimizer, log.peak_bytes - max(0, left))
+        self._told.clear()  # of one that has raised
+        self.watcher.end()
+        for told in self._told:
+            self._compare(optimizer, told.forward_bytes - max(0, told.left_bytes))
 
     def _compare(self, optimizer: torch.optim.Optimizer, bytes_meanwhile: int) -> None:
         """Warn where a step of the optimizer alone is too much."""
@@ -107,7 +114,3 @@ class Optimizers:
         model: Any = self._model()
         own = {id(p) for p in model.parameters()} if model is not None else set()
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-
-    def _forget(self, key: int) -> None:
-        self._seen.pop(key, None)
-        self.state_bytes.pop(key, None)

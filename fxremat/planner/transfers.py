@@ -163,6 +163,7 @@ class Transfers:
     movable: tuple[Movable, ...]
     candidates: tuple[Candidate, ...]
     known: tuple[Sent, ...] = ()
+    _least_found: list[tuple[int, Sent]] = field(default_factory=list, init=False, compare=False)
 
     @staticmethod
     def of(search: Search, host: HostMemory, link: MeasuredLink | None = None) -> Transfers:
@@ -221,10 +222,10 @@ class Transfers:
         for candidate in candidates:
             base = self._movable(candidate)
             yield Sent(candidate, (), base.evaluation, candidate.total_s)
-            most = base.evaluation.peak_bytes
+            most, least = base.evaluation.peak_bytes, base.least_bytes
             before: tuple[Move, ...] = ()
             for grade in range(1, GRADES + 1):
-                moves = base.moves(most - (most - base.least_bytes) * grade // GRADES) or ()
+                moves = base.moves(most - (most - least) * grade // GRADES) or ()
                 if moves != before:
                     seconds = makespan_s(base.evaluation, self._line, moves, self.link)
                     yield Sent(candidate, moves, moved(base.evaluation, moves), seconds)
@@ -234,7 +235,12 @@ class Transfers:
         return _movable(candidate, self.search, self.settled)
 
     def _least(self) -> tuple[int, Sent]:
-        """It, and what it was found with."""
+        """It, and what it was found with: looked for once."""
+        if not self._least_found:
+            self._least_found.append(self._find_least())
+        return self._least_found[0]
+
+    def _find_least(self) -> tuple[int, Sent]:
         pairs = zip(self.movable, self.candidates, strict=True)
         each = [(self._least_bytes(base), base, candidate) for base, candidate in pairs]
         best: tuple[int, Sent] | None = None
@@ -295,9 +301,12 @@ class Transfers:
     def _describe_limit(self) -> str | None:
         """How much host memory would do with less, if that is what limits."""
         limit = self._limit_bytes
-        least = min(base.least_bytes for base in self.movable)
-        best = [base for base in self.movable if base.least_bytes == least]
-        if limit is None or any(base.moves(least, limit) is not None for base in best):
+        if limit is None:
+            return None
+        each = [base.least_bytes for base in self.movable]
+        least = min(each)
+        best = [base for base, own in zip(self.movable, each, strict=True) if own == least]
+        if any(base.moves(least, limit) is not None for base in best):
             return None
         taken = min(sum(slot_bytes(m.nbytes) for m in base.moves(least) or ()) for base in best)
         return (

@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
@@ -37,11 +37,11 @@ class Transfer:
         self._ends: tuple[Bytes, Bytes] | None = (source, target)
         self._lease: WorkerLease | None = lease
         self._worker = lease.worker
-        # A bare lock that its end releases, and a flag: an interrupt inside an Event would
-        # leave that locked, and the worker waiting for it for good.
+        # A queue that each end puts something into, and a flag: an interrupt inside an Event
+        # would leave that locked, and the worker waiting for it for good. Both the worker and who
+        # finds it gone may end it: a lock would then be released in another's hands.
         self._ended = False
-        self._under_way = threading.Lock()
-        self._under_way.acquire()
+        self._ends_told: SimpleQueue[None] = SimpleQueue()
         self._times: tuple[float, float] | None = None
         self._error: BaseException | None = None
 
@@ -96,10 +96,13 @@ class Transfer:
 
     def _end(self) -> None:
         while not self._ended:
-            if self._under_way.acquire(timeout=_POLL_S):
-                self._under_way.release()  # for others who wait
-            elif not self._worker.alive():
-                self.fail(self._worker.cause())
+            try:
+                self._ends_told.get(timeout=_POLL_S)
+            except Empty:
+                if not self._worker.alive():
+                    self.fail(self._worker.cause())
+            else:
+                self._ends_told.put(None)  # for others who wait
 
     def _copy(self) -> None:
         assert self._ends is not None
@@ -114,8 +117,7 @@ class Transfer:
         self._ends = None
         self._lease = None
         self._ended = True
-        with contextlib.suppress(RuntimeError):  # it ended before
-            self._under_way.release()
+        self._ends_told.put(None)
 
 
 class Worker:
@@ -180,10 +182,11 @@ class Worker:
         return True
 
     def _fail_the_rest(self) -> None:
-        while not self._queue.empty():
-            transfer = self._queue.get()
-            if transfer is not None:
-                transfer.fail(self.cause())
+        with contextlib.suppress(Empty):
+            while True:  # others may take some of them meanwhile
+                transfer = self._queue.get_nowait()
+                if transfer is not None:
+                    transfer.fail(self.cause())
 
 
 _current: list[Worker] = []
