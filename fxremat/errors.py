@@ -70,6 +70,22 @@ class CaptureError(FxrematError):
     """
 
 
+class SizesError(CaptureError):
+    """A step with symbols in place of sizes cannot be followed; one of numbers may be.
+
+    Whoever captured it with symbols may do so again with numbers, each size by itself.
+
+    Args:
+        found: what does not follow the sizes.
+    """
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"{found}\nHave each size captured by itself: fxremat.compile(..., dynamic=False), or "
+            "torch.compile(..., dynamic=False) where you call that"
+        )
+
+
 class SampleError(FxrematError):
     """The sample cannot be passed to the model: wrong kind, shape or device."""
 

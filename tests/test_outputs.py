@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -98,6 +99,70 @@ def test_gradients_are_those_of_eager():
     for ours, theirs in zip(_step(model, call, x), expected, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
+
+
+class Weighed(nn.Module):
+    """Scores whose gradient the loss makes in another layout than they lie in.
+
+    How the convolution's bias sums it up follows the layout.
+    """
+
+    def __init__(self, order: tuple[int, ...] = (0, 2, 3, 1)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.order, self.back = order, tuple(order.index(dim) for dim in range(4))
+        self.body, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.head(self.body(x).relu())
+        scores = scores.permute(self.order).clone(memory_format=torch.contiguous_format)
+        scores = scores.permute(self.back) * 1.5
+        weights = torch.ones(scores.shape).cumsum(3).cumsum(2).cumsum(1).sin()
+        return {"loss": (scores * weights).sum(), "scores": scores}
+
+
+ORDERS = {"channels last": (0, 2, 3, 1), "transposed": (0, 1, 3, 2), "reversed": (3, 2, 1, 0)}
+
+
+def _gradients(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    call(x)["loss"].backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("drop_unused", [False, True])
+@pytest.mark.parametrize("budget", ["min", 1.0])
+def test_their_gradient_lies_as_that_of_aot_eager(
+    order: tuple[int, ...], drop_unused: bool, budget: str | float
+):
+    model, x = Weighed(order), torch.randn(4, 3, 32, 32)
+    expected = _gradients(model, torch.compile(model, backend="aot_eager"), x)
+    torch._dynamo.reset()
+    loss = operator.itemgetter("loss")
+    call = fxremat.compile(model, x, budget, loss=loss, drop_unused=drop_unused)
+    assert_bitwise_equal(_gradients(model, call, x), expected)
+
+
+def test_their_gradient_lies_as_that_of_aot_eager_at_other_sizes():
+    model = Weighed()
+    call = fxremat.compile(model, torch.randn(4, 3, 32, 32), 1.0, loss=operator.itemgetter("loss"))
+    for shape in ((3, 3, 24, 40), (2, 3, 16, 16)):
+        x = torch.randn(shape)
+        found = _gradients(model, call, x)
+        reference = torch.compile(model, backend="aot_eager", dynamic=True)
+        assert_bitwise_equal(found, _gradients(model, reference, x))
+    assert len(call._state.runner.compiler.families) == 2
+
+
+@pytest.mark.parametrize(("order", "count"), [((0, 2, 3, 1), 1), ((0, 1, 2, 3), 0)])
+def test_their_gradient_is_copied_only_into_another_layout(order: tuple[int, ...], count: int):
+    loss = operator.itemgetter("loss")
+    call = fxremat.compile(Weighed(order), torch.randn(4, 3, 32, 32), 1.0, loss=loss)
+    (family,) = call._state.runner.compiler.families
+    made = [node.target for node in family.planner.step.joint.backward]
+    assert made.count(torch.ops.aten.clone.default) == count
+    assert torch.ops.aten.add.Tensor not in made
 
 
 def test_no_gradient_of_them_is_set_aside():

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat.errors import CaptureError
+from fxremat import torch_compat
+from fxremat.errors import SizesError
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.build import build_joint_graph
@@ -165,7 +166,24 @@ def test_a_scale_is_computed_as_at_the_size_itself():
 
 def test_a_graph_with_symbols_must_be_settled():
     step = symbolic("gpt", HINTS["gpt"])
-    with pytest.raises(CaptureError, match="symbols"):
+    with pytest.raises(SizesError, match="symbols"):
         build_joint_graph(
             step.traced, forward_output_count=step.output_count, mutated_primals=step.mutated
         )
+
+
+class _Scaled(nn.Module):
+    """Multiplies by a number that is no sum, product or quotient of its sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * (0.5 * x.shape[0] % 1.7)
+
+
+def test_a_number_that_does_not_follow_sizes_is_refused_with_the_way_out():
+    model, x = nn.Sequential(nn.Linear(4, 4), _Scaled()), torch.randn(6, 4)
+    with pytest.raises(torch_compat.capture_failures()) as caught:
+        capture_sized(model, (x,), dims=[(0, 0)])
+    refused = torch_compat.failure_cause(caught.value)
+    assert isinstance(refused, SizesError)
+    assert "mod " in str(refused)
+    assert "fxremat.compile(..., dynamic=False)" in str(refused)

@@ -4,6 +4,10 @@ Autograd hands a compiled backward zeros for every output that got no gradient. 
 that many models return beside their loss cost as much again that way, and a summation with
 zeros. Detached inside the captured step, they cost neither. They are still there while their
 caller holds them, maybe through the whole backward; not returned at all, they cost nothing.
+
+Zeros that are summed first give the sum their layout, and a kernel that reads it may sum up in an
+order that follows the layout. So that the bits are those of the step with zeros, what the step
+itself makes of such an output's gradient is laid so.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxremat import torch_compat
 from fxremat.errors import BackwardError
 
 
@@ -51,18 +56,43 @@ def _detaching(
     What it returns is followed by which of its leaves were detached for it.
     """
 
+    gradient_as_with_zeros = torch_compat.opaque_to_dynamo(_gradient_as_with_zeros)
+
     def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[int, ...]]:
         leaves, spec = pytree.tree_flatten(forward(*args, **kwargs))
         detached: tuple[int, ...] = ()
         if len(leaves) == unused.count:
             detached = tuple(i for i in unused.leaves if leaves[i].requires_grad)
         for i in detached:
-            leaves[i] = None if unused.dropped else leaves[i].detach()
+            kept = gradient_as_with_zeros(leaves[i])
+            leaves[i] = None if unused.dropped else kept
         if unused.dropped:
             detached = ()
         return pytree.tree_unflatten(leaves, spec), detached
 
     return call
+
+
+def _gradient_as_with_zeros(output: torch.Tensor) -> torch.Tensor:
+    """``output`` without a gradient; where the step reads it, the one that it gets from there lies
+    as zeros and it would together.
+    """
+    zeros = torch_compat.traced_tangent(output)
+    if zeros is not None:
+        hooked: Any = output
+        hooked.register_hook(lambda gradient: _laid_as_sum(zeros, gradient))
+    return output.detach()
+
+
+def _laid_as_sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """``second``, in the layout of the sum of both."""
+    stride = torch.add(first, second).stride()  # of shells: no operation of a graph reads it
+    if stride == second.stride():
+        return second
+    shape = second.shape
+    outer = sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] == 1))
+    dense = second.permute(outer).clone(memory_format=torch.contiguous_format)
+    return dense.permute([outer.index(dim) for dim in range(len(shape))])
 
 
 def refuse_gradients(outputs: Any, detached: tuple[int, ...]) -> Any:

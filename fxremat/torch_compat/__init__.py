@@ -83,10 +83,12 @@ from fxremat.torch_compat.joint import (
     is_backward_node,
     is_tangent,
     mutated_primals,
+    opaque_to_dynamo,
     passed_primals,
     primal_values,
     sequence_number,
     stub_graphs,
+    traced_tangent,
     without_donated_buffers,
 )
 from fxremat.torch_compat.kernels import (
@@ -200,6 +202,7 @@ __all__ = [
     "mutated_primals",
     "never_uncompiled",
     "next_nodes",
+    "opaque_to_dynamo",
     "own_call",
     "own_rank",
     "passed_primals",
@@ -220,6 +223,7 @@ __all__ = [
     "stub_graphs",
     "symbol_hint",
     "symbol_most",
+    "traced_tangent",
     "uncompiled",
     "versions_of",
     "will_accumulate",

@@ -39,6 +39,32 @@ def aot_autograd_backend(
     return backend
 
 
+def opaque_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, one operation in Dynamo's graphs: AOTAutograd traces what it does, hooks of
+    tensors among it.
+    """
+    compiler: Any = torch.compiler
+    allowed: Callable[..., Any] = compiler.allow_in_graph(function)
+    return allowed
+
+
+def traced_tangent(output: torch.Tensor) -> torch.Tensor | None:
+    """A tensor that lies as a gradient which AOTAutograd, tracing now, would hand to ``output``.
+
+    ``None``: it traces none, or hands that gradient to no operation of the graph, because
+    ``output`` is a part of an input.
+    """
+    from torch._functorch._aot_autograd import collect_metadata_analysis  # noqa: PLC0415
+    from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
+
+    base = output._base if output._is_view() else output
+    if not isinstance(output, FunctionalTensor) or base is None or base.is_leaf:
+        return None
+    coerced: Any = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
+    tangent: torch.Tensor = coerced(output)[0]
+    return tangent
+
+
 def without_donated_buffers() -> contextlib.AbstractContextManager[Any]:
     """Nothing emitted writes into saved tensors; donating them forbids ``retain_graph``."""
     from torch._functorch import config  # noqa: PLC0415

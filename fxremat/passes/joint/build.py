@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.errors import CaptureError, GraphError
+from fxremat.errors import CaptureError, GraphError, SizesError
 from fxremat.passes.joint import batchnorm, invert, rng
 from fxremat.passes.joint.duplicates import merge_duplicates
 from fxremat.passes.joint.graph import JointGraph
@@ -45,6 +45,7 @@ def build_joint_graph(
     Raises:
         CaptureError: a shape depends on data, an operation runs a graph of its own, or waits for
             other processes.
+        SizesError: a size is a symbol.
         GraphError: the graph is not what AOTAutograd promises.
     """
     _check_static(module.graph)
@@ -102,9 +103,8 @@ def _check_static(graph: fx.Graph) -> None:
             if not any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
                 continue
             if any(isinstance(s, torch.SymInt) for n in graph.nodes for s in _input_sizes(n)):
-                raise CaptureError(
-                    f"the sizes {shown} of {node.name} are symbols: fxremat plans static shapes, "
-                    "pass dynamic=False to torch.compile"
+                raise SizesError(
+                    f"the sizes {shown} of {node.name} are symbols, and fxremat plans numbers"
                 )
             raise CaptureError(
                 f"the sizes {shown} computed by {node.target} depend on data\n"

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.errors import CaptureError
+from fxremat.errors import CaptureError, SizesError
 from fxremat.passes.joint.sizes import (
     LAYOUTS,
     PREFIX,
@@ -43,7 +43,8 @@ def settle(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
         place. Placeholders, symbols among them, and results stay where they are.
 
     Raises:
-        CaptureError: a size depends on data, or a value that is no integer depends on a size.
+        CaptureError: a size depends on data.
+        SizesError: a value that is no integer depends on a size, or a symbol is no input's size.
     """
     if not any(map(_is_symbolic, module.graph.nodes)):
         return module, Sizes()
@@ -196,10 +197,10 @@ class _Settler:
                 text = OPERATORS[node.target].format(*map(repr, args))
                 names = names_in(args)
                 return Scale(evaluated(Scale(0.0, text, names), names), text, names)
-        raise CaptureError(
+        raise SizesError(
             f"{node.name} ({node.target}) computes {number} from sizes: only whole numbers, and "
             f"sums, products and quotients of them, may follow these\n"
-            f"{node.meta.get('stack_trace', '')}\npass dynamic=False to torch.compile"
+            f"{node.meta.get('stack_trace', '')}"
         )
 
     def _size(self, number: Any, node: fx.Node) -> int:
@@ -243,7 +244,7 @@ class _Settler:
         """The symbols, and where they are read.
 
         Raises:
-            CaptureError: one is no input's size.
+            SizesError: one is no input's size.
         """
         found: dict[str, tuple[int, int]] = {}
         for index, node in enumerate(primals):
@@ -255,9 +256,9 @@ class _Settler:
                     found.setdefault(repr(size), (index, dim))
         lost = [name for name in self.hints if name not in found]
         if lost:
-            raise CaptureError(
+            raise SizesError(
                 f"{', '.join(lost)} of this step is no dimension of an input, which its sizes "
-                "could be read from: pass dynamic=False to torch.compile"
+                "could be read from"
             )
         return Sizes(
             tuple(self.hints),
