@@ -145,7 +145,8 @@ def selected(patterns: Sequence[str] | None) -> list[str]:
 def line_of(row: Row) -> list[str]:
     """A row as it comes."""
     if row["share"] == "eager" and "peak_bytes" in row:
-        sizes = f"{format_bytes(row['peak_bytes'])} of it resident {format_bytes(row['resident_bytes'])}"
+        peak, resident = format_bytes(row["peak_bytes"]), format_bytes(row["resident_bytes"])
+        sizes = f"{peak}, of it resident {resident}"
         return [row["model"], "eager", f"{row['kind']} {row['graphs']}", sizes]
     words = " | ".join(row["faults"]) or cell_of(row)
     return [row["model"], row["share"], " ".join(words.split())[:200]]

@@ -1,12 +1,14 @@
 """Networks that other libraries' parts are put together to, and that break the graph."""
 
+# ruff: noqa: D102
+
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from benchmarks.wild_models.registry import Case, itself, square, wild
 
@@ -48,7 +50,7 @@ def crnn_ctc() -> Case:
     sizes = torch.full((4,), 10)
 
     def loss(outputs: Tensor) -> Tensor:
-        return F.ctc_loss(outputs, targets, torch.full((4,), outputs.shape[0]), sizes)
+        return functional.ctc_loss(outputs, targets, torch.full((4,), outputs.shape[0]), sizes)
 
     return Case(CRNN(), (torch.randn(4, 1, 32, 128),), {}, loss)
 
@@ -226,8 +228,8 @@ class Detector(nn.Module):
             rows, columns = map(torch.as_tensor, linear_sum_assignment(cost.numpy()))
             labels = torch.full((20,), 10)
             labels[rows] = target["labels"][columns]
-            loss = loss + F.cross_entropy(c, labels)
-            loss = loss + F.l1_loss(b[rows], target["boxes"][columns])
+            loss = loss + functional.cross_entropy(c, labels)
+            loss = loss + functional.l1_loss(b[rows], target["boxes"][columns])
         return loss
 
 
@@ -316,10 +318,16 @@ def unet_with_snr() -> Case:
     class Diffusion(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.unet = UNet2DModel(sample_size=32, in_channels=3, out_channels=3,
-                                    block_out_channels=(32, 64), layers_per_block=1,
-                                    norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-                                    up_block_types=("AttnUpBlock2D", "UpBlock2D"))  # fmt: skip
+            self.unet = UNet2DModel(
+                sample_size=32,
+                in_channels=3,
+                out_channels=3,
+                block_out_channels=(32, 64),
+                layers_per_block=1,
+                norm_num_groups=8,
+                down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+                up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            )
             self.scheduler = DDPMScheduler(num_train_timesteps=100)
 
         def forward(self, images: Tensor) -> Tensor:
@@ -327,6 +335,6 @@ def unet_with_snr() -> Case:
             noisy = self.scheduler.add_noise(images, noise, steps)
             found = self.unet(noisy, steps).sample
             weight = 1 / (1 + steps.float().mean().item())
-            return weight * F.mse_loss(found, noise)
+            return weight * functional.mse_loss(found, noise)
 
     return Case(Diffusion(), (torch.randn(4, 3, 32, 32),), {}, itself)

@@ -134,7 +134,8 @@ def hubert_ctc() -> Case:
 def wavlm_ctc() -> Case:
     from transformers import WavLMConfig, WavLMForCTC
 
-    config = WavLMConfig(**{**_SPEECH, "num_buckets": 32, "max_bucket_distance": 64})
+    config = WavLMConfig(**_SPEECH, num_buckets=32, max_bucket_distance=64)
+    config.mask_feature_min_masks = 0  # it has no default for what its model reads
     return _speech(config, WavLMForCTC(config))
 
 
@@ -150,8 +151,11 @@ def speecht5() -> Case:
         decoder_layerdrop=0.1,
     )  # fmt: skip
     model = SpeechT5ForTextToSpeech(config).train()
+    mask = torch.ones(4, 48, dtype=torch.long)
+    mask[1:, 40:] = 0
     kwargs = {
         "input_ids": torch.randint(5, 80, (4, 48)),
+        "attention_mask": mask,
         "speaker_embeddings": torch.randn(4, 32),
         "labels": torch.randn(4, 128, 20),
     }

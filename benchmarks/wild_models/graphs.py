@@ -1,16 +1,18 @@
 """Networks on graphs, of torch_geometric."""
 
+# ruff: noqa: D102
+
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from benchmarks.wild_models.registry import Case, square, wild
 
-NODES, EDGES, WIDTH = 1000, 6000, 32
+NODES, EDGES, WIDTH = 2000, 12000, 32
 
 
 def a_graph() -> tuple[Tensor, Tensor]:
@@ -27,7 +29,7 @@ class Stacked(nn.Module):
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         for layer in self.layers:
-            x = F.dropout(F.relu(layer(x, edges)), 0.2, self.training) + x
+            x = functional.dropout(functional.relu(layer(x, edges)), 0.2, self.training) + x
         return x
 
 
@@ -36,6 +38,20 @@ def gcn() -> Case:
     from torch_geometric.nn import GCNConv
 
     return Case(Stacked(GCNConv), a_graph(), {}, square)
+
+
+@wild("torch_geometric")
+def gcn_unnormalized() -> Case:
+    from torch_geometric.nn import GCNConv
+
+    return Case(Stacked(GCNConv, normalize=False), a_graph(), {}, square)
+
+
+@wild("torch_geometric")
+def graph_transformer() -> Case:
+    from torch_geometric.nn import TransformerConv
+
+    return Case(Stacked(TransformerConv, heads=2, concat=False), a_graph(), {}, square)
 
 
 @wild("torch_geometric")
@@ -63,7 +79,7 @@ def gat() -> Case:
     from torch_geometric.nn import GATConv
 
     return Case(
-        Stacked(GATConv, heads=4, concat=False, add_self_loops=False), a_graph(), {}, square
+        Stacked(GATConv, heads=2, concat=False, add_self_loops=False), a_graph(), {}, square
     )
 
 
@@ -72,7 +88,7 @@ def gat_self_loops() -> Case:
     """Removes self loops, by ``nonzero``."""
     from torch_geometric.nn import GATv2Conv
 
-    return Case(Stacked(GATv2Conv, heads=4, concat=False), a_graph(), {}, square)
+    return Case(Stacked(GATv2Conv, heads=2, concat=False), a_graph(), {}, square)
 
 
 @wild("torch_geometric")
@@ -84,7 +100,7 @@ def dropped_edges() -> Case:
         def forward(self, x: Tensor, edges: Tensor) -> Tensor:
             for layer in self.layers:
                 kept, _ = dropout_edge(edges, p=0.2, training=self.training)
-                x = F.relu(layer(x, kept)) + x
+                x = functional.relu(layer(x, kept)) + x
             return x
 
     return Case(Dropped(GCNConv), a_graph(), {}, square)
@@ -104,7 +120,7 @@ def topk_pooling() -> Case:
         def forward(self, x: Tensor, edges: Tensor, batch: Tensor) -> Tensor:
             found: Any = 0
             for layer, pool in zip(self.layers, self.pools, strict=True):
-                x = F.relu(layer(x, edges))
+                x = functional.relu(layer(x, edges))
                 x, edges, _, batch, _, _ = pool(x, edges, None, batch)
                 found = found + global_mean_pool(x, batch, size=8)
             return self.head(found)

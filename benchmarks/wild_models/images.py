@@ -12,25 +12,63 @@ from benchmarks.wild_models.registry import Case, add, own, square, wild
 _VIT = {"img_size": 64, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 4}
 
 TIMM: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "timm_resnet": ("resnet18", 64, {"stem_width": 16, "channels": (16, 32, 48, 64), "drop_path_rate": 0.1}),
-    "timm_convnext": ("convnext_atto", 64, {"depths": (1, 1, 3, 1), "dims": (24, 32, 48, 64), "drop_path_rate": 0.1}),
+    "timm_resnet": (
+        "resnet18",
+        64,
+        {"stem_width": 16, "channels": (16, 32, 48, 64), "drop_path_rate": 0.1},
+    ),
+    "timm_convnext": (
+        "convnext_atto",
+        64,
+        {"depths": (1, 1, 3, 1), "dims": (24, 32, 48, 64), "drop_path_rate": 0.1},
+    ),
     "timm_vit": ("vit_tiny_patch16_224", 64, {**_VIT, "drop_path_rate": 0.1}),
-    "timm_swin": ("swin_tiny_patch4_window7_224", 64, {
-        "img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}),
-    "timm_efficientnet": ("efficientnet_b0", 64, {"channel_multiplier": 0.5, "drop_path_rate": 0.2}),
+    "timm_swin": (
+        "swin_tiny_patch4_window7_224",
+        64,
+        {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)},
+    ),
+    "timm_efficientnet": (
+        "efficientnet_b0",
+        64,
+        {"channel_multiplier": 0.5, "drop_path_rate": 0.2},
+    ),
     "timm_mobilenet": ("mobilenetv3_small_100", 96, {}),
-    "timm_densenet": ("densenet121", 64, {"block_config": (3, 4, 4), "growth_rate": 12, "num_init_features": 24}),
-    "timm_maxvit": ("maxvit_rmlp_pico_rw_256", 64, {"img_size": 64, "embed_dim": (16, 24, 32, 48), "depths": (1, 1, 1, 1)}),
-    "timm_mixer": ("mixer_s32_224", 64, {"img_size": 64, "patch_size": 8, "num_blocks": 4, "embed_dim": 64}),
+    "timm_densenet": (
+        "densenet121",
+        64,
+        {"block_config": (3, 4, 4), "growth_rate": 12, "num_init_features": 24},
+    ),
+    "timm_maxvit": (
+        "maxvit_rmlp_pico_rw_256",
+        64,
+        {"img_size": 64, "embed_dim": (16, 24, 32, 48), "depths": (1, 1, 1, 1)},
+    ),
+    "timm_mixer": (
+        "mixer_s32_224",
+        64,
+        {"img_size": 64, "patch_size": 8, "num_blocks": 4, "embed_dim": 64},
+    ),
     "timm_regnet": ("regnety_002", 96, {}),
-    "timm_cait": ("cait_xxs24_224", 64, {
-        "img_size": 64, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4}),
-    "timm_poolformer": ("poolformer_s12", 64, {"layers": (1, 1, 2, 1), "embed_dims": (16, 32, 48, 64)}),
+    "timm_cait": (
+        "cait_xxs24_224",
+        64,
+        {"img_size": 64, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4},
+    ),
+    "timm_poolformer": (
+        "poolformer_s12",
+        64,
+        {"layers": (1, 1, 2, 1), "embed_dims": (16, 32, 48, 64)},
+    ),
     "timm_levit": ("levit_128s", 224, {}),
-    "timm_coatnet": ("coatnet_pico_rw_224", 64, {"img_size": 64, "embed_dim": (16, 24, 32, 48), "depths": (1, 1, 1, 1)}),
+    "timm_coatnet": (
+        "coatnet_pico_rw_224",
+        64,
+        {"img_size": 64, "embed_dim": (16, 24, 32, 48), "depths": (1, 1, 1, 1)},
+    ),
     "timm_repvgg": ("repvgg_a0", 64, {"layers": (1, 1, 2, 1)}),
     "timm_ghostnet": ("ghostnet_050", 96, {}),
-}  # fmt: skip
+}
 
 
 def _timm(name: str) -> Case:
@@ -120,8 +158,7 @@ def vit_mae() -> Case:
 
 @wild("transformers")
 def beit_segmentation() -> Case:
-    from transformers import UperNetConfig, UperNetForSemanticSegmentation
-    from transformers import ConvNextConfig
+    from transformers import ConvNextConfig, UperNetConfig, UperNetForSemanticSegmentation
 
     back = ConvNextConfig(hidden_sizes=[16, 24, 32, 48], depths=[1, 1, 1, 1],
                           out_features=["stage1", "stage2", "stage3", "stage4"])  # fmt: skip
@@ -159,10 +196,21 @@ def open_clip_coca() -> Case:
 
     tower = {"context_length": 47, "vocab_size": 200, "width": 64, "heads": 4, "layers": 2}
     model = CoCa(
-        embed_dim=64, multimodal_cfg={**tower, "dim_head": 16}, text_cfg={**tower, "embed_cls": True, "output_tokens": True},
-        vision_cfg={"image_size": 64, "layers": 2, "width": 64, "head_width": 16, "patch_size": 8,
-                    "attentional_pool": True, "attn_pooler_queries": 16, "attn_pooler_heads": 4, "output_tokens": True},
-    )  # fmt: skip
+        embed_dim=64,
+        multimodal_cfg={**tower, "dim_head": 16},
+        text_cfg={**tower, "embed_cls": True, "output_tokens": True},
+        vision_cfg={
+            "image_size": 64,
+            "layers": 2,
+            "width": 64,
+            "head_width": 16,
+            "patch_size": 8,
+            "attentional_pool": True,
+            "attn_pooler_queries": 16,
+            "attn_pooler_heads": 4,
+            "output_tokens": True,
+        },
+    )
     args = torch.randn(8, 3, 64, 64), torch.randint(1, 200, (8, 48))
 
     def loss(outputs: Any) -> Tensor:
@@ -172,8 +220,14 @@ def open_clip_coca() -> Case:
     return Case(model.train(), args, {}, loss)
 
 
-SMP = {"smp_unet": "Unet", "smp_fpn": "FPN", "smp_deeplab": "DeepLabV3Plus", "smp_linknet": "Linknet",
-       "smp_pspnet": "PSPNet", "smp_manet": "MAnet"}  # fmt: skip
+SMP = {
+    "smp_unet": "Unet",
+    "smp_fpn": "FPN",
+    "smp_deeplab": "DeepLabV3Plus",
+    "smp_linknet": "Linknet",
+    "smp_pspnet": "PSPNet",
+    "smp_manet": "MAnet",
+}
 
 
 def _segmentation(kind: str) -> Case:

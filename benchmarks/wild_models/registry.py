@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from collections.abc import Callable
@@ -132,7 +133,7 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     try:
-        import torchvision  # noqa: F401
+        importlib.import_module("torchvision")
     except ImportError:
         return
     except RuntimeError:
@@ -144,6 +145,6 @@ def prepare() -> None:
             except RuntimeError:
                 continue
         try:
-            import torchvision  # noqa: F401
+            importlib.import_module("torchvision")
         except RuntimeError as error:
             warnings.warn(f"torchvision cannot be imported: {error}", stacklevel=2)
