@@ -320,8 +320,6 @@ def unet_with_snr() -> Case:
             super().__init__()
             self.unet = UNet2DModel(
                 sample_size=32,
-                in_channels=3,
-                out_channels=3,
                 block_out_channels=(32, 64),
                 layers_per_block=1,
                 norm_num_groups=8,

@@ -155,5 +155,5 @@ def sag_pooling_unet() -> Case:
     from torch_geometric.nn import GraphUNet
 
     model = GraphUNet(WIDTH, 32, 10, depth=2, pool_ratios=0.5)
-    x, edges = torch.randn(400, WIDTH), torch.randint(0, 400, (2, 1200))
+    x, edges = torch.randn(NODES, WIDTH), torch.randint(0, NODES, (2, EDGES // 2))
     return Case(model, (x, edges), {}, square)

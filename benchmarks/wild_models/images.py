@@ -12,71 +12,45 @@ from benchmarks.wild_models.registry import Case, add, own, square, wild
 _VIT = {"img_size": 64, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 4}
 
 TIMM: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "timm_resnet": (
-        "resnet18",
-        64,
-        {"stem_width": 16, "channels": (16, 32, 48, 64), "drop_path_rate": 0.1},
-    ),
-    "timm_convnext": (
-        "convnext_atto",
-        64,
-        {"depths": (1, 1, 3, 1), "dims": (24, 32, 48, 64), "drop_path_rate": 0.1},
-    ),
+    "timm_resnet": ("resnet18", 64, {
+        "stem_width": 16, "channels": (16, 32, 48, 64), "drop_path_rate": 0.1}),
+    "timm_convnext": ("convnext_atto", 64, {
+        "depths": (1, 1, 3, 1), "dims": (24, 32, 48, 64), "drop_path_rate": 0.1}),
     "timm_vit": ("vit_tiny_patch16_224", 64, {**_VIT, "drop_path_rate": 0.1}),
-    "timm_swin": (
-        "swin_tiny_patch4_window7_224",
-        64,
-        {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)},
-    ),
-    "timm_efficientnet": (
-        "efficientnet_b0",
-        64,
-        {"channel_multiplier": 0.5, "drop_path_rate": 0.2},
-    ),
+    "timm_swin": ("swin_tiny_patch4_window7_224", 64, {
+        "img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}),
+    "timm_efficientnet": ("test_efficientnet", 96, {"drop_path_rate": 0.2}),
+    "timm_byobnet": ("test_byobnet", 96, {}),
+    "timm_nfnet": ("test_nfnet", 96, {}),
+    "timm_mambaout": ("test_mambaout", 96, {}),
     "timm_mobilenet": ("mobilenetv3_small_100", 96, {}),
-    "timm_densenet": (
-        "densenet121",
-        64,
-        {"block_config": (3, 4, 4), "growth_rate": 12, "num_init_features": 24},
-    ),
-    "timm_maxvit": (
-        "maxvit_rmlp_pico_rw_256",
-        64,
-        {"img_size": 64, "embed_dim": (16, 24, 32, 48), "depths": (1, 1, 1, 1)},
-    ),
-    "timm_mixer": (
-        "mixer_s32_224",
-        64,
-        {"img_size": 64, "patch_size": 8, "num_blocks": 4, "embed_dim": 64},
-    ),
+    "timm_densenet": ("densenet121", 64, {"block_config": (3, 4, 4), "growth_rate": 12}),
+    "timm_maxvit": ("maxvit_rmlp_pico_rw_256", 64, {
+        "img_size": 64, "embed_dim": (32, 32, 64, 64), "depths": (1, 1, 1, 1)}),
+    "timm_mixer": ("mlp_mixer:MlpMixer", 64, {
+        "img_size": 64, "patch_size": 8, "num_blocks": 4, "embed_dim": 64}),
     "timm_regnet": ("regnety_002", 96, {}),
-    "timm_cait": (
-        "cait_xxs24_224",
-        64,
-        {"img_size": 64, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4},
-    ),
-    "timm_poolformer": (
-        "poolformer_s12",
-        64,
-        {"layers": (1, 1, 2, 1), "embed_dims": (16, 32, 48, 64)},
-    ),
-    "timm_levit": ("levit_128s", 224, {}),
-    "timm_coatnet": (
-        "coatnet_pico_rw_224",
-        64,
-        {"img_size": 64, "embed_dim": (16, 24, 32, 48), "depths": (1, 1, 1, 1)},
-    ),
-    "timm_repvgg": ("repvgg_a0", 64, {"layers": (1, 1, 2, 1)}),
+    "timm_cait": ("cait_xxs24_224", 64, {
+        "img_size": 64, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4}),
+    "timm_metaformer": ("metaformer:MetaFormer", 64, {
+        "depths": (1, 1, 2, 1), "dims": (16, 32, 48, 64), "drop_path_rate": 0.1}),
+    "timm_coatnet": ("coatnet_pico_rw_224", 64, {
+        "img_size": 64, "embed_dim": (32, 32, 64, 64), "depths": (1, 1, 1, 1)}),
     "timm_ghostnet": ("ghostnet_050", 96, {}),
-}
+}  # fmt: skip
+"""Name or class, size of images, options."""
 
 
 def _timm(name: str) -> Case:
     import timm
 
     kind, size, options = TIMM[name]
-    model = timm.create_model(kind, pretrained=False, num_classes=10, **options).train()
-    return Case(model, (torch.randn(4, 3, size, size),), {}, _all)
+    if ":" in kind:
+        module, found = kind.split(":")
+        model = getattr(getattr(timm.models, module), found)(num_classes=10, **options)
+    else:
+        model = timm.create_model(kind, pretrained=False, num_classes=10, **options)
+    return Case(model.train(), (torch.randn(4, 3, size, size),), {}, _all)
 
 
 def _all(outputs: Any) -> Tensor:
@@ -157,7 +131,7 @@ def vit_mae() -> Case:
 
 
 @wild("transformers")
-def beit_segmentation() -> Case:
+def upernet_segmentation() -> Case:
     from transformers import ConvNextConfig, UperNetConfig, UperNetForSemanticSegmentation
 
     back = ConvNextConfig(hidden_sizes=[16, 24, 32, 48], depths=[1, 1, 1, 1],
@@ -195,23 +169,15 @@ def open_clip_coca() -> Case:
     from open_clip.coca_model import CoCa
 
     tower = {"context_length": 47, "vocab_size": 200, "width": 64, "heads": 4, "layers": 2}
+    image = {"image_size": 64, "layers": 2, "width": 64, "head_width": 16, "patch_size": 8}
+    pooler = {"attentional_pool": True, "attn_pooler_queries": 16, "attn_pooler_heads": 4}
     model = CoCa(
         embed_dim=64,
         multimodal_cfg={**tower, "dim_head": 16},
         text_cfg={**tower, "embed_cls": True, "output_tokens": True},
-        vision_cfg={
-            "image_size": 64,
-            "layers": 2,
-            "width": 64,
-            "head_width": 16,
-            "patch_size": 8,
-            "attentional_pool": True,
-            "attn_pooler_queries": 16,
-            "attn_pooler_heads": 4,
-            "output_tokens": True,
-        },
+        vision_cfg={**image, **pooler, "output_tokens": True},
     )
-    args = torch.randn(8, 3, 64, 64), torch.randint(1, 200, (8, 48))
+    args = torch.randn(8, 3, 64, 64), torch.randint(1, 200, (8, 47))
 
     def loss(outputs: Any) -> Tensor:
         pair = outputs["image_features"], outputs["text_features"], outputs["logit_scale"]
@@ -220,22 +186,25 @@ def open_clip_coca() -> Case:
     return Case(model.train(), args, {}, loss)
 
 
-SMP = {
-    "smp_unet": "Unet",
-    "smp_fpn": "FPN",
-    "smp_deeplab": "DeepLabV3Plus",
-    "smp_linknet": "Linknet",
-    "smp_pspnet": "PSPNet",
-    "smp_manet": "MAnet",
+_CHANNELS = {"decoder_channels": (48, 32, 24, 16, 8)}
+
+SMP: dict[str, tuple[str, dict[str, Any]]] = {
+    "smp_unet": ("Unet", _CHANNELS),
+    "smp_unet_plus": ("UnetPlusPlus", _CHANNELS),
+    "smp_fpn": ("FPN", {"decoder_pyramid_channels": 48, "decoder_segmentation_channels": 32}),
+    "smp_deeplab": ("DeepLabV3Plus", {"decoder_channels": 48}),
+    "smp_linknet": ("Linknet", {}),
+    "smp_pspnet": ("PSPNet", {"psp_out_channels": 64}),
 }
 
 
-def _segmentation(kind: str) -> Case:
+def _segmentation(name: str) -> Case:
     import segmentation_models_pytorch as smp
 
-    model = getattr(smp, kind)("mobilenet_v2", encoder_weights=None, classes=3)
-    return Case(model.train(), (torch.randn(2, 3, 128, 128),), {}, square)
+    kind, options = SMP[name]
+    model = getattr(smp, kind)("mobilenet_v2", encoder_weights=None, classes=3, **options)
+    return Case(model.train(), (torch.randn(2, 3, 96, 96),), {}, square)
 
 
-for _name, _kind in SMP.items():
-    add(_name, "segmentation_models_pytorch", lambda kind=_kind: _segmentation(kind))
+for _name in SMP:
+    add(_name, "segmentation_models_pytorch", lambda name=_name: _segmentation(name))
