@@ -72,6 +72,8 @@ def finish(row: Row) -> Row:
     """A row with what is wrong with it."""
     from benchmarks.wild_row import faults_of
 
+    if "missing" in row:
+        return row
     if row["share"] == "eager":
         return {**row, "faults": [row["failed"]] if "failed" in row else []}
     return {**row, "faults": faults_of(row)}
@@ -82,9 +84,10 @@ def run(names: Sequence[str], options: argparse.Namespace) -> list[Row]:
     rows = Rows(options.save, {"seeds": options.seeds}, rows=kept_rows(options))
     there = {(row["model"], row["share"]): row for row in rows.rows}
 
-    def wanted(name: str, share: str, eager_bytes: int = 0) -> Row:
+    def wanted(name: str, share: str, eager: Row) -> Row:
         if (name, share) not in there:
-            row = finish(row_of(name, share, eager_bytes, options))
+            row = row_of(name, share, eager.get("peak_bytes", 0), options)
+            row = finish({"repeats": eager.get("repeats", True), **row})
             if "missing" in row:
                 return row
             there[name, share] = row
@@ -95,7 +98,7 @@ def run(names: Sequence[str], options: argparse.Namespace) -> list[Row]:
     missing: dict[str, list[str]] = {}
     shown: list[str] = []
     for name in names:
-        eager = wanted(name, "eager")
+        eager = wanted(name, "eager", {})
         if "missing" in eager:
             missing.setdefault(eager["missing"], []).append(name)
             continue
@@ -104,7 +107,7 @@ def run(names: Sequence[str], options: argparse.Namespace) -> list[Row]:
         shown.append(name)
         if "peak_bytes" in eager:
             for share in options.budgets:
-                wanted(name, share, eager["peak_bytes"])
+                wanted(name, share, eager)
     if missing:
         print(f"not installed: {missing}; python -m benchmarks.wild --install installs all")
     return [row for row in there.values() if row["model"] in shown]
@@ -118,7 +121,8 @@ def kept_rows(options: argparse.Namespace) -> list[Row]:
     results = json.loads(path.read_text())["results"]
     if results["seeds"] != options.seeds:
         raise SystemExit(f"{path} is of --seeds {results['seeds']}: give another --save")
-    rows: list[Row] = results["rows"]
+    known = set(selected(None))
+    rows: list[Row] = [row for row in results["rows"] if row["model"] in known]
     if not options.again:
         return rows
     again = set(selected(options.only)) if options.kind is None else set()
@@ -170,8 +174,11 @@ def cell_of(row: Row | None) -> str:
 def bits_of(rows: dict[str, Row]) -> str:
     """Budgets at which gradients or buffers were others."""
     several = {share: row.get("least", row) for share, row in rows.items()}
-    other = [share for share, row in several.items() if not row.get("same_bits", True)]
-    return ", ".join(other) or "same"
+    compared = {share: row["same_bits"] for share, row in several.items() if "same_bits" in row}
+    if not all(row.get("repeats", True) for row in rows.values()):
+        return "eager's vary"
+    other = [share for share, same in compared.items() if not same]
+    return ", ".join(other) or ("same" if compared else "")
 
 
 def table(rows: Sequence[Row]) -> None:

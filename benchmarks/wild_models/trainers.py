@@ -17,14 +17,16 @@ from benchmarks.wild_models.registry import Case, add
 from benchmarks.wild_row import MEASURED, STEPS, peak_of, resident_bytes, seed, told
 from tests.models.bits import first_difference
 
-BATCH, LENGTH = 8, 128
+BATCH, LENGTH = 2, 128
 
 
 def _llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = {**SMALL, "num_key_value_heads": 2, "attention_dropout": 0.1, "vocab_size": 2000}
-    return LlamaForCausalLM(LlamaConfig(**config, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    layers = {"num_hidden_layers": 8, "intermediate_size": 512, "num_key_value_heads": 2}
+    others = {"attention_dropout": 0.1, "vocab_size": 2000}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **layers, **others, **ids}))
 
 
 def _lora() -> Any:

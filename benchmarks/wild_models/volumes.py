@@ -17,7 +17,6 @@ def first(outputs: Any) -> Tensor:
     return sum((first(x) for x in outputs if x is not None), torch.zeros(()))
 
 
-_FLAT = (2, 1, 64, 64)
 _DEEP = (1, 1, 32, 32, 32)
 
 NETS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
@@ -30,8 +29,8 @@ NETS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "monai_segresnet": ("SegResNet", _DEEP, {
         "spatial_dims": 3, "in_channels": 1, "out_channels": 2, "init_filters": 8,
         "blocks_down": (1, 2), "blocks_up": (1,)}),
-    "monai_swin_unetr": ("SwinUNETR", (1, 1, 32, 32, 32), {
-        "in_channels": 1, "out_channels": 2, "feature_size": 12, "spatial_dims": 3,
+    "monai_swin_unetr": ("SwinUNETR", (2, 1, 64, 64), {
+        "in_channels": 1, "out_channels": 2, "feature_size": 12, "spatial_dims": 2,
         "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 4), "drop_rate": 0.1}),
     "monai_unetr": ("UNETR", (1, 1, 32, 32, 32), {
         "in_channels": 1, "out_channels": 2, "img_size": (32, 32, 32), "feature_size": 8,
@@ -43,22 +42,17 @@ NETS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "monai_attention_unet": ("AttentionUnet", (2, 1, 64, 64), {
         "spatial_dims": 2, "in_channels": 1, "out_channels": 2, "channels": (16, 32, 64),
         "strides": (2, 2), "dropout": 0.1}),
-    "monai_vnet": ("VNet", _DEEP, {
-        "spatial_dims": 3, "in_channels": 1, "out_channels": 2}),
     "monai_basic_unet_plus": ("BasicUNetPlusPlus", (2, 1, 64, 64), {
         "spatial_dims": 2, "in_channels": 1, "out_channels": 2,
         "features": (8, 8, 16, 32, 32, 8), "deep_supervision": True}),
-    "monai_highresnet": ("HighResNet", (1, 1, 20, 20, 20), {
-        "spatial_dims": 3, "in_channels": 1, "out_channels": 2, "dropout_prob": 0.1}),
+    "monai_highresnet": ("HighResNet", (2, 1, 32, 32), {
+        "spatial_dims": 2, "in_channels": 1, "out_channels": 2, "dropout_prob": 0.1}),
     "monai_vit_autoencoder": ("ViTAutoEnc", (1, 1, 32, 32, 32), {
-        "in_channels": 1, "img_size": (32, 32, 32), "patch_size": (8, 8, 8), "hidden_size": 48,
+        "in_channels": 1, "img_size": (32, 32, 32), "patch_size": (4, 4, 4), "hidden_size": 48,
         "mlp_dim": 96, "num_layers": 4, "num_heads": 4}),
     "monai_densenet": ("DenseNet", (4, 1, 64, 64), {
         "spatial_dims": 2, "in_channels": 1, "out_channels": 5, "init_features": 16,
         "growth_rate": 8, "block_config": (3, 4, 4), "dropout_prob": 0.1}),
-    "monai_ahnet": ("AHNet", (1, 1, 32, 32, 32), {
-        "layers": (1, 1, 1, 1), "spatial_dims": 3, "in_channels": 1, "out_channels": 2,
-        "psp_block_num": 1}),
     "monai_dints": ("DiNTS", (1, 1, 32, 32, 32), {}),
 }  # fmt: skip
 
