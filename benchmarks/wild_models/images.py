@@ -50,7 +50,7 @@ def _timm(name: str) -> Case:
         model = getattr(getattr(timm.models, module), found)(num_classes=10, **options)
     else:
         model = timm.create_model(kind, pretrained=False, num_classes=10, **options)
-    return Case(model.train(), (torch.randn(4, 3, size, size),), {}, _all)
+    return Case(model.train(), (torch.randn(8, 3, size, size),), {}, _all)
 
 
 def _all(outputs: Any) -> Tensor:
