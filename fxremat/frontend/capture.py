@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.costs.calls import call_s
 from fxremat.costs.cost import Progress
-from fxremat.errors import BackwardError, CaptureError
+from fxremat.errors import BackwardError, CaptureError, FxrematError, SizesError
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.family import Compiled, Family
 from fxremat.frontend.optimizers import Optimizers
@@ -29,6 +30,8 @@ from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.levels import Watcher
 from fxremat.runtime.steps import InFlight, latest_step
+
+LOG = logging.getLogger("fxremat")
 
 _OWN = str(Path(__file__).parents[1])
 
@@ -67,6 +70,8 @@ class StepCompiler:
         optimizers: that step the model.
         regions: graphs that one step runs, where it runs several.
         planning: one thread at a time plans: evaluators of one step share their room.
+        failed: why a graph could not be planned, where Dynamo runs on without it.
+        no_symbols: a graph with symbols in place of sizes could not be followed, and runs as it is.
     """
 
     budget: Budget
@@ -90,6 +95,8 @@ class StepCompiler:
     watcher: Watcher = field(default_factory=Watcher)
     on_new: Callable[[Compiled], None] | None = None
     planning: threading.RLock = field(default_factory=threading.RLock)
+    failed: FxrematError | None = None
+    no_symbols: bool = False
     optimizers: Optimizers = field(init=False)
     regions: Regions = field(init=False)
 
@@ -180,8 +187,18 @@ class StepCompiler:
             partition=partition,
             decompositions=torch_compat.decompositions() if self.fused else None,
         )
-        with torch_compat.without_donated_buffers():
-            run: Callable[..., Any] = backend(module, example_inputs)
+        try:
+            with torch_compat.without_donated_buffers():
+                run: Callable[..., Any] = backend(module, example_inputs)
+        except SizesError as error:
+            if not self.regions.several:
+                raise
+            self.no_symbols = True
+            LOG.info("a graph runs as it is: %s", error)
+            return module
+        except FxrematError as error:
+            self.failed = error
+            raise
         return backward_checked(run) if found else run
 
     def _broken(self, module: object) -> str | None:

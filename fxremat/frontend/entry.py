@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
+from fxremat.errors import SizesError
 
 
 class Entry:
@@ -21,7 +22,7 @@ class Entry:
         forward: what is captured.
         backend: of Dynamo.
         dynamic: ``True``: symbols from the first call on; ``False``: never; ``None``: from the
-            second size on.
+            second size on, where what is computed can follow them.
         whole: it must be one graph.
     """
 
@@ -35,6 +36,7 @@ class Entry:
     ) -> None:
         self._dynamic = dynamic
         self._first: list[object] | None = None
+        self._given = forward, backend, whole
         own, others = (torch_compat.with_code_of_its_own(forward) for _ in range(2))
         self._own = torch_compat.compile_function(
             own, backend, whole=whole, dynamic=dynamic is not False
@@ -56,6 +58,21 @@ class Entry:
             return self._own(*args, **kwargs)
         if not self._marked:  # all sizes at once, not each as it is seen to change
             torch_compat.let_sizes_vary(tensors)
-        results = self._others(*args, **kwargs)
+        try:
+            results = self._others(*args, **kwargs)
+        except torch_compat.capture_failures() as error:
+            whole = self._given[-1]  # else something may have run
+            cause = torch_compat.failure_cause(error)
+            if self._dynamic or not whole or not isinstance(cause, SizesError):
+                raise
+            self._only_numbers()
+            return self._own(*args, **kwargs)
         self._marked = True
         return results
+
+    def _only_numbers(self) -> None:
+        """Capture each size by itself from now on: what is computed cannot follow symbols."""
+        forward, backend, whole = self._given
+        own = torch_compat.with_code_of_its_own(forward)
+        self._own = torch_compat.compile_function(own, backend, whole=whole, dynamic=False)
+        self._dynamic = False

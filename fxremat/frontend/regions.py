@@ -114,7 +114,7 @@ class Regions:
     def returned(self, outputs: object) -> None:
         """It has ended."""
         walk: Walk | None = getattr(self._now, "walk", None)
-        if walk is None or not walk.watched:
+        if walk is None or not walk.watched or not self.watcher.is_on:
             return
         graph = _Graph()
         self.watcher.close(graph)
@@ -122,7 +122,7 @@ class Regions:
 
     def _goes_back(self, _graph: object, walk: Walk) -> None:
         """A backward begins where a call of the model has ended, in whatever thread."""
-        if not torch_compat.is_profiled():
+        if self.watcher.is_on and not torch_compat.is_profiled():
             walk.unseen = "it runs in another thread than the forward"
         torch_compat.after_backward(self.watcher.done)
 

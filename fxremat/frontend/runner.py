@@ -176,16 +176,8 @@ class Runner:
         if self._pieces is None:
             try:
                 return self._whole(*args, **kwargs)
-            except torch_compat.capture_failures() as error:  # before anything has run
-                cause = torch_compat.failure_cause(error)
-                final = isinstance(cause, FxrematError) and not isinstance(cause, CaptureError)
-                if self._must_be_whole or final:
-                    raise
-                if torch_compat.may_be_the_models(cause):
-                    own = own_error(self._inner, Sample(args, kwargs))
-                    if own is not None:
-                        raise own from None
-                why = refused(self._inner, cause)
+            except self._failures() as error:  # before anything has run
+                why = self._why_not_whole(error, Sample(args, kwargs))
             self.compiler.refuse_parts(str(why))
             self._take_apart()
             if not self.compiler.dry:
@@ -193,9 +185,39 @@ class Runner:
                 self.compiler.regions.call(self._device, lambda: self._there_bytes(there))
         if self.compiler.dry:
             raise PlannedOnly
+        if self.compiler.no_symbols and self._dynamic is None:
+            self._dynamic = False
+            self._take_apart()
         assert self._pieces is not None
+        self.compiler.failed = None
         with self._apart:
-            return self._pieces(*args, **kwargs)
+            outputs = self._pieces(*args, **kwargs)
+        if self.compiler.failed is not None:  # Dynamo has run on without what could not be planned
+            raise self.compiler.failed
+        return outputs
+
+    def _failures(self) -> tuple[type[BaseException], ...]:
+        """What may come up when it cannot be captured whole: where nothing runs, anything."""
+        return (Exception,) if self.compiler.dry else torch_compat.capture_failures()
+
+    def _why_not_whole(self, error: BaseException, call: Sample) -> CaptureError:
+        """Why a call cannot be captured as one graph, where that is no reason to fail.
+
+        Raises what is, and what the model itself raises at the call.
+        """
+        cause = torch_compat.failure_cause(error)
+        if isinstance(cause, FxrematError) and not isinstance(cause, CaptureError):
+            raise error
+        if torch_compat.may_be_the_models(cause):
+            own = own_error(self._inner, call)
+            if own is not None:
+                raise own from None
+        if self._must_be_whole and isinstance(error, torch_compat.capture_failures()):
+            raise error
+        why = cause if isinstance(cause, CaptureError) else refused(self._inner, cause)
+        if self._must_be_whole:
+            raise why from error
+        return why
 
     def _take_apart(self) -> None:
         """Capture the model in pieces from now on."""

@@ -19,6 +19,9 @@ MOST_UNLEARNED = 4
 """Steps in a row that follow their least plans before that is told."""
 
 
+MOST_LINES = 3
+"""Of the user's that are told beside something else."""
+
 NOT_CAPTURED = "is not captured with it"
 """Told of a line whose function Dynamo has left to Python, while it captures what that calls."""
 
@@ -140,7 +143,9 @@ class Told:
     def _lines(self) -> str:
         """Where the model breaks."""
         lines = sorted(set((self.breaks or {}).values()))
-        return f" (captured in pieces: {'; '.join(lines)})" if lines else ""
+        more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+        told = "; ".join([*lines[:MOST_LINES], *more])
+        return f" (captured in pieces: {told})" if lines else ""
 
     def _break(self, message: str) -> None:
         warnings.warn(message, GraphBreakWarning, stacklevel=4)

@@ -151,6 +151,11 @@ class Watcher:
             self._calls[-1].step = weakref.ref(step)
             self._mark(len(self._calls) - 1, TURN)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether something is watched."""
+        return self._log is not None
+
     def is_watching(self, step: object) -> bool:
         """Whether ``step`` is watched."""
         return self._place_of(step) is not None

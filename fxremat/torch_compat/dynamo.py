@@ -24,6 +24,8 @@ def capture_settings() -> contextlib.AbstractContextManager[Any]:
 
     logging.getLogger("torch._dynamo.metrics_context").addFilter(_is_no_failed_metric)
     logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_wrong_shape)
+    for name in ("variables.tensor", "convert_frame"):
+        logging.getLogger(f"torch._dynamo.{name}").addFilter(_is_no_break)
     patched: contextlib.AbstractContextManager[Any] = config.patch(**_dynamo_settings())
     return patched
 
@@ -36,6 +38,11 @@ def _is_no_failed_metric(record: logging.LogRecord) -> bool:
 def _is_no_wrong_shape(record: logging.LogRecord) -> bool:
     """Shapes that do not fit are raised: they need not be logged as well, with a traceback."""
     return "failed while attempting to run meta" not in record.getMessage()
+
+
+def _is_no_break(record: logging.LogRecord) -> bool:
+    """Of a break, or a function that is left to Python, the user is told otherwise."""
+    return not record.getMessage().startswith(("Graph break from", "WON'T CONVERT"))
 
 
 def _dynamo_settings() -> dict[str, Any]:
@@ -51,6 +58,8 @@ def _dynamo_settings() -> dict[str, Any]:
         "allow_unspec_int_on_nn_module": True,
         "specialize_float": True,
         "skip_nnmodule_hook_guards": False,  # hooks may be added, or removed, later
+        # A function that Dynamo fails at runs as it is; one that must be whole is refused anyway.
+        "suppress_errors": True,
         "optimize_ddp": False,  # inside one that wraps the model the graph would be cut
     }
     if not hasattr(config, "ignore_logging_functions"):
@@ -159,7 +168,7 @@ def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def never_uncompiled(
-    ours: Callable[[object], bool], error: Callable[[str, int], Exception]
+    ours: Callable[[object], bool], error: Callable[[object, str, int], Exception]
 ) -> None:
     """Let no code of ours run as it is where Dynamo may not compile it again.
 
@@ -167,8 +176,8 @@ def never_uncompiled(
 
     Args:
         ours: whether a backend is.
-        error: what is raised instead, from the name of the setting that is the limit, and
-            its value.
+        error: what is raised instead, from the backend, the name of the setting that is the limit,
+            and its value.
     """
     from torch._dynamo import config, convert_frame  # noqa: PLC0415
 
@@ -181,8 +190,9 @@ def never_uncompiled(
             backend = sys._getframe(1).f_locals["compiler_fn"]
             while hasattr(backend, "_torchdynamo_orig_backend"):
                 backend = backend._torchdynamo_orig_backend
-            if ours(getattr(backend, "compiler_fn", backend)):
-                raise error(f"torch._dynamo.config.{name}", getattr(config, name))
+            backend = getattr(backend, "compiler_fn", backend)
+            if ours(backend):
+                raise error(backend, f"torch._dynamo.config.{name}", getattr(config, name))
         return exceeded, name
 
     module.exceeds_recompile_limit = asked
