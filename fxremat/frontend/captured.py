@@ -139,6 +139,12 @@ class CapturedStep:
         self._graphs: list[Costed] = []
         self._resized: dict[Values, list[Costed]] = {}
 
+    def is_same(self, other: CapturedStep) -> bool:
+        """Whether ``other`` is the same step, captured once more."""
+        constants = self._module.graph.find_nodes(op="get_attr")  # their values may differ
+        own, others = (self._digests, self.sizes.hints), (other._digests, other.sizes.hints)
+        return not constants and own == others
+
     @functools.cached_property
     def shaping(self) -> frozenset[int]:
         """Symbols that tensors of the graph follow."""
