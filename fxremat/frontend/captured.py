@@ -142,8 +142,10 @@ class CapturedStep:
     def is_same(self, other: CapturedStep) -> bool:
         """Whether ``other`` is the same step, captured once more."""
         constants = self._module.graph.find_nodes(op="get_attr")  # their values may differ
-        own, others = (self._digests, self.sizes.hints), (other._digests, other.sizes.hints)
-        return not constants and own == others
+        shaping = self.shaping == other.shaping and all(
+            self.sizes.hints[i] == other.sizes.hints[i] for i in self.shaping
+        )
+        return not constants and self._digests == other._digests and shaping
 
     @functools.cached_property
     def shaping(self) -> frozenset[int]:
