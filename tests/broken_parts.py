@@ -371,3 +371,6 @@ return {first}(x), {{"aux": {{"mean": aux.mean(0), "size": x.square().mean()}}, 
 
 HEADS = (scalar, rows, two_heads)
 """How a forward ends."""
+
+KINDS = frozenset(item.__name__ for item in (*WORK, *BREAKS, *HEADS, edited_input))
+"""Of items."""

@@ -28,9 +28,6 @@ from tests.broken_parts import (
 )
 from tests.models.zoo import seeded
 
-KINDS = frozenset(item.__name__ for item in (*WORK, *BREAKS, *HEADS, edited_input))
-"""Of items."""
-
 
 class Program(nn.Module):
     """A model whose forward was made up.
