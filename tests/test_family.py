@@ -21,6 +21,7 @@ import fxremat
 from fxremat.errors import BudgetError, BudgetWarning
 from fxremat.frontend import family
 from fxremat.frontend.compiled import CompiledModule
+from fxremat.planner.bound import Relaxation
 from fxremat.report.plan import Plan
 from tests.models.bits import assert_bitwise_equal
 from tests.models.zoo import seeded
@@ -143,6 +144,25 @@ def test_gradients_that_exist_are_counted_while_they_do():
         p.grad = None
     call(batch())
     assert beside(call.plan) == sum(p.nbytes for p in list(call.parameters())[:2])
+
+
+def test_how_fast_a_step_could_be_is_found_when_somebody_looks(monkeypatch: pytest.MonkeyPatch):
+    """Linear programs would be solved in the step else."""
+    asked: list[int] = []
+    least_s = Relaxation.least_s
+    monkeypatch.setattr(Relaxation, "least_s", lambda x, n: asked.append(n) or least_s(x, n))
+    call = tight()
+    cleared(call)
+    asked.clear()
+    for _ in range(2):
+        back(call)
+    assert not asked
+    plan = call.plan
+    assert asked == [plan.budget_bytes]
+    assert plan.baseline_s < plan.lower_bound_s <= plan.predicted_s
+    assert plan.memory.count
+    assert call.plan is plan
+    assert len(asked) == 1
 
 
 def test_gradients_that_are_added_to_need_no_second_set():

@@ -46,7 +46,7 @@ def test_the_best_within_each_budget_fits_and_gets_no_worse(name: str):
         if best is not search.baseline:
             assert best.total_s <= min(c.total_s for c in solved)
             assert search.gained_s(budget_bytes) >= 0
-        assert search.lower_bound_s(budget_bytes) <= best.total_s * (1 + 1e-9)
+        assert search.bound(budget_bytes)() <= best.total_s * (1 + 1e-9)
         chosen.append(best)
     for less, more in itertools.pairwise(chosen[:-1]):
         assert more.total_s <= less.total_s

@@ -210,7 +210,7 @@ def plan_dry(
     )
     existing = captured.gradients if options.accumulate else frozenset()
     situation = Situation(planner.step.sizes.hints, existing, existing)
-    planned = planner.first(situation, rehearse=False).recorded()
+    planned = planner.first(situation, rehearse=False).completed()
     return Dry(planner, situation, planned.plan.with_overhead(asked.overhead_s))
 
 
@@ -339,4 +339,4 @@ def _within(dry: Dry, asked: Asked) -> Plan | None:
         planned = dry.planner.again(dry.situation)
     except BudgetError:
         return None
-    return planned.recorded().plan.with_overhead(asked.overhead_s)
+    return planned.completed().plan.with_overhead(asked.overhead_s)

@@ -60,9 +60,10 @@ class Compiled:
 
     @property
     def plan(self) -> Plan:
-        """The plan, for people: what a step holds in memory is found when somebody asks."""
-        self.planned = self.planned.recorded()
-        return self.planned.plan
+        """The plan, for people: all that a step does not need is found when somebody asks."""
+        with self.family.planning:
+            self.planned = self.planned.completed()
+            return self.planned.plan
 
     def at(self, values: Values) -> tuple[torch_compat.BoxedCallable, ...]:
         """The forward and the backward where the symbols are ``values``."""

@@ -31,7 +31,6 @@ from fxremat.passes.stages.signature import tensor_key
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
-from fxremat.report.memory import StepMemory
 from fxremat.report.plan import Plan
 from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import format_bytes
@@ -52,24 +51,25 @@ class Planned:
         rehearsal: tells what the step takes beside its calls; it holds the step's inputs.
             ``None`` where that is known, or will not be.
         note_overhead: keeps what was told.
-        record: finds what a step holds in memory; ``None`` where the plan says it.
+        complete: finds what a step holds in memory, and how fast it could be; ``None`` where the
+            plan says that.
     """
 
     plan: Plan
     graphs: Graphs
     rehearsal: Rehearsal | None = None
     note_overhead: Callable[[float], None] = lambda _seconds: None
-    record: Callable[[], StepMemory] | None = None
+    complete: Callable[[Plan], Plan] | None = None
 
     def with_overhead(self, seconds: float) -> Planned:
         """The same, of a step that takes ``seconds`` beside its calls."""
         return replace(self, plan=self.plan.with_overhead(seconds), rehearsal=None)
 
-    def recorded(self) -> Planned:
-        """The same, its plan with what a step holds in memory."""
-        if self.record is None:
+    def completed(self) -> Planned:
+        """The same, its plan with all that it tells people."""
+        if self.complete is None:
             return self
-        return replace(self, plan=replace(self.plan, memory=self.record()), record=None)
+        return replace(self, plan=self.complete(self.plan), complete=None)
 
 
 class Planner:
@@ -204,7 +204,7 @@ class Planner:
         found: list[Planned] = []
 
         def make() -> Plan:
-            found.append(find())
+            found.append(find().completed())  # others cannot
             return found[0].plan
 
         with self._peers.telling():
@@ -420,7 +420,7 @@ class Planner:
             beside=situation.described(self.step.joint),
         )
         way, found = fastest(ways, resolved)
-        plan, emitted, record = emit(
+        plan, emitted, complete = emit(
             way,
             found,
             resolved,
@@ -437,9 +437,9 @@ class Planner:
         )
         if self.step.joint.device.type == "cuda" and self.step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
-        planned = Planned(plan, emitted, record=record)
+        planned = Planned(plan, emitted, complete=complete)
         if self.step.costs is None and not known and situation.sizes == self.step.sizes.hints:
-            planned = planned.recorded()
+            planned = planned.completed()
             self._store.put("plan", self._plan_key(origin, budget), Plan, planned.plan)
         return planned
 

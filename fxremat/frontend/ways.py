@@ -208,8 +208,11 @@ def emit(
     sizes: Values = (),
     roles: Mapping[int, Kind] | None = None,
     gradient_bytes: int = 0,
-) -> tuple[Plan, Graphs, Callable[[], StepMemory]]:
-    """Write the graphs of a schedule, the plan that tells of them, and how to find its memory.
+) -> tuple[Plan, Graphs, Callable[[Plan], Plan]]:
+    """Write the graphs of a schedule, the plan that tells of them, and what completes that.
+
+    The step's memory, and how near the plan comes to any other, are found when they are asked for:
+    the bound on these is that of the baseline before.
 
     Args:
         way: where the schedule was found.
@@ -249,9 +252,6 @@ def emit(
         device=around.device,
         host=host,
     )
-    # The bound is one of recomputation alone, of the operations as they were traced.
-    bounded = way.exact and not host
-    bound_s = search.lower_bound_s(budget_bytes) if bounded else baseline.total_s
     plan = Plan(
         budget_bytes=budget_bytes,
         least_budget_bytes=least_bytes,
@@ -261,7 +261,7 @@ def emit(
         predicted_s=found.total_s,
         baseline_peak_bytes=baseline_bytes,
         baseline_s=baseline.total_s,
-        lower_bound_s=min(bound_s, found.total_s),
+        lower_bound_s=min(baseline.total_s, found.total_s),
         local_search_s=0.0 if host else search.gained_s(budget_bytes),
         host_bytes=graphs.host_bytes,
         schedule=decision.schedule,
@@ -298,7 +298,22 @@ def emit(
         roles=roles or {},
         gradient_bytes=gradient_bytes,
     )
-    return plan, graphs, record
+    # The bound is one of recomputation alone, of the operations as they were traced.
+    bound = search.bound(budget_bytes) if way.exact and not host else None
+    return plan, graphs, partial(_completed, record=record, bound=bound, total_s=found.total_s)
+
+
+def _completed(
+    plan: Plan,
+    *,
+    record: Callable[[], StepMemory],
+    bound: Callable[[], float] | None,
+    total_s: float,
+) -> Plan:
+    """``plan``, whose calls take ``total_s``, with what takes long to find."""
+    if bound is not None:
+        plan = replace(plan, lower_bound_s=min(bound(), total_s) + plan.overhead_s)
+    return replace(plan, memory=record())
 
 
 def _fused(program: Program) -> tuple[Fused, ...]:

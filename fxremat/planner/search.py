@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import fx
 
@@ -51,7 +52,7 @@ class Search:
         measured: what the step costs.
         setting: what schedules are asked for.
         evaluator: of them.
-        relaxation: what no schedule can do better than; ``None`` where that was not asked.
+        relaxation: finds what no schedule can do better than; ``None`` where nobody asks.
         solved: the best of the generators' schedules.
         pool: the same with what local search found.
         alone: the same for each generator alone, had the others found nothing.
@@ -62,7 +63,7 @@ class Search:
     measured: Measured
     setting: Setting
     evaluator: Evaluator
-    relaxation: Relaxation | None
+    relaxation: Callable[[], Relaxation] | None
     solved: Pool
     pool: Pool
     alone: tuple[Pool, ...]
@@ -111,7 +112,7 @@ class Search:
             measured,
             setting,
             evaluator,
-            Relaxation.of(measured, blocks, surroundings),
+            partial(Relaxation.of, measured, blocks, surroundings),
             solved=Pool.of(baseline, every),
             pool=Pool.of(baseline, (c for own in (best, *alone) for c in own.members)),
             alone=tuple(alone),
@@ -138,7 +139,7 @@ class Search:
             self,
             setting=replace(self.setting, surroundings=surroundings),
             evaluator=evaluator,
-            relaxation=Relaxation.of(self.measured, evaluator.blocks, surroundings),
+            relaxation=partial(Relaxation.of, self.measured, evaluator.blocks, surroundings),
             solved=again_all(self.solved),
             pool=again_all(self.pool, [c for pool in self.spare for c in pool.members]),
             alone=tuple(map(again_all, self.alone)),
@@ -244,10 +245,18 @@ class Search:
         chosen = self.fastest_within(budget_bytes)
         return solved.total_s - chosen.total_s if solved else 0.0
 
-    def lower_bound_s(self, budget_bytes: int) -> float:
-        """No schedule of these stages within the budget takes less."""
-        more_s = self.relaxation.least_s(budget_bytes) if self.relaxation else 0.0
-        return self.baseline.total_s + more_s
+    def bound(self, budget_bytes: int) -> Callable[[], float]:
+        """Finds seconds: no schedule of these stages within the budget takes less.
+
+        It holds none of the candidates.
+        """
+        return partial(_bound_s, self.relaxation, self.baseline.total_s, budget_bytes)
+
+
+def _bound_s(
+    relaxation: Callable[[], Relaxation] | None, baseline_s: float, budget_bytes: int
+) -> float:
+    return baseline_s + (relaxation().least_s(budget_bytes) if relaxation else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
