@@ -189,7 +189,7 @@ def written(
         parts = (value.start, value.stop, value.step)
         return f"slice{written(parts, node, tensor)}"
     if isinstance(value, Following):
-        return f"{value.value} as {value}"
+        return str(value)  # its number is that of a tensor's size, or of what none follows
     if isinstance(value, float):
         return value.hex()
     if value is None or isinstance(value, (bool, int, str)):
