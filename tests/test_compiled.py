@@ -364,9 +364,9 @@ def test_what_cannot_be_captured_is_told_with_a_remedy(build: Callable[[], nn.Mo
     assert "Hint" not in str(caught.value)
 
 
-def test_where_nothing_can_be_captured_it_is_told_why():
+def test_one_graph_of_a_model_with_an_lstm_is_refused_with_a_remedy():
     with pytest.raises(fxremat.CaptureError, match="LSTMCell"):
-        fxremat.compile(Recurrent(), X, 1.0)
+        fxremat.compile(Recurrent(), X, 1.0, fullgraph=True)
 
 
 def test_planning_leaves_buffers_that_uncaptured_code_has_written():
