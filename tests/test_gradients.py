@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import threading
 import weakref
@@ -542,6 +544,72 @@ def test_an_error_of_a_hook_comes_out_and_the_next_step_is_whole():
     others = Rig(early=False)
     step(others)
     assert_bitwise_equal(rig.gradients, others.gradients)
+
+
+def hooks_of(weight: Tensor) -> list[Any]:
+    return list((weight._post_accumulate_grad_hooks or {}).values())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_hooks_are_the_users_own_after_each_backward(steps: int):
+    """Also while gradients are learned of, and for those who copy a weight meanwhile."""
+    rig = Rig()
+    copies: list[Tensor] = []
+
+    def hook(weight: Tensor) -> None:
+        copies.append(copy.deepcopy(weight))
+        copies.append(pickle.loads(pickle.dumps(weight)))
+
+    for weight in rig.weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    for seed in range(steps):
+        step(rig, seed)
+        assert [hooks_of(weight) for weight in rig.weights] == [[hook]] * COUNT
+    assert len(copies) == 2 * COUNT * steps
+    assert not any(hooks_of(weight) for weight in copies)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_hooks_are_the_users_own_after_a_backward_that_has_raised(steps: int):
+    rig = Rig()
+    wrong = [False]
+
+    def hook(_weight: Tensor) -> None:
+        if wrong[0]:
+            raise ZeroDivisionError
+
+    for weight in rig.weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    for seed in range(steps):
+        step(rig, seed)
+    wrong[0] = True
+    with pytest.raises(ZeroDivisionError):
+        step(rig)
+    assert [hooks_of(weight) for weight in rig.weights] == [[hook]] * COUNT
+
+
+def test_hooks_run_once_a_backward_though_another_thread_goes_back_meanwhile():
+    rig, seen = taught(), []
+    losses = [rig(batch(seed)).sum() for seed in range(2)]
+
+    def take(weight: Tensor) -> None:
+        seen.append(threading.get_ident())
+        weight.grad = None
+
+    def take_when_another_has_ended(weight: Tensor) -> None:
+        if losses:
+            thread = threading.Thread(target=losses.pop().backward)
+            thread.start()
+            thread.join()
+        weight.grad = None
+
+    rig.weights[2].register_post_accumulate_grad_hook(take)
+    rig.weights[1].register_post_accumulate_grad_hook(take_when_another_has_ended)
+    losses.pop().backward()
+    assert not losses
+    assert len(seen) == len(set(seen)) == 2
+    assert hooks_of(rig.weights[1]) == [take_when_another_has_ended]
+    assert hooks_of(rig.weights[2]) == [take]
 
 
 def test_threads_that_go_back_through_the_same_leaves_lose_nothing():

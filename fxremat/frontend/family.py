@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,7 +97,7 @@ class Family:
         contributors: to the gradients of the graph's leaves.
         overhead_s: what a step takes beside its calls.
         spread_bytes: tells of gradients that exist of tensors that several processes share.
-        calls: of the graph, so far.
+        calls: their numbers, from the first on; no two threads get the same.
         passed: places of the backward's results that are inputs of the forward, and these.
     """
 
@@ -115,7 +116,7 @@ class Family:
     overhead_s: float = 0.0
     spread_bytes: Callable[[], int] = int
     passed: dict[int, int] = field(default_factory=dict)
-    calls: int = 0
+    calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _own: frozenset[int] = frozenset()
     _made: tuple[int, ...] = ()
 
@@ -204,9 +205,9 @@ class Family:
         self.optimizers.watcher.end()
         if not self.regions.several:
             self.watcher.end()
-        self.calls += 1
+        number = next(self.calls)
         together = self.planner.together
-        if together is not None and 1 < self.calls <= AGREED:
+        if together is not None and 1 < number <= AGREED:
             self.lessons.seen = agreed_lessons(together, self.lessons.seen)
         values = self.planner.step.sizes.values(args)
         sizes = self._shaping(values)
@@ -221,7 +222,7 @@ class Family:
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
-        teaches = together is None or self.calls < AGREED
+        teaches = together is None or number < AGREED
         if (
             teaches
             and not self.regions.several

@@ -8,6 +8,7 @@ hooks that run after an accumulation, see it early then. All others are returned
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,9 @@ from torch import Tensor
 from fxremat import torch_compat
 from fxremat.errors import BackwardError
 
-_accumulating = threading.Lock()
-"""Threads may go back through graphs of the same leaves."""
+_accumulating = threading.RLock()
+"""Threads may go back through graphs of the same leaves. What ends with a backward that has raised
+may end anywhere, in here too."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -101,8 +103,8 @@ class Gradients:
     """
 
     __slots__ = (
-        "_contributors", "_early", "_expected", "_learned", "_leaves", "_nodes", "_own",
-        "_places", "_returned", "asked_for",
+        "__weakref__", "_contributors", "_early", "_expected", "_hooked", "_learned", "_leaves",
+        "_nodes", "_own", "_places", "_returned", "_task", "asked_for",
     )  # fmt: skip
 
     def __init__(
@@ -123,7 +125,8 @@ class Gradients:
         self.asked_for = False
         self._learned: dict[int, tuple[int, int]] = {}
         self._expected: dict[int, tuple[Tensor | None, int, bool]] = {}
-        task = torch_compat.current_backward()
+        self._task = task = torch_compat.current_backward()
+        self._hooked: list[tuple[_Hooks, int, _Hook]] = []
         if others:
             contributors.summing = task
         self._early = contributors.summing != task and not torch.is_anomaly_enabled()
@@ -180,7 +183,9 @@ class Gradients:
         if primal not in contributors.alone:
             if primal in self._own and takes(leaf, gradient):
                 self._learned[primal] = gradient.data_ptr(), gradient._version
-                _before_hooks(leaf, lambda: self._learn(primal))
+                own: Gradients = weakref.proxy(self)  # which goes when a backward raises
+                for hook in self._hooks_of(leaf)[:1]:
+                    hook.before = lambda: own._learn(primal)
             return False
         with _accumulating:
             if adds(leaf):
@@ -190,10 +195,27 @@ class Gradients:
                 leaf.grad = gradient
             else:
                 return False
-        hooked = _run_hooks(leaf)
+        hooks = self._hooks_of(leaf)
+        for hook in hooks:  # autograd calls them at its end, too: they skip that
+            hook.has_run = True
+            hook.hook(leaf)
         now = leaf.grad
-        self._expected[primal] = now, -1 if now is None else now._version, hooked
+        self._expected[primal] = now, -1 if now is None else now._version, bool(hooks)
         return True
+
+    def _hooks_of(self, leaf: Tensor) -> list[_Hook]:
+        """Those that follow an accumulation, wrapped until this backward has ended."""
+        hooks: _Hooks = leaf._post_accumulate_grad_hooks or {}
+        found = []
+        with _accumulating:
+            for key, hook in list(hooks.items()):
+                if not isinstance(hook, _Hook) or hook.task != self._task:
+                    hook = hooks[key] = _Hook(hook, self._task)
+                    self._hooked.append((hooks, key, hook))
+                    if len(self._hooked) == 1:  # also where the backward raises
+                        weakref.finalize(self, _unhook, self._hooked).atexit = False
+                found.append(hook)
+        return found
 
     def _learn(self, primal: int) -> None:
         """Autograd has accumulated: was it just what was returned?"""
@@ -215,6 +237,7 @@ class Gradients:
         Raises:
             BackwardError: something was, after the leaf's own hooks had run.
         """
+        _unhook(self._hooked)
         for primal in list(self._learned):
             self._learn(primal)
         for primal, (expected, version, hooked) in self._expected.items():
@@ -232,48 +255,46 @@ class Gradients:
 
 
 class _Hook:
-    """A post-accumulate hook that may have run in this backward already.
+    """In the place of a post-accumulate hook, in a backward in which it may have run already.
 
     Attributes:
-        hook: the user's.
-        ran_in: the backward in which autograd must not run it again.
-        before: called once, before autograd runs it.
+        hook: the user's, or one that is in its place in another thread's backward.
+        task: the backward.
+        has_run: autograd must not run it again in there.
+        before: called once, before autograd runs it in there.
     """
 
-    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+    __slots__ = ("before", "has_run", "hook", "task")
+
+    def __init__(self, hook: Callable[[Tensor], None], task: int) -> None:
         self.hook = hook
-        self.ran_in = -1
+        self.task = task
+        self.has_run = False
         self.before: Callable[[], None] | None = None
 
-    @staticmethod
-    def all_of(tensor: Tensor) -> list[_Hook]:
-        """Those of a leaf, each put in place of the user's for good."""
-        hooks = tensor._post_accumulate_grad_hooks or {}
-        for key, hook in list(hooks.items()):
-            hooks[key] = hook if isinstance(hook, _Hook) else _Hook(hook)
-        return list(hooks.values())
-
     def __call__(self, tensor: Tensor) -> None:
-        if self.before is not None:
-            before, self.before = self.before, None
-            before()
-        if torch_compat.current_backward() != self.ran_in:
-            self.hook(tensor)
+        if torch_compat.current_backward() == self.task:
+            if self.before is not None:
+                before, self.before = self.before, None
+                before()
+            if self.has_run:
+                return
+        self.hook(tensor)
 
 
-def _before_hooks(tensor: Tensor, call: Callable[[], None]) -> None:
-    """Have ``call`` called once autograd has accumulated, before what may take the gradient."""
-    for hook in _Hook.all_of(tensor)[:1]:
-        hook.before = call
+_Hooks = dict[int, Callable[[Tensor], None]]
+"""Hooks of a leaf, by the keys of their handles."""
 
 
-def _run_hooks(tensor: Tensor) -> bool:
-    """Run the hooks that follow an accumulation; whether there are any.
-
-    Autograd will call them at its end, too, and finds in their place what skips that.
-    """
-    hooks = _Hook.all_of(tensor)
-    for hook in hooks:
-        hook.ran_in = torch_compat.current_backward()
-        hook.hook(tensor)
-    return bool(hooks)
+def _unhook(hooked: list[tuple[_Hooks, int, _Hook]]) -> None:
+    """Put back what was there before, unless it was removed."""
+    with _accumulating:
+        while hooked:
+            hooks, key, own = hooked.pop()
+            above = hooks.get(key)
+            if above is own:
+                hooks[key] = own.hook
+            while isinstance(above, _Hook):
+                if above.hook is own:
+                    above.hook = own.hook
+                above = above.hook

@@ -14,7 +14,9 @@ import torch
 
 
 def capture_settings() -> contextlib.AbstractContextManager[Any]:
-    """Settings under which Dynamo captures a call; they cost some 20 µs a call.
+    """Settings under which Dynamo captures a call, in its thread; they cost some 20 µs a call.
+
+    Torch 2.11 has one set of them for all threads: calls that overlap take them from each other.
 
     Loggers are traced through as if they were not there, because ``warning_once`` in a
     loss would break the graph. A number that a module counts with is a symbol once it changes,
