@@ -101,6 +101,6 @@ if __name__ == "__main__":
     import sys
 
     os.environ["FXREMAT_CACHE"] = "0"
-    from tests.broken_check import main
+    from tests.broken_command import main
 
     main(sys.argv[1:])
