@@ -26,7 +26,7 @@ from fxremat.frontend.choices import alone, choices_of, chosen_for, leaving_leas
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.told import Told
-from fxremat.frontend.walk import Called, Key, Known, Row, Walk, between, seen_levels
+from fxremat.frontend.walk import Called, Key, Known, Ran, Row, Walk, between, seen_levels
 from fxremat.planner.situation import Beside, Situation
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.levels import Levels, Watcher, Whole
@@ -63,6 +63,7 @@ class Regions:
         elsewhere_bytes: that the one that has most has more than this one when a step begins.
         steps: that have begun.
         captured: the step before has captured a graph: of that, circles are left that hold memory.
+        latest: calls of the step that has ended a call of the model last.
     """
 
     watcher: Watcher
@@ -80,6 +81,7 @@ class Regions:
     elsewhere_bytes: int = 0
     steps: int = 0
     captured: bool = False
+    latest: list[Ran] = field(default_factory=list)
     _planners: dict[int, int] = field(default_factory=dict)
     _watches: int = 1  # of steps to come, whatever they are
     _late_bytes: int = 0  # of collectives in graphs, likewise
@@ -110,6 +112,8 @@ class Regions:
     def returned(self, outputs: object) -> None:
         """It has ended."""
         walk: Walk | None = getattr(self._now, "walk", None)
+        if walk is not None and walk.calls:
+            self.latest = walk.ran
         if walk is None or not walk.watched:
             return
         graph = _Graph()
@@ -167,6 +171,8 @@ class Regions:
         places = self._with_room(walk, called)
         self._watch(called, walk)
         walk.calls.append(called)
+        read_by = tuple(id(p) for p in values if isinstance(p, torch.nn.Parameter))
+        walk.found = tuple(places), read_by
         if not places:
             walk.unknown = True
             return self.situation_unknown(planner, situation), False
@@ -188,6 +194,7 @@ class Regions:
     def no_room(self) -> None:
         """The call that was entered last does not fit where it was to: it leaves least."""
         self._now.walk.unknown = True
+        self._now.walk.found = (), ()
 
     def _with_room(self, walk: Walk, called: Called) -> list[tuple[Known, int]]:
         """Known steps that the one that goes on may be, and the call's places in them, each with
@@ -235,6 +242,7 @@ class Regions:
         walk.steps[step] = len(walk.calls) - 1
         self._walks[step] = walk
         walk.calls[-1].held_bytes = step.held_bytes
+        walk.ran.append(Ran(step.plan, *walk.found, step.held_bytes))
         walk.calls[-1].times_s.append(perf_counter())
         self.watcher.left(step)
 

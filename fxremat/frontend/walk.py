@@ -6,10 +6,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from typing import Protocol
 
 from fxremat.frontend.pipeline import Planner
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.situation import Beside, Situation
+from fxremat.report.plan import Plan
 from fxremat.runtime.levels import Levels
 from fxremat.runtime.steps import Step
 from fxremat.solvers.knapsack import Call, Choice, peak_bytes
@@ -175,6 +177,31 @@ def _found_by(calls: Sequence[Called]) -> dict[int, set[frozenset[int]]]:
     return found
 
 
+class HasPlan(Protocol):
+    """What a call has followed."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A call that a step has made, for people.
+
+    Attributes:
+        compiled: what it followed.
+        places: the known steps that it was taken for a call of, and its places in them.
+        parameters: that it reads, by ``id``.
+        held_bytes: that its forward has left.
+    """
+
+    compiled: HasPlan
+    places: tuple[tuple[Known, int], ...]
+    parameters: tuple[int, ...]
+    held_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Walk:
     """The calls of one step, in the order of their forwards.
@@ -191,6 +218,8 @@ class Walk:
         watched: it is.
         unseen: why nothing was learned from it.
         failed: a call of the model has raised: no further one goes on with it.
+        found: of the last call, its places in known steps and the parameters that it reads.
+        ran: calls whose forward has ended.
     """
 
     base_bytes: int | None = None
@@ -204,6 +233,8 @@ class Walk:
     watched: bool = False
     unseen: str = ""
     failed: bool = False
+    found: tuple[tuple[tuple[Known, int], ...], tuple[int, ...]] = ((), ())
+    ran: list[Ran] = field(default_factory=list)
 
     @property
     def keys(self) -> tuple[Key, ...]:
