@@ -56,13 +56,21 @@ class StepPlan(StepFacts):
     def __repr__(self) -> str:
         """In a few lines; the plans of the regions are in ``regions``."""
         count = len(self.regions)
-        seen = self.measured_peak_bytes
-        measured = "" if seen is None else f", measured {format_bytes(seen)}"
+        budget, least, predicted, kept = map(
+            format_bytes,
+            (
+                self.budget_bytes,
+                self.least_budget_bytes,
+                self.predicted_peak_bytes,
+                self.baseline_peak_bytes,
+            ),
+        )
+        seen_bytes = self.measured_peak_bytes
+        measured = "" if seen_bytes is None else f", measured {format_bytes(seen_bytes)}"
+        predicted_s, baseline_s = map(format_seconds, (self.predicted_s, self.baseline_s))
         return (
-            f"StepPlan: {count} {'region' if count == 1 else 'regions'} within "
-            f"{format_bytes(self.budget_bytes)} (at least {format_bytes(self.least_budget_bytes)})\n"
-            f"  peak: predicted {format_bytes(self.predicted_peak_bytes)}{measured}, with everything "
-            f"kept {format_bytes(self.baseline_peak_bytes)}\n"
-            f"  time: {format_seconds(self.predicted_s)}, {format_seconds(self.baseline_s)} with "
-            "nothing recomputed"
+            f"StepPlan: {count} {'region' if count == 1 else 'regions'} within {budget} "
+            f"(at least {least})\n"
+            f"  peak: predicted {predicted}{measured}, with everything kept {kept}\n"
+            f"  time: {predicted_s}, {baseline_s} with nothing recomputed"
         )
