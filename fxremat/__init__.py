@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fxremat.report.estimate import Estimate
     from fxremat.report.frontier import Frontier
     from fxremat.report.plan import Plan
+    from fxremat.report.step_plan import StepPlan
 
 _HOMES = {
     "backend": "api",
@@ -72,6 +73,7 @@ _HOMES = {
     "Batches": "report.batches",
     "Frontier": "report.frontier",
     "Plan": "report.plan",
+    "StepPlan": "report.step_plan",
     "Ranks": "frontend.ranks",
     "Sample": "frontend.sample",
 }
@@ -102,6 +104,7 @@ __all__ = [
     "SampleError",
     "ScheduleError",
     "StepMeasurement",
+    "StepPlan",
     "TransferError",
     "__version__",
     "backend",

@@ -172,7 +172,8 @@ def plan(model: nn.Module, sample: object, budget: Readable, **options: Any) -> 
 
     There is one of a model that is captured whole: ``fullgraph`` is ``True``.
     """
-    return compile(model, sample, budget, **_whole(options)).plan
+    (found,) = compile(model, sample, budget, **_whole(options)).plans
+    return found
 
 
 def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
@@ -241,7 +242,7 @@ def max_batch(
         situation,
         model,
         call,
-        made.plan.overhead_s,
+        made.plans[0].overhead_s,
         limit,
     )
     with generators_restored(), in_training(model), torch.enable_grad():

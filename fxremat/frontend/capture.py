@@ -219,6 +219,7 @@ class StepCompiler:
         Raises:
             CaptureError: something is.
         """
+        self.regions.told.why = self.regions.told.why or broken
         several = "in_flight=" if self.caller.in_flight > 1 else ""
         asked = "plan=" if self.kept else several
         if asked:

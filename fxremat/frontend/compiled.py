@@ -24,8 +24,10 @@ from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample, check_sample
+from fxremat.frontend.step_plan import step_plan
 from fxremat.frontend.trace import StepTrace, trace_step
 from fxremat.report.plan import Plan
+from fxremat.report.step_plan import StepPlan
 from fxremat.runtime import cuda_graph
 
 
@@ -60,7 +62,8 @@ class CompiledModule(nn.Module):
     eval mode and without gradients it is the model's. Hooks of the model run around it.
 
     Attributes:
-        plan: of the step that ran last (of the sample, before any step).
+        plan: of the step that ran last (of the sample, before any step); of all its graphs, where
+            it is captured in several.
         plans: of every situation met so far, in order.
     """
 
@@ -71,16 +74,23 @@ class CompiledModule(nn.Module):
         """Nothing: whoever lists subclasses of the model's class has it already."""
 
     @property
-    def plan(self) -> Plan:
-        """The plan of the step that ran last.
+    def plan(self) -> Plan | StepPlan:
+        """The plan of the step that ran last: a ``StepPlan`` where it runs several graphs.
 
         Raises:
-            PlanError: no step was planned so far.
+            PlanError: no step was planned so far; of several graphs: that step followed no plans
+                that were chosen together.
         """
+        if self._compiler.regions.several:
+            return step_plan(self._compiler.regions, self._parameter_names)
         latest = self._compiler.latest
         if latest is None:
             raise self._unplanned()
         return latest.plan
+
+    def _parameter_names(self) -> dict[int, str]:
+        """By ``id``."""
+        return {id(own): name for name, own in self._state.original.named_parameters()}
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -107,9 +117,14 @@ class CompiledModule(nn.Module):
             step: one forward and one backward of this module.
 
         Raises:
-            PlanError: no step was planned so far.
+            PlanError: no step was planned so far, or it is of several graphs.
             ValueError: it ran the forward or the backward more or less than once.
         """
+        if self._compiler.regions.several:
+            raise PlanError(
+                f"{type(self).__name__} is captured in several graphs, and trace_step times the "
+                "calls of one. Use plan.save_trace(path) for what is predicted, or torch.profiler"
+            )
         device = device_of(self._state.original)
         return trace_step(step, compiler=self._compiler, device=device)
 

@@ -26,7 +26,7 @@ from fxremat.frontend.choices import alone, choices_of, chosen_for, leaving_leas
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.told import Told
-from fxremat.frontend.walk import Called, Key, Known, Row, Walk, between, seen_levels
+from fxremat.frontend.walk import Called, Key, Known, Ran, Row, Walk, between, seen_levels
 from fxremat.planner.situation import Beside, Situation
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.levels import Levels, Watcher, Whole
@@ -67,6 +67,7 @@ class Regions:
         elsewhere_bytes: that the one that has most has more than this one when a step begins.
         steps: that have begun.
         captured: the step before has captured a graph: of that, circles are left that hold memory.
+        latest: calls of the step that has ended a call of the model last.
     """
 
     watcher: Watcher
@@ -84,6 +85,7 @@ class Regions:
     elsewhere_bytes: int = 0
     steps: int = 0
     captured: bool = False
+    latest: list[Ran] = field(default_factory=list)
     _planners: dict[int, int] = field(default_factory=dict)
     _watches: int = 1  # of steps to come, whatever they are
     _late_bytes: int = 0  # of collectives in graphs, likewise
@@ -110,11 +112,18 @@ class Regions:
             walk = self._next()
             walk.base_bytes = there_bytes()
             self._begin_watch(walk, device)
+        if walk is not None:
+            walk.open = True
 
     def returned(self, outputs: object) -> None:
         """It has ended."""
         walk: Walk | None = getattr(self._now, "walk", None)
-        if walk is None or not walk.watched or not self.watcher.is_on:
+        if walk is None:
+            return
+        walk.open = False
+        if walk.calls:
+            self.latest = walk.ran
+        if not walk.watched or not self.watcher.is_on:
             return
         graph = _Graph()
         self.watcher.close(graph)
@@ -130,7 +139,7 @@ class Regions:
         """A call of the model has raised."""
         walk: Walk | None = getattr(self._now, "walk", None)
         if walk is not None:
-            walk.failed = True
+            walk.failed, walk.open = True, False
 
     def enter(
         self, planner: Planner, situation: Situation, values: Sequence[object]
@@ -171,6 +180,8 @@ class Regions:
         places = self._with_room(walk, called)
         self._watch(called, walk)
         walk.calls.append(called)
+        read_by = tuple(id(p) for p in values if isinstance(p, torch.nn.Parameter))
+        walk.found = tuple(places), read_by
         if not places:
             walk.unknown = True
             return self.situation_unknown(planner, situation), False
@@ -192,6 +203,7 @@ class Regions:
     def no_room(self) -> None:
         """The call that was entered last does not fit where it was to: it leaves least."""
         self._now.walk.unknown = True
+        self._now.walk.found = (), ()
 
     def _with_room(self, walk: Walk, called: Called) -> list[tuple[Known, int]]:
         """Known steps that the one that goes on may be, and the call's places in them, each with
@@ -240,6 +252,7 @@ class Regions:
         walk.steps[step] = len(walk.calls) - 1
         self._walks[step] = walk
         walk.calls[-1].held_bytes = step.held_bytes
+        walk.ran.append(Ran(step.plan, *walk.found, step.held_bytes))
         walk.calls[-1].times_s.append(perf_counter())
         self.watcher.left(step)
 
@@ -402,6 +415,8 @@ class Regions:
         walk: Walk | None = getattr(self._now, "walk", None)
         if walk is None or walk.failed or walk.last is not None:
             return None
+        if walk.open:  # though nothing waits: what checkpoints hold is made again
+            return walk
         return walk if not walk.calls or any(step.waits for step in walk.steps) else None
 
     def _next(self) -> Walk:

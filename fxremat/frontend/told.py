@@ -33,9 +33,11 @@ class Told:
     Attributes:
         breaks: why a planner's graph is not all of the model, by the planner's ``id``; ``None``:
             that was asked for.
+        why: the model could not be captured as one graph; empty: that was not tried.
     """
 
     breaks: dict[int, str] | None = field(default_factory=dict)
+    why: str = ""
     _over: int = 0
     _seen_bytes: int = 0
     _unlearned: int = 0

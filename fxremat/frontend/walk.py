@@ -6,10 +6,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from typing import Protocol
 
 from fxremat.frontend.pipeline import Planner
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.situation import Beside, Situation
+from fxremat.report.plan import Plan
 from fxremat.runtime.levels import Levels
 from fxremat.runtime.steps import Step
 from fxremat.solvers.knapsack import Call, Choice, peak_bytes
@@ -195,6 +197,31 @@ def _found_by(calls: Sequence[Called]) -> dict[int, set[frozenset[int]]]:
     return found
 
 
+class HasPlan(Protocol):
+    """What a call has followed."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A call that a step has made, for people.
+
+    Attributes:
+        compiled: what it followed.
+        places: the known steps that it was taken for a call of, and its places in them.
+        parameters: that it reads, by ``id``.
+        held_bytes: that its forward has left.
+    """
+
+    compiled: HasPlan
+    places: tuple[tuple[Known, int], ...]
+    parameters: tuple[int, ...]
+    held_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Walk:
     """The calls of one step, in the order of their forwards.
@@ -205,12 +232,15 @@ class Walk:
         steps: what their forwards have left, while it is there.
         begun: known steps that begin with the same calls.
         places: where it has come to in other known steps, with some of their calls left out.
+        open: a call of the model goes on.
         last: the call whose backward began last.
         done: a backward of it was seen to end.
         unknown: a call of it is none of a known step's at that place, or had no room there.
         watched: it is.
         unseen: why nothing was learned from it.
         failed: a call of the model has raised: no further one goes on with it.
+        found: of the last call, its places in known steps and the parameters that it reads.
+        ran: calls whose forward has ended.
     """
 
     base_bytes: int | None = None
@@ -218,12 +248,15 @@ class Walk:
     steps: weakref.WeakKeyDictionary[Step, int] = field(default_factory=weakref.WeakKeyDictionary)
     begun: list[Known] = field(default_factory=list)
     places: dict[Known, int] = field(default_factory=dict)
+    open: bool = False
     last: int | None = None
     done: bool = False
     unknown: bool = False
     watched: bool = False
     unseen: str = ""
     failed: bool = False
+    found: tuple[tuple[tuple[Known, int], ...], tuple[int, ...]] = ((), ())
+    ran: list[Ran] = field(default_factory=list)
 
     @property
     def keys(self) -> tuple[Key, ...]:

@@ -8,9 +8,11 @@ import json
 import os
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fxremat.errors import PlanError
 from fxremat.report.codec import FormatError
 
 VERSION = 1
@@ -68,6 +70,39 @@ def write_whole(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
+
+
+def write_made(what: str, path: str | os.PathLike[str], make: Callable[[], bytes]) -> None:
+    """Write a file that a user has asked for, whole.
+
+    Args:
+        what: it is, for the error.
+        path: of the file; one that is there is replaced.
+        make: gives its contents.
+
+    Raises:
+        PlanError: it cannot be written.
+    """
+    file = path_of(path)
+    try:
+        write_whole(file, make())
+    except (OSError, ValueError) as error:  # ValueError: a number that JSON does not have
+        raise PlanError(
+            f"the {what} cannot be written to {file}: {error}. Give the path of a file in a "
+            "folder that exists and that this user can write to"
+        ) from error
+
+
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """What a user has given as a path.
+
+    Raises:
+        PlanError: it is none.
+    """
+    try:
+        return Path(os.fsdecode(path))
+    except TypeError as error:
+        raise PlanError(f"the path of a plan is {path!r}: give text or a pathlib.Path") from error
 
 
 PARTIAL = ".part"

@@ -6,7 +6,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from fxremat.ir import Copy
+from fxremat.ir import Copy, Timeline
 from fxremat.report.areas import areas_of, memory_of
 from fxremat.report.facts import PlanFacts
 from fxremat.report.memory import StepMemory
@@ -24,7 +24,12 @@ def page_of(plan: PlanFacts) -> str:
     Raises:
         PlanError: the plan does not say which tensors are held when.
     """
-    data = json.dumps(data_of(plan), allow_nan=False, separators=(",", ":"))
+    return page_with(data_of(plan))
+
+
+def page_with(told: dict[str, Any]) -> str:
+    """A page that shows what its script reads."""
+    data = json.dumps(told, allow_nan=False, separators=(",", ":"))
     page = _part("page.html")
     # Nothing in the data can end the element that it is in.
     for mark, text in (
@@ -50,6 +55,7 @@ def data_of(plan: PlanFacts) -> dict[str, Any]:
     stories = tuple(story for story in tell_stages(plan) if story.executed)
     return {
         "summary": list(summarize(plan, stories)),
+        "regions": [],
         "budget_bytes": plan.budget_bytes,
         "least_budget_bytes": plan.least_budget_bytes,
         "counted_bytes": plan.counted_bytes,
@@ -58,10 +64,25 @@ def data_of(plan: PlanFacts) -> dict[str, Any]:
         "predicted_s": plan.predicted_s,
         "baseline_s": plan.baseline_s,
         "host_bytes": plan.host_bytes,
-        "makespan_s": plan.timeline.makespan_s,
+        "stages": [stage_of(story, memory) for story in stories],
+        **drawn(memory, plan.timeline, memory.times(plan.timeline)),
+        "frontier": [[p.peak_bytes, p.predicted_s] for p in plan.frontier.points],
+    }
+
+
+def drawn(memory: StepMemory, timeline: Timeline, times_s: tuple[float, ...]) -> dict[str, Any]:
+    """What the script draws of a step.
+
+    Args:
+        memory: what is held, instant by instant.
+        timeline: what happens when.
+        times_s: at which each instant begins.
+    """
+    return {
+        "makespan_s": timeline.makespan_s,
         "turn": memory.turn,
         "end": memory.end,
-        "times_s": memory.times(plan.timeline),
+        "times_s": times_s,
         "areas": [{"name": a.name, "kind": a.kind.name, "band": a.band} for a in areas_of(memory)],
         "tensors": [
             [t.name, t.nbytes, t.stage, t.operation, t.module, t.kind.name] for t in memory.tensors
@@ -69,11 +90,9 @@ def data_of(plan: PlanFacts) -> dict[str, Any]:
         "lives": _lives(memory),
         "events": [
             [str(e.op), e.lane.value, e.start_s, e.end_s, e.op.stage, _nbytes(e.op), e.peak_bytes]
-            for e in plan.timeline.events
+            for e in timeline.events
             if hasattr(e.op, "stage")
         ],
-        "stages": [_stage(story, memory) for story in stories],
-        "frontier": [[p.peak_bytes, p.predicted_s] for p in plan.frontier.points],
     }
 
 
@@ -91,7 +110,8 @@ def _lives(memory: StepMemory) -> list[int]:
     ]
 
 
-def _stage(story: StageStory, memory: StepMemory) -> dict[str, Any]:
+def stage_of(story: StageStory, memory: StepMemory) -> dict[str, Any]:
+    """A row of the page's table."""
     return {
         "stage": story.index,
         "name": story.name,

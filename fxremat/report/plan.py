@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxremat.errors import PlanError
 from fxremat.report.codec import FormatError, decode, encode
 from fxremat.report.facts import PlanFacts
-from fxremat.report.files import pack, unpack, write_whole
+from fxremat.report.files import pack, path_of, unpack, write_made
 
 if TYPE_CHECKING:
     from fxremat.report.trace import Traced
@@ -55,7 +53,7 @@ class Plan(PlanFacts):
         """
         from fxremat.report.page import page_of  # noqa: PLC0415
 
-        _write("page", path, lambda: page_of(self).encode())
+        write_made("page", path, lambda: page_of(self).encode())
 
     def save_trace(self, path: str | os.PathLike[str], traced: Traced | None = None) -> None:
         """Write the step as a trace for ``chrome://tracing`` and Perfetto.
@@ -70,7 +68,7 @@ class Plan(PlanFacts):
         """
         from fxremat.report.trace import trace_of  # noqa: PLC0415
 
-        _write("trace", path, lambda: trace_of(self, traced).encode())
+        write_made("trace", path, lambda: trace_of(self, traced).encode())
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted memory as torch's memory tools read it.
@@ -85,7 +83,7 @@ class Plan(PlanFacts):
         """
         from fxremat.report.snapshot import snapshot_of  # noqa: PLC0415
 
-        _write("snapshot", path, lambda: snapshot_of(self))
+        write_made("snapshot", path, lambda: snapshot_of(self))
 
     def _repr_html_(self) -> str:
         """The plan in a notebook."""
@@ -106,8 +104,8 @@ class Plan(PlanFacts):
         Raises:
             PlanError: the file cannot be written.
         """
-        packed = _path(path).suffix == ".gz"
-        _write("plan", path, lambda: pack(KIND, {"plan": encode(Plan, self)}, packed=packed))
+        packed = path_of(path).suffix == ".gz"
+        write_made("plan", path, lambda: pack(KIND, {"plan": encode(Plan, self)}, packed=packed))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -116,7 +114,7 @@ class Plan(PlanFacts):
         Raises:
             PlanError: the file cannot be read, is damaged, or holds no plan.
         """
-        file = _path(path)
+        file = path_of(path)
         try:
             data = file.read_bytes()
         except OSError as error:
@@ -130,26 +128,3 @@ class Plan(PlanFacts):
             raise PlanError(
                 f"{file} holds no plan that can be read: {error}. Plan again, and save that plan"
             ) from error
-
-
-def _write(what: str, path: str | os.PathLike[str], make: Callable[[], bytes]) -> None:
-    """Write a file whole.
-
-    Raises:
-        PlanError: it cannot be written.
-    """
-    file = _path(path)
-    try:
-        write_whole(file, make())
-    except (OSError, ValueError) as error:  # ValueError: a number that JSON does not have
-        raise PlanError(
-            f"the {what} cannot be written to {file}: {error}. Give the path of a file in a "
-            "folder that exists and that this user can write to"
-        ) from error
-
-
-def _path(path: str | os.PathLike[str]) -> Path:
-    try:
-        return Path(os.fsdecode(path))
-    except TypeError as error:
-        raise PlanError(f"the path of a plan is {path!r}: give text or a pathlib.Path") from error

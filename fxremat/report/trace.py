@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -39,7 +40,9 @@ def trace_of(plan: PlanFacts, traced: Traced | None = None) -> str:
         PlanError: the plan does not say which tensors are held when, or ``traced`` is of another.
     """
     memory = memory_of(plan)
-    events = list(_process(plan, memory, plan.timeline, pid=PREDICTED, name="predicted"))
+    stages = tuple(stage.name for stage in plan.chain.stages)
+    told = Told(memory, stages)
+    events = list(told.process(plan.timeline, pid=PREDICTED, name="predicted"))
     if traced is not None:
         measured = traced.measured
         if [e.op for e in measured.events] != [e.op for e in plan.timeline.events]:
@@ -47,50 +50,74 @@ def trace_of(plan: PlanFacts, traced: Traced | None = None) -> str:
                 f"the step that was traced made {len(measured.events)} calls and copies that are "
                 f"not the {len(plan.timeline.events)} of this plan: trace a step that follows it"
             )
-        events += _process(plan, memory, measured, pid=MEASURED, name="measured")
+        events += told.process(measured, pid=MEASURED, name="measured")
+    return packed(events)
+
+
+def packed(events: list[dict[str, Any]]) -> str:
+    """Trace events as one JSON, by ascending time."""
     events.sort(key=lambda event: event["ts"])
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
 
 
-def _process(
-    plan: PlanFacts, memory: StepMemory, timeline: Timeline, *, pid: int, name: str
-) -> Iterator[dict[str, Any]]:
-    """All events of one process."""
-    yield _named("process_name", name, pid, 0)
-    for tid, label in (*THREADS.values(), (COUNTERS, "memory")):
-        yield _named("thread_name", label, pid, tid)
-    for event in timeline.events:
-        yield _run(event, plan, memory, pid)
-    yield from _counters(memory, memory.times(timeline), pid)
-    yield from _host(timeline, pid)
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What processes of a trace tell of.
+
+    Attributes:
+        memory: of the step.
+        stages: their names.
+        times_s: at which each instant of the memory begins; ``None``: as the timeline says.
+    """
+
+    memory: StepMemory
+    stages: tuple[str, ...]
+    times_s: tuple[float, ...] | None = None
+
+    def process(self, timeline: Timeline, *, pid: int, name: str) -> Iterator[dict[str, Any]]:
+        """All events of one process.
+
+        Args:
+            timeline: what happens when.
+            pid: its number.
+            name: what it is called.
+        """
+        yield named("process_name", name, pid, 0)
+        for tid, label in (*THREADS.values(), (COUNTERS, "memory")):
+            yield named("thread_name", label, pid, tid)
+        for event in timeline.events:
+            yield self._run(event, pid)
+        times_s = self.memory.times(timeline) if self.times_s is None else self.times_s
+        yield from _counters(self.memory, times_s, pid)
+        yield from _host(timeline, pid)
+
+    def _run(self, event: Event, pid: int) -> dict[str, Any]:
+        """An operation, or a copy."""
+        op = event.op
+        told: dict[str, Any] = {"peak_bytes": event.peak_bytes, "held_bytes": event.held_bytes}
+        category = (
+            "copy" if isinstance(op, Copy) else "forward" if isinstance(op, Forward) else "backward"
+        )
+        if isinstance(op, Copy):
+            told["bytes"] = op.nbytes
+        stage = getattr(op, "stage", None)
+        if stage is not None:
+            told |= {"stage": self.stages[stage], "module": self.memory.modules[stage]}
+        return {
+            "ph": "X",
+            "name": str(op),
+            "cat": category,
+            "ts": event.start_s * 1e6,
+            "dur": max(event.end_s - event.start_s, 0.0) * 1e6,
+            "pid": pid,
+            "tid": THREADS[event.lane][0],
+            "args": told,
+        }
 
 
-def _named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+def named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+    """A process or a thread has a name."""
     return {"ph": "M", "name": what, "ts": 0.0, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _run(event: Event, plan: PlanFacts, memory: StepMemory, pid: int) -> dict[str, Any]:
-    """An operation, or a copy."""
-    op = event.op
-    told: dict[str, Any] = {"peak_bytes": event.peak_bytes, "held_bytes": event.held_bytes}
-    category = (
-        "copy" if isinstance(op, Copy) else "forward" if isinstance(op, Forward) else "backward"
-    )
-    if isinstance(op, Copy):
-        told["bytes"] = op.nbytes
-    stage = getattr(op, "stage", None)
-    if stage is not None:
-        told |= {"stage": plan.chain.stages[stage].name, "module": memory.modules[stage]}
-    return {
-        "ph": "X",
-        "name": str(op),
-        "cat": category,
-        "ts": event.start_s * 1e6,
-        "dur": max(event.end_s - event.start_s, 0.0) * 1e6,
-        "pid": pid,
-        "tid": THREADS[event.lane][0],
-        "args": told,
-    }
 
 
 def _counters(memory: StepMemory, times_s: tuple[float, ...], pid: int) -> Iterator[dict[str, Any]]:

@@ -37,6 +37,8 @@ function showFigures() {
 
 /* The frontier. */
 function showFrontier() {
+  element("budgets").hidden = !plan.frontier.length;
+  if (!plan.frontier.length) return;
   const svg = element("frontier");
   svg.replaceChildren();
   const make = (tag, fields, text) => {
@@ -85,7 +87,7 @@ let sorted = ["stage", 1];
 
 function showTable() {
   const shown = headings.filter(([, field]) => plan.stages.some((stage) => stage[field]));
-  const [head, body] = [document.querySelector("thead"), document.querySelector("tbody")];
+  const [head, body] = ["thead", "tbody"].map((part) => document.querySelector(`#stages ${part}`));
   head.replaceChildren();
   body.replaceChildren();
   const row = add(head, "tr");
@@ -113,8 +115,46 @@ function showTable() {
   }
 }
 
+/* Graphs of a step that has several. */
+const regionHeadings = [
+  ["region", "region"], ["covers", "covers"], ["forward", "forward_s", seconds],
+  ["held", "held_bytes", bytes], ["peak", "peak_bytes", bytes], ["its plan", "what"],
+  ["ended by", "ended_by"], ["then", "after"],
+];
+
+function showRegions() {
+  element("parts").hidden = !plan.regions.length;
+  const [head, body] = ["thead", "tbody"].map((part) => document.querySelector(`#regions ${part}`));
+  head.replaceChildren();
+  body.replaceChildren();
+  if (!plan.regions.length) return;
+  const row = add(head, "tr");
+  for (const [name, , format] of regionHeadings)
+    add(row, "th", name, { className: format ? "number" : "" });
+  for (const region of plan.regions) {
+    const line = add(body, "tr");
+    for (const [, field, format] of regionHeadings) {
+      const text = format ? format(region[field]) : region[field];
+      const cell = add(line, "td", text, { className: format ? "number" : field });
+      cell.dataset[field] = region[field];
+    }
+    const [first, after] = region.stages;
+    line.addEventListener("mouseenter", () => mark((life) => {
+      const stage = plan.tensors[life.tensor][2];
+      return stage >= first && stage < after;
+    }));
+    line.addEventListener("mouseleave", () => mark(null));
+    line.addEventListener("click", () => {
+      view = [region.begin_s, Math.max(region.end_s, region.begin_s + 1e-9)];
+      draw();
+      element("step").scrollIntoView({ block: "center" });
+    });
+  }
+}
+
 function show() {
   showFigures();
+  showRegions();
   showFrontier();
   showTable();
   draw();

@@ -1,0 +1,137 @@
+"""One plan of a step that runs several graphs: of the regions' plans, and what was beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fxremat.errors import PlanError
+from fxremat.frontend.regions import Regions
+from fxremat.frontend.told import NOT_CAPTURED
+from fxremat.frontend.walk import Known, Ran
+from fxremat.report.modules import block_of, common_module, named
+from fxremat.report.plan import Plan
+from fxremat.report.step_facts import RegionRow
+from fxremat.report.step_plan import StepPlan
+
+
+def step_plan(regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepPlan:
+    """That of the step that ran last, if it followed plans that were chosen together.
+
+    Args:
+        regions: of a model that is captured in several graphs.
+        names: of its parameters, by ``id``.
+
+    Raises:
+        PlanError: it did not, or none has run.
+    """
+    ran = tuple(regions.latest)
+    found = _followed(ran)
+    if found is None:
+        raise PlanError(_why_none(regions))
+    known, places = found
+    owners, last = names(), len(ran) - 1
+    rows = tuple(
+        _row(regions, known, place, call, owners, is_last=at == last)
+        for at, (place, call) in enumerate(zip(places, ran, strict=True))
+    )
+    there_bytes = known.there_bytes + known.more_bytes
+    peak_bytes = max(there_bytes + known.first_bytes, *_peaks(rows, there_bytes))
+    plans = [row.plan for row in rows]
+    budget = regions.budget()
+    return StepPlan(
+        budget=budget.written if isinstance(budget.written, (str, int)) else float(budget.written),
+        budget_bytes=budget.nbytes or 0,
+        least_budget_bytes=known.least_bytes,
+        baseline_peak_bytes=known.full_bytes,
+        # Blocks of an allocator are larger than what was asked for.
+        predicted_peak_bytes=peak_bytes
+        + max(plan.predicted_peak_bytes - plan.predicted_held_bytes for plan in plans),
+        predicted_reserved_bytes=peak_bytes
+        + max(plan.predicted_reserved_bytes - plan.predicted_held_bytes for plan in plans),
+        measured_peak_bytes=known.seen_bytes,
+        there_bytes=there_bytes,
+        regions=rows,
+    )
+
+
+def _followed(ran: Sequence[Ran]) -> tuple[Known, list[int]] | None:
+    """The step that calls were taken for, and their places in it."""
+    for known in dict(ran[0].places) if ran else ():
+        places = [dict(call.places).get(known) for call in ran]
+        found = [place for place in places if place is not None]
+        if len(found) == len(ran) and known.choices:
+            return known, found
+    return None
+
+
+def _row(
+    regions: Regions,
+    known: Known,
+    place: int,
+    ran: Ran,
+    names: Mapping[int, str],
+    *,
+    is_last: bool,
+) -> RegionRow:
+    plan: Plan = ran.compiled.plan
+    memory = plan.memory
+    held = memory.held_bytes()
+    reads = [names[own].rpartition(".")[0] for own in ran.parameters if own in names]
+    _, between_bytes, _, between_back_bytes = known.levels[place]
+    timed = len(known.seconds) == len(known.calls) - 1 and not is_last
+    why = (regions.told.breaks or {}).get(id(known.calls[place].planner), "")
+    return RegionRow(
+        plan=plan,
+        module=_covers(reads),
+        ended_by="" if is_last and why.endswith(NOT_CAPTURED) else why,
+        held_bytes=ran.held_bytes,
+        forward_peak_bytes=max(held[: memory.turn], default=0),
+        backward_peak_bytes=max(held[memory.turn + 1 :], default=0),
+        between_bytes=between_bytes,
+        between_back_bytes=between_back_bytes,
+        between_s=known.seconds[place] if timed else None,
+    )
+
+
+def _covers(modules: Sequence[str]) -> str:
+    """Modules as one, or the first and the last of the blocks that they are in."""
+    blocks = list(dict.fromkeys(map(block_of, modules)))
+    return named(blocks) if len(blocks) > 1 else common_module(modules)
+
+
+def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
+    """Of the step, during each region and after it, in both directions."""
+    found, held_bytes = [], there_bytes
+    for row in rows:
+        found += [row.forward_peak_bytes, row.backward_peak_bytes]
+        found.append(held_bytes + row.between_back_bytes)
+        held_bytes += row.held_bytes
+        found.append(held_bytes + row.between_bytes)
+    return found
+
+
+def _why_none(regions: Regions) -> str:
+    """Why there is no plan of the last step."""
+    told = regions.told
+    why = next(iter((told.breaks or {}).values()), "") or _shortly(told.why)
+    if told.breaks is None:
+        why = why or "as regions= asks for"
+    pieces = f"the model is captured in pieces{f' ({why})' if why else ''}"
+    planned = (
+        "a step is planned from the third one on at the earliest: the first is captured, the "
+        "second is watched"
+    )
+    if not regions.steps:
+        return f"{pieces}, and no training step has run: {planned}. Run three first"
+    return (
+        f"{pieces}, and the last of the {regions.steps} training steps so far followed plans that "
+        f"leave the least memory, each chosen by itself: {planned}, and so it is where calls or "
+        "sizes are new. Run further steps, or see the regions' own plans in .plans"
+    )
+
+
+def _shortly(why: str) -> str:
+    """A reason of several lines: the first of them, and the user's line that it is about."""
+    first, *more = why.splitlines() or [""]
+    lines = [line.strip() for line in more if line.strip().startswith("File ")]
+    return " ".join([first, *lines[-1:]])

@@ -1,0 +1,76 @@
+"""The plan of a step that several captured graphs make."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from fxremat.report.files import write_made
+from fxremat.report.step_facts import StepFacts
+from fxremat.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan(StepFacts):
+    """Plans of a step's graphs, which share one byte budget: its facts, and what to do with them.
+
+    A model that is captured in several graphs has one; where it is captured whole, a ``Plan``. What
+    both have is called alike.
+    """
+
+    def explain(self) -> str:
+        """Print the step as a table, and return what was printed."""
+        # Only now: rich may be missing, and draws a random number when it is imported.
+        from fxremat.report.step_text import print_step  # noqa: PLC0415
+
+        return print_step(self)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page to look at: memory over the whole step, time, every region and stage.
+
+        One file that needs no network.
+
+        Args:
+            path: of the file; one that is there is replaced.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        from fxremat.report.step_page import page_of_step  # noqa: PLC0415
+
+        write_made("page", path, lambda: page_of_step(self).encode())
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the whole step as a trace for ``chrome://tracing`` and Perfetto.
+
+        Args:
+            path: of the file; one that is there is replaced.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        from fxremat.report.step_page import trace_of_step  # noqa: PLC0415
+
+        write_made("trace", path, lambda: trace_of_step(self).encode())
+
+    def __repr__(self) -> str:
+        """In a few lines; the plans of the regions are in ``regions``."""
+        count = len(self.regions)
+        budget, least, predicted, kept = map(
+            format_bytes,
+            (
+                self.budget_bytes,
+                self.least_budget_bytes,
+                self.predicted_peak_bytes,
+                self.baseline_peak_bytes,
+            ),
+        )
+        seen_bytes = self.measured_peak_bytes
+        measured = "" if seen_bytes is None else f", measured {format_bytes(seen_bytes)}"
+        predicted_s, baseline_s = map(format_seconds, (self.predicted_s, self.baseline_s))
+        return (
+            f"StepPlan: {count} {'region' if count == 1 else 'regions'} within {budget} "
+            f"(at least {least})\n"
+            f"  peak: predicted {predicted}{measured}, with everything kept {kept}\n"
+            f"  time: {predicted_s}, {baseline_s} with nothing recomputed"
+        )
