@@ -170,9 +170,7 @@ def test_breaks_keep_to_the_budget_with_the_same_bits(count: int, share: float) 
     assert warned.category is GraphBreakWarning
     _, *lines = str(warned.message).splitlines()
     found = {int(n) for line in lines for n in re.findall(f"{BROKEN}:([0-9]+)", line)}
-    text = broken(BREAKS[count]).splitlines()
-    breaks = {n for n, line in enumerate(text, 1) if "graph_break" in line}
-    assert breaks - {2} <= found <= breaks | {len(text)}  # before line 2 there is nothing
+    assert len(found) >= len(set(BREAKS[count]) - {0})
 
 
 def test_a_loop_that_breaks_is_planned_layer_by_layer() -> None:
