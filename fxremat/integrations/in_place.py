@@ -15,7 +15,7 @@ from torch import nn
 
 from fxremat import api, torch_compat
 from fxremat.costs.measure import device_of
-from fxremat.errors import ArgumentError, FxrematError
+from fxremat.errors import ArgumentError, FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.budget import Readable
 from fxremat.frontend.compiled import CompiledModule
@@ -112,7 +112,10 @@ class InPlace:
         """Of the plan that is followed, for a log; nothing where there is none yet."""
         if not self.compiled.plans:
             return {}
-        plan = self.compiled.plan
+        try:
+            plan = self.compiled.plan
+        except PlanError:  # of several graphs, which first steps run each by itself
+            return {}
         facts = {
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
