@@ -395,7 +395,9 @@ def test_warnings_end_in_a_usual_loop_with_an_optimizer() -> None:
     assert not [w for w in told if issubclass(w.category, BudgetWarning)]
 
 
-def test_layers_checkpointed_by_the_user_are_regions_too() -> None:
+def test_layers_that_the_user_checkpoints_between_breaks_are_told_of() -> None:
+    """Dynamo passes by what a checkpoint calls where its caller is left to Python."""
+
     class Checkpointed(Blocks):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
@@ -406,9 +408,7 @@ def test_layers_checkpointed_by_the_user_are_regions_too() -> None:
     with seeded(0):
         model, x = Checkpointed(), torch.randn(ROWS, WIDTH)
     expected = step(model, model, x)
-    compiled = fxremat.compile(model, x, "min")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(6):
+    compiled = fxremat.compile(model, x, 1 << 30)
+    with pytest.warns(GraphBreakWarning, match="nothing"):
+        for _ in range(3):
             assert same(step(model, compiled, x), expected)
-    assert peak_of(model, compiled, x) <= compiled.plan.budget_bytes

@@ -169,13 +169,13 @@ class StepCompiler:
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             family = self._family(joint, example_inputs, num_fwd_outputs)
             found.append(family)
-            if broken is not None and self.regions.told.breaks is not None:
-                self.regions.told.breaks[id(family.planner)] = broken
+            if broken is not None:
+                self.regions.told.broken_at(broken)
             return torch_compat.stub_graphs(joint, forward_output_count=num_fwd_outputs)
 
         def compile_forward(_stub: object, _inputs: object) -> Callable[..., Any]:
             torch_compat.allow_retained_graphs()
-            return self._forward(found[-1])
+            return self._forward(found[-1], broken or "")
 
         def compile_backward(_stub: object, _inputs: object) -> Callable[..., Any]:
             return torch_compat.boxed(found[-1].backward)
@@ -305,11 +305,11 @@ class StepCompiler:
         (self.latest,) = family.plans.values()
         return family
 
-    def _forward(self, family: Family) -> Callable[..., Any]:
+    def _forward(self, family: Family, ended_by: str) -> Callable[..., Any]:
         def forward(args: list[Any]) -> Any:
             if self.dry:
                 raise PlannedOnly
-            results, self.latest = family.forward(args, on_new=self.on_new)
+            results, self.latest = family.forward(args, ended_by=ended_by, on_new=self.on_new)
             return results
 
         return torch_compat.boxed(forward)

@@ -189,12 +189,17 @@ class Family:
             compiled.planned = compiled.planned.with_overhead(seconds)
 
     def forward(
-        self, args: list[Any], *, on_new: Callable[[Compiled], None] | None = None
+        self,
+        args: list[Any],
+        *,
+        ended_by: str = "",
+        on_new: Callable[[Compiled], None] | None = None,
     ) -> tuple[list[Any], Compiled]:
         """Run the forward as planned for what this call finds.
 
         Args:
             args: the primals; emptied.
+            ended_by: the user's line after which the step leaves the graph, and why.
             on_new: is told of a plan that is made.
 
         Returns the outputs and the step's token, and the plan.
@@ -215,7 +220,7 @@ class Family:
         while compiled is None:
             situation, leaves = self._find(args, sizes)
             if self.regions.several:
-                situation, compiled = self._region(situation, args, on_new)
+                situation, compiled = self._region(situation, args, ended_by, on_new)
                 break
             with contextlib.suppress(_LessHeldError):  # less each time
                 situation, compiled = self._plan_for(situation, on_new)
@@ -459,11 +464,12 @@ class Family:
         self,
         situation: Situation,
         values: Sequence[object],
+        ended_by: str,
         on_new: Callable[[Compiled], None] | None,
     ) -> tuple[Situation, Compiled]:
         """The plan for a call of one of several regions."""
         with self.planning, self.regions.telling():
-            found, known = self.regions.enter(self.planner, situation, values)
+            found, known = self.regions.enter(self.planner, situation, values, ended_by)
             compiled = self.plans.pop(found, None)
             if compiled is None:
                 try:

@@ -142,7 +142,11 @@ class Regions:
             walk.failed, walk.open = True, False
 
     def enter(
-        self, planner: Planner, situation: Situation, values: Sequence[object]
+        self,
+        planner: Planner,
+        situation: Situation,
+        values: Sequence[object],
+        ended_by: str = "",
     ) -> tuple[Situation, bool]:
         """A call of a region begins.
 
@@ -150,6 +154,7 @@ class Regions:
             planner: of its graph.
             situation: what it finds.
             values: with which.
+            ended_by: the user's line after which the step leaves the graph, and why.
 
         Returns the same with what is beside it, and whether that is known: if not, the plan that
         leaves least is to be followed.
@@ -163,7 +168,7 @@ class Regions:
         if not self.called:
             read = (p for p in values if isinstance(p, torch.nn.Parameter))
             self.parameters.update({id(p): weakref.ref(p) for p in read})
-        walk, called = self._going_on() or self._next(), Called(planner, situation)
+        walk, called = self._going_on() or self._next(), Called(planner, situation, ended_by)
         self._late_bytes = max(self._late_bytes, planner.step.late_bytes)
         if walk.base_bytes is None:  # nobody tells of calls of the model
             given_bytes = planner.step.around(situation).given_bytes

@@ -79,7 +79,7 @@ def _row(
     reads = [names[own].rpartition(".")[0] for own in ran.parameters if own in names]
     _, between_bytes, _, between_back_bytes = known.levels[place]
     timed = len(known.seconds) == len(known.calls) - 1 and not is_last
-    why = (regions.told.breaks or {}).get(id(known.calls[place].planner), "")
+    why = known.calls[place].ended_by
     return RegionRow(
         plan=plan,
         module=_covers(reads),
@@ -113,7 +113,7 @@ def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
 def _why_none(regions: Regions) -> str:
     """Why there is no plan of the last step."""
     told = regions.told
-    why = next(iter((told.breaks or {}).values()), "") or _shortly(told.why)
+    why = next(iter(told.breaks or ()), "") or _shortly(told.why)
     if told.breaks is None:
         why = why or "as regions= asks for"
     pieces = f"the model is captured in pieces{f' ({why})' if why else ''}"

@@ -31,18 +31,23 @@ class Told:
     """Of one model.
 
     Attributes:
-        breaks: why a planner's graph is not all of the model, by the planner's ``id``; ``None``:
-            that was asked for.
+        breaks: the user's lines after which steps leave graphs, and why; ``None``: that was asked
+            for.
         why: the model could not be captured as one graph; empty: that was not tried.
     """
 
-    breaks: dict[int, str] | None = field(default_factory=dict)
+    breaks: dict[str, None] | None = field(default_factory=dict)
     why: str = ""
     _over: int = 0
     _seen_bytes: int = 0
     _unlearned: int = 0
     _alone: bool = False
     _blind: bool = False
+
+    def broken_at(self, why: str) -> None:
+        """A graph is captured that is not all of the model: the user's line, and why."""
+        if self.breaks is not None:
+            self.breaks[why] = None
 
     def peak(self, peak_bytes: int, budget: Budget, walk: Walk) -> None:
         """A step was watched.
@@ -125,7 +130,7 @@ class Told:
         found: list[tuple[str, int, float | None]] = []
         times_s = (*known.seconds, None)
         for call, row, seconds in zip(known.calls, known.levels, times_s, strict=True):
-            why = self.breaks.get(id(call.planner), "")
+            why = call.ended_by
             if not why.endswith(NOT_CAPTURED) or seconds is not None:  # else it ends the step
                 told = why or "it returns to code that is not captured"
                 found.append((told, max(row[1], 0), seconds))
@@ -144,7 +149,7 @@ class Told:
 
     def _lines(self) -> str:
         """Where the model breaks."""
-        lines = sorted(set((self.breaks or {}).values()))
+        lines = sorted(self.breaks or ())
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         told = "; ".join([*lines[:MOST_LINES], *more])
         return f" (captured in pieces: {told})" if lines else ""

@@ -37,6 +37,7 @@ class Called:
     Attributes:
         planner: of its graph.
         situation: what it found, with nothing that steps before have shown.
+        ended_by: the user's line after which the step leaves the graph, and why.
         held_bytes: that its forward has left.
         back_bytes: what all calls held when its backward began; ``None``: it has not.
         levels: what was seen of it.
@@ -45,6 +46,7 @@ class Called:
 
     planner: Planner
     situation: Situation
+    ended_by: str = ""
     held_bytes: int = 0
     back_bytes: int | None = None
     levels: Levels | None = None
@@ -64,7 +66,7 @@ class Called:
     def or_larger(self, other: Called) -> Called:
         """A call of the same graph as both, that covers them."""
         sizes = tuple(map(max, self.situation.sizes, other.situation.sizes))
-        return Called(self.planner, replace(self.situation, sizes=sizes))
+        return Called(self.planner, replace(self.situation, sizes=sizes), self.ended_by)
 
 
 @dataclass(slots=True, eq=False)
