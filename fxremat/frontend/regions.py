@@ -257,8 +257,8 @@ class Regions:
         walk.steps[step] = len(walk.calls) - 1
         self._walks[step] = walk
         walk.calls[-1].held_bytes = step.held_bytes
-        walk.ran.append(Ran(step.plan, *walk.found, step.held_bytes))
         walk.calls[-1].times_s.append(perf_counter())
+        walk.ran.append(Ran(step.plan, *walk.found, step.held_bytes))
         self.watcher.left(step)
 
     def back(self, step: Step, in_flight: Iterable[Step]) -> None:

@@ -104,7 +104,9 @@ class _View:
         self._calls.append(tuple(begin + at for at in region.memory.calls if at < turn))
         self._happen(region.forward, self._first_stages[place], begin_s)
         self.count += turn
-        self._pass(place, begin_s, max((e.end_s for e in region.forward), default=0.0))
+        self._pass(
+            place, begin_s, max((e.end_s + begin_s for e in region.forward), default=begin_s)
+        )
         there_bytes = self._step.there_bytes + row.between_bytes
         self._between(BESIDE, Kind.OTHER, there_bytes, row.between_s)
 
@@ -122,13 +124,15 @@ class _View:
         self._happen(region.backward, self._first_stages[place], shift_s)
         self._live(place, begin)
         self.count += length
-        self._pass(place, begin_s, max((e.end_s for e in region.backward), default=first) - first)
+        self._pass(
+            place, begin_s, max((e.end_s + shift_s for e in region.backward), default=begin_s)
+        )
         earlier_s = self._step.regions[place - 1].between_s if place else None
         there_bytes = self._step.there_bytes + row.between_back_bytes
         self._between(LATER, Kind.GRADIENTS, there_bytes, earlier_s)
 
-    def _pass(self, place: int, begin_s: float, seconds: float) -> None:
-        self._now_s = begin_s + seconds
+    def _pass(self, place: int, begin_s: float, end_s: float) -> None:
+        self._now_s = max(begin_s, end_s)  # sums of the same seconds may differ in the last bit
         self._spans_s[place] += (begin_s, self._now_s)
 
     def _between(self, name: str, kind: Kind, there_bytes: int, between_s: float | None) -> None:
