@@ -224,7 +224,8 @@ class Regions:
             if self.together and known not in walk.begun:
                 continue  # ranks know of the same steps, but not of the same sizes
             try:
-                self._choose(known, there_bytes)
+                if not (walk.calls and known.besides):  # as chosen when the step began
+                    self._choose(known, there_bytes)
             except BudgetError as error:
                 failed = failed or error
                 continue
@@ -471,8 +472,8 @@ class Regions:
 
     def _learn(self, walk: Walk, seen: Whole) -> None:
         """A step was watched, as far as it could be."""
-        if walk.failed or not (seen.done or walk.calls):
-            return
+        if walk.failed or self.captured or not (seen.done or walk.calls):
+            return  # capturing measures, and that may be in the log
         base_bytes = (walk.base_bytes or 0) + sum(c.situation.waiting_bytes for c in walk.calls[:1])
         peak_bytes = base_bytes + seen.peak_bytes
         self.told.peak(peak_bytes, self.budget(), walk)
