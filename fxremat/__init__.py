@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RankError,
         SampleError,
         ScheduleError,
+        SizesError,
         TransferError,
     )
     from fxremat.frontend.compiled import CompiledModule
@@ -65,6 +66,7 @@ _HOMES = {
     "PlanError": "errors",
     "RankError": "errors",
     "SampleError": "errors",
+    "SizesError": "errors",
     "ScheduleError": "errors",
     "TransferError": "errors",
     "StepMeasurement": "costs.measure",
@@ -103,6 +105,7 @@ __all__ = [
     "Sample",
     "SampleError",
     "ScheduleError",
+    "SizesError",
     "StepMeasurement",
     "StepPlan",
     "TransferError",

@@ -33,6 +33,7 @@ from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import attributes_replaced, generators_restored, in_training
 from fxremat.planner.surroundings import Caller, model_bytes
+from fxremat.runtime import cuda_graph
 
 
 class Runner:
@@ -206,10 +207,14 @@ class Runner:
         Raises what is, and what the model itself raises at the call.
         """
         cause = torch_compat.failure_cause(error)
-        if isinstance(cause, FxrematError) and not isinstance(cause, CaptureError):
+        cuda_graph.refuse_planning()
+        planning = cause is not error or isinstance(cause, FxrematError)
+        if planning and not isinstance(cause, CaptureError):
             raise error
         if torch_compat.may_be_the_models(cause):
             own = own_error(self._inner, call)
+            if own is not None and self.compiler.dry:
+                raise rejected(self.original, call, own) from own
             if own is not None:
                 raise own from None
         if self._must_be_whole and isinstance(error, torch_compat.capture_failures()):
@@ -286,10 +291,6 @@ class Runner:
                 run()
             if compiler.compiled:
                 compiler.measure_overhead(run)
-        except FxrematError:
-            raise
-        except Exception as error:
-            raise rejected(self.original, call, error) from error
         finally:
             compiler.dry = False
         if not compiler.compiled and self._pieces is None:
