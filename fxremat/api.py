@@ -366,16 +366,14 @@ def _whole(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "fullgraph": True}
 
 
-def _captured_too_often(found: object, setting: str, limit: int) -> CaptureError:
+def _captured_too_often(found: object, setting: str, limit: int) -> BaseException:
     error = CaptureError(
         f"this model cannot be captured once more: {setting} is {limit}, counted over all that "
         "share its code, and torch would run it without a plan. Let what changes from call to "
         "call be one capture (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors for "
         "numbers), or raise the limit"
     )
-    if isinstance(found, StepCompiler):
-        found.failed = error
-    return error
+    return found.refused(error) if isinstance(found, StepCompiler) else error
 
 
 torch_compat.never_uncompiled(

@@ -264,12 +264,12 @@ def test_with_room_for_all_nothing_is_recomputed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["layer dropout", "nonzero"])
-def test_steps_that_differ_are_told_when_over_and_fit_once_their_like_was_seen(name: str) -> None:
+def test_steps_that_differ_fit_once_their_like_was_seen(name: str) -> None:
     model, x = made(name)
     full = max(peak_of(model, model, x, seed) for seed in range(20))
     compiled = fxremat.compile(model, x, int(0.7 * full))
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for seed in (*range(20), *range(20)):
             expected = step(model, model, x, seed)
             assert same(step(model, compiled, x, seed), expected)

@@ -123,7 +123,6 @@ def test_processes_that_differ_are_named_on_all(how: str) -> None:
             assert re.search(told, error), error
 
 
-@pytest.mark.xfail(reason="since regions may be called otherwise, nobody is told", strict=False)
 @pytest.mark.parametrize("how", ["both", "broken"])
 def test_another_batch_in_a_later_step_is_refused_by_all(how: str) -> None:
     for (error,) in trained(how, [Case("min", "later")]):

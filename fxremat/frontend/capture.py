@@ -15,7 +15,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.costs.calls import call_s
 from fxremat.costs.cost import Progress
-from fxremat.errors import BackwardError, CaptureError, FxrematError, SizesError
+from fxremat.errors import BackwardError, CaptureError, SizesError
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.family import Compiled, Family
 from fxremat.frontend.optimizers import Optimizers
@@ -41,6 +41,21 @@ class PlannedOnly(BaseException):
 
     No ``Exception``, so that no handler of the traced model can take it for its own.
     """
+
+
+class RefusedError(BaseException):
+    """Raised by a capture in pieces that cannot be planned.
+
+    No ``Exception``: after one Dynamo would run on without the graph, unplanned and, where it has
+    collectives, out of step with other processes.
+
+    Attributes:
+        error: why.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -70,7 +85,6 @@ class StepCompiler:
         optimizers: that step the model.
         regions: graphs that one step runs, where it runs several.
         planning: one thread at a time plans: evaluators of one step share their room.
-        failed: why a graph could not be planned, where Dynamo runs on without it.
         no_symbols: a graph with symbols in place of sizes could not be followed, and runs as it is.
     """
 
@@ -95,7 +109,6 @@ class StepCompiler:
     watcher: Watcher = field(default_factory=Watcher)
     on_new: Callable[[Compiled], None] | None = None
     planning: threading.RLock = field(default_factory=threading.RLock)
-    failed: FxrematError | None = None
     no_symbols: bool = False
     optimizers: Optimizers = field(init=False)
     regions: Regions = field(init=False)
@@ -167,7 +180,12 @@ class StepCompiler:
         def partition(
             joint: fx.GraphModule, _joint_inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            family = self._family(joint, example_inputs, num_fwd_outputs)
+            try:
+                family = self._family(joint, example_inputs, num_fwd_outputs)
+            except SizesError:
+                raise
+            except Exception as error:
+                raise self.refused(error) from error
             found.append(family)
             if broken is not None:
                 self.regions.told.broken_at(broken)
@@ -196,10 +214,12 @@ class StepCompiler:
             self.no_symbols = True
             LOG.info("a graph runs as it is: %s", error)
             return module
-        except FxrematError as error:
-            self.failed = error
-            raise
         return backward_checked(run) if found else run
+
+    def refused(self, error: Exception) -> BaseException:
+        """What a capture raises for ``error``."""
+        in_pieces = self.regions.called and self.regions.several
+        return RefusedError(error) if in_pieces else error
 
     def _broken(self, module: object) -> str | None:
         """Why a graph is not all of the model; ``None``: it is, as far as is known."""

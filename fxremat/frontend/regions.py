@@ -176,8 +176,7 @@ class Regions:
             if not self.called:
                 self._begin_watch(walk, planner.step.joint.device)
         elif not walk.calls:  # what else was found, beside what the model holds
-            walk.base_bytes += situation.kept_bytes + situation.state_bytes
-            walk.base_bytes += sum(situation.bucket_bytes)
+            walk.base_bytes += situation.kept_bytes + sum(situation.bucket_bytes)
         self._planners.setdefault(id(planner), len(self._planners))
         if not walk.calls:
             self._agree_on_begin(called, walk.base_bytes + situation.waiting_bytes)
@@ -476,7 +475,8 @@ class Regions:
             return  # capturing measures, and that may be in the log
         base_bytes = (walk.base_bytes or 0) + sum(c.situation.waiting_bytes for c in walk.calls[:1])
         peak_bytes = base_bytes + seen.peak_bytes
-        self.told.peak(peak_bytes, self.budget(), walk)
+        if self.told.peak(peak_bytes, self.budget(), walk):
+            self._watches = 2  # as long as steps are over, they are watched
         walk.done = seen.done
         levels = seen_levels(walk)
         if levels is None or not levels:

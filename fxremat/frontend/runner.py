@@ -22,7 +22,7 @@ from fxremat.errors import CaptureError, FxrematError
 from fxremat.frontend.agreed import agreed_arguments
 from fxremat.frontend.apart import Apart
 from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.capture import PlannedOnly, StepCompiler
+from fxremat.frontend.capture import PlannedOnly, RefusedError, StepCompiler
 from fxremat.frontend.captured import silent
 from fxremat.frontend.entry import Entry
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
@@ -74,7 +74,7 @@ class Runner:
         self._run: Callable[..., Any] = self._planned
         if inner is not original:
             self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._planned))
-        self._apart = Apart(inner, regions)
+        self._regions = tuple(regions)
         if regions:
             compiler.regions.told.breaks = None  # they are asked for
             self._take_apart()
@@ -190,12 +190,11 @@ class Runner:
             self._dynamic = False
             self._take_apart()
         assert self._pieces is not None
-        self.compiler.failed = None
-        with self._apart:
-            outputs = self._pieces(*args, **kwargs)
-        if self.compiler.failed is not None:  # Dynamo has run on without what could not be planned
-            raise self.compiler.failed
-        return outputs
+        try:
+            with self._apart:
+                return self._pieces(*args, **kwargs)
+        except RefusedError as refusal:
+            raise refusal.error from None
 
     def _failures(self) -> tuple[type[BaseException], ...]:
         """What may come up when it cannot be captured whole: where nothing runs, anything."""
@@ -227,6 +226,7 @@ class Runner:
     def _take_apart(self) -> None:
         """Capture the model in pieces from now on."""
         self.compiler.regions.several = True
+        self._apart = Apart(self._inner, self._regions)
         dynamic, compiler = self._dynamic, self.compiler
         self._pieces = Entry(self._forward, compiler, dynamic=dynamic, whole=False)
 
@@ -256,8 +256,9 @@ class Runner:
 
     def _there_bytes(self, call: Sample) -> int:
         """What is there when a call begins."""
-        resident = _resident(self.original, call)
-        return model_bytes(resident, self.compiler.caller, self._device)
+        resident, compiler = _resident(self.original, call), self.compiler
+        nbytes = model_bytes(resident, compiler.caller, self._device)
+        return nbytes + compiler.optimizers.more_bytes
 
     def _failure(self, error: BaseException, call: Sample) -> BaseException:
         """What really went wrong when ``call`` could not be captured."""

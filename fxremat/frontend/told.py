@@ -40,17 +40,17 @@ class Told:
     why: str = ""
     _over: int = 0
     _seen_bytes: int = 0
+    _budget_bytes: int = 0
     _unlearned: int = 0
-    _alone: bool = False
-    _blind: bool = False
+    _said: set[str] = field(default_factory=set)
 
     def broken_at(self, why: str) -> None:
         """A graph is captured that is not all of the model: the user's line, and why."""
         if self.breaks is not None:
             self.breaks[why] = None
 
-    def peak(self, peak_bytes: int, budget: Budget, walk: Walk) -> None:
-        """A step was watched.
+    def peak(self, peak_bytes: int, budget: Budget, walk: Walk) -> bool:
+        """A step was watched; whether it took more than the budget.
 
         Args:
             peak_bytes: of it.
@@ -60,11 +60,17 @@ class Told:
         budget_bytes = budget.nbytes or peak_bytes
         if not walk.calls:
             budget_bytes = budget.bytes_of(full_bytes=peak_bytes, least_bytes=peak_bytes)
-            self._nothing(peak_bytes)
+            self._once(
+                "nothing",
+                "nothing of this model that has a gradient can be captured, so nothing is planned: "
+                f"it runs as it is, and a step took {peak_bytes} bytes "
+                f"({format_bytes(peak_bytes)}). Move what can be captured into modules of its own",
+            )
         over = peak_bytes - budget_bytes
         if over <= 0:
             self._over = 0
-            return
+            return False
+        self._budget_bytes = budget_bytes
         self._over = self._over + 1 if walk.calls else MOST_OVER
         self._seen_bytes = max(self._seen_bytes, peak_bytes)
         what = f"{_count(len(walk.calls), 'region')}" if walk.calls else "which nothing is captured"
@@ -73,15 +79,7 @@ class Told:
             f"this step, of {what}, took {peak_bytes} bytes, {over} ({format_bytes(over)}) more "
             f"than its budget of {budget_bytes}. {then}"
         )
-
-    def _nothing(self, peak_bytes: int) -> None:
-        if not self._alone:
-            self._alone = True
-            self._break(
-                "nothing of this model that has a gradient can be captured, so nothing is planned: "
-                f"it runs as it is, and a step took {peak_bytes} bytes "
-                f"({format_bytes(peak_bytes)}). Move what can be captured into modules of its own"
-            )
+        return True
 
     def refuse(self, budget: Budget) -> None:
         """A step begins.
@@ -94,8 +92,8 @@ class Told:
         self._over -= 1  # who goes on is told again
         nbytes = self._seen_bytes
         raise BudgetError(
-            f"budget {budget.written!r} is {budget.nbytes} bytes, but steps took up to {nbytes} "
-            f"bytes ({format_bytes(nbytes)}) with what their code between regions allocates, which "
+            f"budget {budget.written!r} is {self._budget_bytes} bytes, but steps took up to "
+            f"{nbytes} bytes ({format_bytes(nbytes)}) with what their code between regions allocates, which "
             f"is not planned{self._lines()}. Give at least {nbytes}, or budget='min'",
             least_budget_bytes=nbytes,
         )
@@ -103,24 +101,23 @@ class Told:
     def followed(self, walk: Walk) -> None:
         """A step with a backward is over."""
         self._unlearned = self._unlearned + 1 if walk.unknown else 0
-        blind = bool(walk.unknown and walk.unseen and walk.places) and not self._blind
+        blind = walk.unknown and walk.unseen and walk.places
         if self._unlearned == MOST_UNLEARNED or blind:
-            self._blind |= blind
             why = walk.unseen or "each called regions, or sizes, that none had called before"
-            self._break(
+            self._once(
+                "blind" if blind else "unlearned",
                 f"{_count(max(self._unlearned, 1), 'step')} in a row followed plans that leave the "
                 "least memory, whatever the time, and are not known to keep to the budget: "
-                f"{why}{self._lines()}"
+                f"{why}{self._lines()}",
             )
 
     def half_seen(self, walk: Walk) -> None:
         """A step was watched, but not its backward."""
-        if self._unlearned >= 0:
-            self._unlearned = -1 << 30  # once
-            self._break(
-                f"what a step takes in its backward, between regions, is not known: {walk.unseen}. "
-                f"It is taken to be what its forward took{self._lines()}"
-            )
+        self._once(
+            "half",
+            f"what a step takes in its backward, between regions, is not known: {walk.unseen}. "
+            f"It is taken to be what its forward took{self._lines()}",
+        )
 
     def broken(self, known: Known) -> None:
         """A step has run as it was planned."""
@@ -153,6 +150,11 @@ class Told:
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         told = "; ".join([*lines[:MOST_LINES], *more])
         return f" (captured in pieces: {told})" if lines else ""
+
+    def _once(self, what: str, message: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self._break(message)
 
     def _break(self, message: str) -> None:
         warnings.warn(message, GraphBreakWarning, stacklevel=4)

@@ -43,8 +43,16 @@ def _is_no_wrong_shape(record: logging.LogRecord) -> bool:
 
 
 def _is_no_break(record: logging.LogRecord) -> bool:
-    """Of a break, or a function that is left to Python, the user is told otherwise."""
-    return not record.getMessage().startswith(("Graph break from", "WON'T CONVERT"))
+    """Of a break the user is told otherwise; of a function that Dynamo fails at one line is enough."""
+    message = record.getMessage()
+    if message.startswith("WON'T CONVERT") and record.exc_info:
+        error = record.exc_info[1]
+        why = next(iter(str(error).splitlines()), "")
+        record.msg = (
+            f"{message.splitlines()[0].strip()}, it runs as it is: {type(error).__name__}: {why}"
+        )
+        record.args, record.exc_info, record.exc_text = (), None, None
+    return not message.startswith("Graph break from")
 
 
 def _dynamo_settings() -> dict[str, Any]:
@@ -170,7 +178,7 @@ def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def never_uncompiled(
-    ours: Callable[[object], bool], error: Callable[[object, str, int], Exception]
+    ours: Callable[[object], bool], error: Callable[[object, str, int], BaseException]
 ) -> None:
     """Let no code of ours run as it is where Dynamo may not compile it again.
 
