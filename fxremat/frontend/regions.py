@@ -20,24 +20,20 @@ import torch
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError
-from fxremat.frontend.agreed import AGREED, Chosen, Seen, agreed_levels, agreed_step
+from fxremat.frontend.agreed import AGREED, Chosen
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.choices import alone, choices_of, chosen_for, leaving_least
+from fxremat.frontend.known import Called, Key, Known, KnownSteps
+from fxremat.frontend.news import News
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.told import Told
-from fxremat.frontend.walk import Called, Key, Known, Ran, Row, Walk, between, seen_levels
+from fxremat.frontend.walk import Ran, Walk, between, seen_levels
 from fxremat.planner.situation import Beside, Situation
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.levels import Levels, Watcher, Whole
 from fxremat.runtime.steps import Step
 from fxremat.solvers.knapsack import Call, Choice
-
-MOST_KNOWN = 64
-"""Steps that are known; the one that was watched first goes first."""
-
-FEW = 4
-"""Steps that are alike and known each by itself; of further ones the envelope is."""
 
 MUCH = 0.02
 """Of the budget: where so much less is there than before, plans are chosen again."""
@@ -64,10 +60,9 @@ class Regions:
         host: what all of them keep to together of host memory; ``None``: nothing travels.
         peers: processes that run the same steps, at least so many as they agree on.
         together: graphs have collectives: all processes must follow the same plans at all calls.
-        elsewhere_bytes: that the one that has most has more than this one when a step begins.
         steps: that have begun.
         captured: the step before has captured a graph: of that, circles are left that hold memory.
-        latest: calls of the step that has ended a call of the model last.
+        latest: calls of the step that has followed plans chosen together last.
     """
 
     watcher: Watcher
@@ -76,24 +71,25 @@ class Regions:
     told: Told = field(default_factory=Told)
     several: bool = False
     called: bool = False
-    known: list[Known] = field(default_factory=list)
+    known: KnownSteps = field(default_factory=KnownSteps)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     late_bytes: int = 0
     host: HostLimit | None = None
     peers: Peers | None = None
     together: bool = False
-    elsewhere_bytes: int = 0
     steps: int = 0
     captured: bool = False
     latest: list[Ran] = field(default_factory=list)
-    _planners: dict[int, int] = field(default_factory=dict)
+    _news: News = field(init=False)
     _watches: int = 1  # of steps to come, whatever they are
     _late_bytes: int = 0  # of collectives in graphs, likewise
     _before: Walk | None = None
-    _learned: bool = False  # from it
     _choices: dict[Key, tuple[Choice, ...]] = field(default_factory=dict)
     _now: threading.local = field(default_factory=threading.local)
     _walks: weakref.WeakKeyDictionary[Step, Walk] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        self._news = News(self.peers)
 
     def call(self, device: torch.device, there_bytes: Callable[[], int]) -> None:
         """A call of the model begins, or goes on with a step whose backward has not begun.
@@ -120,8 +116,8 @@ class Regions:
         walk: Walk | None = getattr(self._now, "walk", None)
         if walk is None:
             return
-        walk.open = False
-        if walk.calls:
+        walk.open, walk.last = False, None
+        if walk.calls and not walk.unknown:
             self.latest = walk.ran
         if not walk.watched or not self.watcher.is_on:
             return
@@ -177,7 +173,7 @@ class Regions:
                 self._begin_watch(walk, planner.step.joint.device)
         elif not walk.calls:  # what else was found, beside what the model holds
             walk.base_bytes += situation.kept_bytes + sum(situation.bucket_bytes)
-        self._planners.setdefault(id(planner), len(self._planners))
+        self._news.number(planner)
         if not walk.calls:
             self._agree_on_begin(called, walk.base_bytes + situation.waiting_bytes)
             walk.begin(self.known)
@@ -287,7 +283,7 @@ class Regions:
     @property
     def _aside_bytes(self) -> int:
         """Of the budget, for what this process did not see."""
-        return self.late_bytes + self._late_bytes + self.elsewhere_bytes
+        return self.late_bytes + self._late_bytes + self._news.elsewhere_bytes
 
     def _host_bytes(self, later_bytes: int = 0) -> int | None:
         """Host memory that a call may take beside what is lent and what later ones are to take."""
@@ -316,70 +312,14 @@ class Regions:
         Raises:
             RankError: other processes, which must follow the same plans, make other calls.
         """
-        if self.peers is not None and self.together and self._before is not None:
-            self._agree_on_all(self.peers, called, there_bytes)
-        elif self.peers is not None and 2 <= self.steps <= AGREED:
-            self._agree(self.peers, there_bytes)
-
-    def _agree(self, peers: Peers, there_bytes: int) -> None:
-        """Let all processes know of the step before what any of them has seen of it.
-
-        Args:
-            peers: the processes.
-            there_bytes: what is there at the begin of this one.
-        """
-        own = Seen(there_bytes)
-        if self.known:
-            latest = self.known[0]
-            own = replace(own, calls=self._described(latest.keys), levels=latest.rows)
-        most = agreed_levels(peers, own)
-        self.elsewhere_bytes = most.base_bytes - there_bytes
-        if most.levels:
-            self.known[0].see(most.levels)
-
-    def _agree_on_all(self, peers: Peers, called: Called, there_bytes: int) -> None:
-        """The same, where all processes must go on alike: so they must know the same steps.
-
-        Where none has news, each of them only says so.
-
-        Args:
-            peers: the processes.
-            called: the first call of the step that begins.
-            there_bytes: what is there at its begin.
-        """
-        before = self._before
-        keys = before.keys if before is not None else ()
-        latest = next((own for own in self.known if own.keys == keys), None)
-        (begins,) = self._described((called.key,))
-        own = Seen(there_bytes, self._described(keys), begins=begins)
-        if self._learned and latest is not None:
-            own = replace(own, levels=latest.rows)
-        now = [own for own in self.known if own.keys[:1] == (called.key,)]
-        fit = [self._leaves_room(k, there_bytes + self._aside_bytes) for k in now]
-        most = agreed_step(peers, own, settled=not self._learned and bool(fit) and all(fit))
-        self._learned = False
-        if most is None:
-            return
-        self.elsewhere_bytes = most.base_bytes - there_bytes
-        for known in self.known:
-            known.besides = []
-        if not most.levels or before is None:
-            return
-        if latest is None:
-            self._know(Known(tuple(before.calls), []))
-            latest = self.known[0]
-        latest.see(most.levels)
-
-    def _know(self, known: Known) -> None:
-        others = [own for own in self.known if own is not known]
-        self.known = [known, *others[: MOST_KNOWN - 1]]
-
-    def _described(self, keys: Sequence[Key]) -> tuple[str, ...]:
-        """Calls as every process has them."""
-        return tuple(
-            f"{self._planners[planner]} {values} {sorted(existing)}"
-            for planner, values, existing in keys
-        )
+        if self.together and self._before is not None:
+            now = [own for own in self.known if own.keys[:1] == (called.key,)]
+            fit = [self._leaves_room(known, there_bytes + self._aside_bytes) for known in now]
+            self._news.of_all(
+                self.known, self._before, called, there_bytes, fits=bool(fit) and all(fit)
+            )
+        elif 2 <= self.steps <= AGREED:
+            self._news.of_any(self.known, there_bytes)
 
     def _others_bytes(self, values: Sequence[object]) -> int:
         """Of parameters that only other calls read, and of their gradients."""
@@ -418,10 +358,12 @@ class Regions:
     def _going_on(self) -> Walk | None:
         """The step of this thread, if it is none whose backward has begun, or can be no more."""
         walk: Walk | None = getattr(self._now, "walk", None)
-        if walk is None or walk.failed or walk.last is not None:
+        if walk is None or walk.failed:
             return None
-        if walk.open:  # though nothing waits: what checkpoints hold is made again
+        if walk.open:  # though nothing waits, or a part went back: functions may do so in a forward
             return walk
+        if walk.last is not None:
+            return None
         return walk if not walk.calls or any(step.waits for step in walk.steps) else None
 
     def _next(self) -> Walk:
@@ -484,9 +426,9 @@ class Regions:
             return
         if walk.unseen:
             self.told.half_seen(walk)
-        self._learned = True
+        self._news.learned = True
         followed = [known for known in walk.begun or walk.places if not walk.unknown]
-        for known in self._taught(walk, levels):
+        for known in self.known.learn(walk.calls, levels, envelopes=not self.together):
             known.first_bytes = max(known.first_bytes, seen.first_bytes)
             known.seen_bytes = peak_bytes
             if known in followed and known.choices:
@@ -496,31 +438,6 @@ class Regions:
             budget_bytes = self.budget().nbytes or 0
             if not known.choices or there_bytes + known.planned_bytes > budget_bytes:
                 known.besides = []
-
-    def _taught(self, walk: Walk, levels: list[Row]) -> list[Known]:
-        """Steps that are known, or are from now on, of which ``walk`` was one."""
-        own = next((k for k in self.known if k.keys == walk.keys and not k.envelope), None)
-        if own is not None:
-            own.see_again(levels)
-            self._know(own)
-            return [own]
-        alike = [k for k in self.known if k.is_alike(walk.calls) and not self.together]
-        found = []
-        if alike:
-            wide = next((k for k in alike if k.envelope), alike[0])
-            envelope = wide.around(walk.calls, levels)
-            if envelope is not None:
-                if wide.envelope:
-                    self.known.remove(wide)
-                    if envelope.keys == wide.keys:
-                        envelope.watches = max(0, wide.watches - 1)
-                self._know(envelope)
-                found.append(envelope)
-        if len(alike) < FEW or not found:
-            own = Known(tuple(walk.calls), levels)
-            self._know(own)
-            found.append(own)
-        return found
 
     def _choose(self, known: Known, there_bytes: int) -> None:
         """Choose plans for all calls of a step together, if that is to be done.

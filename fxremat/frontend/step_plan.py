@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from fxremat.errors import PlanError
+from fxremat.frontend.known import Known
 from fxremat.frontend.regions import Regions
 from fxremat.frontend.told import NOT_CAPTURED
-from fxremat.frontend.walk import Known, Ran
+from fxremat.frontend.walk import Ran
 from fxremat.report.modules import block_of, common_module, named
 from fxremat.report.plan import Plan
 from fxremat.report.step_facts import RegionRow

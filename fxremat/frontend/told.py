@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from fxremat.errors import BudgetError, GraphBreakWarning
 from fxremat.frontend.budget import Budget
+from fxremat.frontend.known import Known
 from fxremat.frontend.lessons import warn
-from fxremat.frontend.walk import Known, Walk
+from fxremat.frontend.walk import Walk
 from fxremat.units import format_bytes, format_seconds
 
 MOST_OVER = 3
@@ -93,8 +94,9 @@ class Told:
         nbytes = self._seen_bytes
         raise BudgetError(
             f"budget {budget.written!r} is {self._budget_bytes} bytes, but steps took up to "
-            f"{nbytes} bytes ({format_bytes(nbytes)}) with what their code between regions allocates, which "
-            f"is not planned{self._lines()}. Give at least {nbytes}, or budget='min'",
+            f"{nbytes} bytes ({format_bytes(nbytes)}) with what their code between regions "
+            f"allocates, which is not planned{self._lines()}. Give at least {nbytes}, or "
+            "budget='min'",
             least_budget_bytes=nbytes,
         )
 

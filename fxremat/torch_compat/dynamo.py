@@ -43,14 +43,13 @@ def _is_no_wrong_shape(record: logging.LogRecord) -> bool:
 
 
 def _is_no_break(record: logging.LogRecord) -> bool:
-    """Of a break the user is told otherwise; of a function that Dynamo fails at one line is enough."""
+    """Of a break the user is told otherwise; of what Dynamo fails at one line is enough."""
     message = record.getMessage()
     if message.startswith("WON'T CONVERT") and record.exc_info:
         error = record.exc_info[1]
         why = next(iter(str(error).splitlines()), "")
-        record.msg = (
-            f"{message.splitlines()[0].strip()}, it runs as it is: {type(error).__name__}: {why}"
-        )
+        what = message.splitlines()[0].strip()
+        record.msg = f"{what}, it runs as it is: {type(error).__name__}: {why}"
         record.args, record.exc_info, record.exc_text = (), None, None
     return not message.startswith("Graph break from")
 

@@ -1,0 +1,258 @@
+"""Steps that are known because they were watched, and the calls that they consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+
+from fxremat.frontend.pipeline import Planner
+from fxremat.passes.joint.sizes import Values
+from fxremat.planner.situation import Beside, Situation
+from fxremat.runtime.levels import Levels
+from fxremat.solvers.knapsack import Call, Choice, peak_bytes
+
+MOST_KNOWN = 64
+"""Steps that are known; the one that was watched first goes first."""
+
+FEW = 4
+"""Steps that are alike and known each by itself; of further ones the envelope is."""
+
+WATCHED = 2
+"""Steps that are watched after plans for them were chosen together."""
+
+LONGEST = 2
+"""An envelope is at most so many times as long as the longest step in it."""
+
+Key = tuple[int, Values, frozenset[int]]
+"""Of a call: its graph, sizes, and the gradients that exist."""
+
+Row = tuple[int, ...]
+"""Of a call: bytes at its forward, after it, at its backward and after that, beyond what is there
+when the step begins and what calls hold; as ``knapsack.Call`` has them."""
+
+
+@dataclass(slots=True)
+class Called:
+    """A call of the step that goes on.
+
+    Attributes:
+        planner: of its graph.
+        situation: what it found, with nothing that steps before have shown.
+        ended_by: the user's line after which the step leaves the graph, and why.
+        held_bytes: that its forward has left.
+        back_bytes: what all calls held when its backward began; ``None``: it has not.
+        levels: what was seen of it.
+        times_s: of its forward's begin and end, and its backward's.
+    """
+
+    planner: Planner
+    situation: Situation
+    ended_by: str = ""
+    held_bytes: int = 0
+    back_bytes: int | None = None
+    levels: Levels | None = None
+    times_s: list[float] = field(default_factory=list)
+
+    @property
+    def key(self) -> Key:
+        """What makes it the call of a step that is known."""
+        return id(self.planner), self.situation.sizes, self.situation.existing
+
+    def covers(self, key: Key) -> bool:
+        """Whether a call is one like this, of sizes that are no larger."""
+        planner, sizes, existing = self.key
+        no_larger = all(own >= other for own, other in zip(sizes, key[1], strict=False))
+        return (planner, existing) == (key[0], key[2]) and no_larger
+
+    def or_larger(self, other: Called) -> Called:
+        """A call of the same graph as both, that covers them."""
+        sizes = tuple(map(max, self.situation.sizes, other.situation.sizes))
+        return Called(self.planner, replace(self.situation, sizes=sizes), self.ended_by)
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """A step that was watched, or an envelope: a step that leads to each of several such steps
+    where some of its calls are left out, and others are smaller.
+
+    Attributes:
+        calls: of it.
+        levels: of each call.
+        envelope: whether it is one.
+        first_bytes: most before the first call.
+        more_bytes: seen at a peak, beyond what levels and plans explain.
+        besides: what is beside each call where plans are chosen together; none if that is to be
+            done.
+        choices: these plans.
+        there_bytes: for what is there when the step begins they were chosen.
+        least_bytes, full_bytes: peak of the least plans, and of those that keep everything.
+        host_bytes: for so much host memory they were chosen; ``None``: as much as they take.
+        later_host_bytes: of it, what the calls after each are to take.
+        watches: so many further steps of it are watched.
+        told: what breaks it was said.
+        seconds: between calls, as a step that was not watched has taken them.
+        seen_bytes: the peak of the one that was watched last.
+        seen: so many were watched.
+    """
+
+    calls: tuple[Called, ...]
+    levels: list[Row]
+    envelope: bool = False
+    first_bytes: int = 0
+    more_bytes: int = 0
+    besides: list[Beside] = field(default_factory=list)
+    choices: tuple[Choice, ...] = ()
+    there_bytes: int = 0
+    least_bytes: int = 0
+    full_bytes: int = 0
+    host_bytes: int | None = None
+    later_host_bytes: list[int] = field(default_factory=list)
+    watches: int = WATCHED
+    told: bool = False
+    seconds: tuple[float, ...] = ()
+    seen_bytes: int | None = None
+    seen: int = 1
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Of its calls."""
+        return tuple(call.key for call in self.calls)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All that was seen of it, for others to know."""
+        return (*self.levels, (self.first_bytes, self.more_bytes))
+
+    def see_again(self, levels: Sequence[Row]) -> None:
+        """It was watched once more.
+
+        The first one may have taken what none takes again: libraries set themselves up.
+        """
+        if self.is_sure:
+            pairs = zip(self.levels, levels, strict=True)
+            self.levels = [tuple(map(max, *pair)) for pair in pairs]
+        else:
+            self.levels, self.first_bytes, self.more_bytes = list(levels), 0, 0
+        self.watches -= bool(self.watches)
+        self.seen += 1
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it was watched often enough for a budget to be refused."""
+        return self.seen > 1
+
+    def see(self, rows: Sequence[Row]) -> None:
+        """Take what was seen: plans are to be chosen for it."""
+        *levels, (self.first_bytes, self.more_bytes) = rows
+        self.levels, self.besides = list(levels), []
+
+    @property
+    def planned_bytes(self) -> int:
+        """Most that these plans take, beyond what is there when the step begins."""
+        calls = [Call((own,), *at) for own, at in zip(self.choices, self.levels, strict=True)]
+        return max(self.first_bytes, peak_bytes(calls, [0] * len(calls))) + self.more_bytes
+
+    def leaves_room(self, there_bytes: int, much_bytes: float) -> bool:
+        """Whether plans were chosen for what is there when a step begins, or for little more."""
+        return bool(self.besides) and 0 <= self.there_bytes - there_bytes <= much_bytes
+
+    def is_alike(self, calls: Sequence[Called]) -> bool:
+        """Whether a step runs graphs of this one, as this one finds them.
+
+        A graph that finds gradients in one of them, and none in the other, is another
+        microbatch's.
+        """
+        own, other = _found_by(self.calls), _found_by(calls)
+        shared = own.keys() & other.keys()
+        return bool(shared) and all(own[graph] == other[graph] for graph in shared)
+
+    def around(self, calls: Sequence[Called], levels: Sequence[Row]) -> Known | None:
+        """The envelope of this step and another one; ``None``: they are too different.
+
+        Args:
+            calls: of the other.
+            levels: of each of its calls.
+        """
+        own = [(call.key[0], call.key[2]) for call in self.calls]
+        others = [(call.key[0], call.key[2]) for call in calls]
+        found: list[tuple[Called, Row]] = []
+        at, then = 0, 0
+        for begin, other_begin, size in SequenceMatcher(
+            None, own, others, autojunk=False
+        ).get_matching_blocks():
+            found += zip(self.calls[at:begin], self.levels[at:begin], strict=True)
+            found += zip(calls[then:other_begin], levels[then:other_begin], strict=True)
+            at, then = begin + size, other_begin + size
+            for i, k in zip(range(begin, at), range(other_begin, then), strict=True):
+                row = tuple(map(max, self.levels[i], levels[k]))
+                found.append((self.calls[i].or_larger(calls[k]), row))
+        if len(found) > LONGEST * max(len(own), len(others)):
+            return None
+        merged, rows = zip(*found, strict=True)
+        return Known(tuple(merged), list(rows), True, self.first_bytes, self.more_bytes)
+
+
+def _found_by(calls: Sequence[Called]) -> dict[int, set[frozenset[int]]]:
+    """By graph, the gradients that its calls have found."""
+    found: dict[int, set[frozenset[int]]] = {}
+    for graph, _, existing in (call.key for call in calls):
+        found.setdefault(graph, set()).add(existing)
+    return found
+
+
+class KnownSteps:
+    """Those of one model, the one that was watched last at the front."""
+
+    def __init__(self) -> None:
+        self._steps: list[Known] = []
+
+    def __iter__(self) -> Iterator[Known]:
+        return iter(self._steps)
+
+    @property
+    def latest(self) -> Known | None:
+        """The one that was watched last."""
+        return next(iter(self), None)
+
+    def find(self, keys: tuple[Key, ...]) -> Known | None:
+        """The one that has just these calls."""
+        return next((own for own in self if own.keys == keys and not own.envelope), None)
+
+    def add(self, known: Known) -> None:
+        """Know it, as the latest; more than there may be are forgotten."""
+        others = [own for own in self if own is not known]
+        self._steps = [known, *others[: MOST_KNOWN - 1]]
+
+    def learn(
+        self, calls: Sequence[Called], levels: Sequence[Row], *, envelopes: bool
+    ) -> list[Known]:
+        """A step was watched; returns those of which it was one, known from now on at the latest.
+
+        Args:
+            calls: of it.
+            levels: of each.
+            envelopes: they may be made.
+        """
+        own = self.find(tuple(call.key for call in calls))
+        if own is not None:
+            own.see_again(levels)
+            self.add(own)
+            return [own]
+        alike = [known for known in self if envelopes and known.is_alike(calls)]
+        found: list[Known] = []
+        if alike:
+            wide = next((known for known in alike if known.envelope), alike[0])
+            envelope = wide.around(calls, levels)
+            if envelope is not None:
+                if wide.envelope:
+                    self._steps.remove(wide)
+                    if envelope.keys == wide.keys:
+                        envelope.watches = max(0, wide.watches - 1)
+                self.add(envelope)
+                found.append(envelope)
+        if len(alike) < FEW or not found:
+            own = Known(tuple(calls), list(levels))
+            self.add(own)
+            found.append(own)
+        return found
