@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,17 @@ def capture_settings() -> contextlib.AbstractContextManager[Any]:
     """
     from torch._dynamo import config  # noqa: PLC0415
 
+    _hush()
+    patched: contextlib.AbstractContextManager[Any] = config.patch(**_dynamo_settings())
+    return patched
+
+
+@cache  # an interrupt while a logger is looked up leaves logging locked for all other threads
+def _hush() -> None:
     logging.getLogger("torch._dynamo.metrics_context").addFilter(_is_no_failed_metric)
     logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_wrong_shape)
     for name in ("variables.tensor", "convert_frame"):
         logging.getLogger(f"torch._dynamo.{name}").addFilter(_is_no_break)
-    patched: contextlib.AbstractContextManager[Any] = config.patch(**_dynamo_settings())
-    return patched
 
 
 def _is_no_failed_metric(record: logging.LogRecord) -> bool:
