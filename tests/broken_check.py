@@ -28,13 +28,14 @@ from tests.models.bits import bitwise_equal, first_difference
 BUDGETS: tuple[float | str, ...] = (0.9, 0.6, "min")
 """Shares of eager's peak, and the least."""
 
-STEPS = 7
-
 LEARNED = 4
-"""Steps after which the budget holds, and none tells of more."""
+"""Steps after which the budget holds, and none tells of more, where all are alike."""
 
-REFUSED = 5
-"""A budget is refused in one of so many steps, if at all."""
+KINDS = 4
+"""Of data and draws where they are not: a step of each kind is captured, and then one watched."""
+
+MEASURED = 3
+"""Steps after those."""
 
 Budget = float | int | str
 Call = Callable[[Tensor], Any]
@@ -127,16 +128,21 @@ class Truth:
 
 
 def varies(seed: int) -> bool:
-    """Whether the first four steps of a program have data and draws of their own: one in four."""
+    """Whether the steps of a program have data and draws of their own: one program in four."""
     return seed % 4 == 3
 
 
-def run(seed: int, model: Program, call: Call, sample: Tensor, steps: int = STEPS) -> Ran:
+def learned(seed: int) -> int:
+    """Steps after which the budget holds."""
+    return 2 * KINDS if varies(seed) else LEARNED
+
+
+def run(seed: int, model: Program, call: Call, sample: Tensor) -> Ran:
     """Steps of a program, or so many as it takes until one raises."""
     ran = Ran()
-    for index in range(steps):
+    for index in range(learned(seed) + MEASURED):
         # Measured steps do what others did: nothing can be planned under a profiler.
-        number = index % LEARNED if varies(seed) else 0
+        number = index % KINDS if varies(seed) else 0
         x = sample.clone()
         _seed_all(number)
         model.generator.manual_seed(number)
@@ -146,7 +152,7 @@ def run(seed: int, model: Program, call: Call, sample: Tensor, steps: int = STEP
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             try:
-                _step(ran, model, call, x, watched=index >= steps - 3)
+                _step(ran, model, call, x, watched=index >= learned(seed))
             except Exception as error:
                 ran.error = error.with_traceback(None)
                 break
@@ -254,7 +260,7 @@ def check(seed: int, budget: Budget) -> Check:
 
 def _hold_least(found: Check, seed: int, least: int, known: Truth) -> None:
     """A budget that a refusal told holds; other data may tell of more, so often as there are."""
-    for _ in range(LEARNED if varies(seed) else 1):
+    for _ in range(KINDS if varies(seed) else 1):
         again = Check()
         more = _attempt(again, seed, least, known)
         found.notes += [f"with the least: {text}" for text in again.notes]
@@ -300,12 +306,12 @@ def _held(
             fail(f"step {index + 1} differs: {first_difference(own, expected)}")
             break
     for index, text in ran.warned:
-        if index >= LEARNED:
+        if index >= learned(seed):
             fail(f"step {index + 1} warned: {text}")
     if ran.error is not None:
         number = len(ran.states) + 1
-        if isinstance(ran.error, BudgetError) and number > REFUSED:
-            fail(f"step {number} is refused, later than step {REFUSED}")
+        if isinstance(ran.error, BudgetError) and number > learned(seed) + 1:
+            fail(f"step {number} is refused, later than step {learned(seed) + 1}")
         return _refused(found, ran.error, known, f"step {number}")
     bound = budget if isinstance(budget, int) else call.plan.budget_bytes
     peaks = [f"{peak / known.peak_bytes:.3f}" for peak in ran.peaks_bytes]

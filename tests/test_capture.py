@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import threading
 from typing import Any
 
 import pytest
@@ -104,15 +105,89 @@ def test_tensors_in_plain_attributes_stay_what_they_are(called: bool):
     assert all(model.tables[k] is tables[k] for k in tables)
 
 
+LOCK = threading.Lock()
+
+
+class Prepared(Plain):
+    """Does in its first call what Dynamo cannot trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = False
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if not self.made:
+            with LOCK:
+                self.made = True
+        return super().forward(x, y)
+
+
+def test_what_a_first_call_alone_does_leaves_the_others_whole():
+    torch._dynamo.reset()
+    model = Prepared()
+    with pytest.raises(fxremat.CaptureError, match=r"(?s)with LOCK.*call the model once"):
+        fxremat.compile(Prepared(), X, 1.0, fullgraph=True)
+    compiled, wanted = fxremat.compile(model, X, 1.0), Plain()
+    wanted.load_state_dict(model.state_dict())
+    for step in range(3):
+        for call in (compiled, wanted):
+            call.zero_grad()
+            call(X).square().sum().backward()
+        assert all(map(torch.equal, *([p.grad for p in m.parameters()] for m in (model, wanted))))
+        assert compiled._compiler.regions.several == (step == 0)
+    assert isinstance(compiled.plan, fxremat.Plan)
+    assert len(compiled.plans) == 1
+
+
+class Annealed(Plain):
+    """Scales by a float of its own, as a temperature is, or by one of its data."""
+
+    def __init__(self, breaks: bool, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.breaks = 0.5, breaks
+        self.layer = nn.Linear(16, 4, dtype=dtype)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        for _ in range(3):
+            x = (self.layer(x) * self.scale).repeat(1, 4).tanh() + self.scale
+        norm = float(x.detach().norm()) if self.breaks else self.scale
+        return self.layer(x / (1 + norm)).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_float_that_changes_is_captured_once_more_and_never_again(
+    breaks: bool, dtype: torch.dtype
+):
+    torch._dynamo.reset()
+    model = Annealed(breaks, dtype)
+    x = X.to(dtype)
+    compiled, counts = fxremat.compile(model, x, "min"), []
+    for step in range(6):
+        model.scale = 0.5 - 0.05 * step
+        found = []
+        for call in (model, compiled):
+            model.zero_grad()
+            loss = call(x)
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters())])
+        assert all(map(torch.equal, *found))
+        counts.append(len(compiled._compiler.families))
+    assert counts[1] == counts[-1] <= 2 * counts[0]
+
+
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama_states"])
 def test_models_that_log_or_install_hooks_are_captured_whole(name: str):
     entry = ZOO[name]
     args, kwargs = entry.sample(0)
     compiled = fxremat.compile(entry.build(), fxremat.Sample(args, kwargs), 1.0)
-    outputs = compiled(*args, **kwargs)
-    entry.loss(outputs).backward()
+    for _ in range(2):
+        outputs = compiled(*args, **kwargs)
+        entry.loss(outputs).backward()
     assert type(outputs).__name__.endswith("Output") or hasattr(outputs, "loss")
-    assert len(compiled.plans) == 1
+    assert len(compiled._compiler.families) == 1
+    assert isinstance(compiled.plan, fxremat.Plan)
 
 
 def test_plans_for_other_shapes_share_the_host_limit():

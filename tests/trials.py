@@ -16,7 +16,7 @@ from fxremat.ir import Forward
 from tests.harness import ask_input_gradients
 from tests.models import ZOO, ZooModel
 from tests.models.bits import assert_bitwise_equal
-from tests.models.reference import StepResult, reference_step, run_step
+from tests.models.reference import StepResult, call_without_trace, reference_step, run_step
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ def compiled(
     if input_gradients:
         ask_input_gradients((args, kwargs))
     options.setdefault("loss", None if entry.loss_inside else entry.loss)
+    if entry.hooks_at_first_call:
+        call_without_trace(entry, model)
     with entry.context():
         return model, fxremat.compile(model, fxremat.Sample(args, kwargs), budget, **options)
 

@@ -42,6 +42,7 @@ class _State:
         assigned: what others have put in the place of ``forward``.
         kept: the plan of what this is a copy of.
         trained: a step was run as planned, or its user was told that none is.
+        tried_again: to capture it whole, at its second training call.
         starting: one thread plans the first step, others wait.
     """
 
@@ -51,6 +52,7 @@ class _State:
     assigned: Callable[..., Any] | None = None
     kept: Plan | None = None
     trained: bool = False
+    tried_again: bool = False
     starting: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -273,11 +275,11 @@ def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Train as planned; in eval mode or without gradients, the model's own forward."""
     original = state.original
     if original.training and torch.is_grad_enabled():
-        if state.runner is None:
-            with state.starting:
-                state.runner = state.runner or _started(state, Sample(args, kwargs), hooked=False)
+        runner = state.runner or _runner(state, Sample(args, kwargs))
+        if state.trained and not state.tried_again and runner.is_idle:
+            runner = _runner(state, Sample(args, kwargs))
         state.trained = True
-        return state.runner(*args, **kwargs)
+        return runner(*args, **kwargs)
     if torch.is_grad_enabled() and not state.trained:
         state.trained = True
         warnings.warn(
@@ -287,6 +289,18 @@ def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             stacklevel=4,
         )
     return original.forward(*args, **kwargs)
+
+
+def _runner(state: _State, call: Sample) -> Runner:
+    """What runs the first training call, or the second one, and all others."""
+    with state.starting:
+        if state.runner is None:
+            state.runner = _started(state, call, hooked=False)
+        elif not state.tried_again:
+            state.tried_again = True
+            if state.runner.is_whole_now(call):
+                state.runner = _started(state, call, hooked=False)
+        return state.runner
 
 
 def _started(state: _State, sample: Sample, *, hooked: bool) -> Runner:

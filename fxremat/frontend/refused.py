@@ -21,6 +21,11 @@ _REMEDIES = (
         "a full backward hook of an inner module cannot be captured: register it on the compiled "
         "model itself, or a hook on a tensor",
     ),
+    (
+        "Unsupported context manager",
+        "what a model does in its first call alone, under a lock, is not captured after it: call "
+        "the model once before",
+    ),
     ("Data-dependent branching", "let both branches be computed, and torch.where choose"),
     (
         "data-dependent expression",

@@ -71,6 +71,7 @@ class Runner:
         self._must_be_whole = whole
         self._whole = Entry(self._forward, compiler, dynamic=dynamic, whole=True)
         self._pieces: Entry | None = None
+        self._failed = False  # to be captured whole
         self._run: Callable[..., Any] = self._planned
         if inner is not original:
             self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._planned))
@@ -164,6 +165,11 @@ class Runner:
         """
         return self._told(self._run, args, kwargs)
 
+    @property
+    def is_idle(self) -> bool:
+        """No step waits for its backward."""
+        return not any(self.compiler.in_flight)
+
     def _planned(self, *args: Any, **kwargs: Any) -> Any:
         """What is captured, and outputs as the model's own."""
         outputs = self._captured(*args, **kwargs)
@@ -180,6 +186,7 @@ class Runner:
             except self._failures() as error:  # before anything has run
                 why = self._why_not_whole(error, Sample(args, kwargs))
             self.compiler.refuse_parts(str(why))
+            self._failed = True
             self._take_apart()
             if not self.compiler.dry:
                 there = Sample(args, kwargs)
@@ -222,6 +229,10 @@ class Runner:
         if self._must_be_whole:
             raise why from error
         return why
+
+    def is_whole_now(self, call: Sample) -> bool:
+        """Whether a model in pieces can be one graph by now: what broke it, it may do only once."""
+        return self._failed and _traced(self._forward, call, self._dynamic) is None
 
     def _take_apart(self) -> None:
         """Capture the model in pieces from now on."""
@@ -306,29 +317,31 @@ def _needs_of_loss(model: nn.Module, call: Sample, asked: Arguments) -> LossNeed
 
     Nothing is run of any other model: its steps show what their loss needs.
     """
-    if asked.loss is None or not _is_whole(model, call, asked):
+    if asked.loss is None:
         return None
+    if not asked.fullgraph:  # else it is told why by the capture itself, as of the model's errors
+        error = _traced(model.forward, call, asked.dynamic)
+        if error and not torch_compat.may_be_the_models(torch_compat.failure_cause(error)):
+            return None
     outputs = call_without_data(model, call)
     return None if outputs is None else needs_of_loss(asked.loss, outputs)
 
 
-def _is_whole(model: nn.Module, call: Sample, asked: Arguments) -> bool:
-    """Whether Dynamo can trace a call as one graph; nothing is run."""
+def _traced(forward: Callable[..., Any], call: Sample, dynamic: bool | None) -> Exception | None:
+    """Have Dynamo trace a call as one graph, and run nothing; what it raised, if it could not."""
 
     def planned_only(*_args: Any) -> Any:
         raise PlannedOnly
 
-    entry = Entry(model.forward, lambda *_given: planned_only, dynamic=asked.dynamic, whole=True)
+    entry = Entry(forward, lambda *_given: planned_only, dynamic=dynamic, whole=True)
     try:
         with torch_compat.capture_settings():
             entry(*call.args, **call.kwargs)
     except PlannedOnly:
-        return True
+        return None
     except Exception as error:
-        cause = torch_compat.failure_cause(error)
-        if asked.fullgraph or torch_compat.may_be_the_models(cause):
-            return True  # it is told why by the capture itself
-    return False
+        return error
+    return CaptureError("nothing of it is captured")
 
 
 def _of_sharded(

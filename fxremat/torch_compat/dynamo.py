@@ -20,8 +20,8 @@ def capture_settings() -> contextlib.AbstractContextManager[Any]:
     Torch 2.11 has one set of them for all threads: calls that overlap take them from each other.
 
     Loggers are traced through as if they were not there, because ``warning_once`` in a
-    loss would break the graph. A number that a module counts with is a symbol once it changes,
-    as a size is; a float is not.
+    loss would break the graph. A number that a module counts with, or a float that it has, is a
+    symbol once it changes, as a size is.
     """
     from torch._dynamo import config  # noqa: PLC0415
 
@@ -71,7 +71,6 @@ def _dynamo_settings() -> dict[str, Any]:
         "accumulated_recompile_limit": 4096,
         "ignore_logging_functions": methods,
         "allow_unspec_int_on_nn_module": True,
-        "specialize_float": True,
         "skip_nnmodule_hook_guards": False,  # hooks may be added, or removed, later
         # A function that Dynamo fails at runs as it is; one that must be whole is refused anyway.
         "suppress_errors": True,
