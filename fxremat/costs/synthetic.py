@@ -60,7 +60,7 @@ class Synthesizer:
 
 def _base(traced: torch.Tensor) -> torch.Tensor:
     """A flat tensor that fills the whole storage of ``traced``."""
-    count = traced.untyped_storage().nbytes() // traced.element_size()
+    count = int(traced.untyped_storage().nbytes()) // traced.element_size()
     base = torch.zeros(count, dtype=traced.dtype, device=traced.device)
     if traced.is_floating_point() or traced.is_complex():
         base.normal_(std=0.1)

@@ -23,7 +23,7 @@ def tensor_key(tensor: object) -> Key:
         tuple(tensor.shape),
         tuple(tensor.stride()),
         tensor.storage_offset(),
-        tensor.untyped_storage().nbytes(),
+        int(tensor.untyped_storage().nbytes()),  # of a part, a symbol though its shape is none
         str(tensor.device),
     )
 
