@@ -112,9 +112,11 @@ def compile(
             followed, and nothing is measured or planned. Everything but ``host_dir`` must be
             as it was made. ``budget`` may be left out then.
         fullgraph: ``True``: a model that breaks the graph is refused. ``False``: the graphs that
-            it is captured in are *regions* of one step, within one budget. The first step runs
-            what leaves least of each, as do those until one was watched from begin to end; from
-            then on a plan for each is chosen together.
+            it is captured in are *regions* of one step, within one budget. Nothing of such a model
+            runs here: its first training call captures it, runs each line once and what leaves
+            least of each region, as do calls until one was watched from begin to end; from then
+            on a plan for each is chosen together. What the model does at its first call alone
+            breaks no later one: at the second call it is captured as one graph where it can be.
         regions: names of modules, such as a model's layers, that are regions of their own; those
             that are alike are captured and measured once.
         in_flight: so many forwards may wait for their backward, as microbatches of a pipeline's
@@ -129,7 +131,8 @@ def compile(
 
     Raises:
         BudgetError: the budget cannot be read, is below the least feasible one, or ``plan``
-            does not keep to it.
+            does not keep to it. A training call of a model of several regions raises it where
+            no plans of them fit together, or three steps in a row took more.
         PlanError: ``plan`` cannot be read, or is one of another step.
         ArgumentError: another argument cannot be read, or ``loss`` returns no scalar.
         SampleError: the model rejects the sample, or it is on another device.
