@@ -27,6 +27,7 @@ from fxremat.planner.situation import Lesson, Situation
 from fxremat.planner.surroundings import made_outputs, own_gradients
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
+from fxremat.runtime.counted import Count
 from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_among, with_gradients
 from fxremat.runtime.levels import Levels, Watcher
 from fxremat.runtime.steps import InFlight, Step
@@ -238,8 +239,13 @@ class Family:
                 self.planner.step.joint.device, lambda seen: _learn(situation, compiled, seen)
             )
         forward, backward = compiled.at(values)
+        count = None
         if self.regions.several:
             self.regions.begin()
+        else:
+            traced = self.planner.step
+            given_bytes = traced.around(situation).given_bytes - traced.late_bytes
+            count = Count(traced.joint.device, given_bytes)
         passed = {place: args[primal] for place, primal in self.passed.items()}
         results = list(forward(args))
         saved = results[self.output_count :]
@@ -257,6 +263,7 @@ class Family:
             held_bytes=held_bytes,
             leaves=leaves,
             passed=passed,
+            count=count,
         )
         self.in_flight.add(step)
         if self.regions.several:
@@ -296,11 +303,25 @@ class Family:
         elif any(self.in_flight):
             self.watcher.after(step)  # what follows is another step's
         returned = gradients.finish()
+        if step.count is not None:
+            self._counted(step, step.count.peak_bytes())
         if gradients.asked_for:
             self.in_flight.returned(returned)
         if not step.passed:
             return returned
         return [step.passed.get(place, own) for place, own in enumerate(returned)]
+
+    def _counted(self, step: Step, peak_bytes: int | None) -> None:
+        """A step has ended; what the allocator tells of it, if that tells anything."""
+        budget_bytes = step.plan.planned.plan.budget_bytes
+        if peak_bytes is None or peak_bytes <= budget_bytes or self.watcher.is_watching(step):
+            return
+        step.plan.watches += 1
+        over = peak_bytes - budget_bytes
+        warn(
+            f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its "
+            f"budget of {budget_bytes}, as CUDA's allocator has counted. The next one is watched"
+        )
 
     def _back(self, step: Step) -> None:
         """A backward begins: what is there that was not when its forward ran?"""

@@ -31,6 +31,7 @@ from fxremat.frontend.told import Told
 from fxremat.frontend.walk import Ran, Walk, between, seen_levels
 from fxremat.planner.situation import Beside, Situation
 from fxremat.runtime.arena import HostLimit
+from fxremat.runtime.counted import Count
 from fxremat.runtime.levels import Levels, Watcher, Whole
 from fxremat.runtime.steps import Step
 from fxremat.solvers.knapsack import Call, Choice
@@ -242,8 +243,14 @@ class Regions:
 
     def begin(self) -> None:
         """The forward of the call that was entered last begins."""
-        if not self._now.inner:
-            self._now.walk.calls[-1].times_s.append(perf_counter())
+        if self._now.inner:
+            return
+        walk: Walk = self._now.walk
+        called = walk.calls[-1]
+        if walk.count is None and not walk.watched:
+            there_bytes = (walk.base_bytes or 0) + called.situation.waiting_bytes
+            walk.count = Count(called.planner.step.joint.device, there_bytes)
+        called.times_s.append(perf_counter())
 
     def left(self, step: Step) -> None:
         """It has ended."""
@@ -277,8 +284,12 @@ class Regions:
         """It has ended."""
         self.watcher.after(step)
         walk = self._walks.get(step)
-        if walk is not None:
-            walk.calls[walk.steps[step]].times_s.append(perf_counter())
+        if walk is None:
+            return
+        walk.calls[walk.steps[step]].times_s.append(perf_counter())
+        peak_bytes = walk.count.peak_bytes() if walk.count and not self.captured else None
+        if peak_bytes is not None and self.told.peak(peak_bytes, self.budget(), walk):
+            self._watches, walk.count = 2, None
 
     @property
     def _aside_bytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from fxremat.frontend.known import Called, Key, Known, Row
 from fxremat.report.plan import Plan
+from fxremat.runtime.counted import Count
 from fxremat.runtime.steps import Step
 
 
@@ -52,6 +53,7 @@ class Walk:
         done: a backward of it was seen to end.
         unknown: a call of it is none of a known step's at that place, or had no room there.
         watched: it is.
+        count: of what it takes, where it is not watched.
         unseen: why nothing was learned from it.
         failed: a call of the model has raised: no further one goes on with it.
         found: of the last call, its places in known steps and the parameters that it reads.
@@ -68,6 +70,7 @@ class Walk:
     done: bool = False
     unknown: bool = False
     watched: bool = False
+    count: Count | None = None
     unseen: str = ""
     failed: bool = False
     found: tuple[tuple[tuple[Known, int], ...], tuple[int, ...]] = ((), ())

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fxremat import torch_compat
 from fxremat.errors import BackwardError
+from fxremat.runtime.counted import Count
 
 _numbers = itertools.count()
 
@@ -50,9 +51,10 @@ class Step:
         outputs: what the forward returns to its caller, which may hold it for long.
         held_bytes: device memory of all that, beside what others hold.
         passed: what the backward returns as it is, by place among the gradients.
+        count: of what it takes, where that is counted.
 
     Attributes:
-        plan, backward, situation, held_bytes, passed: as given.
+        plan, backward, situation, held_bytes, passed, count: as given.
         number: larger for later ones.
         leaves: by primal, whose gradients it computes.
     """
@@ -62,6 +64,7 @@ class Step:
         "_saved",
         "_versions",
         "backward",
+        "count",
         "held_bytes",
         "leaves",
         "number",
@@ -82,8 +85,10 @@ class Step:
         held_bytes: int,
         leaves: Sequence[Any],
         passed: Mapping[int, object] = MappingProxyType({}),
+        count: Count | None = None,
     ) -> None:
         self.plan = plan
+        self.count = count
         self.backward = backward
         self.situation = situation
         self.held_bytes = held_bytes

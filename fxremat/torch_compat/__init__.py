@@ -5,7 +5,7 @@ Each file wraps one part of torch; callers use the names gathered here. Checked 
 something, the repair belongs here.
 """
 
-from fxremat.torch_compat.allocator import AllocationLog, allocator_settings
+from fxremat.torch_compat.allocator import AllocationLog, allocator_settings, counted_bytes
 from fxremat.torch_compat.autograd import (
     after_backward,
     before_backward,
@@ -161,6 +161,7 @@ __all__ = [
     "compile_for_sizes",
     "compile_function",
     "compile_kernels",
+    "counted_bytes",
     "current_backward",
     "data_dependent_errors",
     "decompositions",

@@ -24,6 +24,17 @@ def allocator_settings() -> dict[str, Any] | None:
     return found
 
 
+def counted_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Bytes that CUDA's allocator has handed out: now, and the most since its user reset that.
+
+    ``None`` where nothing is counted: on a CPU, and by an allocator that is plugged in.
+    """
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() == "pluggable":
+        return None
+    counts = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return counts["current"], counts["peak"]
+
+
 class AllocationLog:
     """What a device's allocator did between entering and leaving the context.
 
