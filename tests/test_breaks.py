@@ -250,6 +250,24 @@ def test_the_budget_holds(name: str, share: float | str) -> None:
     assert peak <= budget
 
 
+@pytest.mark.parametrize("name", ["own function", "breaks in a loop", "lstm"])
+def test_a_refusal_tells_the_least_that_there_is(name: str) -> None:
+    model, x = made(name)
+    compiled = fxremat.compile(model, x, "min")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            step(model, compiled, x)
+        least = compiled.plan.budget_bytes
+        torch._dynamo.reset()
+        model, x = made(name)
+        compiled = fxremat.compile(model, x, least // 2)
+        with pytest.raises(BudgetError) as caught:
+            for _ in range(5):
+                step(model, compiled, x)
+    assert caught.value.least_budget_bytes == least
+
+
 @pytest.mark.parametrize("name", ["own function", "nonzero", "layer dropout"])
 def test_with_room_for_all_nothing_is_recomputed(name: str) -> None:
     model, x = made(name)

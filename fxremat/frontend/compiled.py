@@ -299,7 +299,9 @@ def _runner(state: _State, call: Sample) -> Runner:
         elif not state.tried_again:
             state.tried_again = True
             if state.runner.is_whole_now(call):
-                state.runner = _started(state, call, hooked=False)
+                found = _started(state, call, hooked=False)
+                if not found.compiler.regions.several:
+                    state.runner = found
         return state.runner
 
 

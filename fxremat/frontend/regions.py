@@ -223,7 +223,7 @@ class Regions:
                 if not (walk.calls and known.besides):  # as chosen when the step began
                     self._choose(known, there_bytes)
             except BudgetError as error:
-                failed = failed or error
+                failed = failed or error.with_traceback(None)  # with frames it would hold the step
                 continue
             found.append((known, place))
         sure = self.together or all(known.is_sure for known in walk.begun)
