@@ -32,7 +32,7 @@ LEARNED = 4
 """Steps after which the budget holds, and none tells of more, where all are alike."""
 
 KINDS = 4
-"""Of data and draws where they are not: a step of each kind is captured, and then one watched."""
+"""Of data and draws where they are not: a step of each kind is captured, and then two watched."""
 
 MEASURED = 3
 """Steps after those."""
@@ -134,7 +134,12 @@ def varies(seed: int) -> bool:
 
 def learned(seed: int) -> int:
     """Steps after which the budget holds."""
-    return 2 * KINDS if varies(seed) else LEARNED
+    return 3 * KINDS if varies(seed) else LEARNED
+
+
+def refused_until(seed: int) -> int:
+    """The step by which a budget is refused, if at all: the next one of its kind."""
+    return learned(seed) + (KINDS if varies(seed) else 1)
 
 
 def run(seed: int, model: Program, call: Call, sample: Tensor) -> Ran:
@@ -310,8 +315,8 @@ def _held(
             fail(f"step {index + 1} warned: {text}")
     if ran.error is not None:
         number = len(ran.states) + 1
-        if isinstance(ran.error, BudgetError) and number > learned(seed) + 1:
-            fail(f"step {number} is refused, later than step {learned(seed) + 1}")
+        if isinstance(ran.error, BudgetError) and number > refused_until(seed):
+            fail(f"step {number} is refused, later than step {refused_until(seed)}")
         return _refused(found, ran.error, known, f"step {number}")
     bound = budget if isinstance(budget, int) else call.plan.budget_bytes
     peaks = [f"{peak / known.peak_bytes:.3f}" for peak in ran.peaks_bytes]

@@ -227,7 +227,7 @@ class Regions:
                 continue
             found.append((known, place))
         sure = self.together or all(known.is_sure for known in walk.begun)
-        if failed is not None and not found and walk.begun and not walk.calls and sure:
+        if failed is not None and not found and walk.begun and sure:
             raise failed
         return found
 
@@ -443,7 +443,7 @@ class Regions:
             known.first_bytes = max(known.first_bytes, seen.first_bytes)
             known.seen_bytes = peak_bytes
             if known in followed and known.choices:
-                explained_bytes = known.planned_bytes - known.more_bytes
+                explained_bytes = max(known.planned_bytes - known.more_bytes, *walk.planned_bytes())
                 known.more_bytes = max(known.more_bytes, seen.peak_bytes - explained_bytes)
             there_bytes = self._aside_bytes + base_bytes
             budget_bytes = self.budget().nbytes or 0

@@ -81,6 +81,16 @@ class Walk:
         """Of its calls."""
         return tuple(call.key for call in self.calls)
 
+    def planned_bytes(self) -> Iterator[int]:
+        """Peak of each call that followed a plan, beyond what is there when the step begins.
+
+        Plans have room for any of the steps that it may have been one of.
+        """
+        for ran in self.ran:
+            if ran.places:
+                there_bytes = max(known.there_bytes + known.more_bytes for known, _ in ran.places)
+                yield ran.compiled.plan.predicted_peak_bytes - there_bytes
+
     def begin(self, known: Iterable[Known]) -> None:
         """Let it be compared with steps that are known."""
         self.begun = list(known)
