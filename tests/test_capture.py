@@ -1,8 +1,10 @@
 """What a sample may be, and what passes through a call."""
 
 import contextlib
+import gc
 import io
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -175,6 +177,27 @@ def test_a_float_that_changes_is_captured_once_more_and_never_again(
         assert all(map(torch.equal, *found))
         counts.append(len(compiled._compiler.families))
     assert counts[1] == counts[-1] <= 2 * counts[0]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_parameters_go_with_the_compiled_module(breaks: bool):
+    """Not when the garbage of its circles is collected: the next model needs the room."""
+    torch._dynamo.reset()
+    model = Annealed(breaks, torch.float32)
+    compiled = fxremat.compile(model, X, "min")
+    for _ in range(4):
+        outputs = compiled(X)
+        outputs.backward()
+    last = compiled(X)
+    gone = [weakref.ref(p) for p in model.parameters()]
+    gc.disable()
+    try:
+        del model, compiled, outputs
+        last.backward()  # what waits for its backward has all it needs
+        del last
+        assert not any(parameter() is not None for parameter in gone)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama_states"])

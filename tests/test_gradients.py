@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxremat import torch_compat
 from fxremat.errors import BackwardError
 from fxremat.runtime.gradients import Contributors, Gradients, leaves_among, with_gradients
 from tests.models.bits import assert_bitwise_equal
@@ -665,3 +666,21 @@ def test_leaves_with_gradients_are_told():
     leaves = [torch.ones(2, requires_grad=True) for _ in range(3)]
     leaves[1].sum().backward()
     assert with_gradients([None, *leaves]) == {2}
+
+
+def test_who_still_holds_a_backward_that_has_ended_holds_no_gradient(monkeypatch: Any):
+    """Autograd's thread may do so, for longer than ``backward()`` takes."""
+    held: list[Callable[[], None]] = []
+    queue = torch_compat.after_backward
+
+    def after_backward(callback: Callable[[], None]) -> None:
+        held.append(callback)
+        queue(callback)
+
+    monkeypatch.setattr(torch_compat, "after_backward", after_backward)
+    rig = Rig()
+    for _ in range(3):
+        rig().sum().backward()
+        made = [weakref.ref(gradient) for gradient in rig.gradients]
+        rig.clear()
+        assert held and not any(gradient() is not None for gradient in made)

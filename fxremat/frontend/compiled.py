@@ -31,7 +31,7 @@ from fxremat.report.step_plan import StepPlan
 from fxremat.runtime import cuda_graph
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _State:
     """What a compiled module has beside its model.
 
@@ -54,6 +54,15 @@ class _State:
     trained: bool = False
     tried_again: bool = False
     starting: threading.Lock = field(default_factory=threading.Lock)
+    _release: weakref.finalize[..., Any] | None = None
+
+    def take(self, runner: Runner) -> None:
+        """Let it run all calls from now on. It leads in circles: with this it lets go of the model."""
+        if self._release is not None:
+            self._release()
+        self.runner = runner
+        self._release = weakref.finalize(self, runner.release)
+        self._release.atexit = False
 
 
 class CompiledModule(nn.Module):
@@ -187,7 +196,7 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
     """
     made = _wrapped(model, asked)
     if sample is not None:
-        made._state.runner = _started(made._state, sample, hooked=True)
+        made._state.take(_started(made._state, sample, hooked=True))
     return made
 
 
@@ -295,13 +304,14 @@ def _runner(state: _State, call: Sample) -> Runner:
     """What runs the first training call, or the second one, and all others."""
     with state.starting:
         if state.runner is None:
-            state.runner = _started(state, call, hooked=False)
+            state.take(_started(state, call, hooked=False))
         elif not state.tried_again:
             state.tried_again = True
             if state.runner.is_whole_now(call):
                 found = _started(state, call, hooked=False)
                 if not found.compiler.regions.several:
-                    state.runner = found
+                    state.take(found)
+        assert state.runner is not None
         return state.runner
 
 

@@ -156,6 +156,10 @@ class Runner:
             compiler.kept = None  # it is of this shape
         return runner
 
+    def release(self) -> None:
+        """Let go of the model: nobody calls it any more."""
+        self.__dict__.clear()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward as planned.
 

@@ -234,13 +234,17 @@ class Gradients:
     def _check(self) -> None:
         """The backward has ended: nothing else must have been added to what was handed over.
 
+        Autograd's thread may hold this for longer than ``backward()`` takes: no gradient with it.
+
         Raises:
             BackwardError: something was, after the leaf's own hooks had run.
         """
         _unhook(self._hooked)
         for primal in list(self._learned):
             self._learn(primal)
-        for primal, (expected, version, hooked) in self._expected.items():
+        handed_over, self._expected = self._expected, {}
+        while handed_over:
+            primal, (expected, version, hooked) = handed_over.popitem()
             now = self._gradient_of(primal)
             if now is expected and (now is None or now._version == version):
                 continue
