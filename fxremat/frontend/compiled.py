@@ -57,7 +57,7 @@ class _State:
     _release: weakref.finalize[..., Any] | None = None
 
     def take(self, runner: Runner) -> None:
-        """Let it run all calls from now on. It leads in circles: with this it lets go of the model."""
+        """Let it run all calls from now on. It is in circles: with this it lets go of the model."""
         if self._release is not None:
             self._release()
         self.runner = runner
