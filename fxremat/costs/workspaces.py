@@ -40,8 +40,11 @@ def _measured(device: torch.device) -> int:
 
 
 def multiply(device: torch.device, dtype: torch.dtype) -> None:
-    """Multiply matrices, with and without a bias, here and in a backward."""
-    with torch.enable_grad():
+    """Multiply matrices, with and without a bias, here and in a backward.
+
+    That runs in autograd's thread, as a step's does, also where a capture has forbidden threads.
+    """
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
         a, b = (torch.ones(_SIDE, _SIDE, device=device, dtype=dtype) for _ in range(2))
         bias = torch.ones(_SIDE, device=device, dtype=dtype)
         a.requires_grad_()

@@ -316,6 +316,8 @@ class Family:
         budget_bytes = step.plan.planned.plan.budget_bytes
         if peak_bytes is None or peak_bytes <= budget_bytes or self.watcher.is_watching(step):
             return
+        if step.situation.waiting or step.number != self.in_flight.latest:
+            return  # of several at once it tells of none
         step.plan.watches += 1
         over = peak_bytes - budget_bytes
         warn(

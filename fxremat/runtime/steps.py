@@ -166,9 +166,14 @@ def _nothing() -> None:
 
 
 class InFlight:
-    """The steps of a model whose backward has not run, and outputs of others that are held."""
+    """The steps of a model whose backward has not run, and outputs of others that are held.
+
+    Attributes:
+        latest: the number of the one that began last.
+    """
 
     def __init__(self) -> None:
+        self.latest = -1
         self._steps: weakref.WeakSet[Step] = weakref.WeakSet()
         self._outputs: list[tuple[int, torch_compat.StorageAlive]] = []
         self._lock = threading.Lock()
@@ -176,6 +181,7 @@ class InFlight:
     def add(self, step: Step) -> None:
         """A forward has run."""
         with self._lock:
+            self.latest = step.number
             self._steps.add(step)
             self._outputs += [(step.number, output) for output in step.outputs]
 
