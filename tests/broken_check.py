@@ -217,7 +217,9 @@ def truth(seed: int) -> Truth:
         graphs += trained and torch.is_grad_enabled()
         return torch._dynamo.lookup_backend("aot_eager")(module, inputs, **options)
 
-    with anew():
+    # Else what is captured often enough runs as it is.
+    unlimited = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
+    with anew(), torch._dynamo.config.patch(unlimited):
         model, (sample,) = program(seed)
         found = run(seed, model, torch.compile(model, backend=counting), sample)
     peak_bytes = max(eager.peaks_bytes)

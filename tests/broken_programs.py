@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import linecache
 import random
+import sys
+import types
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ class Program(nn.Module):
     def forget(self) -> None:
         """Let the lines of its forward go."""
         linecache.cache.pop(self.file, None)
+        sys.modules.pop(self.forward.__module__, None)
 
 
 def program(seed: int) -> tuple[Program, tuple[Tensor]]:
@@ -67,10 +70,12 @@ def program(seed: int) -> tuple[Program, tuple[Tensor]]:
     source = "\n".join(["def forward(self, x):", *lines, ""])
     file = f"<program {seed}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names: dict[str, Any] = {**NAMES, "__name__": __name__}
-    exec(compile(source, file, "exec"), names)
+    module = types.ModuleType(f"tests.broken_program_{seed}")
+    sys.modules[module.__name__] = module  # Dynamo looks names up in there
+    vars(module).update(NAMES)
+    exec(compile(source, file, "exec"), vars(module))
     own = {
-        "forward": names["forward"],
+        "forward": vars(module)["forward"],
         "source": source,
         "file": file,
         "kinds": frozenset(writer.kinds),

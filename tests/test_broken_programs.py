@@ -12,7 +12,7 @@ from tests.models.bits import bitwise_equal
 QUICK = (6, 11, 39, 52, 54, 93, 107, 116, 129, 133, 143, 169)
 """Seeds whose programs have items of all kinds between them."""
 
-REGRESSIONS: tuple[int, ...] = (2, 3, 39, 133)
+REGRESSIONS: tuple[int, ...] = (2, 3, 39, 43, 79, 133)
 """Seeds that failed once."""
 
 MANY = 300

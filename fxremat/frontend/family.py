@@ -221,6 +221,9 @@ class Family:
         while compiled is None:
             situation, leaves = self._find(args, sizes)
             if self.regions.several:
+                if situation.kept_bytes and self.regions.chooses(self.planner, situation):
+                    gc.collect()  # what nobody can see any more
+                    situation, leaves = self._find(args, sizes)
                 situation, compiled = self._region(situation, args, ended_by, on_new)
                 break
             with contextlib.suppress(_LessHeldError):  # less each time

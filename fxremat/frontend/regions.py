@@ -201,6 +201,17 @@ class Regions:
         )
         return replace(alone(situation), beside=beside), True
 
+    def chooses(self, planner: Planner, situation: Situation) -> bool:
+        """Whether a step that begins with this call has plans chosen anew, for what is there."""
+        walk = self._going_on()
+        if walk is None or walk.calls or walk.base_bytes is None:
+            return False
+        there_bytes = walk.base_bytes + situation.waiting_bytes + situation.kept_bytes
+        there_bytes += sum(situation.bucket_bytes) + self._aside_bytes
+        key = Called(planner, situation).key
+        known = (known for known in self.known if known.keys[:1] == (key,))
+        return not all(self._leaves_room(own, there_bytes) for own in known)
+
     def no_room(self) -> None:
         """The call that was entered last does not fit where it was to: it leaves least."""
         self._now.walk.unknown = True
