@@ -267,6 +267,7 @@ class Family:
             leaves=leaves,
             passed=passed,
             count=count,
+            missing=situation.existing - with_gradients(leaves) if self.accumulate else frozenset(),
         )
         self.in_flight.add(step)
         if self.regions.several:
@@ -335,8 +336,12 @@ class Family:
         situation: Situation = step.situation
         now = with_gradients(step.leaves)
         if self.watcher.is_watching(step):
-            gone = replace(situation, existing=situation.existing - now)
-            self.watcher.back(step, gone=gone.gradient_bytes(self.planner.step.joint))
+            gone = situation.existing - now
+            nbytes = [
+                replace(situation, existing=those).gradient_bytes(self.planner.step.joint)
+                for those in (gone, gone & step.missing)
+            ]
+            self.watcher.back(step, gone=nbytes[0], never=nbytes[1])
         if self.regions.several:
             return
         if now & situation.existing:

@@ -294,7 +294,8 @@ class Planner:
             return nbytes
         given_bytes = self.step.around(situation).given_bytes
         beside_bytes = situation.waiting_bytes + situation.others_bytes
-        return given_bytes - beside_bytes + count * (nbytes - given_bytes)
+        alike_bytes = given_bytes - beside_bytes + count * (nbytes - given_bytes)
+        return max(nbytes, alike_bytes)  # those that wait may hold more than this one
 
     def grown(self, error: BudgetError) -> bool:
         """Whether the budget is ``"min"``, and then lets it be what a call needs at the least."""

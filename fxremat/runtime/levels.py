@@ -180,18 +180,19 @@ class Watcher:
             self._lives(graph)
             self._open = False
 
-    def back(self, step: object, *, gone: Sequence[int] = ()) -> None:
+    def back(self, step: object, *, gone: Sequence[int] = (), never: Sequence[int] = ()) -> None:
         """The backward of ``step`` begins, which is watched.
 
         Args:
             step: what the forward has left.
-            gone: bytes of each tensor that was there before the forward, and is not any more. A
-                CPU's allocator tells of those alone that an earlier log has seen made.
+            gone: bytes of each tensor that counts as there before the forward, and is not any
+                more. A CPU's allocator tells of those alone that an earlier log has seen made.
+            never: of those, the ones that were not there before it either: none tells of them.
         """
         place = self._place_of(step)
         if place is None:
             return
-        self._calls[place].gone = () if self._on_cuda else tuple(gone)
+        self._calls[place].gone = tuple(never if self._on_cuda else gone)
         self._calls[place].ended = False
         self._mark(place, BACKWARD)
 

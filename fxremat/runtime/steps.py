@@ -52,9 +52,10 @@ class Step:
         held_bytes: device memory of all that, beside what others hold.
         passed: what the backward returns as it is, by place among the gradients.
         count: of what it takes, where that is counted.
+        missing: primals whose gradient is planned for as if it were there, and is not.
 
     Attributes:
-        plan, backward, situation, held_bytes, passed, count: as given.
+        plan, backward, situation, held_bytes, passed, count, missing: as given.
         number: larger for later ones.
         leaves: by primal, whose gradients it computes.
     """
@@ -67,6 +68,7 @@ class Step:
         "count",
         "held_bytes",
         "leaves",
+        "missing",
         "number",
         "outputs",
         "passed",
@@ -86,9 +88,11 @@ class Step:
         leaves: Sequence[Any],
         passed: Mapping[int, object] = MappingProxyType({}),
         count: Count | None = None,
+        missing: frozenset[int] = frozenset(),
     ) -> None:
         self.plan = plan
         self.count = count
+        self.missing = missing
         self.backward = backward
         self.situation = situation
         self.held_bytes = held_bytes

@@ -1,0 +1,78 @@
+"""Loops on a GPU that differ from a plain one: peaks of each step, and warnings that come true."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from fxremat.errors import BudgetWarning
+from tests.cuda import CUDA, needs_cuda
+
+pytestmark = needs_cuda
+
+
+def made(seed: int = 0) -> tuple[nn.Module, Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)]
+    return nn.Sequential(*layers).to(CUDA), torch.randn(256, 128, device=CUDA)
+
+
+def peak_of(step: Any) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def test_the_first_step_that_accumulates_keeps_to_its_budget_and_says_nothing():
+    model, x = made()
+    call = fxremat.compile(model, x, "min", loss=torch.sum, accumulate=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(3):
+            assert peak_of(lambda: call(x).sum().backward()) <= call.plan.budget_bytes
+
+
+def test_steps_in_flight_end_in_no_untyped_error():
+    model, x = made()
+    call = fxremat.compile(model, x, "min", loss=torch.sum, in_flight=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        for _ in range(4):
+            model.zero_grad()
+            (call(x) + call(x + 1)).sum().backward()
+    model.zero_grad()
+    assert peak_of(lambda: (call(x) + call(x + 1)).sum().backward()) <= call.plan.budget_bytes
+
+
+def trained() -> int:
+    """Bytes that are there once a model is compiled; it is trained, and dropped."""
+    model, x = made()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    call = fxremat.compile(model, x, "min", optimizer=optimizer, loss=torch.sum)
+    there = torch.cuda.memory_allocated()
+    for _ in range(4):
+        assert peak_of(lambda: call(x).sum().backward()) <= call.plan.budget_bytes
+        optimizer.step()
+        optimizer.zero_grad()
+    return there
+
+
+def test_a_second_model_begins_with_the_room_of_the_first():
+    trained()  # libraries take their workspaces
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        there = trained()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() - before < (there - before) / 10
+    finally:
+        gc.enable()
