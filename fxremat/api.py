@@ -369,10 +369,7 @@ def _whole(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "fullgraph": True}
 
 
-def _captured_too_often(found: object, setting: str, limit: int) -> BaseException | None:
-    if isinstance(found, StepCompiler) and found.in_pieces:
-        found.regions.told.captured_too_often(limit)
-        return None
+def _captured_too_often(found: object, setting: str, limit: int) -> BaseException:
     error = CaptureError(
         f"this model cannot be captured once more: {setting} is {limit}, counted over all that "
         "share its code, and torch would run it without a plan. Let what changes from call to "

@@ -218,12 +218,8 @@ class StepCompiler:
 
     def refused(self, error: Exception) -> BaseException:
         """What a capture raises for ``error``."""
-        return RefusedError(error) if self.in_pieces else error
-
-    @property
-    def in_pieces(self) -> bool:
-        """Whether a model that cannot be captured whole is, as one of its calls goes on."""
-        return self.regions.called and self.regions.several
+        in_pieces = self.regions.called and self.regions.several
+        return RefusedError(error) if in_pieces else error
 
     def _broken(self, module: object) -> str | None:
         """Why a graph is not all of the model; ``None``: it is, as far as is known."""

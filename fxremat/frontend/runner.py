@@ -253,7 +253,7 @@ class Runner:
         try:
             if not compiler.dry:
                 compiler.regions.call(self._device, lambda: self._there_bytes(call))
-            with torch_compat.capture_settings(in_pieces=compiler.in_pieces):
+            with torch_compat.capture_settings():
                 outputs = run(*args, **kwargs)
             if compiler.regions.several:
                 compiler.regions.returned(outputs)

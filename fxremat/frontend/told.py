@@ -50,15 +50,6 @@ class Told:
         if self.breaks is not None:
             self.breaks[why] = None
 
-    def captured_too_often(self, times: int) -> None:
-        """A function is not captured again: it runs as it is from now on."""
-        self._once(
-            "often",
-            f"a function of this model was captured {times} times, as what it does is guarded by "
-            "something that changes at each step, such as the length of a list. From now on it "
-            "runs as it is, and what it calls is captured for itself",
-        )
-
     def peak(self, peak_bytes: int, budget: Budget, walk: Walk) -> bool:
         """A step was watched; whether it took more than the budget.
 

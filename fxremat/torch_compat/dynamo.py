@@ -13,12 +13,8 @@ from typing import Any
 
 import torch
 
-MOST_IN_PIECES = 8
-"""Captures of one function, of a model in pieces. Then it runs as it is, and what it calls is
-captured for itself: a list that it appends to would have it captured at each step."""
 
-
-def capture_settings(*, in_pieces: bool = False) -> contextlib.AbstractContextManager[Any]:
+def capture_settings() -> contextlib.AbstractContextManager[Any]:
     """Settings under which Dynamo captures a call, in its thread; they cost some 20 µs a call.
 
     Torch 2.11 has one set of them for all threads: calls that overlap take them from each other.
@@ -30,7 +26,7 @@ def capture_settings(*, in_pieces: bool = False) -> contextlib.AbstractContextMa
     from torch._dynamo import config  # noqa: PLC0415
 
     _hush()
-    patched: contextlib.AbstractContextManager[Any] = config.patch(**_dynamo_settings(in_pieces))
+    patched: contextlib.AbstractContextManager[Any] = config.patch(**_dynamo_settings())
     return patched
 
 
@@ -64,14 +60,14 @@ def _is_no_break(record: logging.LogRecord) -> bool:
     return not message.startswith("Graph break from")
 
 
-def _dynamo_settings(in_pieces: bool) -> dict[str, Any]:
+def _dynamo_settings() -> dict[str, Any]:
     from torch._dynamo import config  # noqa: PLC0415
 
     # Looked up anew each time: libraries add methods when they are imported.
     names = ("debug", "info", "warn", "error", "exception", "critical", "log")
     methods = {m for name, m in vars(logging.Logger).items() if name.startswith(names)}
     settings: dict[str, Any] = {
-        "recompile_limit": MOST_IN_PIECES if in_pieces else 256,
+        "recompile_limit": 256,
         "accumulated_recompile_limit": 4096,
         "ignore_logging_functions": methods,
         "allow_unspec_int_on_nn_module": True,
@@ -186,16 +182,16 @@ def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def never_uncompiled(
-    ours: Callable[[object], bool], error: Callable[[object, str, int], BaseException | None]
+    ours: Callable[[object], bool], error: Callable[[object, str, int], BaseException]
 ) -> None:
-    """Let no code of ours run as it is, without a word, where Dynamo may not compile it again.
+    """Let no code of ours run as it is where Dynamo may not compile it again.
 
     Dynamo runs code that it has compiled too often eagerly, and says so in its log alone.
 
     Args:
         ours: whether a backend is.
-        error: of the backend, the name of the setting that is the limit, and its value: what is
-            raised instead; ``None``: it is to run as it is, and what it calls is compiled.
+        error: what is raised instead, from the backend, the name of the setting that is the limit,
+            and its value.
     """
     from torch._dynamo import config, convert_frame  # noqa: PLC0415
 
@@ -210,21 +206,10 @@ def never_uncompiled(
                 backend = backend._torchdynamo_orig_backend
             backend = getattr(backend, "compiler_fn", backend)
             if ours(backend):
-                found = error(backend, f"torch._dynamo.config.{name}", getattr(config, name))
-                raise _runs_as_it_is() if found is None else found
+                raise error(backend, f"torch._dynamo.config.{name}", getattr(config, name))
         return exceeded, name
 
     module.exceeds_recompile_limit = asked
-
-
-def _runs_as_it_is() -> BaseException:
-    """What has Dynamo leave one function to Python, but not what that calls."""
-    from torch._dynamo import exc, types  # noqa: PLC0415
-
-    error, names = exc.Unsupported("captured too often"), vars(types)
-    action = names["FrameAction"]
-    error.frame_exec_strategy = names["FrameExecStrategy"](action.SKIP, action.DEFAULT)
-    return error
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
