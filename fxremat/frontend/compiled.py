@@ -54,15 +54,17 @@ class _State:
     trained: bool = False
     tried_again: bool = False
     starting: threading.Lock = field(default_factory=threading.Lock)
-    _release: weakref.finalize[..., Any] | None = None
 
     def take(self, runner: Runner) -> None:
         """Let it run all calls from now on. It is in circles: with this it lets go of the model."""
-        if self._release is not None:
-            self._release()
         self.runner = runner
-        self._release = weakref.finalize(self, runner.release)
-        self._release.atexit = False
+        weakref.finalize(self, _release, weakref.ref(runner)).atexit = False
+
+
+def _release(runner: weakref.ref[Runner]) -> None:
+    found = runner()
+    if found is not None:
+        found.release()
 
 
 class CompiledModule(nn.Module):
