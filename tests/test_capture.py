@@ -129,6 +129,9 @@ def test_what_a_first_call_alone_does_leaves_the_others_whole():
     model = Prepared()
     with pytest.raises(fxremat.CaptureError, match=r"(?s)with LOCK.*call the model once"):
         fxremat.compile(Prepared(), X, 1.0, fullgraph=True)
+    called = Prepared()
+    called(X)
+    assert fxremat.compile(called, X, 1.0, fullgraph=True).plan.counted_bytes > 0
     compiled, wanted = fxremat.compile(model, X, 1.0), Plain()
     wanted.load_state_dict(model.state_dict())
     for step in range(3):
@@ -139,6 +142,21 @@ def test_what_a_first_call_alone_does_leaves_the_others_whole():
         assert compiled._compiler.regions.several == (step == 0)
     assert isinstance(compiled.plan, fxremat.Plan)
     assert len(compiled.plans) == 1
+
+
+def test_what_cannot_be_planned_whole_stays_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    model = Prepared()
+    compiled = fxremat.compile(model, X, 1.0)
+    compiled(X).sum().backward()
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise fxremat.BudgetError("no room", least_budget_bytes=1)
+
+    monkeypatch.setattr("fxremat.frontend.compiled._started", refuse)
+    for _ in range(3):
+        compiled(X).sum().backward()
+        assert compiled._compiler.regions.several
 
 
 class Annealed(Plain):

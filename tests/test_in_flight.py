@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,13 @@ def test_what_does_not_go_with_it() -> None:
         fxremat.max_batch(model, sample, "1 MiB", in_flight=2)
     with pytest.raises(fxremat.ArgumentError, match="in_flight= is not for estimate"):
         fxremat.estimate(model, sample, in_flight=2)
+
+
+def test_the_least_of_all_is_no_less_than_that_of_one_beside_others_that_hold_more() -> None:
+    model, sample = torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.randn(8, 16)
+    compiled: Any = fxremat.compile(model, sample, "min", in_flight=2)
+    family = compiled._compiler.families[0]
+    (situation,) = family.plans
+    waits = replace(situation, waiting=1, waiting_bytes=1 << 30)
+    least_bytes = family.planner.step.around(waits).given_bytes + 1
+    assert family.planner._of_all(waits, least_bytes) >= least_bytes

@@ -58,7 +58,7 @@ class RefusedError(BaseException):
         self.error = error
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(eq=False)
 class StepCompiler:
     """Plans each graph that Dynamo captures, all for one budget.
 

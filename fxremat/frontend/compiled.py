@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import threading
 import types
 import warnings
@@ -17,7 +18,7 @@ from torch import nn
 
 from fxremat import torch_compat
 from fxremat.costs.measure import device_of
-from fxremat.errors import BudgetWarning, PlanError
+from fxremat.errors import BudgetWarning, FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.capture import StepCompiler
@@ -30,8 +31,10 @@ from fxremat.report.plan import Plan
 from fxremat.report.step_plan import StepPlan
 from fxremat.runtime import cuda_graph
 
+LOG = logging.getLogger("fxremat")
 
-@dataclass(slots=True, weakref_slot=True)
+
+@dataclass  # without slots, which Python 3.10 cannot have weak references beside
 class _State:
     """What a compiled module has beside its model.
 
@@ -309,12 +312,21 @@ def _runner(state: _State, call: Sample) -> Runner:
             state.take(_started(state, call, hooked=False))
         elif not state.tried_again:
             state.tried_again = True
-            if state.runner.is_whole_now(call):
-                found = _started(state, call, hooked=False)
-                if not found.compiler.regions.several:
-                    state.take(found)
+            found = _whole(state, call) if state.runner.is_whole_now(call) else None
+            if found is not None:
+                state.take(found)
         assert state.runner is not None
         return state.runner
+
+
+def _whole(state: _State, call: Sample) -> Runner | None:
+    """What runs a model in pieces as one graph from now on; ``None``: it stays in pieces."""
+    try:
+        found = _started(state, call, hooked=False)
+    except FxrematError as error:  # pieces keep to the budget, or say why not
+        LOG.info("the model stays in pieces: %s", error)
+        return None
+    return None if found.compiler.regions.several else found
 
 
 def _started(state: _State, sample: Sample, *, hooked: bool) -> Runner:

@@ -18,7 +18,7 @@ from fxremat import torch_compat
 from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, agreed_lessons
 from fxremat.frontend.emission import Emitted
-from fxremat.frontend.lessons import Lessons, warn
+from fxremat.frontend.lessons import Lessons, warn, warn_counted
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.frontend.regions import Regions
@@ -247,8 +247,10 @@ class Family:
             self.regions.begin()
         else:
             traced = self.planner.step
-            given_bytes = traced.around(situation).given_bytes - traced.late_bytes
-            count = Count(traced.joint.device, given_bytes)
+            count = Count.begin(
+                traced.joint.device,
+                lambda: traced.around(situation).given_bytes - traced.late_bytes,
+            )
         passed = {place: args[primal] for place, primal in self.passed.items()}
         results = list(forward(args))
         saved = results[self.output_count :]
@@ -323,11 +325,7 @@ class Family:
         if step.situation.waiting or step.number != self.in_flight.latest:
             return  # of several at once it tells of none
         step.plan.watches += 1
-        over = peak_bytes - budget_bytes
-        warn(
-            f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its "
-            f"budget of {budget_bytes}, as CUDA's allocator has counted. The next one is watched"
-        )
+        warn_counted(peak_bytes, budget_bytes)
 
     def _back(self, step: Step) -> None:
         """A backward begins: what is there that was not when its forward ran?"""

@@ -179,6 +179,16 @@ def _told(lesson: Lesson) -> str:
     return ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in named if nbytes)
 
 
+def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
+    """Warn of a step that nobody has watched."""
+    over = peak_bytes - budget_bytes
+    warn(
+        f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its budget of "
+        f"{budget_bytes}, as CUDA's allocator has counted with what other threads took meanwhile. "
+        "The next one is watched"
+    )
+
+
 def warn(message: str) -> None:
     """Warn of a step that takes more than its budget."""
     warnings.warn(message, BudgetWarning, stacklevel=3)

@@ -22,8 +22,8 @@ _REMEDIES = (
         "model itself, or a hook on a tensor",
     ),
     (
-        "Unsupported context manager",
-        "what a model does in its first call alone, under a lock, is not captured after it: call "
+        "`lock` context manager",
+        "what a model does under a lock in its first call alone is not captured after it: call "
         "the model once before",
     ),
     ("Data-dependent branching", "let both branches be computed, and torch.where choose"),

@@ -24,6 +24,7 @@ from fxremat.frontend.agreed import AGREED, Chosen
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.choices import alone, choices_of, chosen_for, leaving_least
 from fxremat.frontend.known import Called, Key, Known, KnownSteps
+from fxremat.frontend.lessons import warn_counted
 from fxremat.frontend.news import News
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
@@ -260,7 +261,7 @@ class Regions:
         called = walk.calls[-1]
         if walk.count is None and not walk.watched:
             there_bytes = (walk.base_bytes or 0) + called.situation.waiting_bytes
-            walk.count = Count(called.planner.step.joint.device, there_bytes)
+            walk.count = Count.begin(called.planner.step.joint.device, lambda: there_bytes)
         called.times_s.append(perf_counter())
 
     def left(self, step: Step) -> None:
@@ -272,7 +273,8 @@ class Regions:
         self._walks[step] = walk
         walk.calls[-1].held_bytes = step.held_bytes
         walk.calls[-1].times_s.append(perf_counter())
-        walk.ran.append(Ran(step.plan, *walk.found, step.held_bytes))
+        peak_bytes = step.plan.planned.plan.predicted_peak_bytes
+        walk.ran.append(Ran(step.plan, *walk.found, step.held_bytes, peak_bytes))
         self.watcher.left(step)
 
     def back(self, step: Step, in_flight: Iterable[Step]) -> None:
@@ -299,8 +301,10 @@ class Regions:
             return
         walk.calls[walk.steps[step]].times_s.append(perf_counter())
         peak_bytes = walk.count.peak_bytes() if walk.count and not self.captured else None
-        if peak_bytes is not None and self.told.peak(peak_bytes, self.budget(), walk):
+        budget_bytes = self.budget().nbytes
+        if peak_bytes is not None and budget_bytes is not None and peak_bytes > budget_bytes:
             self._watches, walk.count = 2, None
+            warn_counted(peak_bytes, budget_bytes)
 
     @property
     def _aside_bytes(self) -> int:

@@ -235,8 +235,12 @@ class Runner:
         return why
 
     def is_whole_now(self, call: Sample) -> bool:
-        """Whether a model in pieces can be one graph by now: what broke it, it may do only once."""
-        return self._failed and _traced(self._forward, call, self._dynamic) is None
+        """Whether a model in pieces can be one graph by now: what broke it, it may do only once.
+
+        Processes that train together would have to find out at the same call: they do not ask.
+        """
+        asks = self._failed and self.compiler.peers is None
+        return asks and _traced(self._forward, call, self._dynamic) is None
 
     def _take_apart(self) -> None:
         """Capture the model in pieces from now on."""

@@ -30,12 +30,14 @@ class Ran:
         places: the known steps that it was taken for a call of, and its places in them.
         parameters: that it reads, by ``id``.
         held_bytes: that its forward has left.
+        peak_bytes: of the step while it runs, as its plan predicts.
     """
 
     compiled: HasPlan
     places: tuple[tuple[Known, int], ...]
     parameters: tuple[int, ...]
     held_bytes: int
+    peak_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +91,7 @@ class Walk:
         for ran in self.ran:
             if ran.places:
                 there_bytes = max(known.there_bytes + known.more_bytes for known, _ in ran.places)
-                yield ran.compiled.plan.predicted_peak_bytes - there_bytes
+                yield ran.peak_bytes - there_bytes
 
     def begin(self, known: Iterable[Known]) -> None:
         """Let it be compared with steps that are known."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fxremat import torch_compat
@@ -10,25 +12,36 @@ from fxremat import torch_compat
 class Count:
     """Of what a step takes, from its begin on. Nothing of the user's is reset for it.
 
+    What other threads allocate meanwhile is counted with it.
+
     Args:
-        device: of the step.
-        there_bytes: of what is there when it begins and counts as the step's; all else that is
-            allocated then is others', and is taken to stay.
+        device: of the step, whose allocator counts.
+        others_bytes: of what is allocated when it begins, all that is none of the step's.
+        most_bytes: that the allocator has counted before.
     """
 
-    __slots__ = ("_before", "_device", "_others_bytes")
+    __slots__ = ("_device", "_most_bytes", "_others_bytes")
 
-    def __init__(self, device: torch.device, there_bytes: int) -> None:
+    def __init__(self, device: torch.device, others_bytes: int, most_bytes: int) -> None:
+        self._device, self._others_bytes, self._most_bytes = device, others_bytes, most_bytes
+
+    @staticmethod
+    def begin(device: torch.device, there_bytes: Callable[[], int]) -> Count | None:
+        """A step begins; ``None``: nothing is counted on its device.
+
+        Args:
+            device: of the step.
+            there_bytes: tells what is there and counts as the step's.
+        """
         counted = torch_compat.counted_bytes(device)
-        self._device = device
-        self._before = counted
-        self._others_bytes = 0 if counted is None else counted[0] - there_bytes
+        if counted is None:
+            return None
+        now_bytes, most_bytes = counted
+        return Count(device, now_bytes - there_bytes(), most_bytes)
 
     def peak_bytes(self) -> int | None:
-        """What the step has taken at most; ``None``: less than the device has seen before it."""
-        if self._before is None:
-            return None
+        """Most that the step has taken; ``None``: no more than was there before it already."""
         counted = torch_compat.counted_bytes(self._device)
-        if counted is None or counted[1] <= self._before[1]:
+        if counted is None or counted[1] <= self._most_bytes:
             return None
         return counted[1] - self._others_bytes
