@@ -380,5 +380,7 @@ def _captured_too_often(found: object, setting: str, limit: int) -> BaseExceptio
 
 
 torch_compat.never_uncompiled(
-    lambda found: found is backend or isinstance(found, StepCompiler), _captured_too_often
+    lambda found: found is backend or isinstance(found, StepCompiler),
+    _captured_too_often,
+    lambda found, code: isinstance(found, StepCompiler) and found.runs_as_it_is(code),
 )

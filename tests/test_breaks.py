@@ -268,6 +268,21 @@ def test_a_refusal_tells_the_least_that_there_is(name: str) -> None:
     assert caught.value.least_budget_bytes == least
 
 
+def test_what_is_captured_at_each_step_runs_as_it_is_after_some() -> None:
+    """What it calls is captured once, and planned."""
+    model, x = made("list grows")
+    budget, expected = int(0.7 * peak_of(model, model, x)), step(model, model, x)
+    compiled = fxremat.compile(model, x, budget)
+    captured = []
+    with pytest.warns(GraphBreakWarning, match="the length of a list"):
+        for _ in range(20):
+            assert same(step(model, compiled, x), expected)
+            captured.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert captured[3] < captured[6] < captured[-4] == captured[-1]
+    assert peak_of(model, compiled, x) <= budget
+    assert len(compiled.plan.regions) == 2
+
+
 @pytest.mark.parametrize("name", ["own function", "nonzero", "layer dropout"])
 def test_with_room_for_all_nothing_is_recomputed(name: str) -> None:
     model, x = made(name)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ from fxremat.runtime.steps import InFlight, latest_step
 LOG = logging.getLogger("fxremat")
 
 _OWN = str(Path(__file__).parents[1])
+
+_LIBRARY = str(Path(torch.__file__).parent)
+
+MOST_AGAIN = 8
+"""Steps in which a function is captured though its graph is known: then it runs as it is."""
 
 
 class PlannedOnly(BaseException):
@@ -86,6 +92,7 @@ class StepCompiler:
         regions: graphs that one step runs, where it runs several.
         planning: one thread at a time plans: evaluators of one step share their room.
         no_symbols: a graph with symbols in place of sizes could not be followed, and runs as it is.
+        again: numbers of the steps in which code was captured though its graph was known.
     """
 
     budget: Budget
@@ -110,6 +117,7 @@ class StepCompiler:
     on_new: Callable[[Compiled], None] | None = None
     planning: threading.RLock = field(default_factory=threading.RLock)
     no_symbols: bool = False
+    again: dict[CodeType, set[int]] = field(default_factory=dict)
     optimizers: Optimizers = field(init=False)
     regions: Regions = field(init=False)
 
@@ -221,6 +229,20 @@ class StepCompiler:
         in_pieces = self.regions.called and self.regions.several
         return RefusedError(error) if in_pieces else error
 
+    def runs_as_it_is(self, code: CodeType) -> bool:
+        """Whether code is not captured any more, as that finds at each step what is known."""
+        return len(self.again.get(code, ())) >= MOST_AGAIN
+
+    def _captured_again(self, code: CodeType | None) -> None:
+        if code is None or code.co_filename.startswith((_LIBRARY, _OWN)):
+            return  # one code for all that is called through it
+        steps = self.again.setdefault(code, set())
+        steps.add(self.regions.steps)
+        if len(steps) == MOST_AGAIN:
+            self.regions.told.captured_again(
+                f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}", MOST_AGAIN
+            )
+
     def _broken(self, module: object) -> str | None:
         """Why a graph is not all of the model; ``None``: it is, as far as is known."""
         ended = torch_compat.break_of(module)
@@ -301,8 +323,9 @@ class StepCompiler:
             )
             again = (own for own in self.families if own.planner.step.is_same(planner.step))
             known = next(again, None) if self.regions.several and peers is None else None
-            if known is not None:
-                return known  # what Dynamo guards has changed, but not the graph
+            if known is not None:  # what Dynamo guards has changed, but not the graph
+                self._captured_again(torch_compat.compiled_now())
+                return known
             family = Family.of(
                 planner,
                 joint,

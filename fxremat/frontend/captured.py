@@ -313,6 +313,11 @@ class CapturedStep:
         """What is beside the step at a call."""
         return self.at(situation.sizes)[0].around(situation)
 
+    def given_bytes(self, situation: Situation) -> int:
+        """What is held throughout a call."""
+        costed = self.at(situation.sizes)[0]
+        return situation.given_bytes(costed.base, costed.measured.line.joint)
+
     def turn_bytes(self, situation: Situation) -> int:
         """What the step's own loss needs at a call."""
         return situation.turn_bytes(self.at(situation.sizes)[0].base)

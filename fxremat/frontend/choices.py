@@ -34,10 +34,16 @@ def least_beside(planner: Planner, situation: Situation, host_bytes: int | None 
     return Beside(0, sum(table.nbytes), 0, host_bytes)
 
 
-def alone(situation: Situation) -> Situation:
-    """What a call finds, but for what is beside its graph: that is in ``beside``."""
+def alone(situation: Situation, beside: Beside) -> Situation:
+    """What a call finds; all that is beside its graph is in ``beside``."""
     return replace(
-        situation, waiting=0, waiting_bytes=0, kept_bytes=0, state_bytes=0, spread_bytes=0
+        situation,
+        waiting=0,
+        waiting_bytes=0,
+        kept_bytes=0,
+        state_bytes=0,
+        spread_bytes=0,
+        beside=beside,
     )
 
 
@@ -45,7 +51,7 @@ def leaving_least(
     planner: Planner, situation: Situation, host_bytes: int | None = None
 ) -> Situation:
     """A call that is to leave least; arguments are those of :func:`least_beside`."""
-    return replace(alone(situation), beside=least_beside(planner, situation, host_bytes))
+    return alone(situation, least_beside(planner, situation, host_bytes))
 
 
 def choices_of(planner: Planner, situation: Situation) -> tuple[Choice, ...]:

@@ -249,7 +249,7 @@ class Family:
             traced = self.planner.step
             count = Count.begin(
                 traced.joint.device,
-                lambda: traced.around(situation).given_bytes - traced.late_bytes,
+                lambda: traced.given_bytes(situation) - traced.late_bytes,
             )
         passed = {place: args[primal] for place, primal in self.passed.items()}
         results = list(forward(args))
@@ -546,7 +546,7 @@ def _learn(situation: Situation, compiled: Compiled, seen: Levels) -> None:
     if seen.taken_bytes is not None:
         compiled.watches = 0
     family = compiled.family
-    given_bytes = family.planner.step.around(compiled.situation).given_bytes
+    given_bytes = family.planner.step.given_bytes(compiled.situation)
     family.lessons.learn(situation, compiled.planned.plan, given_bytes, seen)
 
 

@@ -271,7 +271,7 @@ class Planner:
         count = self.step.caller.in_flight
         if count == 1 or situation.waiting >= count:
             return situation
-        given_bytes = self.step.around(situation).given_bytes - situation.waiting_bytes
+        given_bytes = self.step.given_bytes(situation) - situation.waiting_bytes
         if self.budget.nbytes is None:  # a share of what so many take, or the least of it
             first, *_ = ways = self.schedules.within(situation, None)
             full_bytes = first.search.counted_bytes(first.search.baseline)
@@ -292,7 +292,7 @@ class Planner:
         count = self.step.caller.in_flight
         if count == 1 or situation.waiting >= count:
             return nbytes
-        given_bytes = self.step.around(situation).given_bytes
+        given_bytes = self.step.given_bytes(situation)
         beside_bytes = situation.waiting_bytes + situation.others_bytes
         alike_bytes = given_bytes - beside_bytes + count * (nbytes - given_bytes)
         return max(nbytes, alike_bytes)  # those that wait may hold more than this one

@@ -169,7 +169,7 @@ class Regions:
         walk, called = self._going_on() or self._next(), Called(planner, situation, ended_by)
         self._late_bytes = max(self._late_bytes, planner.step.late_bytes)
         if walk.base_bytes is None:  # nobody tells of calls of the model
-            given_bytes = planner.step.around(situation).given_bytes
+            given_bytes = planner.step.given_bytes(situation)
             walk.base_bytes = given_bytes - situation.waiting_bytes + self._others_bytes(values)
             if not self.called:
                 self._begin_watch(walk, planner.step.joint.device)
@@ -188,7 +188,7 @@ class Regions:
             walk.unknown = True
             return self.situation_unknown(planner, situation), False
         held_bytes = situation.waiting_bytes - walk.calls[0].situation.waiting_bytes
-        own_bytes = planner.step.around(alone(situation)).given_bytes
+        own_bytes = planner.step.given_bytes(situation) - situation.others_there_bytes
         besides = [known.besides[place] for known, place in places]
         begins = (
             known.there_bytes + known.more_bytes + known.besides[place].more_bytes
@@ -200,7 +200,7 @@ class Regions:
             max(beside.tangent_bytes for beside in besides),
             self._host_bytes(max(known.later_host_bytes[place] for known, place in places)),
         )
-        return replace(alone(situation), beside=beside), True
+        return alone(situation, beside), True
 
     def chooses(self, planner: Planner, situation: Situation) -> bool:
         """Whether a step that begins with this call has plans chosen anew, for what is there."""

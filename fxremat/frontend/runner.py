@@ -410,7 +410,9 @@ def compiler_of(
 
 
 def _resident(model: nn.Module, call: Sample) -> tuple[torch.Tensor, ...]:
-    return (*model.parameters(), *model.buffers(), *(tensor for _, tensor in call.tensors()))
+    arguments = tree_leaves((call.args, call.kwargs))
+    given = (value for value in arguments if isinstance(value, torch.Tensor))
+    return (*torch_compat.tensors_of_module(model), *given)
 
 
 @contextlib.contextmanager

@@ -50,6 +50,15 @@ class Told:
         if self.breaks is not None:
             self.breaks[why] = None
 
+    def captured_again(self, function: str, times: int) -> None:
+        """A function is not captured any more."""
+        self._once(
+            function,
+            f"{function} was captured in {times} steps though its graph was the same: it is "
+            "guarded by what changes at each step, such as the length of a list. From now on it "
+            "runs as it is, and what it calls is captured for itself",
+        )
+
     def peak(self, peak_bytes: int, budget: Budget, walk: Walk) -> bool:
         """A step was watched; whether it took more than the budget.
 

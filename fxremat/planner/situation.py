@@ -113,6 +113,23 @@ class Situation:
             return 0  # it is none of the region's
         return max(base.turn_bytes, self.lesson.turn_bytes)
 
+    @property
+    def others_there_bytes(self) -> int:
+        """What is there of others than the call's own graph."""
+        return self.waiting_bytes + self.kept_bytes + self.state_bytes + self.spread_bytes
+
+    def given_bytes(self, base: Surroundings, joint: JointGraph) -> int:
+        """What is held throughout the call; arguments are those of :meth:`around`."""
+        return (
+            base.given_bytes
+            + sum(self.gradient_bytes(joint))
+            + sum(self.bucket_bytes)
+            + self.others_there_bytes
+            + self.others_bytes
+            + self.lesson.more_bytes
+            + (self.beside.more_bytes if self.beside is not None else 0)
+        )
+
     def around(self, base: Surroundings, joint: JointGraph) -> Surroundings:
         """The surroundings of the call.
 
@@ -123,21 +140,12 @@ class Situation:
         gradients = self.gradient_bytes(joint)
         more = (*gradients, *self.bucket_bytes)
         held_bytes = max(base.tangent_bytes, self.lesson.left_bytes)
-        turn_bytes, beside_bytes = self.turn_bytes(base), 0
+        turn_bytes = self.turn_bytes(base)
         if self.beside is not None:
-            turn_bytes, beside_bytes = self.beside.turn_bytes, self.beside.more_bytes
-            held_bytes = self.beside.tangent_bytes
+            turn_bytes, held_bytes = self.beside.turn_bytes, self.beside.tangent_bytes
         return replace(
             base,
-            given_bytes=base.given_bytes
-            + sum(more)
-            + self.waiting_bytes
-            + self.kept_bytes
-            + self.state_bytes
-            + self.others_bytes
-            + self.spread_bytes
-            + self.lesson.more_bytes
-            + beside_bytes,
+            given_bytes=self.given_bytes(base, joint),
             turn_bytes=turn_bytes + self.lesson.room_bytes,
             tangent_bytes=held_bytes - sum(gradients) * self.cleared,
             given_each_bytes=(*base.given_each_bytes, *more),

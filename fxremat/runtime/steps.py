@@ -6,6 +6,7 @@ hangs on it. So it goes when autograd drops the token, with the graph or after t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -169,6 +170,10 @@ def _nothing() -> None:
     """What is written of a token beside its number, where hooks write saved tensors to a file."""
 
 
+def _forget(steps: dict[int, weakref.ref[Step]], number: int, _gone: object) -> None:
+    steps.pop(number, None)
+
+
 class InFlight:
     """The steps of a model whose backward has not run, and outputs of others that are held.
 
@@ -178,7 +183,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self.latest = -1
-        self._steps: weakref.WeakSet[Step] = weakref.WeakSet()
+        self._steps: dict[int, weakref.ref[Step]] = {}
         self._outputs: list[tuple[int, torch_compat.StorageAlive]] = []
         self._lock = threading.Lock()
 
@@ -186,7 +191,8 @@ class InFlight:
         """A forward has run."""
         with self._lock:
             self.latest = step.number
-            self._steps.add(step)
+            gone = functools.partial(_forget, self._steps, step.number)
+            self._steps[step.number] = weakref.ref(step, gone)
             self._outputs += [(step.number, output) for output in step.outputs]
 
     def returned(self, results: Iterable[object]) -> None:
@@ -197,9 +203,8 @@ class InFlight:
             self._outputs += [(-1, alive) for alive in made if alive.key not in known]
 
     def __iter__(self) -> Iterator[Step]:
-        with self._lock:
-            steps = list(self._steps)
-        return (step for step in steps if step.waits)
+        steps = [found() for found in list(self._steps.values())]
+        return iter([step for step in steps if step is not None and step.waits])
 
     def kept_bytes(self, waiting: Iterable[Step]) -> int:
         """Of outputs that somebody holds, of steps that are not ``waiting``."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -181,8 +183,19 @@ def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+_compiling = threading.local()
+
+
+def compiled_now() -> CodeType | None:
+    """The code that Dynamo compiles now in this thread."""
+    found: CodeType | None = getattr(_compiling, "code", None)
+    return found
+
+
 def never_uncompiled(
-    ours: Callable[[object], bool], error: Callable[[object, str, int], BaseException]
+    ours: Callable[[object], bool],
+    error: Callable[[object, str, int], BaseException],
+    as_it_is: Callable[[object, CodeType], bool],
 ) -> None:
     """Let no code of ours run as it is where Dynamo may not compile it again.
 
@@ -192,6 +205,8 @@ def never_uncompiled(
         ours: whether a backend is.
         error: what is raised instead, from the backend, the name of the setting that is the limit,
             and its value.
+        as_it_is: whether code is not to be compiled again for a backend: from then on it runs as
+            it is, and what it calls is compiled for itself.
     """
     from torch._dynamo import config, convert_frame  # noqa: PLC0415
 
@@ -200,16 +215,31 @@ def never_uncompiled(
 
     def asked(*args: Any) -> tuple[bool, str]:
         exceeded, name = exceeds(*args)
-        if exceeded:  # who asks for which backend is told by nothing but its own frame
-            backend = sys._getframe(1).f_locals["compiler_fn"]
-            while hasattr(backend, "_torchdynamo_orig_backend"):
-                backend = backend._torchdynamo_orig_backend
-            backend = getattr(backend, "compiler_fn", backend)
-            if ours(backend):
+        # Who asks, for which code and backend, is told by nothing but its own frame.
+        asking = sys._getframe(1).f_locals
+        backend, code = asking["compiler_fn"], asking["code"]
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        backend = getattr(backend, "compiler_fn", backend)
+        if ours(backend):
+            _compiling.code = code
+            if as_it_is(backend, code):
+                raise _runs_as_it_is()
+            if exceeded:
                 raise error(backend, f"torch._dynamo.config.{name}", getattr(config, name))
         return exceeded, name
 
     module.exceeds_recompile_limit = asked
+
+
+def _runs_as_it_is() -> BaseException:
+    """What has Dynamo leave one function to Python, but not what that calls."""
+    from torch._dynamo import exc, types  # noqa: PLC0415
+
+    error, names = exc.Unsupported("the same graph at each step"), vars(types)
+    action = names["FrameAction"]
+    error.frame_exec_strategy = names["FrameExecStrategy"](action.SKIP, action.DEFAULT)
+    return error
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:

@@ -29,6 +29,8 @@ class JointGraph:
             is gone once the forward has returned.
         storages: who shares memory with whom.
         sizes: what the graph follows, where its sizes are not the same in every call.
+        device: where the step runs: a single input, such as a generator's state, may lie
+            elsewhere.
     """
 
     module: fx.GraphModule
@@ -42,15 +44,15 @@ class JointGraph:
     mutated: frozenset[fx.Node]
     storages: StorageTable
     sizes: Sizes = field(default_factory=Sizes)
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        tensors = [t for node in (*self.tangents, *self.primals) for t in tensors_of(node)]
+        devices = [t.device for t in tensors] or [torch.device("cpu")]
+        own = next((device for device in devices if device.type != "cpu"), devices[0])
+        object.__setattr__(self, "device", own)
 
     @property
     def given(self) -> frozenset[fx.Node]:
         """Nodes whose value exists before the step: primals and constants."""
         return frozenset((*self.primals, *self.constants))
-
-    @property
-    def device(self) -> torch.device:
-        """Where the step runs: a single input, such as a generator's state, may lie elsewhere."""
-        tensors = [t for node in (*self.tangents, *self.primals) for t in tensors_of(node)]
-        devices = [t.device for t in tensors] or [torch.device("cpu")]
-        return next((device for device in devices if device.type != "cpu"), devices[0])
