@@ -1,9 +1,13 @@
 # For a newcomer: `make demo` and `make test`. Both make their own environment in .venv.
+# `make test-cuda` needs no GPU: torch's CUDA build over a stand-in for the driver, in .venv-cuda.
 
 PYTHON ?= python3
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 
-.PHONY: demo test test-slow lint format clean
+ON_CUDA := STAND_IN_SMALL=1 tests/cuda_stand_in/run.sh .venv-cuda python -m pytest -n 2 \
+	-p cuda_stand_in_pytest
+
+.PHONY: demo test test-slow test-cuda test-cuda-slow lint format clean
 
 # One thread: on a busy machine, threads that wait for each other make step times meaningless.
 demo: .venv/ready
@@ -15,6 +19,12 @@ test: .venv/ready
 test-slow: .venv/ready
 	$(PYTEST) -m "(slow or hypothesis) and not cuda" --hypothesis-profile=many
 
+test-cuda: .venv-cuda/ready
+	$(ON_CUDA) -m "cuda and not slow and not gpu"
+
+test-cuda-slow: .venv-cuda/ready
+	$(ON_CUDA) -m "cuda and not gpu"
+
 lint: .venv/ready-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -25,7 +35,7 @@ format: .venv/ready-dev
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-cuda
 
 # Made anew when what it is made of changes, so that a second run is quick.
 .venv/ready: pyproject.toml constraints.txt
@@ -35,4 +45,8 @@ clean:
 
 .venv/ready-dev: .venv/ready
 	.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv-cuda/ready: constraints.txt $(wildcard tests/cuda_stand_in/*)
+	PYTHON=$(PYTHON) tests/cuda_stand_in/setup.sh .venv-cuda
 	touch $@

@@ -111,6 +111,7 @@ def test_measuring_takes_a_part_of_the_free_device_memory(
     assert taken > min(free_bytes / 40, 500 << 20)
 
 
+@pytest.mark.gpu
 @pytest.mark.cuda
 def test_on_cuda_both_directions_run_at_once():
     if not torch.cuda.is_available():

@@ -81,6 +81,7 @@ def test_on_cuda_memory_is_released_when_told():
     assert torch.cuda.memory_allocated(device) == before
 
 
+@pytest.mark.gpu
 def test_on_cuda_the_host_does_not_wait_and_transfers_overlap():
     device = torch.device("cuda", torch.cuda.current_device())
     nbytes = 64 * MIB

@@ -36,6 +36,7 @@ def test_the_host_never_waits_in_a_step(name: str, mode: Mode):
     torch.cuda.synchronize()
 
 
+@pytest.mark.gpu
 def test_waits_are_seen_where_there_are_any():
     x = torch.ones(1 << 20, device=CUDA)
 

@@ -1,0 +1,74 @@
+"""Loaded at the end of ``import torch``, by its entry point: right numbers, and what can be asked.
+
+>>> import cuda_stand_in
+>>> cuda_stand_in.mode("random", seed=3)
+>>> cuda_stand_in.faults()
+[]
+"""
+
+import atexit
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+_COUNTS = (
+    "h2d", "d2h", "d2d", "h2h", "kernels", "ops", "waits", "records", "syncs", "mallocs", "frees",
+    "registered", "faults",
+)  # fmt: skip
+
+
+def load() -> None:
+    """Wrap torch's operators. Does nothing where the stand-in's runtime is not loaded."""
+    folder = os.environ.get("STAND_IN_LIB", "")
+    if not folder:
+        return
+    import torch
+
+    _runtime()
+    if os.environ.get("STAND_IN_VALUES", "1") != "0":
+        torch.ops.load_library(Path(folder) / "libstandin_values.so")
+    atexit.register(_tell)
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    if not os.environ.get("STAND_IN_LIB"):
+        raise RuntimeError("the CUDA stand-in is not loaded: start the program with run.sh")
+    runtime = ctypes.CDLL("libcudart.so.13")
+    runtime.standin_take_faults.restype = ctypes.c_char_p
+    runtime.standin_count.restype = runtime.standin_queued.restype = ctypes.c_uint64
+    runtime.standin_host_seconds.restype = ctypes.c_double
+    return runtime
+
+
+def mode(name: str, seed: int = 0) -> None:
+    """From now on streams run ``eager``, ``random``, ``late`` or ``early``."""
+    _runtime().standin_set_mode(name.encode(), ctypes.c_uint64(seed))
+
+
+def faults() -> list[str]:
+    """What went wrong since it was asked last."""
+    return _runtime().standin_take_faults().decode().splitlines()
+
+
+def counts() -> dict[str, int]:
+    """How often each thing was asked of the device."""
+    return {name: int(_runtime().standin_count(i)) for i, name in enumerate(_COUNTS)}
+
+
+def memory(nbytes: int) -> None:
+    """The device has ``nbytes``."""
+    _runtime().standin_set_memory(ctypes.c_uint64(nbytes))
+
+
+def log_to(path: str) -> None:
+    """Write a line for each call from now on; an empty path ends it."""
+    _runtime().standin_log_to(path.encode())
+
+
+def _tell() -> None:
+    found = int(_runtime().standin_count(_COUNTS.index("faults")))
+    if found:
+        print(f"stand-in: {found} FAULTS in process {os.getpid()}", file=sys.stderr)

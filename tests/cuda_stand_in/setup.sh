@@ -1,0 +1,55 @@
+#!/bin/sh
+# setup.sh FOLDER: an environment in FOLDER with torch's CUDA build over the stand-in, and fxremat
+# from this checkout. Run again, it only builds the stand-in again.
+# PYTHON names the interpreter, TORCH_WHEEL a wheel of torch that is there already.
+set -eu
+[ $# -eq 1 ] || { sed -n 2,4p "$0"; exit 2; }
+source=$(cd "$(dirname "$0")" && pwd)
+checkout=$(dirname "$(dirname "$source")")
+mkdir -p "$1"
+folder=$(cd "$1" && pwd)
+python=$folder/bin/python
+version=$(sed -n 's/^torch==//p' "$checkout/constraints.txt")
+
+if [ ! -e "$folder/installed" ]; then
+    [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$folder"
+    "$python" -m pip config --site set global.disable-pip-version-check true >/dev/null
+    wheel=${TORCH_WHEEL:-}
+    if [ -z "$wheel" ]; then
+        # The registry's own wheel is the one with CUDA; a configured index may hold another.
+        PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS='' "$python" -m pip download -q --no-deps \
+            -d "$folder/wheel" "torch==$version" || {
+            echo "the wheel of torch $version for CUDA cannot be had: nothing is tested on CUDA" >&2
+            exit 3
+        }
+        wheel=$(ls "$folder"/wheel/torch-*.whl)
+    fi
+    "$python" -m pip install -q --no-deps "$wheel"
+    rm -rf "$folder/wheel"
+    # Without torch's own requirements: they are the libraries that are stood in for.
+    "$python" -m pip install -q filelock 'typing-extensions>=4.10' sympy networkx jinja2 fsspec \
+        numpy 'setuptools>=77' numba ortools rich tqdm 'pytest>=8' 'pytest-xdist>=3.5' hypothesis \
+        'transformers>=5' psutil pyyaml packaging safetensors huggingface-hub
+    "$python" -m pip install -q --no-deps 'accelerate>=1.1'
+    "$python" -m pip install -q --no-deps --target "$folder/cuda" \
+        'nvidia-cuda-runtime==13.*' 'nvidia-cuda-crt==13.*'
+    "$python" -m pip install -q --no-deps -e "$checkout"
+    touch "$folder/installed"
+fi
+
+site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+torch=$site/torch
+headers=$(dirname "$(find "$folder/cuda" -name cuda_runtime_api.h | head -1)")
+"$python" "$source/make_stubs.py" "$torch/lib" "$headers" "$folder/stand-in"
+${CXX:-g++} -O1 -std=c++20 -fPIC -shared -w "-I$source" "-I$torch/include" \
+    "-I$torch/include/torch/csrc/api/include" "-I$headers" "$source/values.cpp" \
+    -o "$folder/stand-in/libstandin_values.so" "-L$torch/lib" "-L$folder/stand-in" \
+    -ltorch -ltorch_cpu -ltorch_cuda -lc10 -lc10_cuda -l:libcudart.so.13 \
+    '-Wl,-rpath,$ORIGIN' "-Wl,-rpath,$torch/lib" "-Wl,-rpath-link,$folder/stand-in"
+
+# Loaded at the end of `import torch`, by an entry point.
+cp "$source/cuda_stand_in.py" "$source/cuda_stand_in_pytest.py" "$site/"
+about=$site/cuda_stand_in-1.0.dist-info
+mkdir -p "$about"
+printf 'Metadata-Version: 2.1\nName: cuda-stand-in\nVersion: 1.0\n' >"$about/METADATA"
+printf '[torch.backends]\ncuda_stand_in = cuda_stand_in:load\n' >"$about/entry_points.txt"
