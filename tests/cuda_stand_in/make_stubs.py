@@ -88,8 +88,7 @@ def build(
         )
         objects[target.stem] = target
     have = {
-        stem: set(names(path, "--defined-only", "--extern-only"))
-        for stem, path in objects.items()
+        stem: set(names(path, "--defined-only", "--extern-only")) for stem, path in objects.items()
     }
     asked = asked_of_libraries(torch_lib)
     runtime = out / "libcudart.so.13"

@@ -13,7 +13,6 @@ version=$(sed -n 's/^torch==//p' "$checkout/constraints.txt")
 
 if [ ! -e "$folder/installed" ]; then
     [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$folder"
-    "$python" -m pip config --site set global.disable-pip-version-check true >/dev/null
     wheel=${TORCH_WHEEL:-}
     if [ -z "$wheel" ]; then
         # The registry's own wheel is the one with CUDA; a configured index may hold another.
