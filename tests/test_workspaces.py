@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,13 +62,16 @@ def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: allocated[0])
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0)
+    )
     device = torch.device("cuda", 7)
     try:
         assert library_workspaces(device) == 64 * MIB
         allocated[0] += 5
         assert library_workspaces(device) == 64 * MIB
     finally:
-        workspaces._measured.cache_clear()
+        workspaces._of.cache_clear()
 
 
 def test_they_are_given(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,27 +18,50 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def library_workspaces(device: torch.device) -> int:
-    """Bytes of cuBLAS's workspaces on ``device``; 0 on a CPU.
+    """Bytes of cuBLAS's workspaces on ``device`` for all that has called this; 0 on a CPU.
 
-    torch holds one for each of its handles and streams, and a thread has a handle of its own:
-    there is one of the thread that runs forwards, and one of autograd's, which runs backwards.
-    Whatever multiplies first would be charged with them, so they are allocated here: those
-    there are already are freed first, to see their size. They are counted as given.
+    torch holds one for each of its handles and streams, and a thread has a handle of its own: for
+    each stream there is one of the thread that runs forwards, and one of autograd's, which runs
+    backwards. Whatever multiplies first would be charged with them, so they are allocated here,
+    for this thread and its current stream. They are counted as given.
     """
-    return _measured(device) if device.type == "cuda" else 0
+    return _of(device).warmed() if device.type == "cuda" else 0
 
 
-@functools.cache
-def _measured(device: torch.device) -> int:
-    with torch_compat.real_execution(), torch.cuda.device(device):
-        torch.cuda.synchronize(device)
-        torch_compat.clear_library_workspaces()
-        before = torch.cuda.memory_allocated(device)
-        for dtype in _DTYPES:
-            with contextlib.suppress(RuntimeError):  # not every GPU multiplies in every dtype
-                multiply(device, dtype)
-        torch.cuda.synchronize(device)
-        return torch.cuda.memory_allocated(device) - before
+@dataclass
+class _Workspaces:
+    """Of one device.
+
+    Attributes:
+        nbytes: of all there are.
+        known: threads, and the streams on which they have multiplied.
+    """
+
+    device: torch.device
+    nbytes: int = 0
+    known: set[tuple[int, int]] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def warmed(self) -> int:
+        """Their bytes, with those of this thread's current stream."""
+        own = threading.get_ident(), torch.cuda.current_stream(self.device).cuda_stream
+        if own in self.known:
+            return self.nbytes
+        with self.lock, torch_compat.real_execution(), torch.cuda.device(self.device):
+            torch.cuda.synchronize(self.device)
+            if not self.known:  # those there are already are freed, to see their size
+                torch_compat.clear_library_workspaces()
+            before = torch.cuda.memory_allocated(self.device)
+            for dtype in _DTYPES:
+                with contextlib.suppress(RuntimeError):  # not every GPU multiplies in every dtype
+                    multiply(self.device, dtype)
+            torch.cuda.synchronize(self.device)
+            self.nbytes += max(0, torch.cuda.memory_allocated(self.device) - before)
+            self.known.add(own)
+            return self.nbytes
+
+
+_of = functools.cache(_Workspaces)
 
 
 def multiply(device: torch.device, dtype: torch.dtype) -> None:

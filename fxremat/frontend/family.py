@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxremat import torch_compat
+from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, agreed_lessons
 from fxremat.frontend.emission import Emitted
@@ -385,7 +386,8 @@ class Family:
             self.in_flight.kept_bytes(waiting),
             self.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
-            self.spread_bytes() if self.passed else 0,
+            self._workspace_bytes(),
+            spread_bytes=self.spread_bytes() if self.passed else 0,
         )
         with self.planning:
             if self.regions.several:
@@ -395,6 +397,12 @@ class Family:
             if many and any(step.situation.kind == situation.kind for step in waiting):
                 self._leave_room(situation)
             return self.lessons.applied(situation), leaves
+
+    def _workspace_bytes(self) -> int:
+        """What libraries hold beyond what they did when the graph was captured."""
+        step = self.planner.step
+        device = step.joint.device
+        return library_workspaces(device) - step.caller.library_bytes_on(device)
 
     def _leave_room(self, situation: Situation) -> None:
         """A step like this one still waits: a further one will come while this one does."""

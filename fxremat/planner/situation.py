@@ -75,6 +75,8 @@ class Situation:
         kept_bytes: outputs of earlier steps that somebody still holds.
         state_bytes: state of optimizers that nobody told of.
         bucket_bytes: of each buffer of a wrapper for gradients.
+        workspace_bytes: of libraries, for threads and streams that ran no step when the graph was
+            captured.
         others_bytes: of the budget, for steps that may wait beside those that do.
         spread_bytes: parts of gradients that exist, of tensors that several processes share.
         lesson: from earlier steps.
@@ -91,6 +93,7 @@ class Situation:
     kept_bytes: int = 0
     state_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
+    workspace_bytes: int = 0
     others_bytes: int = 0
     spread_bytes: int = 0
     lesson: Lesson = NO_LESSON
@@ -124,6 +127,7 @@ class Situation:
             base.given_bytes
             + sum(self.gradient_bytes(joint))
             + sum(self.bucket_bytes)
+            + self.workspace_bytes
             + self.others_there_bytes
             + self.others_bytes
             + self.lesson.more_bytes
@@ -138,7 +142,7 @@ class Situation:
             joint: the captured graph.
         """
         gradients = self.gradient_bytes(joint)
-        more = (*gradients, *self.bucket_bytes)
+        more = (*gradients, *self.bucket_bytes, *filter(None, (self.workspace_bytes,)))
         held_bytes = max(base.tangent_bytes, self.lesson.left_bytes)
         turn_bytes = self.turn_bytes(base)
         if self.beside is not None:
@@ -163,6 +167,7 @@ class Situation:
             ("further steps in flight", self.others_bytes),
             ("gradients of DTensors that exist", self.spread_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
+            ("workspaces of libraries for another thread or stream", self.workspace_bytes),
             ("what was seen between forward and backward", self.lesson.turn_bytes),
             ("further steps", self.lesson.room_bytes),
             ("what was seen to be left of that in the backward", self.lesson.left_bytes),

@@ -81,6 +81,10 @@ class Caller:
     budget_on: Counted = "allocated"
     library_bytes: int | None = None
 
+    def library_bytes_on(self, device: torch.device) -> int:
+        """What libraries hold on a device."""
+        return library_workspaces(device) if self.library_bytes is None else self.library_bytes
+
 
 def surroundings_of(
     joint: JointGraph,
@@ -103,9 +107,7 @@ def surroundings_of(
     loss_bytes = caller.loss_bytes
     if loss_bytes is None:
         loss_bytes = sum(_unknown_loss_bytes(node, sizes) for node in joint.tangents)
-    library_bytes = caller.library_bytes
-    if library_bytes is None:
-        library_bytes = library_workspaces(joint.device)
+    library_bytes = caller.library_bytes_on(joint.device)
     given = (
         *_each(table, table.of(joint.given)),
         *_unread_bytes(joint, real, caller),
@@ -142,11 +144,9 @@ def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.
     if caller.accumulate:
         made = [t for t in leaves if t.requires_grad and t.grad is None]
         each += [torch_compat.local_part(t).nbytes for t in made]
-    library_bytes = caller.library_bytes
-    if library_bytes is None:
-        library_bytes = library_workspaces(device)
     allocated = sum(allocated_bytes(nbytes, device) for nbytes in each)
-    return allocated + sum(caller.held_bytes) + library_bytes + caller.reserve_bytes
+    beside = sum(caller.held_bytes) + caller.library_bytes_on(device) + caller.reserve_bytes
+    return allocated + beside
 
 
 def _unknown_loss_bytes(tangent: fx.Node, sizes: Mapping[str, int]) -> int:
@@ -252,7 +252,12 @@ def _is_shared(joint: JointGraph, gradient: fx.Node) -> bool:
 def settled(caller: Caller, joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> Caller:
     """``caller`` without its tensors: what they take is counted, and they may go."""
     unread = (*_unread_bytes(joint, real, caller), *_unread_gradient_bytes(real, caller))
-    return replace(caller, held_bytes=(*caller.held_bytes, *unread), resident=())
+    return replace(
+        caller,
+        held_bytes=(*caller.held_bytes, *unread),
+        resident=(),
+        library_bytes=caller.library_bytes_on(joint.device),
+    )
 
 
 def made_outputs(joint: JointGraph) -> tuple[int, ...]:

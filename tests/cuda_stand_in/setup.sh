@@ -29,7 +29,8 @@ if [ ! -e "$folder/installed" ]; then
     "$python" -m pip install -q filelock 'typing-extensions>=4.10' sympy networkx jinja2 fsspec \
         numpy 'setuptools>=77' numba ortools rich tqdm 'pytest>=8' 'pytest-xdist>=3.5' hypothesis \
         'transformers>=5' psutil pyyaml packaging safetensors huggingface-hub
-    "$python" -m pip install -q --no-deps 'accelerate>=1.1'
+    "$python" -m pip install -q --no-deps 'accelerate>=1.1' 'lightning>=2.5' pytorch-lightning \
+        lightning-utilities torchmetrics 'peft>=0.17'
     "$python" -m pip install -q --no-deps --target "$folder/cuda" \
         'nvidia-cuda-runtime==13.*' 'nvidia-cuda-crt==13.*'
     "$python" -m pip install -q --no-deps -e "$checkout"
