@@ -54,6 +54,18 @@ def test_steps_in_flight_end_in_no_untyped_error():
     assert peak_of(lambda: (call(x) + call(x + 1)).sum().backward()) <= call.plan.budget_bytes
 
 
+def test_the_least_that_is_told_holds_for_steps_in_flight():
+    """Gradients that autograd sums up are those that were planned for: none is counted twice."""
+    model, x = made()
+    least = fxremat.compile(model, x, "min", loss=torch.sum, in_flight=2).plan.budget_bytes
+    call = fxremat.compile(model, x, least, loss=torch.sum, in_flight=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(4):
+            model.zero_grad()
+            assert peak_of(lambda: (call(x) + call(x + 1)).sum().backward()) <= least
+
+
 def test_steps_on_other_streams_and_in_other_threads_keep_to_the_budget():
     """cuBLAS takes workspaces for each; what "min" is grows by them, and no fixed budget is passed."""
     model, x = made()

@@ -345,11 +345,12 @@ class Family:
             return
         if now & situation.existing:
             self.lessons.gradients_stayed(situation)
-        new = now - situation.existing
+        came = [now - situation.existing]
         if self.contributors.summing == torch_compat.current_backward():
-            new = frozenset(self.gradients)  # autograd holds those of other steps
-        if new:
-            self.lessons.gradients_came(situation, new)
+            # Autograd holds those of other steps, which may be all that was planned for.
+            came.append(self.gradients.keys() - (situation.existing - now))
+        if any(came):
+            self.lessons.gradients_came(situation, came)
 
     def _shaping(self, values: Values) -> Values:
         """``values``, without those that no tensor follows: a counter is none of a plan's sizes."""

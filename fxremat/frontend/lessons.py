@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from fxremat.errors import BudgetWarning
@@ -96,10 +97,16 @@ class Lessons:
                 "there in its backward. From the next step on they are planned for"
             )
 
-    def gradients_came(self, situation: Situation, new: frozenset[int]) -> None:
-        """Gradients that a forward had not found were there when its backward began."""
+    def gradients_came(self, situation: Situation, came: Sequence[Set[int]]) -> None:
+        """Gradients that a forward had not found were there when its backward began.
+
+        Args:
+            situation: in which it ran.
+            came: of which primals: those that have one, and those of which autograd holds another.
+        """
         step = self.planner.step
-        more = sum(replace(situation, existing=new).gradient_bytes(step.joint))
+        found = [replace(situation, existing=frozenset(primals)) for primals in came]
+        more = sum(sum(each.gradient_bytes(step.joint)) for each in found)
         around = step.around(replace(situation, lesson=NO_LESSON))
         self.teach(situation, Lesson(left_bytes=around.tangent_bytes + more))
 
