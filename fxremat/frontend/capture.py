@@ -23,6 +23,7 @@ from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.regions import Regions
+from fxremat.frontend.slack import Slack
 from fxremat.frontend.store import Store
 from fxremat.frontend.told import NOT_CAPTURED
 from fxremat.planner.surroundings import Caller, spread_gradient_bytes
@@ -92,6 +93,7 @@ class StepCompiler:
         regions: graphs that one step runs, where it runs several.
         planning: one thread at a time plans: evaluators of one step share their room.
         no_symbols: a graph with symbols in place of sizes could not be followed, and runs as it is.
+        slack: of what the model holds.
         again: numbers of the steps in which code was captured though its graph was known.
     """
 
@@ -117,6 +119,7 @@ class StepCompiler:
     on_new: Callable[[Compiled], None] | None = None
     planning: threading.RLock = field(default_factory=threading.RLock)
     no_symbols: bool = False
+    slack: Slack = field(default_factory=Slack)
     again: dict[CodeType, set[int]] = field(default_factory=dict)
     optimizers: Optimizers = field(init=False)
     regions: Regions = field(init=False)
@@ -233,6 +236,10 @@ class StepCompiler:
         """Whether code is not captured any more, as that finds at each step what is known."""
         return len(self.again.get(code, ())) >= MOST_AGAIN
 
+    def slack_bytes(self, device: torch.device) -> int:
+        """By how much blocks of what the model holds are larger than what lies in them."""
+        return self.slack.found(device, lambda: (*self.resident(), *self.optimizers.tensors()))
+
     def _captured_again(self, code: CodeType | None) -> None:
         if code is None or code.co_filename.startswith((_LIBRARY, _OWN)):
             return  # one code for all that is called through it
@@ -340,6 +347,7 @@ class StepCompiler:
                 kept=self.kept,
                 rehearse=self.dry and not planner.step.has_collectives,
                 spread_bytes=lambda: spread_gradient_bytes(self.resident()),
+                slack_bytes=lambda: self.slack_bytes(planner.step.joint.device),
             )
         if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
             family.know_overhead(self.overhead_s)

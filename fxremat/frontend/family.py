@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,6 +99,7 @@ class Family:
         contributors: to the gradients of the graph's leaves.
         overhead_s: what a step takes beside its calls.
         spread_bytes: tells of gradients that exist of tensors that several processes share.
+        slack_bytes: tells by how much blocks of what is there are larger than what lies in them.
         calls: their numbers, from the first on; no two threads get the same.
         passed: places of the backward's results that are inputs of the forward, and these.
     """
@@ -117,6 +118,7 @@ class Family:
     contributors: Contributors = field(default_factory=Contributors)
     overhead_s: float = 0.0
     spread_bytes: Callable[[], int] = int
+    slack_bytes: Callable[[], int] = int
     passed: dict[int, int] = field(default_factory=dict)
     calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _own: frozenset[int] = frozenset()
@@ -138,6 +140,7 @@ class Family:
         kept: Plan | None = None,
         rehearse: bool = True,
         spread_bytes: Callable[[], int] = int,
+        slack_bytes: Callable[[], int] = int,
     ) -> Family:
         """That of a graph, with its first plan.
 
@@ -155,6 +158,7 @@ class Family:
             kept: a plan that is followed, instead of making one.
             rehearse: let it be told what the step takes beside its calls.
             spread_bytes: tells of gradients that exist of tensors that several processes share.
+        slack_bytes: tells by how much blocks of what is there are larger than what lies in them.
 
         Raises:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
@@ -173,6 +177,7 @@ class Family:
             gradients,
             planning,
             spread_bytes=spread_bytes,
+            slack_bytes=slack_bytes,
             passed=torch_compat.passed_primals(joint, forward_output_count=output_count),
         )
         situation, _ = family._find(values, planner.step.sizes.hints)
@@ -345,7 +350,7 @@ class Family:
             return
         if now & situation.existing:
             self.lessons.gradients_stayed(situation)
-        came = [now - situation.existing]
+        came: list[Set[int]] = [now - situation.existing]
         if self.contributors.summing == torch_compat.current_backward():
             # Autograd holds those of other steps, which may be all that was planned for.
             came.append(self.gradients.keys() - (situation.existing - now))
@@ -388,6 +393,7 @@ class Family:
             self.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
             self._workspace_bytes(),
+            self.slack_bytes(),
             spread_bytes=self.spread_bytes() if self.passed else 0,
         )
         with self.planning:

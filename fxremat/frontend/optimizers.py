@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,12 @@ class Optimizers:
     def more_bytes(self) -> int:
         """State that was not told of."""
         return max(0, sum(self.state_bytes.values()) - self.told_bytes)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Their state."""
+        for optimizer in self.state_bytes:
+            for state in optimizer.state.values():
+                yield from (v for v in state.values() if isinstance(v, torch.Tensor))
 
     def watch(self, model: nn.Module, device: torch.device) -> Callable[[], None]:
         """Watch those that step parameters of ``model``; what is returned ends that."""

@@ -277,6 +277,7 @@ class Runner:
         """What is there when a call begins."""
         resident, compiler = _resident(self.original, call), self.compiler
         nbytes = model_bytes(resident, compiler.caller, self._device)
+        nbytes += compiler.slack_bytes(self._device)
         return nbytes + compiler.optimizers.more_bytes
 
     def _failure(self, error: BaseException, call: Sample) -> BaseException:

@@ -77,6 +77,7 @@ class Situation:
         bucket_bytes: of each buffer of a wrapper for gradients.
         workspace_bytes: of libraries, for threads and streams that ran no step when the graph was
             captured.
+        slack_bytes: by how much blocks of what is there are larger than what lies in them.
         others_bytes: of the budget, for steps that may wait beside those that do.
         spread_bytes: parts of gradients that exist, of tensors that several processes share.
         lesson: from earlier steps.
@@ -94,6 +95,7 @@ class Situation:
     state_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
     workspace_bytes: int = 0
+    slack_bytes: int = 0
     others_bytes: int = 0
     spread_bytes: int = 0
     lesson: Lesson = NO_LESSON
@@ -128,6 +130,7 @@ class Situation:
             + sum(self.gradient_bytes(joint))
             + sum(self.bucket_bytes)
             + self.workspace_bytes
+            + self.slack_bytes
             + self.others_there_bytes
             + self.others_bytes
             + self.lesson.more_bytes
@@ -168,6 +171,7 @@ class Situation:
             ("gradients of DTensors that exist", self.spread_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("workspaces of libraries for another thread or stream", self.workspace_bytes),
+            ("blocks that are larger than what lies in them", self.slack_bytes),
             ("what was seen between forward and backward", self.lesson.turn_bytes),
             ("further steps", self.lesson.room_bytes),
             ("what was seen to be left of that in the backward", self.lesson.left_bytes),

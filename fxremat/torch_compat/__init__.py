@@ -5,7 +5,13 @@ Each file wraps one part of torch; callers use the names gathered here. Checked 
 something, the repair belongs here.
 """
 
-from fxremat.torch_compat.allocator import AllocationLog, allocator_settings, counted_bytes
+from fxremat.torch_compat.allocator import (
+    AllocationLog,
+    allocator_settings,
+    blocks_of,
+    counted_bytes,
+    slack_bytes,
+)
 from fxremat.torch_compat.autograd import (
     after_backward,
     before_backward,
@@ -35,11 +41,11 @@ from fxremat.torch_compat.dynamo import (
     capture_failures,
     capture_settings,
     compile_function,
+    compiled_now,
     failure_cause,
     is_passed_by,
     let_sizes_vary,
     may_be_the_models,
-    compiled_now,
     never_uncompiled,
     seen,
     uncompiled,
@@ -150,6 +156,7 @@ __all__ = [
     "awaited",
     "before_backward",
     "before_each_backward",
+    "blocks_of",
     "boxed",
     "boxed_code",
     "break_of",
@@ -163,6 +170,7 @@ __all__ = [
     "compile_for_sizes",
     "compile_function",
     "compile_kernels",
+    "compiled_now",
     "counted_bytes",
     "current_backward",
     "data_dependent_errors",
@@ -203,7 +211,6 @@ __all__ = [
     "meta_storage",
     "missing_compiler",
     "mutated_primals",
-    "compiled_now",
     "never_uncompiled",
     "next_nodes",
     "opaque_to_dynamo",
@@ -223,6 +230,7 @@ __all__ = [
     "sequence_number",
     "shell",
     "shell_log",
+    "slack_bytes",
     "storage_key",
     "stub_graphs",
     "symbol_hint",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -33,6 +33,28 @@ def counted_bytes(device: torch.device) -> tuple[int, int] | None:
         return None
     counts = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
     return counts["current"], counts["peak"]
+
+
+def slack_bytes(device: torch.device) -> int:
+    """By how much all blocks that CUDA's allocator has handed out are larger than was asked for."""
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return 0
+    counts = torch.cuda.memory_stats_as_nested_dict(device)
+    handed_out, asked = counts["allocated_bytes"]["all"], counts["requested_bytes"]["all"]
+    return int(handed_out["current"] - asked["current"])
+
+
+def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> list[tuple[int, int]]:
+    """Bytes of each block of CUDA's allocator that has one of ``tensors``, and those asked for."""
+    own = {t.untyped_storage().data_ptr() for t in tensors if t.device == device}
+    snapshot: Any = torch.cuda.memory_snapshot
+    segments = (s for s in snapshot() if s["device"] == device.index)
+    return [
+        (block["size"], block["requested_size"])
+        for segment in segments
+        for block in segment["blocks"]
+        if block["address"] in own
+    ]
 
 
 class AllocationLog:
