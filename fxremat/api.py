@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from fxremat.frontend.ranks import Peers, Ranks
 from fxremat.frontend.runner import compiler_of
 from fxremat.frontend.sample import Sample, check_gradients
 from fxremat.frontend.untouched import generators_restored, in_training
+from fxremat.frontend.verified import verified
 from fxremat.planner.surroundings import Caller
 from fxremat.report.batches import Batches
 from fxremat.report.estimate import Estimate
@@ -264,6 +266,7 @@ def estimate(
     dim: Dim | list[Dim] | None = None,
     most: int | None = None,
     costs: Plan | str | os.PathLike[str] | None = None,
+    verify: bool = False,
     **options: Any,
 ) -> Estimate:
     """What a training step would take of a device, which need not be here; nothing is allocated.
@@ -285,6 +288,9 @@ def estimate(
         most: the largest size of it that is asked for.
         costs: a plan of this step, made where it runs, or the file it was saved in: what was
             measured for it is used in place of estimates.
+        verify: make the plan once more on this machine's CUDA device, or on what stands in for
+            one, and follow it for some steps, of a copy without data: what torch's allocator has
+            handed out, and taken, is in ``verified``. That memory must be there.
         **options: of :func:`compile`, but ``dynamic``, ``plan``, ``in_flight``, ``ranks`` and
             ``executor``: operations run as eager runs them.
 
@@ -297,6 +303,7 @@ def estimate(
         PlanError: ``costs`` cannot be read.
         CostError: ``costs`` are those of another step.
         SampleError, NoGradientError, CaptureError: as :func:`compile`.
+        torch.OutOfMemoryError: ``verify`` needs more memory than the CUDA device has.
     """
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
     for name in sorted(_NOT_ESTIMATED & options.keys()):
@@ -315,7 +322,8 @@ def estimate(
         known.overhead_s if known else 0.0,
     )
     with generators_restored():
-        return estimate_step(model, call, asked, dim, limit)
+        found = estimate_step(model, call, asked, dim, limit)
+        return replace(found, verified=verified(model, call, asked.options)) if verify else found
 
 
 def backend(

@@ -64,6 +64,12 @@ class _Workspaces:
 _of = functools.cache(_Workspaces)
 
 
+def forget_workspaces() -> None:
+    """Free all that torch holds; what is taken from now on is counted anew."""
+    torch_compat.clear_library_workspaces()
+    _of.cache_clear()
+
+
 def multiply(device: torch.device, dtype: torch.dtype) -> None:
     """Multiply matrices, with and without a bias, here and in a backward.
 

@@ -8,7 +8,40 @@ from typing import Any
 from fxremat.report.batches import Batches
 from fxremat.report.frontier import Frontier
 from fxremat.report.plan import Plan
-from fxremat.units import format_bytes, format_seconds
+from fxremat.units import Counted, format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A plan that was made and followed on a CUDA device, or on what stands in for one.
+
+    Attributes:
+        device: its name.
+        plan: what was followed, in that of some steps which took most.
+        allocated_bytes: most that torch's allocator has handed out.
+        reserved_bytes: most that it has taken of the device, beginning with nothing cached.
+        budget_on: which of them the budget is for.
+        planned_s: until the plan was there.
+        seconds: in all.
+    """
+
+    device: str
+    plan: Plan
+    allocated_bytes: int
+    reserved_bytes: int
+    budget_on: Counted
+    planned_s: float
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of what the budget is for."""
+        return self.allocated_bytes if self.budget_on == "allocated" else self.reserved_bytes
+
+    @property
+    def holds(self) -> bool:
+        """Whether the budget was kept to."""
+        return self.peak_bytes <= self.plan.budget_bytes
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -25,6 +58,7 @@ class Estimate:
             they run, which no shape tells.
         library_bytes: part of every peak, too: what libraries hold from their first call on.
         memory_bytes: of the device; ``None``: it is not known.
+        verified: the plan as it was followed here; ``None``: nobody asked.
     """
 
     device: str
@@ -35,6 +69,7 @@ class Estimate:
     workspace_bytes: int
     library_bytes: int
     memory_bytes: int | None
+    verified: Verified | None = None
 
     @property
     def least_budget_bytes(self) -> int:
@@ -76,6 +111,15 @@ class Estimate:
             "workspace_bytes": self.workspace_bytes,
             "library_bytes": self.library_bytes,
             "frontier": [[p.peak_bytes, p.predicted_s] for p in self.frontier.points],
+            "verified": self.verified
+            and {
+                "device": self.verified.device,
+                "predicted_bytes": self.verified.plan.predicted_peak_bytes,
+                "predicted_reserved_bytes": self.verified.plan.predicted_reserved_bytes,
+                "allocated_bytes": self.verified.allocated_bytes,
+                "reserved_bytes": self.verified.reserved_bytes,
+                "holds": self.verified.holds,
+            },
             "plan": plan
             and {
                 "peak_bytes": plan.counted_bytes,
@@ -119,6 +163,13 @@ class Estimate:
             told.append(f"  {what:<22} {format_bytes(nbytes):>11}   {more}")
         if self.batches is not None:
             told.append(f"  {self.batches!r}")
+        if self.verified is not None:
+            told.append(
+                f"  followed on {self.verified.device}: "
+                f"{format_bytes(self.verified.allocated_bytes)} allocated, "
+                f"{format_bytes(self.verified.plan.predicted_peak_bytes)} predicted, "
+                f"{format_bytes(self.verified.reserved_bytes)} reserved"
+            )
         told += [
             f"of each peak {format_bytes(self.workspace_bytes)} are set aside for workspaces, "
             "which no shape tells,",

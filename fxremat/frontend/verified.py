@@ -1,0 +1,133 @@
+"""A plan that was followed where it can be: what CUDA's allocator has handed out for it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fxremat.costs.workspaces import forget_workspaces
+from fxremat.errors import ArgumentError
+from fxremat.frontend.arguments import Arguments
+from fxremat.frontend.runner import Runner
+from fxremat.frontend.sample import Sample
+from fxremat.frontend.surplus import optimizer_bytes
+from fxremat.frontend.untouched import in_training
+from fxremat.report.estimate import Verified
+
+STEPS = 3
+"""That are run: the first one may take what none takes again."""
+
+
+def verified(model: nn.Module, call: Sample, asked: Arguments) -> Verified:
+    """Plan and run steps of a copy without data on the CUDA device that is here.
+
+    What others hold on the device is not counted, and nothing is left there.
+
+    Args:
+        model: whose shapes are meant; it is not changed.
+        call: of which its tensors are made up: zeros.
+        asked: as of :func:`fxremat.compile`.
+
+    Raises:
+        ArgumentError: there is no CUDA device.
+        torch.OutOfMemoryError: there is not as much memory on it. What planning raises, is raised.
+    """
+    if not torch.cuda.is_available():
+        raise ArgumentError(
+            "verify=True runs the step on a CUDA device, or on what stands in for one, and there "
+            "is none: leave it out",
+            argument="verify",
+            value=True,
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    forget_workspaces()  # of whoever took them: they are the step's again
+    _drop_unused()
+    others = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    try:
+        return _followed(model, call, asked, device, others)
+    finally:
+        _drop_unused()
+
+
+def _drop_unused() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _followed(
+    model: nn.Module,
+    call: Sample,
+    asked: Arguments,
+    device: torch.device,
+    others: tuple[int, int],
+) -> Verified:
+    """The same; ``others``: what they hold, allocated and reserved."""
+    begun_s = time.perf_counter()
+    own = _empty_copy(model, device)
+    sample = call.map(lambda value: _zeros(value, device))
+    kept = optimizer_bytes(asked.optimizer, own)
+    state = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in kept]
+    runner = Runner.of(own, sample, asked, hooked=False)
+    planned_s = time.perf_counter() - begun_s
+    found: list[Verified] = []
+    for _ in range(STEPS):
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        _step(own, runner, sample, asked.loss)
+        torch.cuda.synchronize(device)
+        assert runner.compiler.latest is not None
+        found.append(
+            Verified(
+                device=torch.cuda.get_device_name(device),
+                plan=runner.compiler.latest.plan,
+                allocated_bytes=torch.cuda.max_memory_allocated(device) - others[0],
+                reserved_bytes=torch.cuda.max_memory_reserved(device) - others[1],
+                budget_on=asked.budget_on,
+                planned_s=planned_s,
+                seconds=time.perf_counter() - begun_s,
+            )
+        )
+        own.zero_grad()
+    del state
+    runner.compiler.close()
+    runner.release()
+    return max(found, key=lambda own: own.peak_bytes)
+
+
+def _step(
+    model: nn.Module,
+    run: Runner,
+    call: Sample,
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> None:
+    with in_training(model), torch.enable_grad():
+        outputs = run(*call.args, **call.kwargs)
+        ends = outputs if loss is None else loss(outputs)
+        made = [t for t in tree_leaves(ends) if isinstance(t, torch.Tensor) and t.requires_grad]
+        torch.autograd.backward(made, [torch.ones_like(t) for t in made])
+
+
+def _empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """The same modules, and of each tensor one without data, shared where it was."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device=device, requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+        memo[id(tensor)] = empty
+    return copy.deepcopy(model, memo)
+
+
+def _zeros(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = torch.zeros_like(value, device=device, requires_grad=False)
+    return made.requires_grad_(value.requires_grad)
