@@ -20,10 +20,10 @@ test-slow: .venv/ready
 	$(PYTEST) -m "(slow or hypothesis) and not cuda" --hypothesis-profile=many
 
 test-cuda: .venv-cuda/ready
-	$(ON_CUDA) -m "cuda and not slow and not gpu"
+	test -e .venv-cuda/unavailable || $(ON_CUDA) -m "cuda and not slow and not gpu"
 
 test-cuda-slow: .venv-cuda/ready
-	$(ON_CUDA) -m "cuda and not gpu"
+	test -e .venv-cuda/unavailable || $(ON_CUDA) -m "cuda and not gpu"
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .
@@ -49,4 +49,4 @@ clean:
 
 .venv-cuda/ready: constraints.txt $(wildcard tests/cuda_stand_in/*)
 	PYTHON=$(PYTHON) tests/cuda_stand_in/setup.sh .venv-cuda
-	touch $@
+	test -e .venv-cuda/unavailable || touch $@
