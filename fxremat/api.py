@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fxremat.frontend.arguments import (
 )
 from fxremat.frontend.batches import Batching, Dim, read_dims, read_most
 from fxremat.frontend.budget import Budget, Readable
-from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.capture import Backend, StepCompiler
 from fxremat.frontend.captured import silent
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
 from fxremat.frontend.estimate import Asked, estimate_step
@@ -377,6 +378,11 @@ def _whole(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "fullgraph": True}
 
 
+def _compiler_of(found: object) -> StepCompiler | None:
+    """That of a backend of Dynamo's, if it is ours, and more than a name."""
+    return found.compiler() if isinstance(found, Backend) else None
+
+
 def _captured_too_often(found: object, setting: str, limit: int) -> BaseException:
     error = CaptureError(
         f"this model cannot be captured once more: {setting} is {limit}, counted over all that "
@@ -384,11 +390,17 @@ def _captured_too_often(found: object, setting: str, limit: int) -> BaseExceptio
         "call be one capture (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors for "
         "numbers), or raise the limit"
     )
-    return found.refused(error) if isinstance(found, StepCompiler) else error
+    compiler = _compiler_of(found)
+    return error if compiler is None else compiler.refused(error)
+
+
+def _runs_as_it_is(found: object, code: CodeType) -> bool:
+    compiler = _compiler_of(found)
+    return compiler is not None and compiler.runs_as_it_is(code)
 
 
 torch_compat.never_uncompiled(
-    lambda found: found is backend or isinstance(found, StepCompiler),
+    lambda found: found is backend or isinstance(found, Backend),
     _captured_too_often,
-    lambda found, code: isinstance(found, StepCompiler) and found.runs_as_it_is(code),
+    _runs_as_it_is,
 )

@@ -7,6 +7,7 @@ import io
 import random
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -266,6 +267,18 @@ def test_a_refusal_tells_the_least_that_there_is(name: str) -> None:
             for _ in range(5):
                 step(model, compiled, x)
     assert caught.value.least_budget_bytes == least
+
+
+def test_what_was_planned_goes_with_the_compiled_module() -> None:
+    """Dynamo keeps what it compiled among the globals of the user's own functions."""
+    model, x = made("own function")
+    compiled = fxremat.compile(model, x, "min")
+    for _ in range(3):
+        step(model, compiled, x)
+    planner = weakref.ref(compiled._compiler)
+    del compiled
+    gc.collect()
+    assert planner() is None
 
 
 def test_what_is_captured_at_each_step_runs_as_it_is_after_some() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.levels import Watcher
-from fxremat.runtime.steps import InFlight, latest_step
+from fxremat.runtime.steps import InFlight, Step, latest_step
 
 LOG = logging.getLogger("fxremat")
 
@@ -63,6 +64,23 @@ class RefusedError(BaseException):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class Backend:
+    """What Dynamo is given for a :class:`StepCompiler`, which goes when its owner does.
+
+    Dynamo keeps this, and what is made for its graphs, in a cache of the user's functions and among
+    their globals, for as long as these are there.
+    """
+
+    def __init__(self, compiler: StepCompiler) -> None:
+        self.compiler = weakref.ref(compiler)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """Compile one graph of Dynamo's."""
+        compiler = self.compiler()
+        assert compiler is not None  # nobody else calls
+        return compiler(*args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -186,33 +204,38 @@ class StepCompiler:
         if not self.regions.several:
             self.watcher.end()
         call_s()  # measured before torch's tracers slow modules down
-        found: list[Family] = []
+        me = self._seen_by_graphs()
+        given = [example_inputs]  # AOTAutograd keeps what it is made with
+        place: int | None = None  # of the graph's family
 
         def partition(
             joint: fx.GraphModule, _joint_inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            nonlocal place
+            own = _there(me)
             try:
-                family = self._family(joint, example_inputs, num_fwd_outputs)
+                family = own._family(joint, given[0], num_fwd_outputs)
             except SizesError:
                 raise
             except Exception as error:
-                raise self.refused(error) from error
-            found.append(family)
+                raise own.refused(error) from error
+            place = next(i for i, known in enumerate(own.families) if known is family)
             if broken is not None:
-                self.regions.told.broken_at(broken)
+                own.regions.told.broken_at(broken)
             return torch_compat.stub_graphs(joint, forward_output_count=num_fwd_outputs)
 
         def compile_forward(_stub: object, _inputs: object) -> Callable[..., Any]:
             torch_compat.allow_retained_graphs()
-            return self._forward(found[-1], broken or "")
+            assert place is not None  # the partition comes first
+            return _forward(me, place, broken or "")
 
         def compile_backward(_stub: object, _inputs: object) -> Callable[..., Any]:
-            return torch_compat.boxed(found[-1].backward)
+            return torch_compat.boxed(_backward)
 
         backend = torch_compat.aot_autograd_backend(
             forward_compiler=compile_forward,
             backward_compiler=compile_backward,
-            inference_compiler=lambda graph, _inputs: self._inference(graph),
+            inference_compiler=lambda graph, _inputs: _inference(me, graph),
             partition=partition,
             decompositions=torch_compat.decompositions() if self.fused else None,
         )
@@ -225,7 +248,19 @@ class StepCompiler:
             self.no_symbols = True
             LOG.info("a graph runs as it is: %s", error)
             return module
-        return backward_checked(run) if found else run
+        finally:
+            given.clear()
+        return run if place is None else backward_checked(run)
+
+    def _seen_by_graphs(self) -> Callable[[], StepCompiler | None]:
+        """How what is compiled reaches this: without holding it, unless nobody else owns it."""
+        if self.asked_by is None:
+            return weakref.ref(self)
+
+        def held() -> StepCompiler:
+            return self
+
+        return held
 
     def refused(self, error: Exception) -> BaseException:
         """What a capture raises for ``error``."""
@@ -356,25 +391,48 @@ class StepCompiler:
         (self.latest,) = family.plans.values()
         return family
 
-    def _forward(self, family: Family, ended_by: str) -> Callable[..., Any]:
-        def forward(args: list[Any]) -> Any:
-            if self.dry:
-                raise PlannedOnly
-            results, self.latest = family.forward(args, ended_by=ended_by, on_new=self.on_new)
-            return results
 
-        return torch_compat.boxed(forward)
+def _there(compiler: Callable[[], StepCompiler | None]) -> StepCompiler:
+    """A compiler whose graphs run: so its owner is there."""
+    own = compiler()
+    assert own is not None
+    return own
 
-    def _inference(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """A graph without a backward: nothing to plan, but it may lead to one that has."""
 
-        def run(args: list[Any]) -> Any:
-            if self.dry:
-                raise PlannedOnly
-            values, args[:] = tuple(args), []
-            return graph(*values)
+def _forward(
+    compiler: Callable[[], StepCompiler | None], place: int, ended_by: str
+) -> Callable[..., Any]:
+    """The forward of a graph, whose family is at ``place`` among the compiler's."""
 
-        return torch_compat.boxed(run)
+    def forward(args: list[Any]) -> Any:
+        own = _there(compiler)
+        if own.dry:
+            raise PlannedOnly
+        family = own.families[place]
+        results, own.latest = family.forward(args, ended_by=ended_by, on_new=own.on_new)
+        return results
+
+    return torch_compat.boxed(forward)
+
+
+def _backward(args: list[Any]) -> Sequence[Any]:
+    """The backward of whichever graph it is, as its step tells."""
+    family: Family = Step.of(args[0]).plan.family
+    return family.backward(args)
+
+
+def _inference(
+    compiler: Callable[[], StepCompiler | None], graph: fx.GraphModule
+) -> Callable[..., Any]:
+    """A graph without a backward: nothing to plan, but it may lead to one that has."""
+
+    def run(args: list[Any]) -> Any:
+        if _there(compiler).dry:
+            raise PlannedOnly
+        values, args[:] = tuple(args), []
+        return graph(*values)
+
+    return torch_compat.boxed(run)
 
 
 @dataclass(eq=False)

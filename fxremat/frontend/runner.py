@@ -22,7 +22,7 @@ from fxremat.errors import CaptureError, FxrematError
 from fxremat.frontend.agreed import agreed_arguments
 from fxremat.frontend.apart import Apart
 from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.capture import PlannedOnly, RefusedError, StepCompiler
+from fxremat.frontend.capture import Backend, PlannedOnly, RefusedError, StepCompiler
 from fxremat.frontend.captured import silent
 from fxremat.frontend.entry import Entry
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
@@ -69,7 +69,7 @@ class Runner:
         self._forward = forward_of(inner, unused)
         self._dynamic = dynamic
         self._must_be_whole = whole
-        self._whole = Entry(self._forward, compiler, dynamic=dynamic, whole=True)
+        self._whole = Entry(self._forward, Backend(compiler), dynamic=dynamic, whole=True)
         self._pieces: Entry | None = None
         self._failed = False  # to be captured whole
         self._run: Callable[..., Any] = self._planned
@@ -247,7 +247,7 @@ class Runner:
         self.compiler.regions.several = True
         self._apart = Apart(self._inner, self._regions)
         dynamic, compiler = self._dynamic, self.compiler
-        self._pieces = Entry(self._forward, compiler, dynamic=dynamic, whole=False)
+        self._pieces = Entry(self._forward, Backend(compiler), dynamic=dynamic, whole=False)
 
     def _told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``run``; what Dynamo raises comes out as what really went wrong."""
