@@ -1,0 +1,327 @@
+"""Whatever order the device chooses, no two accesses of a step race: told by vector clocks.
+
+Only on the stand-in, whose log has what every operator and copy reads and writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxremat.runtime.memory import Block
+from fxremat.runtime.streams import PinnedBlock, StreamLease, Traffic
+from tests.cuda import CUDA, ENTRIES, Mode, Share, Trained, compiled, copies, forget, needs_cuda
+from tests.happens_before import Found, checked
+from tests.models import ZooModel, hf
+from tests.models.reference import move
+from tests.models.zoo import drawn_once, sum_of_squares
+from tests.stream_waits import Wait, left_out, waits
+from tests.transfer_programs import PROGRAMS, run, steps_on_two_streams, streams
+
+pytestmark = [
+    *needs_cuda,
+    pytest.mark.skipif("STAND_IN_LIB" not in os.environ, reason="not the CUDA stand-in"),
+]
+
+STEPS = 3
+MODES = ("eager", "random", "late", "early")
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    import cuda_stand_in
+
+    cuda_stand_in.mode("eager")
+    yield
+    torch.cuda.synchronize()
+    cuda_stand_in.mode(os.environ.get("STAND_IN_MODE", "eager"))
+
+
+def _mlp() -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    return nn.Sequential(*blocks)
+
+
+def _rows(seed: int) -> tuple[tuple[Tensor], dict[str, Any]]:
+    return (torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)),), {}
+
+
+OTHERS = {
+    "mlp": ZooModel("mlp", drawn_once(_mlp), _rows, sum_of_squares),
+    "llama": hf.llama(
+        "llama",
+        vocabulary=128,
+        width=64,
+        inner=128,
+        layers=2,
+        heads=4,
+        key_value_heads=2,
+        batch=4,
+        length=32,
+    ),
+}
+NAMES = ("mlp", "gpt", "llama", "resnet50")
+
+
+def entry_of(name: str) -> ZooModel:
+    return OTHERS.get(name) or ENTRIES[name]
+
+
+def plans() -> Iterator[Any]:
+    """All plans; those that move the most are quick enough for every run."""
+    for name in NAMES:
+        for mode in ("only", "auto"):
+            for share in ("min", 0.5, 1.0):
+                marks = [] if (mode, share) == ("only", "min") else [pytest.mark.slow]
+                yield pytest.param(name, mode, share, marks=marks)
+
+
+def tell(found: Found) -> None:
+    print(f"{found.items} items, {found.accesses} accesses, {found.compared} pairs compared")
+
+
+@pytest.mark.parametrize(("name", "mode", "share"), list(plans()))
+def test_no_accesses_of_training_steps_race(name: str, mode: Mode, share: Share):
+    entry = entry_of(name)
+    forget(CUDA)
+    trained = compiled(entry, mode, share)
+    optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-3)
+    with checked() as found:
+        for seed in range(STEPS):
+            loss_of(entry, trained, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    tell(found)
+    assert found.races == []
+    assert found.copies_beside == STEPS * copies(trained.call)
+    assert found.compared > found.accesses > found.items
+
+
+def loss_of(entry: ZooModel, trained: Trained, seed: int) -> Tensor:
+    args, kwargs = move(entry.sample(seed), CUDA)
+    torch.manual_seed(seed)
+    return entry.loss(trained.call(*args, **kwargs))
+
+
+def a_step(trained: Trained, seed: int) -> None:
+    loss_of(ENTRIES["gpt"], trained, seed).backward()
+    trained.model.zero_grad()
+
+
+def one_after_another(trained: Trained) -> None:
+    for seed in range(STEPS):
+        a_step(trained, seed)
+
+
+def on_two_streams(trained: Trained) -> None:
+    """For the host one after another, and unordered for the device."""
+    with streams() as (first, second):
+        for seed, stream in enumerate((first, second, first, second)):
+            with torch.cuda.stream(stream):
+                a_step(trained, seed)
+
+
+def two_at_once(trained: Trained) -> None:
+    """Two forwards, and then their backwards."""
+    for seed in range(2):
+        losses = [loss_of(ENTRIES["gpt"], trained, seed + more) for more in range(2)]
+        for loss in losses:
+            loss.backward()
+        trained.model.zero_grad()
+
+
+def given_up(trained: Trained) -> None:
+    """A forward that has no backward, between steps that have."""
+    a_step(trained, 0)
+    loss_of(ENTRIES["gpt"], trained, 1)
+    a_step(trained, 2)
+
+
+LOOPS: tuple[Callable[[Trained], None], ...] = (
+    one_after_another,
+    on_two_streams,
+    two_at_once,
+    given_up,
+)
+
+
+@functools.cache
+def gpt(mode: Mode) -> Trained:
+    """At its least budget."""
+    return compiled(ENTRIES["gpt"], mode, "min")
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.errors.BudgetWarning")  # of two at once
+@pytest.mark.parametrize("device_mode", ["eager", "late"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("mode", ["only", "auto"])
+def test_nor_do_those_of_other_loops(mode: Mode, loop: Callable[[Trained], None], device_mode: str):
+    import cuda_stand_in
+
+    trained = gpt(mode)
+    cuda_stand_in.mode(device_mode)
+    with checked() as found:
+        loop(trained)
+    tell(found)
+    assert found.races == []
+    assert found.copies_beside
+
+
+@pytest.mark.parametrize("device_mode", MODES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_nor_do_those_of_the_operators(program: Callable[..., None], device_mode: str):
+    import cuda_stand_in
+
+    cuda_stand_in.mode(device_mode)
+    with checked() as found:
+        run(program)
+    assert found.races == []
+    assert found.copies_beside
+
+
+def shown_by() -> list[str]:
+    """The programs that show what is left out."""
+    shown = []
+    for program in PROGRAMS:
+        with checked() as found:
+            run(program)
+        if found.races:
+            shown.append(program.__name__)
+    print(", ".join(shown))
+    return shown
+
+
+@pytest.mark.parametrize("wait", waits(), ids=str)
+def test_each_wait_and_each_record_is_missed(wait: Wait):
+    with left_out(wait):
+        assert shown_by()
+
+
+def _abandon_here(self: StreamLease, token: Any) -> None:
+    torch.cuda.current_stream(self.device).wait_event(token.event)
+
+
+def _drop_here(copy: Any, _process: int) -> None:
+    torch.cuda.current_stream(CUDA).wait_event(copy.event)
+
+
+def _know_only_the_last(self: Traffic, stream: Any, begin: int, end: int) -> Any:
+    event = torch.cuda.Event()
+    event.record(stream)
+    self._events = {(begin, end): event}
+    return event
+
+
+def _know_only_the_lease(self: StreamLease, block: PinnedBlock, **rest: Any) -> None:
+    _lease_init(self, block, **rest)
+    block.written, block.read = Traffic(), Traffic()
+
+
+_lease_init = StreamLease.__init__
+
+CHANGES = {
+    "who drops what comes back waits on the stream that is current": (
+        StreamLease, "abandon", _abandon_here, ["dropped_on_another_stream"]
+    ),
+    "so does who drops what leaves": (
+        StreamLease, "_drop", staticmethod(_drop_here), ["dropped_on_another_stream"]
+    ),
+    "a block knows its last copy alone": (Traffic, "record", _know_only_the_last, ["held"]),
+    "a block forgets its copies with each lease": (
+        StreamLease, "__init__", _know_only_the_lease, ["steps_on_two_streams"]
+    ),
+    "memory is unmapped as if no device used it": (
+        PinnedBlock, "_before_unmapping", None, ["given_up_after_an_offload"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_done_otherwise_is_seen(change: str, monkeypatch: pytest.MonkeyPatch):
+    of, name, function, programs = CHANGES[change]
+    monkeypatch.setattr(of, name, function or _only_unpin)
+    assert set(programs) <= set(shown_by())
+
+
+def _only_unpin(self: Block, memory: Any) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+
+IN_WHOLE_STEPS = ("Lane.wait_for_compute", "Traffic.record", "Traffic.hold_back")
+"""Of these every wait shows in steps of a plan; of the others those that no error asks for."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", waits(), ids=str)
+def test_what_whole_steps_miss(wait: Wait):
+    trained = gpt("only")
+    shown = []
+    for loop in LOOPS:
+        with left_out(wait), checked() as found:
+            loop(trained)
+        if found.races:
+            shown.append(loop.__name__)
+    print(", ".join(shown))
+    if str(wait).startswith(IN_WHOLE_STEPS):
+        assert "on_two_streams" in shown
+
+
+def test_the_order_that_a_device_chooses_hides_nothing():
+    import cuda_stand_in
+
+    hold_back = next(wait for wait in waits() if wait.function == ("Traffic", "hold_back"))
+    seen = []
+    with left_out(hold_back):
+        for mode in MODES:
+            cuda_stand_in.mode(mode)
+            with checked() as found:
+                run(steps_on_two_streams)
+            seen.append([what.split(" at ")[0] for what in found.races])
+    assert seen[0]
+    assert all(other == seen[0] for other in seen)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_memory_that_another_stream_reads_is_dropped(told: bool):
+    with streams() as (first, second), checked() as found:
+        with torch.cuda.stream(first):
+            x = torch.ones(1 << 16, device=CUDA)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            total = x.sum()
+        if told:
+            x.record_stream(second)
+        address = x.data_ptr()
+        del x
+        with torch.cuda.stream(first):
+            held = [torch.zeros(1 << 16, device=CUDA) for _ in range(8)]
+        if not told:
+            assert address in [again.data_ptr() for again in held]
+        del total
+    assert bool(found.races) == (not told)
+
+
+@pytest.mark.parametrize("waits_for_it", [False, True])
+def test_the_host_writes_pinned_memory_that_is_copied_from(waits_for_it: bool):
+    import cuda_stand_in
+
+    cuda_stand_in.mode("late")
+    batch = torch.ones(1 << 16).pin_memory()
+    with checked() as found:
+        there = batch.to(CUDA, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        if waits_for_it:
+            event.synchronize()
+        batch.fill_(2)
+        cuda_stand_in.host_access(
+            "the loader", batch.data_ptr(), batch.untyped_storage().nbytes(), writes=True
+        )
+    del there
+    assert bool(found.races) == (not waits_for_it)
