@@ -46,6 +46,7 @@ class Found:
         items: how often a stream was given something that uses memory.
         accesses: ranges that were read, written or handed out.
         compared: pairs of accesses to the same bytes whose order was asked for.
+        host_waits: how often the host learned that the device has got to some point.
         copies_beside: those of the items that are copies on another stream than operators run on.
     """
 
@@ -53,6 +54,7 @@ class Found:
     items: int = 0
     accesses: int = 0
     compared: int = 0
+    host_waits: int = 0
     copies_beside: int = 0
 
 
@@ -139,8 +141,10 @@ class _Check:
             case {"call": "cudaStreamWaitEvent", "stream": stream}:
                 self._after_event(self.streams[stream], line)
             case {"call": "cudaEventSynchronize" | "cudaEventQuery"}:
+                self.found.host_waits += 1
                 self._after_event(self.host, line)
             case {"call": "cudaStreamSynchronize" | "the host waits", "stream": stream}:
+                self.found.host_waits += 1
                 self.host.come_after(self.streams[stream].clock)
             case {"call": "cudaDeviceSynchronize"}:
                 self._wait_for_all()
@@ -173,6 +177,7 @@ class _Check:
             timeline.come_after(self.events[line["event"]])
 
     def _wait_for_all(self) -> None:
+        self.found.host_waits += 1
         for stream in self.streams.values():
             self.host.come_after(stream.clock)
 

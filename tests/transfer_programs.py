@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fxremat.runtime.arena import Arena
-from fxremat.runtime.streams import lanes
+from fxremat.runtime.lease import Arrival
+from fxremat.runtime.streams import StreamLease, lanes
 from fxremat.runtime.watch import intercept_copies
 from tests.moving import ops
 
@@ -27,14 +31,35 @@ class Interrupted(BaseException):
 
 
 @contextlib.contextmanager
-def interrupted_after_a_copy() -> Iterator[None]:
-    """The next copy is begun, and then something raises; it is over when this is left."""
+def interrupted_after_a_copy(number: int = 0) -> Iterator[None]:
+    """That copy is begun, and then something raises; it is over when this is left."""
+    copies = itertools.count()
 
     def copy_and_raise(copy: Callable[[], None]) -> None:
         copy()
-        raise Interrupted
+        if next(copies) == number:
+            raise Interrupted
 
     with contextlib.suppress(Interrupted), intercept_copies(copy_and_raise):
+        yield
+
+
+@contextlib.contextmanager
+def interrupted_before_a_wait(number: int) -> Iterator[None]:
+    """Something raises where the step would wait for one of its copies; over when this is left."""
+    calls = itertools.count()
+
+    def unless_it_is_that(wait: Callable[..., None]) -> Callable[..., None]:
+        def waiting(*args: Any, **kwargs: Any) -> None:
+            if next(calls) == number:
+                raise Interrupted
+            wait(*args, **kwargs)
+
+        return waiting
+
+    with contextlib.suppress(Interrupted), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamLease, "release", unless_it_is_that(StreamLease.release))
+        patch.setattr(Arrival, "wait", staticmethod(unless_it_is_that(Arrival.wait)))
         yield
 
 
