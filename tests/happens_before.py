@@ -122,7 +122,6 @@ class _Check:
         self.events: dict[int, list[int]] = {}
         self.history = History()
         self.found = Found()
-        self._told: dict[str, None] = {}
 
     def line(self, line: Line) -> None:
         """What the next line of the log asks of the device, or of the host."""
@@ -210,8 +209,7 @@ class _Check:
                     self._tell(f"{what} at {begin:#x}, not ordered after {access.what}")
 
     def _tell(self, race: str) -> None:
-        if race not in self._told:
-            self._told[race] = None
+        if race not in self.found.races:
             self.found.races.append(race)
 
 

@@ -223,7 +223,7 @@ def gpt(mode: Mode) -> Training:
 @pytest.mark.filterwarnings("ignore::fxremat.errors.BudgetWarning")  # of two at once
 @pytest.mark.parametrize("device_mode", ["eager", "late"])
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("mode", ["only", "auto"])
+@pytest.mark.parametrize("mode", ["only", pytest.param("auto", marks=pytest.mark.slow)])
 def test_nor_do_those_of_other_loops(
     mode: Mode, loop: Callable[[Training], None], device_mode: str
 ):
