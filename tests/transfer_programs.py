@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxremat.runtime import streams as runtime_streams
 from fxremat.runtime.arena import Arena
-from fxremat.runtime.lease import Arrival
-from fxremat.runtime.streams import StreamLease, lanes
+from fxremat.runtime.lease import Arrival, Lease
+from fxremat.runtime.streams import lanes
 from fxremat.runtime.watch import intercept_copies
 from tests.moving import ops
 
@@ -58,9 +59,61 @@ def interrupted_before_a_wait(number: int) -> Iterator[None]:
         return waiting
 
     with contextlib.suppress(Interrupted), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StreamLease, "release", unless_it_is_that(StreamLease.release))
+        patch.setattr(Lease, "release", unless_it_is_that(Lease.release))
         patch.setattr(Arrival, "wait", staticmethod(unless_it_is_that(Arrival.wait)))
         yield
+
+
+OPERATORS = ((Lease, "offload"), (Lease, "release"), (Lease, "prefetch"), (Arrival, "wait"))
+ASKED: tuple[tuple[Any, str], ...] = (
+    (torch.cuda.Event, "record"),
+    (torch.cuda.Stream, "wait_event"),
+    (runtime_streams, "_copy"),
+)
+"""What operators ask of the device."""
+
+
+@contextlib.contextmanager
+def interrupted_at_a_point(number: int) -> Iterator[list[int]]:
+    """Something raises before or after that thing which an operator asks of the device.
+
+    What is yielded is not empty in the end if there was such a point. Finalizers are left alone:
+    Python drops what they raise.
+    """
+    points, inside = itertools.count(), [False]
+    reached: list[int] = []
+
+    def point() -> None:
+        if inside[0] and next(points) == number:
+            reached.append(number)
+            raise Interrupted
+
+    def with_points(asked: Callable[..., Any]) -> Callable[..., Any]:
+        def between(*args: Any, **kwargs: Any) -> Any:
+            point()
+            result = asked(*args, **kwargs)
+            point()
+            return result
+
+        return between
+
+    def counting(operator: Callable[..., Any]) -> Callable[..., Any]:
+        def operating(*args: Any, **kwargs: Any) -> Any:
+            inside[0] = True
+            try:
+                return operator(*args, **kwargs)
+            finally:
+                inside[0] = False
+
+        return operating
+
+    with contextlib.suppress(Interrupted), pytest.MonkeyPatch.context() as patch:
+        for of, name in ASKED:
+            patch.setattr(of, name, with_points(getattr(of, name)))
+        for of, name in OPERATORS:
+            changed = counting(getattr(of, name))
+            patch.setattr(of, name, staticmethod(changed) if of is Arrival else changed)
+        yield reached
 
 
 def device() -> torch.device:
@@ -206,6 +259,18 @@ def interrupted_prefetch(arena: Arena) -> None:
     take_again(address)
 
 
+def interrupted_anywhere(arena: Arena) -> None:
+    """Steps that end at each point there is, in turn; memory is used again after each."""
+    for number in range(MOST_TRIES):
+        with interrupted_at_a_point(number) as reached:
+            step(arena)
+        held = [made(255) for _ in range(8)]
+        del held
+        if not reached:
+            return
+    raise AssertionError("a step asks for more than was thought")
+
+
 def given_up_after_an_offload(arena: Arena) -> None:
     """The host memory goes while it is written."""
     leave(arena.open())
@@ -230,6 +295,7 @@ PROGRAMS: tuple[Callable[[Arena], None], ...] = (
     dropped_on_another_stream,
     interrupted_offload,
     interrupted_prefetch,
+    interrupted_anywhere,
     given_up_after_an_offload,
     given_up_after_a_prefetch,
 )
