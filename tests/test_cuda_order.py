@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fxremat.runtime.memory import Block
-from fxremat.runtime.streams import PinnedBlock, StreamLease, Traffic
+from fxremat.runtime.streams import Lane, PinnedBlock, StreamLease, Traffic
 from tests.cuda import CUDA, ENTRIES, Mode, Share, compiled, copies, forget, needs_cuda
 from tests.happens_before import Found, checked
 from tests.models import ZooModel, hf
@@ -202,7 +202,21 @@ def _know_only_the_lease(self: StreamLease, block: PinnedBlock, **rest: Any) -> 
 
 _lease_init = StreamLease.__init__
 
+
+def _one_event_for_all(self: Lane, compute: Any) -> None:
+    _shared_event().record(compute)
+    self.stream.wait_event(_shared_event())
+
+
+@functools.cache
+def _shared_event() -> torch.cuda.Event:
+    return torch.cuda.Event()
+
+
 CHANGES = {
+    "one event is recorded before every copy": (
+        Lane, "wait_for_compute", _one_event_for_all, ["another_thread_in_between"]
+    ),
     "who drops what comes back waits on the stream that is current": (
         StreamLease, "abandon", _abandon_here, ["dropped_on_another_stream"]
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -236,6 +237,27 @@ def dropped_on_another_stream(arena: Arena) -> None:
                 take_again(address)
 
 
+def another_thread_in_between(arena: Arena) -> None:
+    """A step on another stream, in another thread, before the lane waits for the computations."""
+    with streams() as (own, other), pytest.MonkeyPatch.context() as patch:
+        wait_event = torch.cuda.Stream.wait_event
+
+        def on_the_other_stream() -> None:
+            with torch.cuda.stream(other):
+                step(arena)
+
+        def wait_late(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+            patch.undo()
+            thread = threading.Thread(target=on_the_other_stream)
+            thread.start()
+            thread.join()
+            wait_event(stream, event)
+
+        patch.setattr(torch.cuda.Stream, "wait_event", wait_late)
+        with torch.cuda.stream(own):
+            step(arena)
+
+
 def interrupted_offload(arena: Arena) -> None:
     """The copy has begun, and nothing else came of it."""
     host = arena.open()
@@ -293,6 +315,7 @@ PROGRAMS: tuple[Callable[[Arena], None], ...] = (
     dropped_forward,
     dropped_backward,
     dropped_on_another_stream,
+    another_thread_in_between,
     interrupted_offload,
     interrupted_prefetch,
     interrupted_anywhere,
