@@ -84,14 +84,14 @@ def compiled(entry: ZooModel, mode: Mode, share: Share, **options: Any) -> Train
     """Compiled at ``share`` of the way from the least budget to the full peak."""
     if share == "min":
         return _planned(entry, mode, "min", **options)
-    least, full = _ends(entry.name, mode)
+    least, full = _ends(entry, mode)
     return _planned(entry, mode, least + int(share * (full - least)), **options)
 
 
 @functools.cache
-def _ends(name: str, mode: Mode) -> tuple[int, int]:
+def _ends(entry: ZooModel, mode: Mode) -> tuple[int, int]:
     """The least budget and the full peak."""
-    plan = _planned(ENTRIES[name], mode, "min").call.plan
+    plan = _planned(entry, mode, "min").call.plan
     forget(CUDA)
     return plan.least_budget_bytes, plan.baseline_peak_bytes
 

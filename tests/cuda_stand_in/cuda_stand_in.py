@@ -43,6 +43,11 @@ def _runtime() -> ctypes.CDLL:
     return runtime
 
 
+@cache
+def _values() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(os.environ["STAND_IN_LIB"]) / "libstandin_values.so"))
+
+
 def mode(name: str, seed: int = 0) -> None:
     """From now on streams run ``eager``, ``random``, ``late`` or ``early``."""
     _runtime().standin_set_mode(name.encode(), ctypes.c_uint64(seed))
@@ -65,7 +70,18 @@ def memory(nbytes: int) -> None:
 
 def log_to(path: str) -> None:
     """Write a line for each call from now on; an empty path ends it."""
+    import torch
+
+    torch.cuda.init()
+    _values().standin_watch_allocator()
     _runtime().standin_log_to(path.encode())
+
+
+def host_access(what: str, address: int, nbytes: int, *, writes: bool) -> None:
+    """Log that the program itself reads or writes pinned memory, now."""
+    _runtime().standin_host_access(
+        what.encode(), ctypes.c_void_p(address), ctypes.c_size_t(nbytes), int(writes)
+    )
 
 
 def _tell() -> None:
