@@ -15,15 +15,15 @@ from fxremat.costs.workspaces import library_workspaces
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.sizes import Values, layouts_of, number_at
 from fxremat.passes.joint.storage import StorageTable, allocated_bytes
+from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import Counted
 
 FULL_PRECISION_BYTES = 4
 """Of a number in a loss outside the model that nobody told of: it computes with no fewer."""
 
 SCALARS = 5
-"""Numbers that a step holds beside all else: the loss, its gradient, its token, and their like."""
-
-SCALAR_BYTES = 8
+"""Numbers that a step holds beside all else: the loss, its gradient, its token, the last step's loss,
+and their like."""
 
 
 @dataclass(frozen=True, slots=True)
