@@ -22,8 +22,8 @@ FULL_PRECISION_BYTES = 4
 """Of a number in a loss outside the model that nobody told of: it computes with no fewer."""
 
 SCALARS = 5
-"""Numbers that a step holds beside all else: the loss, its gradient, its token, the last step's loss,
-and their like."""
+"""Numbers that a step holds beside all else: the loss, its gradient, its token, the loss
+before it, and their like."""
 
 
 @dataclass(frozen=True, slots=True)
