@@ -191,11 +191,13 @@ def measure(cell: Cell, orders: Sequence[str]) -> Row:
     """
     begin_s = time.perf_counter()
     try:
-        expected = reference(cell.network)
-        with _host_memory() as pinned:
-            row = _measured(cell, expected, orders)
-            if cell.offload != "no":
-                row["pinned_bytes"] = pinned()
+        # Of the step as well: a plan is for the kernels that it was measured with.
+        with deterministic_kernels(warn_only=True), host_memory() as told:
+            expected = reference(cell.network)
+            row, call = _measured(cell, expected, orders)
+            if (locked := told()) is not None:
+                row |= {"locked_bytes": locked.now_bytes, "most_locked_bytes": locked.most_bytes}
+            del call  # its host memory was still there
         return row | {"seconds": time.perf_counter() - begin_s}
     except Exception as error:  # a row, too: the others are still to come
         return failure(error)
@@ -204,7 +206,12 @@ def measure(cell: Cell, orders: Sequence[str]) -> Row:
         forget(CUDA)
 
 
-def _measured(cell: Cell, expected: Steps, orders: Sequence[str]) -> Row:
+def _measured(cell: Cell, expected: Steps, orders: Sequence[str]) -> tuple[Row, nn.Module]:
+    """The row so far, and what was compiled.
+
+    Raises:
+        FxrematError: it cannot be, although the budget is one that an error told.
+    """
     # Half of what a step takes with everything kept: it binds for some, and not for others.
     host_limit = None if cell.offload == "no" else max(expected.allocated_bytes) // 2
     entry = NETWORKS[cell.network]
@@ -245,7 +252,7 @@ def _measured(cell: Cell, expected: Steps, orders: Sequence[str]) -> Row:
         if difference is not None:
             row["other_bits"].append(f"{name}: {difference}")
         row["faults"] += faults()
-    return row | {f"measured_{counted}_bytes": most for counted, most in worst.items()}
+    return row | {f"measured_{counted}_bytes": most for counted, most in worst.items()}, call
 
 
 def _compiled(
@@ -255,7 +262,7 @@ def _compiled(
     how: dict[str, Any] = {"offload": OFFLOADS[cell.offload], "budget_on": cell.counted}
     if host_limit is not None:
         how["host_limit"] = host_limit
-    with deterministic_kernels(warn_only=True), entry.context("cuda"):
+    with entry.context("cuda"):
         return fxremat.compile(model, fxremat.Sample(args, kwargs), budget, loss=entry.loss, **how)
 
 
@@ -279,9 +286,38 @@ def stand_in() -> Any:
     return __import__("cuda_stand_in")
 
 
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """Host memory that is locked, of the process.
+
+    Attributes:
+        now_bytes: at the end.
+        most_bytes: at once.
+    """
+
+    now_bytes: int
+    most_bytes: int
+
+    @staticmethod
+    def of(lines: Sequence[str]) -> Locked:
+        """By a log of the stand-in."""
+        now, most = 0, 0
+        held: dict[int, int] = {}
+        for line in lines:
+            if '"cudaHost' in line:
+                call = json.loads(line)
+                if call["call"] == "cudaHostUnregister":
+                    now -= held.pop(call["at"], 0)
+                else:
+                    held[call["at"]] = call["bytes"]
+                    now += call["bytes"]
+                    most = max(most, now)
+        return Locked(now, most)
+
+
 @contextlib.contextmanager
-def _host_memory() -> Iterator[Callable[[], int | None]]:
-    """Tells the most bytes of host memory that were locked at once since; ``None`` on a GPU."""
+def host_memory() -> Iterator[Callable[[], Locked | None]]:
+    """Tells what was locked since; ``None`` on a GPU."""
     if stand_in() is None:
         yield lambda: None
         return
@@ -289,41 +325,26 @@ def _host_memory() -> Iterator[Callable[[], int | None]]:
         log = Path(folder) / "log"
         stand_in().log_to(str(log))
 
-        def most() -> int:
+        def told() -> Locked:
             stand_in().log_to("")
-            return most_locked(log.read_text().splitlines())
+            return Locked.of(log.read_text().splitlines())
 
         try:
-            yield most
+            yield told
         finally:
             stand_in().log_to("")
 
 
-def most_locked(lines: Sequence[str]) -> int:
-    """Of a log of the stand-in: the most bytes that were locked at once."""
-    now, most, held = 0, 0, {}
-    for line in lines:
-        if '"cudaHost' not in line:
-            continue
-        call = json.loads(line)
-        if call["call"] == "cudaHostUnregister":
-            now -= held.pop(call["at"], 0)
-        else:
-            held[call["at"]] = call["bytes"]
-            now += call["bytes"]
-            most = max(most, now)
-    return most
-
-
 def holds(row: Row) -> bool:
-    """Whether bytes, bits and host memory are as promised."""
+    """Whether bytes, bits and host memory are as promised: the plan's, and no more meanwhile."""
     if "failed" in row:
         return False
     least = row.get("told_least_bytes")
     return (
         not (row["over"] or row["other_bits"] or row["faults"])
         and (least is None or row["budget_bytes"] == least)
-        and (row.get("pinned_bytes") or 0) <= (row["host_limit_bytes"] or 0)
+        and row.get("locked_bytes", row["host_bytes"]) == row["host_bytes"]
+        and row.get("most_locked_bytes", 0) <= (row["host_limit_bytes"] or 0)
     )
 
 
@@ -363,7 +384,7 @@ def line(row: Row) -> list[str]:
         row["predicted_reserved_bytes" if reserved else "predicted_bytes"],
         row[f"measured_{row['counted']}_bytes"],
         row["host_bytes"],
-        row.get("pinned_bytes") or 0,
+        row.get("most_locked_bytes", 0),
     )
     return [*names, *map(format_bytes, sizes), "kept" if holds(row) else "BROKEN"]
 
