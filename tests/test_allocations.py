@@ -170,6 +170,17 @@ def test_the_budget_is_for_what_is_allocated_or_for_what_is_reserved():
     assert counted[0] < counted[1]
 
 
+def test_what_is_reserved_leaves_a_segment_for_small_blocks_that_nobody_told_of():
+    step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
+    for settings in (AllocatorSettings(), GROWING):
+        found = Allocations(step.footprints, around(step), settings)
+        taken = found.of("all", carried.evaluation.peak_bytes, lambda: carried.program)
+        asked = requests_of_step(carried.program, around(step), step.footprints)
+        for more in (512, 8192, 1 << 20):
+            beside = replace(asked, given_bytes=(*asked.given_bytes, more))
+            assert replay_requests(beside, settings).reserved_bytes <= taken.reserved_bytes
+
+
 def test_a_program_is_replayed_once_with_the_same_moves():
     step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
     found = Allocations(step.footprints, around(step), AllocatorSettings())
