@@ -19,6 +19,7 @@ from fxremat.passes.emit.travel import Move
 from fxremat.planner.footprint import WORKSPACE, Footprints, Request
 from fxremat.planner.surroundings import Surroundings
 from fxremat.simulate.allocator import (
+    MOST_SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
     AllocatorSettings,
     CachingAllocator,
@@ -94,8 +95,8 @@ def requests_of_step(
 ) -> Requests:
     """What the graphs of ``program`` ask for.
 
-    A workspace is one request right after the results of its operation, and so is what a loss
-    outside the model takes, after the tangents.
+    A workspace is one request right after the results of its operation. So is what a loss outside
+    the model takes, after the tangents, but for its small blocks.
 
     Ensures: the sums of the requests so far are what an evaluation says is held.
     """
@@ -111,11 +112,14 @@ def requests_of_step(
     each = surroundings.tangent_each_bytes
     tangents = _whole((*each, max(0, surroundings.tangent_bytes - sum(each))))
     made = [(TANGENTS - i, nbytes) for i, nbytes in enumerate(tangents)]
+    loss_bytes = surroundings.turn_bytes - sum(tangents)
+    small = sum(nbytes for nbytes in tangents if nbytes <= MOST_SMALL_BYTES)
+    small_bytes = min(max(surroundings.turn_small_bytes - small, 0), loss_bytes)
     given = surroundings.given_each_bytes
     return Requests(
         given_bytes=_whole(given),
         calls=tuple(calls),
-        turn=(*at_turn, *made, *_at_once(surroundings.turn_bytes - sum(tangents))),
+        turn=(*at_turn, *made, *_at_once(loss_bytes, small_bytes)),
         turn_index=program.turn,
         end=_at_once(surroundings.end_bytes),
         unplaced_bytes=surroundings.given_bytes - sum(given),
@@ -126,9 +130,13 @@ def _whole(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(nbytes for nbytes in sizes if nbytes)
 
 
-def _at_once(nbytes: int) -> tuple[Request, ...]:
-    """Asked for and given back."""
-    return ((WORKSPACE, nbytes), (WORKSPACE, -nbytes)) if nbytes > 0 else ()
+def _at_once(nbytes: int, small_bytes: int = 0) -> tuple[Request, ...]:
+    """Asked for together, and given back: ``small_bytes`` of it in the small pool."""
+    pieces = range(0, small_bytes, MOST_SMALL_BYTES)
+    small = [min(MOST_SMALL_BYTES, small_bytes - begin) for begin in pieces]
+    sizes = _whole((max(nbytes - small_bytes, 0), *small))
+    asked = [(WORKSPACE, size) for size in sizes]
+    return (*asked, *((key, -size) for key, size in reversed(asked)))
 
 
 @dataclass(frozen=True, slots=True)
