@@ -86,7 +86,7 @@ class Captured:
 
     @functools.cached_property
     def footprints(self) -> Footprints:
-        return Footprints(self.measured.line, self.measured.workspace_bytes)
+        return Footprints(self.measured.line, self.measured.workspace_bytes, self.measured.asked)
 
     @functools.cached_property
     def estimated(self) -> Measured:

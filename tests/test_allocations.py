@@ -170,6 +170,31 @@ def test_the_budget_is_for_what_is_allocated_or_for_what_is_reserved():
     assert counted[0] < counted[1]
 
 
+def test_what_is_reserved_leaves_a_segment_for_small_blocks_that_nobody_told_of():
+    step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
+    for settings in (AllocatorSettings(), GROWING):
+        found = Allocations(step.footprints, around(step), settings)
+        taken = found.of("all", carried.evaluation.peak_bytes, lambda: carried.program)
+        asked = requests_of_step(carried.program, around(step), step.footprints)
+        for more in (512, 8192, 1 << 20):
+            beside = replace(asked, given_bytes=(*asked.given_bytes, more))
+            assert replay_requests(beside, settings).reserved_bytes <= taken.reserved_bytes
+
+
+def test_small_blocks_of_a_loss_are_asked_of_the_small_pool():
+    step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
+    plain = replace(around(step), turn_bytes=around(step).turn_bytes + 40_000_000)
+    small = replace(plain, turn_small_bytes=30_000_000)
+    whole, pieces = (
+        requests_of_step(carried.program, each, step.footprints) for each in (plain, small)
+    )
+    assert sums(pieces.turn, 0) == sums(whole.turn, 0)
+    most = [max(nbytes for _, nbytes in each.turn) for each in (whole, pieces)]
+    assert most[0] - most[1] <= 30_000_000
+    asked = [nbytes for _, nbytes in pieces.turn if 0 < nbytes <= 1 << 20]
+    assert 29_000_000 <= sum(asked) <= 32_000_000
+
+
 def test_a_program_is_replayed_once_with_the_same_moves():
     step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
     found = Allocations(step.footprints, around(step), AllocatorSettings())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from fxremat.costs import bandwidth
 from fxremat.costs.bandwidth import PIECE_BYTES, PIECES, measure_link
 from fxremat.errors import HostMemoryError
 from fxremat.ir import Link, MeasuredLink
+from fxremat.runtime.arena import Arena
 from fxremat.runtime.watch import intercept_copies
 
 
@@ -43,6 +47,26 @@ def test_a_slow_link_is_measured_as_slow(tmp_path: Path):
     assert 2 * least < link.both_bytes_per_s <= most
     assert link.shared
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_held_once_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Host memory of a plan comes next, and has the whole limit."""
+    made: list[weakref.ref[Arena]] = []
+    create = Arena.create
+
+    def noted(*args: Any, **kwargs: Any) -> Arena:
+        arena = create(*args, **kwargs)
+        made.append(weakref.ref(arena))
+        return arena
+
+    monkeypatch.setattr(Arena, "create", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        measure_link("cpu", host_dir=tmp_path)
+        assert [arena() for arena in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_it_is_measured_once_for_each_folder_and_takes_little(tmp_path: Path):

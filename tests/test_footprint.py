@@ -110,6 +110,19 @@ def test_a_second_copy_of_a_given_value_counts_as_workspace():
     assert table.of([mean]).isdisjoint(made.allocates)
 
 
+def test_results_are_asked_for_in_the_order_that_was_seen():
+    step = captured("gpt")
+    table = step.joint.storages
+    norm = next(n for n in step.joint.forward if "native_layer_norm" in str(n.target))
+    picked = tuple(sorted(norm.users, key=lambda n: n.args[1]))
+    inputs = tuple(norm.all_input_nodes)
+    block = Block(0, Mode.FIRST, (norm, *picked), inputs, picked, table.of(inputs))
+    (plain,) = steps_of(block, table, lambda _node, _block: 0)
+    (seen,) = steps_of(block, table, lambda _node, _block: 0, lambda _node, _block: (2, 0, 1))
+    assert plain.allocates == table.of_node[norm]
+    assert seen.allocates == tuple(plain.allocates[i] for i in (2, 0, 1))
+
+
 def test_a_repeated_norm_makes_no_statistics():
     step = captured("resnet50")
     table = step.joint.storages

@@ -113,6 +113,31 @@ def test_the_least_that_an_error_names_is_enough() -> None:
     assert own.budget_bytes == least_bytes
 
 
+def test_the_least_budget_holds_while_a_loop_holds_its_last_loss() -> None:
+    entry = SUBJECTS["gpt"]
+    model = entry.build()
+    with pytest.raises(fxremat.BudgetError) as refused:
+        fxremat.plan(model, fxremat.Sample(*entry.sample(0)), 0.01, loss=entry.loss)
+    least_bytes = refused.value.least_budget_bytes
+    assert least_bytes is not None
+    called: Any = fxremat.compile(
+        model, fxremat.Sample(*entry.sample(0)), least_bytes, loss=entry.loss
+    )
+    loss = torch.zeros(())
+    with sizes_known():
+        for number in range(STEPS):
+            model.zero_grad()
+            held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), loss))
+            with recording() as memory:
+                memory.mark("begin")
+                args, kwargs = entry.sample(number)
+                loss = entry.loss(called(*args, **kwargs))
+                loss.backward()
+                memory.mark("end")
+            assert memory.peak("begin", "end", held_bytes=held)[0] <= least_bytes
+    assert len(called.plans) == 1
+
+
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
 def test_counts_that_cannot_be_read(count: Any) -> None:
     with pytest.raises(fxremat.ArgumentError, match="in_flight"):

@@ -17,7 +17,7 @@ from torch import nn
 from fxremat import torch_compat
 from fxremat.costs import measure
 from fxremat.costs.cache import CostCache
-from fxremat.costs.execute import Operations
+from fxremat.costs.execute import Operations, asked_order
 from fxremat.costs.measure import device_of, measure_step, peak_of, resident_bytes, seconds_of
 from fxremat.passes.stages.block import Block, Mode
 
@@ -313,6 +313,25 @@ def test_what_waits_for_the_device_is_not_charged_with_the_delay(clock_of):
     assert min(seconds) < 0.004
     assert max(device.delays) <= measure.MOST_HELD_S
     assert device.told.count("run") == 2 * len(seconds)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "order"),
+    [
+        ((32, 128), (128, 32), (1, 0)),  # a mask before what it is applied to
+        ((128, 32), (128, 32), (0, 1)),
+        ((64, 128, -64, 32, 8, -8), (32, 128), (1, 0)),  # beside workspaces
+        ((32, 32, -32, 128), (128, 32), (1, 0)),  # one of them of a result's size
+        ((40, 128), (128, 32), (1, 0)),  # a block that is larger than what was asked for
+        ((32, 128), (128, 0, 32), (1, 2, 0)),  # a result that is elsewhere
+        ((32,), (128, 32), (0, 1)),  # something else than was returned
+        ((), (), ()),
+    ],
+)
+def test_in_which_order_results_are_asked_for(
+    changes: tuple[int, ...], sizes: tuple[int, ...], order: tuple[int, ...]
+):
+    assert asked_order(changes, sizes) == order
 
 
 def test_measuring_operations_resets_no_statistics(monkeypatch: pytest.MonkeyPatch):

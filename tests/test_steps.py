@@ -423,6 +423,17 @@ def test_results_count_as_long_as_somebody_holds_them():
     assert flight.kept_bytes([]) == y.nbytes
 
 
+def test_of_numbers_that_are_held_all_but_one_of_the_latest_step_count():
+    flight = InFlight()
+    losses = [torch.ones(()), torch.ones(())]
+    for loss in losses:
+        flight.add(made(outputs=(loss,)))
+    assert flight.kept_bytes([]) == losses[0].nbytes
+    both = torch.ones(()), torch.ones(())
+    flight.add(made(outputs=both))
+    assert flight.kept_bytes([]) == losses[0].nbytes + losses[1].nbytes + both[0].nbytes
+
+
 def test_gradients_that_were_asked_for_count_as_long_as_they_are_held():
     flight = InFlight()
     gradient = torch.ones(10)

@@ -24,6 +24,7 @@ class CostCache:
         self.workspace_bytes: dict[Key, int] = {}
         self.result_bytes: dict[Key, tuple[int, ...]] = {}
         self.as_traced: dict[Key, bool] = {}
+        self.asked: dict[Key, tuple[int, ...]] = {}
 
 
 COSTS: dict[Key, CostCache] = defaultdict(CostCache)

@@ -44,6 +44,7 @@ class Measured:
         stages: seconds of each stage.
         again_s: seconds of each operation that a recomputation may run, alone.
         workspace_bytes: peak of an operation beyond its arguments and results.
+        asked: the order in which an operation asks for its results; none: as they are returned.
         displaced: storages with tensors whose strides are not those of the trace.
         costs: the same as plain data.
     """
@@ -52,6 +53,7 @@ class Measured:
     stages: tuple[StageSeconds, ...]
     again_s: Mapping[fx.Node, float]
     workspace_bytes: Callable[[fx.Node, Block], int]
+    asked: Callable[[fx.Node, Block], tuple[int, ...]]
     displaced: frozenset[int]
     costs: RecordedCosts
 
@@ -89,6 +91,7 @@ class Measured:
         _check(costs, nodes, least_bytes)
         sized = replace(table, nbytes=costs.storage_bytes)
         known = {(nodes[i], Mode(mode)): nbytes for i, mode, nbytes in costs.workspace_bytes}
+        orders = {(nodes[i], Mode(mode)): order for i, mode, order in costs.asked}
 
         def workspace_bytes(node: fx.Node, block: Block) -> int:
             found = known.get((node, block.mode_of(node)))
@@ -101,6 +104,7 @@ class Measured:
             costs.stages,
             {nodes[i]: seconds for i, seconds in costs.again_s},
             workspace_bytes,
+            lambda node, block: orders.get((node, block.mode_of(node)), ()),
             frozenset(costs.displaced),
             costs,
         )
@@ -112,12 +116,15 @@ def _check(costs: RecordedCosts, nodes: Sequence[fx.Node], least_bytes: Sequence
     Raises:
         CostError: see above.
     """
-    indices = (*(i for i, _ in costs.again_s), *(i for i, _, _ in costs.workspace_bytes))
+    ran = (*costs.workspace_bytes, *costs.asked)
+    indices = (*(i for i, _ in costs.again_s), *(i for i, _, _ in ran))
     modes = {mode.value for mode in Mode}
     seconds = [s for stage in costs.stages for s in astuple(stage)]
     right = (
         all(0 <= i < len(nodes) for i in indices)
-        and all(mode in modes and nbytes >= 0 for _, mode, nbytes in costs.workspace_bytes)
+        and all(mode in modes for _, mode, _ in ran)
+        and all(nbytes >= 0 for _, _, nbytes in costs.workspace_bytes)
+        and all(sorted(asked) == [*range(len(asked))] for _, _, asked in costs.asked)
         and all(0 <= s < math.inf for s in (*seconds, *(s for _, s in costs.again_s)))
         and all(0 <= s < len(least_bytes) for s in costs.displaced)
         and all(n >= least for n, least in zip(costs.storage_bytes, least_bytes, strict=True))
@@ -313,11 +320,16 @@ class _Walk:
         """All that was found."""
         order, table = self._line.order, self._line.joint.storages
         workspaces: dict[tuple[int, str], int] = {}
+        asked: dict[tuple[int, str], tuple[int, ...]] = {}
         for stage in self._stages:
             for block in (stage.first, stage.whole, stage.backward):
                 for node, modes in runs_of(self._line, block):
-                    found = self._cache.workspace_bytes[self.keys(node, block)]
-                    workspaces.update({(order[node], mode.value): found for mode in modes})
+                    key = self.keys(node, block)
+                    ran = [(order[node], mode.value) for mode in modes]
+                    workspaces.update(dict.fromkeys(ran, self._cache.workspace_bytes[key]))
+                    found = self._cache.asked.get(key, ())
+                    if found != tuple(sorted(found)):
+                        asked.update(dict.fromkeys(ran, found))
         return RecordedCosts(
             tuple(stages),
             tuple(sorted((order[node], seconds) for node, seconds in self.again_s.items())),
@@ -325,6 +337,7 @@ class _Walk:
             # As measured, where larger than traced.
             tuple(max(n, self._sizes.get(i, 0)) for i, n in enumerate(table.nbytes)),
             tuple(sorted(self.displaced)),
+            asked=tuple((index, mode, found) for (index, mode), found in sorted(asked.items())),
         )
 
 

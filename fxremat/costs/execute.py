@@ -182,13 +182,42 @@ class Operations:
             value = _call(node, block, values)
         sizes = [
             allocated_bytes(t.untyped_storage().nbytes(), self._device)
-            for t in _fresh(node, block, value, values)
             if t.device == self._device
+            else 0
+            for t in _fresh(node, block, value, values)
         ]
         self._cache.result_bytes[key] = _result_bytes(value)
         self._cache.as_traced[key] = _lies_as_traced(node, value)
+        self._cache.asked[key] = asked_order([change for _mark, change in log.events], sizes)
         self._cache.workspace_bytes[key] = max(log.peak_bytes - sum(sizes), 0)
         return value
+
+
+def asked_order(changes: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """The order in which an operation asks for its results: a fused dropout wants its mask first.
+
+    Args:
+        changes: what the allocator did meanwhile: bytes handed out, and taken back if negative.
+        sizes: of the results, as they are returned; 0: the device has none of it.
+
+    Returns indices of ``sizes``; where it cannot be told, as they are returned.
+    """
+    live: list[int] = []
+    for change in changes:
+        if change > 0:
+            live.append(change)
+        elif -change in live:  # a block of that size: which one of several matters to nobody
+            del live[len(live) - 1 - live[::-1].index(-change)]
+    places = dict.fromkeys(range(len(sizes)), -1)
+    left = dict(enumerate(live))
+    for i in sorted(places, key=lambda i: -sizes[i]):
+        fitting = [(nbytes, place) for place, nbytes in left.items() if nbytes >= sizes[i] > 0]
+        if sizes[i] and not fitting:
+            return tuple(places)
+        if fitting:
+            _, places[i] = min(fitting)
+            del left[places[i]]
+    return tuple(sorted(places, key=lambda i: places[i]))
 
 
 def _last_read(

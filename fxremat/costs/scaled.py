@@ -247,6 +247,7 @@ class ScaledCosts:
             displaced=tuple(sorted({s for a in self.anchors for s in a.costs.displaced})),
             link=first.link,
             messages_s=first.messages_s,
+            asked=first.asked,
         )
 
     def _traced_bytes(self, values: Values) -> Indices:

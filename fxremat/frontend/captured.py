@@ -192,7 +192,7 @@ class CapturedStep:
     def lesson_key(self) -> str:
         """What lessons of its steps are kept by."""
         origin = origin_of_costs(self._digests, self.device, self.executor, self._target)
-        return key_of(origin, loss=self.caller.loss_bytes)
+        return key_of(origin, loss=(self.caller.loss_bytes, self.caller.loss_small_bytes))
 
     def settle(self) -> None:
         """Let the values of the captured call go: no batch outlives its step."""
@@ -340,7 +340,9 @@ class CapturedStep:
         if caller.loss_bytes is not None:  # as the outputs that it is computed from
             table, first = joint.storages, costed.base.tangent_bytes
             share = table.total(table.of(joint.tangents)) / first if first else 1.0
-            caller = replace(caller, loss_bytes=math.ceil(caller.loss_bytes * share))
+            sizes = caller.loss_bytes * share, caller.loss_small_bytes * share
+            loss_bytes, small_bytes = map(math.ceil, sizes)
+            caller = replace(caller, loss_bytes=loss_bytes, loss_small_bytes=small_bytes)
         base = self._around(joint, {}, caller, values)
         base = replace(base, given_bytes=base.given_bytes + self._more_bytes)
         return Costed(replace(graph, line=measured.line), measured, base)

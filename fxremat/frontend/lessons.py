@@ -12,9 +12,10 @@ from fxremat.errors import BudgetWarning
 from fxremat.frontend.pipeline import Planner
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
-from fxremat.planner.surroundings import SCALAR_BYTES, SCALARS, Surroundings
+from fxremat.planner.surroundings import SCALARS, Surroundings
 from fxremat.report.plan import Plan
 from fxremat.runtime.levels import Levels
+from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import format_bytes
 
 LOG = logging.getLogger("fxremat")

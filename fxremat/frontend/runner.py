@@ -131,6 +131,7 @@ class Runner:
                 accumulate=asked.accumulate,
                 in_flight=asked.in_flight,
                 loss_bytes=needs.nbytes if needs else None,
+                loss_small_bytes=needs.small_bytes if needs else 0,
                 budget_on=asked.budget_on,
             )
             with _progress() as progress:

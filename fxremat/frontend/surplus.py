@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.frontend.outputs import Unused
 from fxremat.passes.joint.storage import allocated_bytes
+from fxremat.simulate.allocator import MOST_SMALL_BYTES
 
 
 def optimizer_bytes(
@@ -103,10 +105,12 @@ class LossNeeds:
     Attributes:
         nbytes: most bytes that its forward and backward have allocated beside its inputs.
         unused: outputs of the model that get no gradient from it; ``None``: all get one.
+        small_bytes: the most at once in blocks of the allocator's small pool.
     """
 
     nbytes: int
     unused: Unused | None
+    small_bytes: int = 0
 
 
 def needs_of_loss(
@@ -151,7 +155,11 @@ def needs_of_loss(
         with log, torch.enable_grad():
             torch.autograd.backward(_checked(loss, loss(filled)))
     unused = tuple(i for i, t in made.items() if t.requires_grad and t.grad is None)
-    return LossNeeds(log.peak_bytes, Unused(unused, len(leaves)) if unused else None)
+    found = LossNeeds(log.peak_bytes, Unused(unused, len(leaves)) if unused else None)
+    if adopt is not None:
+        return found
+    small = (change for _mark, change in log.events if abs(change) <= MOST_SMALL_BYTES)
+    return replace(found, small_bytes=max(0, *itertools.accumulate(small), 0))
 
 
 def _checked(loss: object, result: object) -> torch.Tensor:

@@ -34,6 +34,8 @@ class RecordedCosts:
         link: to host memory, where storages may travel.
         messages_s: collectives, and those seconds of each that others take, which ``stages`` and
             ``again_s`` have in them as if nothing ran meanwhile.
+        asked: operations that ask for their results in another order than they return them, how
+            each runs, and the places of its results in that order.
     """
 
     stages: tuple[StageSeconds, ...]
@@ -43,6 +45,7 @@ class RecordedCosts:
     displaced: tuple[int, ...]
     link: MeasuredLink | None = None
     messages_s: tuple[tuple[int, float], ...] = ()
+    asked: tuple[tuple[int, str, tuple[int, ...]], ...] = ()
 
     @staticmethod
     def slowest(costs: Sequence[RecordedCosts]) -> RecordedCosts:

@@ -15,6 +15,9 @@ from fxremat.passes.stages.linearize import Line
 WorkspaceBytes = Callable[[fx.Node, Block], int]
 """Peak bytes of an operation beyond its arguments and results."""
 
+Asked = Callable[[fx.Node, Block], tuple[int, ...]]
+"""The order in which an operation asks for its results; none: as they are returned."""
+
 Request = tuple[int, int]
 """What is asked of the device's allocator: a key, and bytes that it is to hand out under that
 key, or, negative, to take back. Keys are storages, or below 0."""
@@ -53,8 +56,15 @@ class Step:
     node: fx.Node | None = None
 
 
+def _as_returned(_node: fx.Node, _block: Block) -> tuple[int, ...]:
+    return ()
+
+
 def steps_of(
-    block: Block, storages: StorageTable, workspace_bytes: WorkspaceBytes
+    block: Block,
+    storages: StorageTable,
+    workspace_bytes: WorkspaceBytes,
+    asked: Asked = _as_returned,
 ) -> tuple[Step, ...]:
     """What each operation of ``block`` allocates and releases."""
     incoming = storages.of(block.inputs)
@@ -74,6 +84,9 @@ def steps_of(
     for i, node in enumerate(groups):
         read = storages.of(block.sources(node))
         results = [s for s in _made(node, block, storages) if s not in read]
+        places = asked(node, block)
+        if len(places) == len(results):
+            results = [results[i] for i in places]
         new = tuple(s for s in results if s not in present)
         # A recomputed operation also returns values that were pinned the first time:
         # that second copy is gone as soon as the results asked for are picked out.
@@ -128,9 +141,12 @@ def run(requests: tuple[Request, ...]) -> Footprint:
 class Footprints:
     """Footprints of blocks of one line; what each block asks for is found once."""
 
-    def __init__(self, line: Line, workspace_bytes: WorkspaceBytes) -> None:
+    def __init__(
+        self, line: Line, workspace_bytes: WorkspaceBytes, asked: Asked = _as_returned
+    ) -> None:
         self._storages = line.joint.storages
         self._workspace_bytes = workspace_bytes
+        self._asked = asked
         self._steps: dict[int, tuple[Block, tuple[Step, ...]]] = {}
 
     def of(self, block: Block, *, kept: frozenset[int]) -> Footprint:
@@ -144,6 +160,6 @@ class Footprints:
     def steps(self, block: Block) -> tuple[Step, ...]:
         """What each operation of ``block`` does."""
         if id(block) not in self._steps:  # the entry keeps the block, so its id, alive
-            steps = steps_of(block, self._storages, self._workspace_bytes)
+            steps = steps_of(block, self._storages, self._workspace_bytes, self._asked)
             self._steps[id(block)] = (block, steps)
         return self._steps[id(block)][1]

@@ -55,7 +55,7 @@ def search_at(
     evaluator = search.evaluator.at(measured, surroundings)
     members = _Members(evaluator, search.pool.members)
     allocations = Allocations(
-        Footprints(measured.line, measured.workspace_bytes),
+        Footprints(measured.line, measured.workspace_bytes, measured.asked),
         surroundings,
         search.allocations.settings,
         search.allocations.budget_on,

@@ -95,7 +95,7 @@ class Search:
             known: a search of the same step at another size, which is to know what is found.
         """
         line = measured.line
-        footprints = Footprints(line, measured.workspace_bytes)
+        footprints = Footprints(line, measured.workspace_bytes, measured.asked)
         masks = known.evaluator.options.masks if known else None
         options = find_options(measured, blocks, masks=masks)
         chain = build_chain(line, blocks, options)

@@ -15,15 +15,15 @@ from fxremat.costs.workspaces import library_workspaces
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.sizes import Values, layouts_of, number_at
 from fxremat.passes.joint.storage import StorageTable, allocated_bytes
+from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import Counted
 
 FULL_PRECISION_BYTES = 4
 """Of a number in a loss outside the model that nobody told of: it computes with no fewer."""
 
 SCALARS = 5
-"""Numbers that a step holds beside all else: the loss, its gradient, its token, and their like."""
-
-SCALAR_BYTES = 8
+"""Numbers that a step holds beside all else: the loss, its gradient, its token, the loss
+before it, and their like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Surroundings:
         tangent_each_bytes: the same of ``tangent_bytes``.
         added: primals whose gradient is added to one that exists, as soon as it is made.
         host_bytes: of host memory, for what travels; ``None``: as much as it takes.
+        turn_small_bytes: of ``turn_bytes``, what is asked for in small blocks.
     """
 
     given_bytes: int
@@ -54,6 +55,7 @@ class Surroundings:
     tangent_each_bytes: tuple[int, ...] = ()
     added: frozenset[int] = frozenset()
     host_bytes: int | None = None
+    turn_small_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Caller:
         accumulate: gradients are added to existing ones, even if there are none yet.
         in_flight: so many steps may wait for their backward.
         loss_bytes: measured peak of the loss outside the model, None if unknown.
+        loss_small_bytes: the most of it that was in small blocks.
         resident: tensors that the step holds whether its graph reads them or not: the
             model's parameters and buffers, the arguments of the call.
         budget_on: what the budget is for.
@@ -77,6 +80,7 @@ class Caller:
     accumulate: bool = False
     in_flight: int = 1
     loss_bytes: int | None = None
+    loss_small_bytes: int = 0
     resident: tuple[torch.Tensor, ...] = ()
     budget_on: Counted = "allocated"
     library_bytes: int | None = None
@@ -124,6 +128,7 @@ def surroundings_of(
         device=joint.device,
         given_each_bytes=given,
         tangent_each_bytes=tangents,
+        turn_small_bytes=caller.loss_small_bytes,
     )
 
 

@@ -21,6 +21,9 @@ from fxremat import torch_compat
 from fxremat.errors import BackwardError
 from fxremat.runtime.counted import Count
 
+SCALAR_BYTES = 8
+"""Of a number, as a loss is."""
+
 _numbers = itertools.count()
 
 _by_number: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
@@ -207,9 +210,14 @@ class InFlight:
         return iter([step for step in steps if step is not None and step.waits])
 
     def kept_bytes(self, waiting: Iterable[Step]) -> int:
-        """Of outputs that somebody holds, of steps that are not ``waiting``."""
+        """Of outputs that somebody holds, of steps that are not ``waiting``.
+
+        One number of the latest step does not count: a loop's variable holds its last loss
+        until it has the next, and every plan has room for that.
+        """
         counted = {step.number for step in waiting}
         with self._lock:
             self._outputs = [(number, alive) for number, alive in self._outputs if alive]
-            kept = [alive.nbytes for number, alive in self._outputs if number not in counted]
-        return sum(kept)
+            kept = [(n, alive.nbytes) for n, alive in self._outputs if n not in counted]
+        last = [size for n, size in kept if n == self.latest and size <= SCALAR_BYTES]
+        return sum(size for _, size in kept) - sum(last[:1])

@@ -9,7 +9,7 @@ segments. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and
 * Sizes are rounded up to 512 bytes, or to a fraction of a power of two
   (``roundup_power2_divisions``). Up to 1 MiB they are of the small pool, else of the large one.
 * Each stream has its own free blocks in each pool. The smallest one that is large enough is
-  taken, the lowest address among those of one size.
+  taken; among those of one size that of the oldest segment, and the lowest address in it.
 * A block is split if at least 512 bytes are left over, in the large pool if more than 1 MiB is.
 * With no such block a segment is taken: 2 MiB for the small pool; 20 MiB
   (``large_segment_size_mb``) up to 10 MiB; from there on what is asked for, in 2 MiB.
@@ -20,10 +20,9 @@ segments. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and
 * With ``max_split_size_mb`` blocks of that size are neither split nor given to smaller requests,
   nor to one that would waste ``max_non_split_rounding_mb``.
 
-Where two free blocks of one size lie in different segments, the device's addresses decide which
-is taken; here segments are in the order in which they were taken. Nothing ever goes back to the
-device: that happens where memory runs out, when a cache is emptied, or beyond a
-``garbage_collection_threshold``.
+Where two free blocks of one size lie in different segments, that of the segment that was taken first
+is handed out. Nothing ever goes back to the device: that happens where memory runs out, when a cache
+is emptied, or beyond a ``garbage_collection_threshold``.
 """
 
 from __future__ import annotations
