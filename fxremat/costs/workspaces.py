@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
@@ -33,8 +32,12 @@ def _measured(device: torch.device) -> int:
         torch_compat.clear_library_workspaces()
         before = torch.cuda.memory_allocated(device)
         for dtype in _DTYPES:
-            with contextlib.suppress(RuntimeError):  # not every GPU multiplies in every dtype
+            try:
                 multiply(device, dtype)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise  # what was not allocated now would be later, in a step
+            except RuntimeError:
+                continue  # not every GPU multiplies in every dtype
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device) - before
 
