@@ -193,7 +193,10 @@ class StepCompiler:
             except SizesError:
                 raise
             except Exception as error:
-                raise self.refused(error) from error
+                refused = self.refused(error)
+                if refused is error:
+                    raise  # from itself it would be in a circle
+                raise refused from error
             found.append(family)
             if broken is not None:
                 self.regions.told.broken_at(broken)
