@@ -51,9 +51,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": _mlp,
     "gpt": lambda: GPT(_GPT),
     "bulk": lambda: nn.Sequential(*[Bulk() for _ in range(5)]),
+    "tower": lambda: nn.Sequential(*[Bulk() for _ in range(10)]),
 }
-
-ROWS = {"mlp": 512, "bulk": 11 << 10}
 
 
 def batch_of(name: str, seed: int) -> Batch:
@@ -62,7 +61,8 @@ def batch_of(name: str, seed: int) -> Batch:
     if name == "gpt":
         tokens = torch.randint(0, 64, (8, 33), generator=draw)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return (torch.randn(ROWS[name], 256 if name == "bulk" else 64, generator=draw),)
+    shape = (512, 64) if name == "mlp" else (11 << 10, 256)
+    return (torch.randn(shape, generator=draw),)
 
 
 def built(name: str, device: torch.device = CUDA) -> nn.Module:

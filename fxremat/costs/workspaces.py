@@ -25,12 +25,25 @@ def library_workspaces(device: torch.device) -> int:
     return _measured(device) if device.type == "cuda" else 0
 
 
+_taken: list[torch.device] = []
+"""Devices whose workspaces were measured: they are there from then on."""
+
+
 @functools.cache
 def _measured(device: torch.device) -> int:
-    with torch_compat.real_execution(), torch.cuda.device(device):
+    with torch_compat.real_execution():
         torch.cuda.synchronize(device)
-        torch_compat.clear_library_workspaces()
+        torch_compat.clear_library_workspaces()  # of all devices
         before = torch.cuda.memory_allocated(device)
+        for one in (device, *_taken):
+            _take(one)
+        _taken.append(device)
+        return torch.cuda.memory_allocated(device) - before
+
+
+def _take(device: torch.device) -> None:
+    """Have all workspaces of a device allocated."""
+    with torch.cuda.device(device):
         for dtype in _DTYPES:
             try:
                 multiply(device, dtype)
@@ -39,7 +52,6 @@ def _measured(device: torch.device) -> int:
             except RuntimeError:
                 continue  # not every GPU multiplies in every dtype
         torch.cuda.synchronize(device)
-        return torch.cuda.memory_allocated(device) - before
 
 
 def multiply(device: torch.device, dtype: torch.dtype) -> None:
