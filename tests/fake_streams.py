@@ -94,6 +94,13 @@ class FakeStream(Timeline):
                 self.come_after(event.last.clock)
                 self.queue.append(event.last)
 
+    def synchronize(self) -> None:
+        end = Record(list(self.clock))
+        self.queue.append(partial(setattr, end, "done", True))
+        self._device.host_waits += 1
+        self._device.host.come_after(end.clock)
+        self._device.progress(until=end)
+
     def enqueue(self, work: Work) -> None:
         self.come_after(self._device.host.clock)
         self.tick()
@@ -187,6 +194,7 @@ class Device:
                 block = bytearray(nbytes)
                 self._note(f"block {self.blocks}", _address(block), nbytes, block)
                 self.blocks += 1
+            stream.come_after(self.host.clock)  # so is all that is done there
             self.races += self._memories[_address(block)].reuse(stream, what="allocates")
             tensor = torch.frombuffer(block, dtype=torch.uint8)
             weakref.finalize(tensor.untyped_storage(), pool.append, block).atexit = False

@@ -21,6 +21,8 @@ QUICK = 300
 PARTS = 8
 MOST_SEEDS = 1_500
 """Within how many loops a wait that is missing shows; about 300 for the rarest one."""
+WHERE_CUDA_FAILS = {"self.event.synchronize", "stream.synchronize"}
+"""Waits in the place of those that cannot be had; tests/test_streams.py leaves them out."""
 MEASURING = ("watch", "bandwidth", "workspaces")
 """What in the runtime waits to measure something, and orders no copy of a step."""
 
@@ -42,7 +44,7 @@ def test_every_access_is_ordered_in_many_loops(part: int):
     check(range(QUICK + part, SEEDS, PARTS))
 
 
-@pytest.mark.parametrize("wait", waits(), ids=str)
+@pytest.mark.parametrize("wait", [w for w in waits() if w.call not in WHERE_CUDA_FAILS], ids=str)
 def test_without_any_one_wait_there_is_a_race(wait: Wait):
     """Told by the clocks alone, whatever order the work happened to be done in."""
     with left_out(wait):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +14,9 @@ from fxremat.runtime import streams
 from fxremat.runtime.arena import Arena, lease_of
 from fxremat.runtime.lease import Arrival
 from fxremat.runtime.streams import PinnedBlock, StreamLease, Traffic
-from tests.fake_streams import Device, FakeStream, fake_device
+from tests.fake_streams import Device, FakeEvent, FakeStream, fake_device
 from tests.moving import CPU
+from tests.stream_waits import left_out, waits
 
 NBYTES = 64
 
@@ -158,6 +160,43 @@ def test_memory_of_an_offload_that_was_given_up_is_safe():
         del x
         assert made(device, 7).data_ptr() == memory
         assert device.races == []
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["", "left_out"])
+@pytest.mark.parametrize("call", ["self.event.synchronize", "stream.synchronize"])
+def test_where_a_stream_cannot_be_made_to_wait_the_host_does(call: str, left: bool):
+    """Without that, what comes next in the memory is not after the copy."""
+    (wait,) = [wait for wait in waits() if wait.call == call]
+
+    def refuse(*_given: object) -> None:
+        raise RuntimeError("CUDA error")
+
+    def copied(target: Tensor, source: Tensor) -> None:
+        device.copy(target, source)
+        patch.setattr(FakeEvent, "record", refuse)
+
+    with fake_device(0) as device, contextlib.ExitStack() as stack:
+        if left:
+            stack.enter_context(left_out(wait))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        lease = lease_on(pinned(device, slots=1))
+        x = made(device, 5)
+        lease.offload(x, offset=0)
+        lease.release(offset=0)
+        del x
+        if call == "self.event.synchronize":
+            back = lease.prefetch(offset=0, nbytes=NBYTES, device=CPU)
+            patch.setattr(FakeStream, "wait_event", refuse)
+            del back
+        else:
+            patch.setattr(streams, "_copy", copied)
+            with pytest.raises(RuntimeError, match="CUDA error"):
+                lease.prefetch(offset=0, nbytes=NBYTES, device=CPU)
+        patch.undo()
+        other = made(device, 7)
+        device.progress()
+        assert bool(device.races) == left
+        assert left or other.eq(7).all()
 
 
 def test_what_was_released_is_waited_for_once():

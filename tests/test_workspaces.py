@@ -72,6 +72,7 @@ def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch
         assert library_workspaces(device) == 64 * MIB
     finally:
         workspaces._of.cache_clear()
+        workspaces._taken.clear()
 
 
 def test_they_are_given(monkeypatch: pytest.MonkeyPatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from dataclasses import dataclass, field
@@ -47,19 +46,23 @@ class _Workspaces:
         own = threading.get_ident(), torch.cuda.current_stream(self.device).cuda_stream
         if own in self.known:
             return self.nbytes
-        with self.lock, torch_compat.real_execution(), torch.cuda.device(self.device):
+        with self.lock, torch_compat.real_execution():
             torch.cuda.synchronize(self.device)
-            if not self.known:  # those there are already are freed, to see their size
+            begins = not self.known
+            if begins:  # those there are already are freed, on all devices, to see their size
                 torch_compat.clear_library_workspaces()
             before = torch.cuda.memory_allocated(self.device)
-            for dtype in _DTYPES:
-                with contextlib.suppress(RuntimeError):  # not every GPU multiplies in every dtype
-                    multiply(self.device, dtype)
-            torch.cuda.synchronize(self.device)
+            for device in (self.device, *(_taken if begins else ())):
+                _take(device)
+            if begins:
+                _taken.append(self.device)
             self.nbytes += max(0, torch.cuda.memory_allocated(self.device) - before)
             self.known.add(own)
             return self.nbytes
 
+
+_taken: list[torch.device] = []
+"""Devices whose workspaces were measured: they are there from then on."""
 
 _of = functools.cache(_Workspaces)
 
@@ -68,6 +71,20 @@ def forget_workspaces() -> None:
     """Free all that torch holds; what is taken from now on is counted anew."""
     torch_compat.clear_library_workspaces()
     _of.cache_clear()
+    _taken.clear()
+
+
+def _take(device: torch.device) -> None:
+    """Have all workspaces of a device allocated."""
+    with torch.cuda.device(device):
+        for dtype in _DTYPES:
+            try:
+                multiply(device, dtype)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise  # what was not allocated now would be later, in a step
+            except RuntimeError:
+                continue  # not every GPU multiplies in every dtype
+        torch.cuda.synchronize(device)
 
 
 def multiply(device: torch.device, dtype: torch.dtype) -> None:

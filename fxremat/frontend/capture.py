@@ -218,7 +218,10 @@ class StepCompiler:
             except SizesError:
                 raise
             except Exception as error:
-                raise own.refused(error) from error
+                refused = own.refused(error)
+                if refused is error:
+                    raise  # from itself it would be in a circle
+                raise refused from error
             place = next(i for i, known in enumerate(own.families) if known is family)
             if broken is not None:
                 own.regions.told.broken_at(broken)

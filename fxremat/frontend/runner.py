@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from fxremat.frontend.capture import Backend, PlannedOnly, RefusedError, StepCom
 from fxremat.frontend.captured import silent
 from fxremat.frontend.entry import Entry
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
+from fxremat.frontend.raised import let_go
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of, rejected
@@ -147,7 +147,11 @@ class Runner:
                     whole=asked.fullgraph,
                     regions=regions,
                 )
-                runner._plan_only(call, hooked=hooked)
+                try:
+                    runner._plan_only(call, hooked=hooked)
+                except BaseException:
+                    runner.release()  # it is in circles, and would hold the model
+                    raise
             compiler.progress = silent
             # Other captures get the same bytes, also where the budget was a share or "min".
             if asked.kept is None and not compiler.regions.several:
@@ -267,12 +271,18 @@ class Runner:
         except torch_compat.capture_failures() as error:
             failed = error
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # see family.emitted
+            let_go(error)
             compiler.regions.fail()
             raise
         finally:
             compiler.resident = compiler.arguments = tuple  # a batch must not outlive its step
-        raise self._failure(failed, call)
+        failure = self._failure(failed, call)
+        try:
+            let_go(failed)
+            let_go(failure)
+            raise failure
+        finally:
+            del failed, failure  # this frame is theirs
 
     def _there_bytes(self, call: Sample) -> int:
         """What is there when a call begins."""
@@ -284,14 +294,16 @@ class Runner:
     def _failure(self, error: BaseException, call: Sample) -> BaseException:
         """What really went wrong when ``call`` could not be captured."""
         cause = torch_compat.failure_cause(error)
-        own = cause if isinstance(cause, FxrematError) else own_error(self._inner, call)
+        of_planning = (FxrematError, torch.OutOfMemoryError, torch.AcceleratorError)
+        own = cause if isinstance(cause, of_planning) else own_error(self._inner, call)
         if own is not None:
             own.__suppress_context__ = True
             return own
         data_dependent = isinstance(cause, torch_compat.data_dependent_errors())
         if cause is error or data_dependent:
             cause = refused(self._inner, cause)
-        cause.__cause__ = error  # else nothing that the model did
+            cause.__cause__ = error
+        cause.__suppress_context__ = True  # nothing that the model did
         return cause
 
     def _plan_only(self, call: Sample, *, hooked: bool) -> None:

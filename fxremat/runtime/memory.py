@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fxremat import torch_compat
 from fxremat.errors import HostMemoryError
 from fxremat.units import format_bytes
 
@@ -163,7 +164,8 @@ _MADV_WIPEONFORK = 18
 
 def _forget_error(device: torch.device) -> None:
     """Have CUDA report its last error here, and not at whatever kernel comes next."""
-    with contextlib.suppress(RuntimeError):
+    # For real, though a capture may be going on: nothing is launched there.
+    with contextlib.suppress(RuntimeError), torch_compat.real_execution():
         torch.empty(1, device=device).add_(1)
 
 

@@ -127,6 +127,16 @@ class _Copy:
     event: Any
     compute: torch.cuda.Stream
 
+    def settle(self) -> None:
+        """The step is given up, and the memory is free: what comes next there is after the copy.
+
+        Nobody handles an error of this, so the host waits where the stream cannot be made to.
+        """
+        try:
+            self.compute.wait_event(self.event)
+        except RuntimeError:
+            self.event.synchronize()
+
 
 class StreamLease(Lease):
     """Transfers on two streams: streams wait for events, the host for nothing.
@@ -159,8 +169,7 @@ class StreamLease(Lease):
             dropped.atexit = False
             self._offloads[offset] = copy, dropped
         except BaseException:
-            # The copy may be under way, and nothing else knows of it.
-            compute.wait_event(self.block.written.record(self._out.stream, 0, self.nbytes))
+            self._settle_all(self.block.written, self._out.stream, compute)
             raise
 
     def _release(self, offset: int) -> None:
@@ -178,8 +187,7 @@ class StreamLease(Lease):
             self._in.copy(fresh, self._part(offset, end), kind="prefetch")
             return _Copy(self.block.read.record(self._in.stream, offset, end), compute)
         except BaseException:
-            # The copy may be under way, and nothing else knows of it.
-            compute.wait_event(self.block.read.record(self._in.stream, 0, self.nbytes))
+            self._settle_all(self.block.read, self._in.stream, compute)
             raise
 
     def wait_for(self, token: object) -> None:
@@ -190,13 +198,22 @@ class StreamLease(Lease):
     def abandon(self, token: object) -> None:
         """Have the stream that the memory goes back to wait for the copy."""
         assert isinstance(token, _Copy)
-        token.compute.wait_event(token.event)
+        token.settle()
+
+    def _settle_all(
+        self, traffic: Traffic, stream: torch.cuda.Stream, compute: torch.cuda.Stream
+    ) -> None:
+        """A copy may be under way of which nothing else knows, as what begins one has raised."""
+        try:
+            _Copy(traffic.record(stream, 0, self.nbytes), compute).settle()
+        except RuntimeError:
+            stream.synchronize()
 
     @staticmethod
     def _drop(copy: _Copy, process: int) -> None:
         """Nobody released what ``copy`` reads, and its memory is free now."""
         if process == os.getpid():  # in a forked child CUDA does not work
-            copy.compute.wait_event(copy.event)
+            copy.settle()
 
     def _part(self, begin: int, end: int) -> Tensor:
         assert self.block.bytes is not None

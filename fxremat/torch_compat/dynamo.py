@@ -267,6 +267,12 @@ def may_be_the_models(cause: BaseException) -> bool:
     return ours or isinstance(cause, TorchRuntimeError) or "Observed exception" in str(cause)
 
 
+def leading_to(error: BaseException) -> list[BaseException]:
+    """Exceptions that ``error`` was raised for, or after; what Dynamo has wrapped among them."""
+    found = error.__cause__, error.__context__, getattr(error, "inner_exception", None)
+    return [other for other in found if other is not None]
+
+
 def failure_cause(error: BaseException) -> BaseException:
     """What really went wrong, for an error that Dynamo wrapped."""
     from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415

@@ -40,6 +40,9 @@ def _runtime() -> ctypes.CDLL:
     runtime.standin_take_faults.restype = ctypes.c_char_p
     runtime.standin_count.restype = runtime.standin_queued.restype = ctypes.c_uint64
     runtime.standin_host_seconds.restype = ctypes.c_double
+    runtime.standin_failing_name.restype = ctypes.c_char_p
+    runtime.standin_failing_calls.restype = runtime.standin_failed.restype = ctypes.c_uint64
+    runtime.standin_pinned_bytes.restype = ctypes.c_uint64
     return runtime
 
 
@@ -66,6 +69,39 @@ def counts() -> dict[str, int]:
 def memory(nbytes: int) -> None:
     """The device has ``nbytes``."""
     _runtime().standin_set_memory(ctypes.c_uint64(nbytes))
+
+
+def fail(call: str | None, nth: int = 1, times: int | None = 1) -> None:
+    """The ``nth`` call of CUDA's ``call`` from now on fails, and those after it until ``times``
+    have, all where that is ``None``. So does nothing else; ``fail(None)``: nothing does.
+    """
+    count = (1 << 64) - 1 if times is None else times
+    asked = (call or "").encode(), ctypes.c_uint64(nth), ctypes.c_uint64(count)
+    if not _runtime().standin_fail(*asked):
+        raise ValueError(f"{call} cannot be made to fail, {', '.join(_failing())} can")
+
+
+def calls() -> dict[str, int]:
+    """How often each of those was called that can be made to fail."""
+    return {name: int(_runtime().standin_failing_calls(i)) for i, name in enumerate(_failing())}
+
+
+def failed() -> int:
+    """How many calls have failed because somebody asked for it."""
+    return int(_runtime().standin_failed())
+
+
+def pinned_bytes() -> int:
+    """Host memory that the device copies to and from on its own, allocated and registered."""
+    return int(_runtime().standin_pinned_bytes())
+
+
+@cache
+def _failing() -> list[str]:
+    names: list[str] = []
+    while name := _runtime().standin_failing_name(len(names)):
+        names.append(name.decode())
+    return names
 
 
 def log_to(path: str) -> None:
