@@ -20,9 +20,9 @@ segments. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and
 * With ``max_split_size_mb`` blocks of that size are neither split nor given to smaller requests,
   nor to one that would waste ``max_non_split_rounding_mb``.
 
-Where two free blocks of one size lie in different segments, that of the segment that was taken first
-is handed out. Nothing ever goes back to the device: that happens where memory runs out, when a cache
-is emptied, or beyond a ``garbage_collection_threshold``.
+Where two free blocks of one size lie in different segments, that of the segment that was taken
+first is handed out. Nothing ever goes back to the device: that happens where memory runs out, when
+a cache is emptied, or beyond a ``garbage_collection_threshold``.
 """
 
 from __future__ import annotations
