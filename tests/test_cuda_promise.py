@@ -26,7 +26,7 @@ FAST = {
         Cell("gpt_bf16", "allocated", "no", 0.4),
     ],
 }
-"""Each allocator and way, and what is counted, in a cell or more; the last one is below the least."""
+"""Each allocator and way, and what is counted, in a cell or more; the last is below the least."""
 
 
 def on_cuda(test):
