@@ -190,7 +190,7 @@ def unknown(cold: bool) -> None:
     if cold:
         bandwidth._known.clear()
         streams.lanes.cache_clear()
-        workspaces._measured.cache_clear()
+        workspaces.forget_workspaces()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 

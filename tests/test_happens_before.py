@@ -63,7 +63,9 @@ def test_two_streams_race_and_the_race_says_who_and_where():
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(writes, reads), (reads, writes), (writes, writes)], ids=str
+    ("first", "second"),
+    [(writes, reads), (reads, writes), (writes, writes)],
+    ids=lambda made: made.__name__,
 )
 def test_all_but_two_reads_race(first: Any, second: Any):
     before = [writes(A, X), record(A), wait(B)]
