@@ -174,7 +174,13 @@ def shown_by() -> list[str]:
     return shown
 
 
-@pytest.mark.parametrize("wait", waits(), ids=str)
+IN_A_FAILING_STEP = (("_Copy", "settle"), ("StreamLease", "_settle_all"))
+"""The host waits where the device takes no events: tests/test_streams.py has these fail."""
+
+ORDINARY = [wait for wait in waits() if wait.function not in IN_A_FAILING_STEP]
+
+
+@pytest.mark.parametrize("wait", ORDINARY, ids=str)
 def test_each_wait_and_each_record_is_missed(wait: Wait):
     with left_out(wait):
         assert shown_by()
@@ -250,7 +256,7 @@ IN_NO_STEP = "StreamLease._prefetch-self.block.written.hold_back-0"
 
 @pytest.mark.slow
 @budget_may_change
-@pytest.mark.parametrize("wait", waits(), ids=str)
+@pytest.mark.parametrize("wait", ORDINARY, ids=str)
 def test_what_whole_steps_miss(wait: Wait):
     training = gpt_that_offloads()
     shown = []
