@@ -5,7 +5,7 @@ PYTHON ?= python3
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 
 ON_CUDA := STAND_IN_SMALL=1 tests/cuda_stand_in/run.sh .venv-cuda python -m pytest -n 2 \
-	-p cuda_stand_in_pytest
+	--dist loadfile -p cuda_stand_in_pytest
 
 .PHONY: demo test test-slow test-cuda test-cuda-slow lint format clean
 

@@ -118,6 +118,14 @@ def gpt_that_offloads() -> Training:
     return gpt("only")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """On the device, for the peaks that other files measure."""
+    yield
+    gpt_that_offloads.cache_clear()
+    forget(CUDA)
+
+
 budget_may_change = pytest.mark.filterwarnings("ignore::fxremat.errors.BudgetWarning")
 """Where two are at once, or on other streams."""
 loops = pytest.mark.parametrize("loop", LOOPS)
