@@ -190,7 +190,8 @@ def unknown(cold: bool) -> None:
     if cold:
         bandwidth._known.clear()
         streams.lanes.cache_clear()
-        workspaces.forget_workspaces()
+        workspaces._of.cache_clear()
+        workspaces._taken.clear()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
