@@ -21,6 +21,7 @@ from fxremat.frontend.arguments import (
     Loss,
     Offload,
     Optimizer,
+    read_bool,
     read_model,
     read_plan,
 )
@@ -34,7 +35,7 @@ from fxremat.frontend.ranks import Peers, Ranks
 from fxremat.frontend.runner import compiler_of
 from fxremat.frontend.sample import Sample, check_gradients
 from fxremat.frontend.untouched import generators_restored, in_training
-from fxremat.frontend.verified import verified
+from fxremat.frontend.verified import check_verifiable, verified
 from fxremat.planner.surroundings import Caller
 from fxremat.report.batches import Batches
 from fxremat.report.estimate import Estimate
@@ -310,6 +311,8 @@ def estimate(
     for name in sorted(_NOT_ESTIMATED & options.keys()):
         message = f"{name}= is not for estimate, which runs one step of nothing: leave it out"
         raise ArgumentError(message, argument=name, value=options[name])
+    if read_bool("verify", verify):
+        check_verifiable()
     target, given = read_device(device), None if budget is None else Budget.read(budget)
     if dim is not None and (given is None or given.nbytes is None):
         raise ArgumentError("dim= needs a budget= in bytes", argument="dim", value=dim)
@@ -324,7 +327,10 @@ def estimate(
     )
     with generators_restored():
         found = estimate_step(model, call, asked, dim, limit)
-        return replace(found, verified=verified(model, call, asked.options)) if verify else found
+        if not verify:
+            return found
+        inner = torch_compat.wrapped_by(model)
+        return replace(found, verified=verified(inner, call, asked.options))
 
 
 def backend(

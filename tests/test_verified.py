@@ -27,6 +27,12 @@ def test_without_a_device_nothing_can_be_verified():
     assert caught.value.argument == "verify"
 
 
+def test_what_is_neither_true_nor_false_is_refused():
+    with pytest.raises(ArgumentError) as caught:
+        fxremat.estimate(made(), torch.empty(64, 256, device="meta"), verify="yes")
+    assert caught.value.argument == "verify"
+
+
 class TestOnCuda:
     """What is followed on a device."""
 

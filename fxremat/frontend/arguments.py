@@ -113,15 +113,15 @@ class Arguments:
             reserve_bytes=_read_bytes("reserve", reserve, most=MOST_BYTES),
             optimizer=_read_optimizer(optimizer),
             loss=_read_loss(loss),
-            drop_unused=_read_bool("drop_unused", drop_unused),
-            accumulate=_read_bool("accumulate", accumulate) or in_flight != 1,
+            drop_unused=read_bool("drop_unused", drop_unused),
+            accumulate=read_bool("accumulate", accumulate) or in_flight != 1,
             host=_read_host(offload, host_limit, host_dir),
-            exact=_read_bool("exact", exact),
+            exact=read_bool("exact", exact),
             budget_on=_read_counted(budget_on),
             executor=_read_executor(executor),
-            dynamic=None if dynamic is None else _read_bool("dynamic", dynamic),
+            dynamic=None if dynamic is None else read_bool("dynamic", dynamic),
             kept=kept,
-            fullgraph=_read_bool("fullgraph", fullgraph),
+            fullgraph=read_bool("fullgraph", fullgraph),
             regions=_read_names("regions", regions),
             in_flight=_read_count("in_flight", in_flight),
             ranks=_read_ranks("ranks", ranks),
@@ -220,7 +220,7 @@ def _read_budget(value: Readable | None, kept: Plan | None) -> Budget:
     return Budget(value, nbytes=nbytes)
 
 
-def _read_bool(argument: str, value: object) -> bool:
+def read_bool(argument: str, value: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         _refuse(argument, value, "True or False")
     return bool(value)

@@ -385,7 +385,7 @@ class StepCompiler:
                 kept=self.kept,
                 rehearse=self.dry and not planner.step.has_collectives,
                 spread_bytes=lambda: spread_gradient_bytes(self.resident()),
-                slack_bytes=lambda: self.slack_bytes(planner.step.joint.device),
+                slack_bytes=lambda: self.slack_bytes(planner.step.device),
             )
         if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
             family.know_overhead(self.overhead_s)

@@ -158,7 +158,7 @@ class Family:
             kept: a plan that is followed, instead of making one.
             rehearse: let it be told what the step takes beside its calls.
             spread_bytes: tells of gradients that exist of tensors that several processes share.
-        slack_bytes: tells by how much blocks of what is there are larger than what lies in them.
+            slack_bytes: tells by how much blocks of what is there are larger than what is in them.
 
         Raises:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
@@ -393,7 +393,7 @@ class Family:
             self.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
             self._workspace_bytes(),
-            self.slack_bytes(),
+            0 if self.planner.together else self.slack_bytes(),  # which is each process's own
             spread_bytes=self.spread_bytes() if self.passed else 0,
         )
         with self.planning:
@@ -408,8 +408,7 @@ class Family:
     def _workspace_bytes(self) -> int:
         """What libraries hold beyond what they did when the graph was captured."""
         step = self.planner.step
-        device = step.joint.device
-        return library_workspaces(device) - step.caller.library_bytes_on(device)
+        return library_workspaces(step.device) - step.caller.library_bytes_on(step.device)
 
     def _leave_room(self, situation: Situation) -> None:
         """A step like this one still waits: a further one will come while this one does."""

@@ -36,16 +36,8 @@ def verified(model: nn.Module, call: Sample, asked: Arguments) -> Verified:
         asked: as of :func:`fxremat.compile`.
 
     Raises:
-        ArgumentError: there is no CUDA device.
         torch.OutOfMemoryError: there is not as much memory on it. What planning raises, is raised.
     """
-    if not torch.cuda.is_available():
-        raise ArgumentError(
-            "verify=True runs the step on a CUDA device, or on what stands in for one, and there "
-            "is none: leave it out",
-            argument="verify",
-            value=True,
-        )
     device = torch.device("cuda", torch.cuda.current_device())
     forget_workspaces()  # of whoever took them: they are the step's again
     _drop_unused()
@@ -54,6 +46,21 @@ def verified(model: nn.Module, call: Sample, asked: Arguments) -> Verified:
         return _followed(model, call, asked, device, others)
     finally:
         _drop_unused()
+
+
+def check_verifiable() -> None:
+    """Have an estimate that is to be followed refused where that cannot be.
+
+    Raises:
+        ArgumentError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ArgumentError(
+            "verify=True runs the step on a CUDA device, or on what stands in for one, and there "
+            "is none: leave it out",
+            argument="verify",
+            value=True,
+        )
 
 
 def _drop_unused() -> None:
