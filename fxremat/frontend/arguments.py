@@ -221,6 +221,11 @@ def _read_budget(value: Readable | None, kept: Plan | None) -> Budget:
 
 
 def read_bool(argument: str, value: object) -> bool:
+    """A flag.
+
+    Raises:
+        ArgumentError: anything else.
+    """
     if not isinstance(value, (bool, np.bool_)):
         _refuse(argument, value, "True or False")
     return bool(value)
