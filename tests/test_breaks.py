@@ -59,6 +59,11 @@ class Squares(torch.autograd.Function):
         return 2 * x * gradient
 
 
+class Unbroken(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through(x)
+
+
 class OwnFunction(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         return Squares.apply(self.through(x))
@@ -279,6 +284,26 @@ def test_what_was_planned_goes_with_the_compiled_module() -> None:
     del compiled
     gc.collect()
     assert planner() is None
+
+
+def test_a_hook_that_is_removed_leaves_one_graph_again() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    call = fxremat.compile(Unbroken(), x, "min")
+    whole = call.plan
+    hook = call.blocks[1].register_full_backward_hook(lambda *_given: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphBreakWarning)
+        for _ in range(4):
+            call(x).sum().backward()
+            call.zero_grad()
+    assert isinstance(call.plan, fxremat.StepPlan)
+    hook.remove()
+    for _ in range(3):
+        call(x).sum().backward()
+        call.zero_grad()
+    assert isinstance(call.plan, fxremat.Plan)
+    assert isinstance(whole, fxremat.Plan)
+    assert call.plan.least_budget_bytes == whole.least_budget_bytes
 
 
 def test_what_is_captured_at_each_step_runs_as_it_is_after_some() -> None:

@@ -45,7 +45,6 @@ class _State:
         assigned: what others have put in the place of ``forward``.
         kept: the plan of what this is a copy of.
         trained: a step was run as planned, or its user was told that none is.
-        tried_again: to capture it whole, at its second training call.
         starting: one thread plans the first step, others wait.
     """
 
@@ -55,7 +54,6 @@ class _State:
     assigned: Callable[..., Any] | None = None
     kept: Plan | None = None
     trained: bool = False
-    tried_again: bool = False
     starting: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, runner: Runner) -> None:
@@ -290,7 +288,7 @@ def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     original = state.original
     if original.training and torch.is_grad_enabled():
         runner = state.runner or _runner(state, Sample(args, kwargs))
-        if state.trained and not state.tried_again and runner.is_idle:
+        if state.trained and runner.may_be_whole:
             runner = _runner(state, Sample(args, kwargs))
         state.trained = True
         return runner(*args, **kwargs)
@@ -306,12 +304,11 @@ def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _runner(state: _State, call: Sample) -> Runner:
-    """What runs the first training call, or the second one, and all others."""
+    """What runs the first training call and, until it may be another one, all others."""
     with state.starting:
         if state.runner is None:
             state.take(_started(state, call, hooked=False))
-        elif not state.tried_again:
-            state.tried_again = True
+        elif state.runner.may_be_whole:
             found = _whole(state, call) if state.runner.is_whole_now(call) else None
             if found is not None:
                 state.take(found)

@@ -31,7 +31,12 @@ from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of, rejected
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
-from fxremat.frontend.untouched import attributes_replaced, generators_restored, in_training
+from fxremat.frontend.untouched import (
+    attributes_replaced,
+    generators_restored,
+    hooks_of,
+    in_training,
+)
 from fxremat.planner.surroundings import Caller, model_bytes
 from fxremat.runtime import cuda_graph
 
@@ -71,7 +76,8 @@ class Runner:
         self._must_be_whole = whole
         self._whole = Entry(self._forward, Backend(compiler), dynamic=dynamic, whole=True)
         self._pieces: Entry | None = None
-        self._failed = False  # to be captured whole
+        self._hooks: list[dict[int, Any]] | None = None  # where it could not be captured whole
+        self._tried: list[int] | None = None  # again, when there were so many hooks
         self._run: Callable[..., Any] = self._planned
         if inner is not original:
             self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._planned))
@@ -175,9 +181,15 @@ class Runner:
         return self._told(self._run, args, kwargs)
 
     @property
-    def is_idle(self) -> bool:
-        """No step waits for its backward."""
-        return not any(self.compiler.in_flight)
+    def may_be_whole(self) -> bool:
+        """Whether a model in pieces is to be tried again as one graph, as no step is going on: what
+        it does at its first call alone breaks no later one, nor does a hook that is removed.
+
+        Processes that train together would have to find out at the same call: they do not try.
+        """
+        if self._hooks is None or self._tried == list(map(len, self._hooks)):
+            return False
+        return self.compiler.peers is None and not any(self.compiler.in_flight)
 
     def _planned(self, *args: Any, **kwargs: Any) -> Any:
         """What is captured, and outputs as the model's own."""
@@ -195,7 +207,7 @@ class Runner:
             except self._failures() as error:  # before anything has run
                 why = self._why_not_whole(error, Sample(args, kwargs))
             self.compiler.refuse_parts(str(why))
-            self._failed = True
+            self._hooks = hooks_of(self._inner)
             self._take_apart()
             if not self.compiler.dry:
                 there = Sample(args, kwargs)
@@ -240,12 +252,9 @@ class Runner:
         return why
 
     def is_whole_now(self, call: Sample) -> bool:
-        """Whether a model in pieces can be one graph by now: what broke it, it may do only once.
-
-        Processes that train together would have to find out at the same call: they do not ask.
-        """
-        asks = self._failed and self.compiler.peers is None
-        return asks and _traced(self._forward, call, self._dynamic) is None
+        """Whether a model in pieces can be one graph by now; see :attr:`may_be_whole`."""
+        self._tried = list(map(len, self._hooks or ()))
+        return _traced(self._forward, call, self._dynamic) is None
 
     def _take_apart(self) -> None:
         """Capture the model in pieces from now on."""

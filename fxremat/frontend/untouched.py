@@ -76,13 +76,13 @@ def attributes_replaced(
     again: the hooks and the note belong together.
     """
     before = {module: _snapshot(module) for module in model.modules()}
-    hooks = _hook_counts(model)
+    hooks = list(map(len, hooks_of(model)))
     for module in before:
         _replace_tensors(module, shell)
     try:
         yield
     finally:
-        installed = _hook_counts(model) != hooks
+        installed = list(map(len, hooks_of(model))) != hooks
         for module, attributes in before.items():
             _restore(module, attributes, only_fake=installed)
 
@@ -108,8 +108,9 @@ def _replace_tensors(module: nn.Module, shell: Callable[[torch.Tensor], torch.Te
             value[:] = [shell(v) if isinstance(v, torch.Tensor) else v for v in value]
 
 
-def _hook_counts(model: nn.Module) -> list[int]:
-    return [len(getattr(m, name, ())) for m in model.modules() for name in _HOOKS]
+def hooks_of(model: nn.Module) -> list[dict[int, Any]]:
+    """All dicts that ``model`` and its parts keep their hooks in: as long as the parts are there."""
+    return [getattr(m, name) for m in model.modules() for name in _HOOKS if hasattr(m, name)]
 
 
 def _restore(module: nn.Module, before: dict[str, Any], *, only_fake: bool) -> None:
