@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from fxremat.api import backend, compile, estimate, frontier, max_batch, plan
+    from fxremat.api import compile, estimate, frontier, max_batch, plan
     from fxremat.costs.devices import Device
     from fxremat.costs.measure import StepMeasurement, measure_step
     from fxremat.errors import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         SizesError,
         TransferError,
     )
+    from fxremat.frontend.backend import backend, plan_of
     from fxremat.frontend.compiled import CompiledModule
     from fxremat.frontend.ranks import Ranks
     from fxremat.frontend.sample import Sample
@@ -43,12 +44,13 @@ if TYPE_CHECKING:
     from fxremat.report.step_plan import StepPlan
 
 _HOMES = {
-    "backend": "api",
+    "backend": "frontend.backend",
     "compile": "api",
     "estimate": "api",
     "frontier": "api",
     "max_batch": "api",
     "plan": "api",
+    "plan_of": "frontend.backend",
     "CompiledModule": "frontend.compiled",
     "Device": "costs.devices",
     "Estimate": "report.estimate",
@@ -117,6 +119,7 @@ __all__ = [
     "max_batch",
     "measure_step",
     "plan",
+    "plan_of",
 ]
 
 

@@ -1,20 +1,18 @@
-"""The public functions: compile, plan, and the Dynamo backend."""
+"""The public functions that are given a model: compile, plan, frontier, max_batch, estimate."""
 
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxremat import torch_compat
 from fxremat.costs.devices import Device, read_device
-from fxremat.errors import ArgumentError, BudgetError, CaptureError
+from fxremat.errors import ArgumentError, BudgetError
 from fxremat.frontend.arguments import (
     Arguments,
     Executor,
@@ -27,16 +25,12 @@ from fxremat.frontend.arguments import (
 )
 from fxremat.frontend.batches import Batching, Dim, read_dims, read_most
 from fxremat.frontend.budget import Budget, Readable
-from fxremat.frontend.capture import Backend, StepCompiler
-from fxremat.frontend.captured import silent
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
 from fxremat.frontend.estimate import Asked, estimate_step
 from fxremat.frontend.ranks import Peers, Ranks
-from fxremat.frontend.runner import compiler_of
 from fxremat.frontend.sample import Sample, check_gradients
 from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.frontend.verified import check_verifiable, verified
-from fxremat.planner.surroundings import Caller
 from fxremat.report.batches import Batches
 from fxremat.report.estimate import Estimate
 from fxremat.report.frontier import Frontier
@@ -333,45 +327,6 @@ def estimate(
         return replace(found, verified=verified(inner, call, asked.options))
 
 
-def backend(
-    module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: dict[str, Any] | None = None,
-    **_kwargs: Any,
-) -> Callable[..., Any]:
-    """``torch.compile(model, backend="fxremat", options={"budget": "6 GiB"})``.
-
-    Each graph that Dynamo captures is planned at its first call. Where a model is captured in
-    several, they share the budget as those of :func:`compile` do; what runs before the first of
-    them is not counted. One ``options`` is one budget.
-    ``options`` may also hold ``reserve``, ``accumulate``, ``in_flight``, ``offload``,
-    ``host_limit``, ``host_dir``, ``exact``, ``budget_on`` and ``executor``, as for :func:`compile`.
-
-    Raises:
-        BudgetError: no budget, or one that cannot be read or met.
-        ArgumentError: an option that does not exist, or cannot be read.
-    """
-    known = _compilers.get(id(options))
-    if known is not None:
-        return known(module, example_inputs)
-    asked = Arguments.read_options(options)
-    caller = Caller(
-        reserve_bytes=asked.reserve_bytes,
-        accumulate=asked.accumulate,
-        in_flight=asked.in_flight,
-        budget_on=asked.budget_on,
-    )
-    compiler = compiler_of(asked, caller, silent)
-    compiler.asked_by = options  # whose identity is nobody else's then
-    _compilers[id(options)] = compiler
-    return compiler(module, example_inputs)
-
-
-_compilers: weakref.WeakValueDictionary[int, StepCompiler] = weakref.WeakValueDictionary()
-"""Of the backend, by the identity of their options, as long as a graph of theirs is there."""
-
-
 def _whole(options: dict[str, Any]) -> dict[str, Any]:
     """``options`` for a model that is captured whole.
 
@@ -382,31 +337,3 @@ def _whole(options: dict[str, Any]) -> dict[str, Any]:
         message = f"{name}= is not for one plan, which is of all that a model does: leave it out"
         raise ArgumentError(message, argument=name, value=options[name])
     return {**options, "fullgraph": True}
-
-
-def _compiler_of(found: object) -> StepCompiler | None:
-    """That of a backend of Dynamo's, if it is ours, and more than a name."""
-    return found.compiler() if isinstance(found, Backend) else None
-
-
-def _captured_too_often(found: object, setting: str, limit: int) -> BaseException:
-    error = CaptureError(
-        f"this model cannot be captured once more: {setting} is {limit}, counted over all that "
-        "share its code, and torch would run it without a plan. Let what changes from call to "
-        "call be one capture (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors for "
-        "numbers), or raise the limit"
-    )
-    compiler = _compiler_of(found)
-    return error if compiler is None else compiler.refused(error)
-
-
-def _runs_as_it_is(found: object, code: CodeType) -> bool:
-    compiler = _compiler_of(found)
-    return compiler is not None and compiler.runs_as_it_is(code)
-
-
-torch_compat.never_uncompiled(
-    lambda found: found is backend or isinstance(found, Backend),
-    _captured_too_often,
-    _runs_as_it_is,
-)

@@ -292,61 +292,6 @@ def test_a_measured_loss_is_counted_instead_of_a_guess():
     assert plan.predicted_peak_bytes > fxremat.plan(model, X, 1.0).predicted_peak_bytes
 
 
-def test_through_torch_compile():
-    torch._dynamo.reset()
-    model, reference = layers(), layers()
-    compiled = torch.compile(model, backend="fxremat", options={"budget": "1 GiB"})
-    plain = torch.compile(reference, backend="aot_eager")
-    for each in (compiled, plain):
-        torch.manual_seed(1)
-        each(X).square().sum().backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [({"budget": 10}, "least feasible"), (None, "no budget"), ({"budget": 1.0, "x": 1}, "unknown")],
-)
-def test_wrong_options_of_torch_compile(options: Any, word: str):
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=word):
-        torch.compile(layers(), backend="fxremat", options=options)(X)
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_what_torch_compile_may_not_capture_again_is_refused():
-    """Torch would run it without a plan, and tell its log alone."""
-    model = layers()
-    rows = [torch.randn(n, 32) for n in range(2, 7)]
-    with torch._dynamo.config.patch(recompile_limit=2):
-        compiled = torch.compile(
-            model, backend="fxremat", options={"budget": "1 GiB"}, dynamic=False
-        )
-        for x in rows[:2]:
-            compiled(x).sum().backward()
-        for x in rows[2:]:
-            with pytest.raises(fxremat.CaptureError, match=r"recompile_limit is 2"):
-                compiled(x)
-        compiled(rows[0]).sum().backward()
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_other_sizes_through_torch_compile_are_one_more_capture():
-    """Also the smaller batch at the end of an epoch."""
-    model, reference = layers(), layers()
-    compiled = torch.compile(model, backend="fxremat", fullgraph=True, options={"budget": "1 GiB"})
-    plain = torch.compile(reference, backend="aot_eager")
-    with torch._dynamo.config.patch(recompile_limit=4):  # two for each: they share code
-        for rows in (8, 8, 5, 3, 8, 6):
-            x = torch.randn(rows, 32)
-            for each in (compiled, plain):
-                torch.manual_seed(1)
-                each(x).square().sum().backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
-
-
 def test_what_a_limit_of_host_memory_makes_infeasible_says_so():
     model = layers()
     free = fxremat.plan(model, X, "min", offload="only")

@@ -26,8 +26,8 @@ Executor = Literal["eager", "inductor"]
 Loss = Callable[[Any], torch.Tensor]
 
 BACKEND_OPTIONS = (
-    "budget", "reserve", "accumulate", "offload", "host_limit", "host_dir", "exact", "budget_on",
-    "executor", "in_flight",
+    "budget", "reserve", "optimizer", "loss", "accumulate", "offload", "host_limit", "host_dir",
+    "exact", "budget_on", "executor", "in_flight",
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 

@@ -25,7 +25,7 @@ from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample, check_sample
-from fxremat.frontend.step_plan import step_plan
+from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.trace import StepTrace, trace_step
 from fxremat.report.plan import Plan
 from fxremat.report.step_plan import StepPlan
@@ -95,12 +95,7 @@ class CompiledModule(nn.Module):
             PlanError: no step was planned so far; of several graphs: that step followed no plans
                 that were chosen together.
         """
-        if self._compiler.regions.several:
-            return step_plan(self._compiler.regions, self._parameter_names)
-        latest = self._compiler.latest
-        if latest is None:
-            raise self._unplanned()
-        return latest.plan
+        return latest_plan(self._compiler, self._parameter_names)
 
     def _parameter_names(self) -> dict[int, str]:
         """By ``id``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from fxremat.errors import PlanError
+from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.known import Known
 from fxremat.frontend.regions import Regions
 from fxremat.frontend.told import NOT_CAPTURED
@@ -13,6 +14,25 @@ from fxremat.report.modules import block_of, common_module, named
 from fxremat.report.plan import Plan
 from fxremat.report.step_facts import RegionRow
 from fxremat.report.step_plan import StepPlan
+
+
+def latest_plan(compiler: StepCompiler, names: Callable[[], Mapping[int, str]]) -> Plan | StepPlan:
+    """The plan of the step that ran last, or was planned last where none has run.
+
+    Args:
+        compiler: plans the steps.
+        names: of the model's parameters, by ``id``.
+
+    Returns a ``StepPlan`` where steps run several graphs.
+
+    Raises:
+        PlanError: none was planned, or the graphs followed no plans that were chosen together.
+    """
+    if compiler.regions.several:
+        return step_plan(compiler.regions, names)
+    if compiler.latest is None:
+        raise PlanError("no step is planned yet: the first training call is")
+    return compiler.latest.plan
 
 
 def step_plan(regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepPlan:

@@ -109,7 +109,7 @@ def _replace_tensors(module: nn.Module, shell: Callable[[torch.Tensor], torch.Te
 
 
 def hooks_of(model: nn.Module) -> list[dict[int, Any]]:
-    """All dicts that ``model`` and its parts keep their hooks in: as long as the parts are there."""
+    """Dicts that ``model`` and its parts keep their hooks in, as long as the parts are there."""
     return [getattr(m, name) for m in model.modules() for name in _HOOKS if hasattr(m, name)]
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fxremat.torch_compat.symbols import hint_of
+
 
 def capture_settings() -> contextlib.AbstractContextManager[Any]:
     """Settings under which Dynamo captures a call, in its thread; they cost some 20 µs a call.
@@ -174,6 +176,55 @@ def is_passed_by(module: torch.nn.Module) -> bool:
 
     has_parts = any(True for _ in module.children()) and "forward" not in vars(module)
     return has_parts and bool(trace_rules.check(type(module).forward))
+
+
+def not_wrapped(error: Exception) -> Exception:
+    """``error``, of a class that is Dynamo's too, so that it raises this and no error of its own
+    that tells of it.
+    """
+    from torch._dynamo.exc import ShortenTraceback  # noqa: PLC0415
+
+    own = type(error)
+    if not issubclass(own, ShortenTraceback):
+        named = {"__module__": own.__module__, "__doc__": own.__doc__, "first_useful_frame": None}
+        error.__class__ = type(own.__name__, (own, ShortenTraceback), named)
+    return error
+
+
+def options_of(compiled: object, backend: Callable[..., Any]) -> Any:
+    """What ``torch.compile(…, backend=backend, options=…)`` was given as options; ``None``:
+    something else than its result.
+    """
+    from torch._dynamo import OptimizedModule  # noqa: PLC0415
+
+    if isinstance(compiled, OptimizedModule):
+        contexts: list[Any] = [compiled.dynamo_ctx]
+    else:
+        called: Any = getattr(compiled, "_compiled_call_impl", None) or compiled
+        closure = getattr(called, "__closure__", None) or ()
+        contexts = [cell.cell_contents for cell in closure]
+    for context in contexts:
+        found: Any = getattr(context, "callback", None)
+        while hasattr(found, "_torchdynamo_orig_backend"):
+            found = found._torchdynamo_orig_backend
+        if getattr(found, "compiler_fn", None) is backend:
+            return found.kwargs.get("options")
+    return None
+
+
+def results_of_captured(module: torch.fx.GraphModule) -> tuple[torch.Tensor, ...]:
+    """Tensors, without data, that a graph of Dynamo's returns, each of its sizes at the capture."""
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    found = (node.meta.get("example_value") for node in output.all_input_nodes)
+    return tuple(
+        torch.empty(
+            [hint_of(size) for size in value.shape],
+            dtype=value.dtype,
+            device=value.device,
+        )
+        for value in found
+        if isinstance(value, torch.Tensor)
+    )
 
 
 def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:

@@ -25,6 +25,11 @@ def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
     return expression, int(number.node.hint)
 
 
+def hint_of(size: int | torch.SymInt) -> int:
+    """A size, a symbolic one at the capture."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 def symbol_hint(number: torch.SymInt, symbol: Any) -> int:
     """The value at the capture of a symbol in the expression of ``number``."""
     environment: Any = number.node.shape_env

@@ -1,0 +1,168 @@
+"""The backend of ``torch.compile``, and the plan of what was compiled with it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+from torch import fx, nn
+
+from fxremat import torch_compat
+from fxremat.errors import ArgumentError, CaptureError, FxrematError, PlanError
+from fxremat.frontend.arguments import Arguments
+from fxremat.frontend.capture import Backend, StepCompiler
+from fxremat.frontend.captured import silent
+from fxremat.frontend.compiled import CompiledModule
+from fxremat.frontend.runner import compiler_of
+from fxremat.frontend.step_plan import latest_plan
+from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
+from fxremat.planner.surroundings import Caller
+from fxremat.report.plan import Plan
+from fxremat.report.step_plan import StepPlan
+
+
+def backend(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    **_kwargs: Any,
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="fxremat", options={"budget": "6 GiB"})``.
+
+    Each graph that Dynamo captures is planned at its first call. Where a model is captured in
+    several, they share the budget as those of :func:`fxremat.compile` do; what runs before the
+    first of them is not counted. One ``options`` is one budget.
+
+    Args:
+        module: a graph of Dynamo's.
+        example_inputs: its inputs.
+        options: ``budget``, and any of ``reserve``, ``optimizer`` (an optimizer, not a class),
+            ``loss``, ``accumulate``, ``in_flight``, ``offload``, ``host_limit``, ``host_dir``,
+            ``exact``, ``budget_on`` and ``executor``, as for :func:`fxremat.compile`. ``loss`` is
+            given the tensor that the model returns, or a tuple of all tensors in what it returns.
+
+    Raises:
+        BudgetError: no budget, or one that cannot be read or met.
+        ArgumentError: an option that does not exist, or cannot be read.
+    """
+    try:
+        known = _compilers.get(id(options))
+        if known is None:
+            known = _compiler(module, Arguments.read_options(options))
+            known.asked_by = options  # whose identity is nobody else's then
+            _compilers[id(options)] = known
+        return known(module, example_inputs)
+    except FxrematError as error:
+        raise torch_compat.not_wrapped(error) from error.__cause__
+
+
+_compilers: weakref.WeakValueDictionary[int, StepCompiler] = weakref.WeakValueDictionary()
+"""Of the backend, by the identity of their options, as long as a graph of theirs is there."""
+
+
+def plan_of(compiled: object) -> Plan | StepPlan:
+    """The plan that the latest step of a compiled model, or function, has followed.
+
+    Args:
+        compiled: what ``torch.compile(…, backend="fxremat", options=…)`` returned, a module whose
+            ``compile(backend="fxremat", options=…)`` was called, or what :func:`fxremat.compile`
+            returned. All that was compiled with one ``options`` has one plan.
+
+    Returns a ``StepPlan`` where the step runs several graphs.
+
+    Raises:
+        ArgumentError: it was not compiled with this backend.
+        PlanError: no step of it was planned so far.
+    """
+    if isinstance(compiled, CompiledModule):
+        return compiled.plan
+    options = torch_compat.options_of(compiled, backend)
+    if options is None:
+        raise ArgumentError(
+            f"compiled is a {type(compiled).__name__} that was not compiled with "
+            'backend="fxremat": give what torch.compile or fxremat.compile returned',
+            argument="compiled",
+            value=compiled,
+        )
+    compiler = _compilers.get(id(options))
+    if compiler is None:
+        raise PlanError("no step is planned yet: the first training call is")
+    named = compiled.named_parameters() if isinstance(compiled, nn.Module) else ()
+    return latest_plan(compiler, lambda: {id(own): name for name, own in named})
+
+
+def _compiler(module: fx.GraphModule, asked: Arguments) -> StepCompiler:
+    """What plans the steps of a model, of which ``module`` is the first graph."""
+    if isinstance(asked.optimizer, type):
+        raise ArgumentError(
+            "optimizer is a class, and torch.compile tells its backend of no parameters: make the "
+            "optimizer first and give that",
+            argument="optimizer",
+            value=asked.optimizer,
+        )
+    needs = _needs_of_loss(module, asked)
+    caller = Caller(
+        reserve_bytes=asked.reserve_bytes,
+        held_bytes=optimizer_bytes(asked.optimizer, nn.Module()),
+        accumulate=asked.accumulate,
+        in_flight=asked.in_flight,
+        loss_bytes=needs.nbytes if needs else None,
+        loss_small_bytes=needs.small_bytes if needs else 0,
+        budget_on=asked.budget_on,
+    )
+    return compiler_of(asked, caller, silent)
+
+
+def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None:
+    """What a loss outside the model needs, where that is told and ``module`` is all of the model.
+
+    Raises:
+        ArgumentError: it cannot be computed from the tensors that the model returns.
+    """
+    if asked.loss is None or torch_compat.break_of(module) is not None:
+        return None
+    tensors = torch_compat.results_of_captured(module)
+    try:
+        return needs_of_loss(asked.loss, tensors[0] if len(tensors) == 1 else tensors)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ArgumentError(
+            f"loss= fails ({error}): torch.compile tells its backend of no structure, so it is "
+            f"given the tensors that the model returns, here {shapes}. Let it take those, or use "
+            "fxremat.compile, whose loss= takes what the model returns",
+            argument="loss",
+            value=asked.loss,
+        ) from error
+
+
+def _compiler_of(found: object) -> StepCompiler | None:
+    """That of a backend of Dynamo's, if it is ours, and more than a name."""
+    return found.compiler() if isinstance(found, Backend) else None
+
+
+def _captured_too_often(found: object, setting: str, limit: int) -> BaseException:
+    error = CaptureError(
+        f"this model cannot be captured once more: {setting} is {limit}, counted over all that "
+        "share its code, and torch would run it without a plan. Let what changes from call to "
+        "call be one capture (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors for "
+        "numbers), or raise the limit"
+    )
+    compiler = _compiler_of(found)
+    return error if compiler is None else compiler.refused(error)
+
+
+def _runs_as_it_is(found: object, code: CodeType) -> bool:
+    compiler = _compiler_of(found)
+    return compiler is not None and compiler.runs_as_it_is(code)
+
+
+torch_compat.never_uncompiled(
+    lambda found: found is backend or isinstance(found, Backend),
+    _captured_too_often,
+    _runs_as_it_is,
+)
