@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import Any
 
 from torch import fx, nn
 
 from fxremat import torch_compat
-from fxremat.errors import ArgumentError, CaptureError, FxrematError, PlanError
+from fxremat.errors import ArgumentError, FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.capture import Backend, StepCompiler
+from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.captured import silent
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.frontend.runner import compiler_of
@@ -138,31 +137,3 @@ def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None
             argument="loss",
             value=asked.loss,
         ) from error
-
-
-def _compiler_of(found: object) -> StepCompiler | None:
-    """That of a backend of Dynamo's, if it is ours, and more than a name."""
-    return found.compiler() if isinstance(found, Backend) else None
-
-
-def _captured_too_often(found: object, setting: str, limit: int) -> BaseException:
-    error = CaptureError(
-        f"this model cannot be captured once more: {setting} is {limit}, counted over all that "
-        "share its code, and torch would run it without a plan. Let what changes from call to "
-        "call be one capture (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors for "
-        "numbers), or raise the limit"
-    )
-    compiler = _compiler_of(found)
-    return error if compiler is None else compiler.refused(error)
-
-
-def _runs_as_it_is(found: object, code: CodeType) -> bool:
-    compiler = _compiler_of(found)
-    return compiler is not None and compiler.runs_as_it_is(code)
-
-
-torch_compat.never_uncompiled(
-    lambda found: found is backend or isinstance(found, Backend),
-    _captured_too_often,
-    _runs_as_it_is,
-)

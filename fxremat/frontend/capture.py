@@ -66,23 +66,6 @@ class RefusedError(BaseException):
         self.error = error
 
 
-class Backend:
-    """What Dynamo is given for a :class:`StepCompiler`, which goes when its owner does.
-
-    Dynamo keeps this, and what is made for its graphs, in a cache of the user's functions and among
-    their globals, for as long as these are there.
-    """
-
-    def __init__(self, compiler: StepCompiler) -> None:
-        self.compiler = weakref.ref(compiler)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """Compile one graph of Dynamo's."""
-        compiler = self.compiler()
-        assert compiler is not None  # nobody else calls
-        return compiler(*args, **kwargs)
-
-
 @dataclass(eq=False)
 class StepCompiler:
     """Plans each graph that Dynamo captures, all for one budget.

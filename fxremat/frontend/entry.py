@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
-from fxremat.errors import SizesError
+from fxremat.errors import CaptureError, SizesError
+from fxremat.frontend.capture import StepCompiler
+
+
+class Backend:
+    """What Dynamo is given for a :class:`StepCompiler`, which goes when its owner does.
+
+    Dynamo keeps this, and what is made for its graphs, in a cache of the user's functions and among
+    their globals, for as long as these are there.
+    """
+
+    def __init__(self, compiler: StepCompiler) -> None:
+        self.compiler = weakref.ref(compiler)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """Compile one graph of Dynamo's."""
+        compiler = self.compiler()
+        assert compiler is not None  # nobody else calls
+        return compiler(*args, **kwargs)
 
 
 class Entry:
@@ -76,3 +96,34 @@ class Entry:
         own = torch_compat.with_code_of_its_own(forward)
         self._own = torch_compat.compile_function(own, backend, whole=whole, dynamic=False)
         self._dynamic = False
+
+
+def _is_ours(found: object) -> bool:
+    """Whether a backend of Dynamo's is a :class:`Backend`, or the one that is known by name."""
+    return isinstance(found, Backend) or getattr(found, "__module__", "") == _BY_NAME
+
+
+_BY_NAME = "fxremat.frontend.backend"
+
+
+def _compiler_of(found: object) -> StepCompiler | None:
+    return found.compiler() if isinstance(found, Backend) else None
+
+
+def _captured_too_often(found: object, setting: str, limit: int) -> BaseException:
+    error = CaptureError(
+        f"this model cannot be captured once more: {setting} is {limit}, counted over all that "
+        "share its code, and torch would run it without a plan. Let what changes from call to "
+        "call be one capture (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors for "
+        "numbers), or raise the limit"
+    )
+    compiler = _compiler_of(found)
+    return error if compiler is None else compiler.refused(error)
+
+
+def _runs_as_it_is(found: object, code: CodeType) -> bool:
+    compiler = _compiler_of(found)
+    return compiler is not None and compiler.runs_as_it_is(code)
+
+
+torch_compat.never_uncompiled(_is_ours, _captured_too_often, _runs_as_it_is)

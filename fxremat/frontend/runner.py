@@ -21,9 +21,9 @@ from fxremat.errors import CaptureError, FxrematError
 from fxremat.frontend.agreed import agreed_arguments
 from fxremat.frontend.apart import Apart
 from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.capture import Backend, PlannedOnly, RefusedError, StepCompiler
+from fxremat.frontend.capture import PlannedOnly, RefusedError, StepCompiler
 from fxremat.frontend.captured import silent
-from fxremat.frontend.entry import Entry
+from fxremat.frontend.entry import Backend, Entry
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
 from fxremat.frontend.raised import let_go
 from fxremat.frontend.ranks import Peers
