@@ -253,7 +253,14 @@ class _Forward:
     def __init__(self, forward: Callable[..., Any]) -> None:
         @functools.wraps(forward)
         def planned(module: CompiledModule, /, *args: Any, **kwargs: Any) -> Any:
-            return _forward(module._state, args, kwargs)
+            state = module._state
+            if not (state.original.training and torch.is_grad_enabled()):
+                return _unplanned(state, args, kwargs)
+            runner = state.runner
+            if runner is None or (state.trained and runner.may_be_whole):
+                runner = _runner(state, Sample(args, kwargs))
+            state.trained = True
+            return runner.run(args, kwargs)
 
         self._planned = planned
 
@@ -278,24 +285,17 @@ class _Forward:
         module._state.assigned = None
 
 
-def _forward(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Train as planned; in eval mode or without gradients, the model's own forward."""
-    original = state.original
-    if original.training and torch.is_grad_enabled():
-        runner = state.runner or _runner(state, Sample(args, kwargs))
-        if state.trained and runner.may_be_whole:
-            runner = _runner(state, Sample(args, kwargs))
-        state.trained = True
-        return runner(*args, **kwargs)
+def _unplanned(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In eval mode or without gradients, the model's own forward."""
     if torch.is_grad_enabled() and not state.trained:
         state.trained = True
         warnings.warn(
-            f"{type(original).__name__} is called in eval mode, with gradients: no plan is "
+            f"{type(state.original).__name__} is called in eval mode, with gradients: no plan is "
             "followed, and no budget holds. Call train() to train it, or use torch.no_grad()",
             BudgetWarning,
             stacklevel=4,
         )
-    return original.forward(*args, **kwargs)
+    return state.original.forward(*args, **kwargs)
 
 
 def _runner(state: _State, call: Sample) -> Runner:

@@ -117,8 +117,7 @@ def capture(
     if dynamic:
         torch_compat.let_sizes_vary([t for _, t in places_of(sample.args, sample.kwargs)])
     try:
-        with torch_compat.capture_settings():
-            run(*sample.args, **sample.kwargs)
+        run(*sample.args, **sample.kwargs)
     except _CapturedError as error:
         return error.found
     except torch_compat.capture_failures() as error:

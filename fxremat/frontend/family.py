@@ -367,26 +367,25 @@ class Family:
         self, values: Sequence[object], sizes: Values
     ) -> tuple[Situation, list[Tensor | None]]:
         """What a call with these primals finds, and the leaves among them that get gradients."""
-        leaves = leaves_among(values)
-        existing = with_gradients(leaves)
         waiting = list(self.in_flight)
-        made = self.gradients.keys()
-        if self.accumulate:
-            existing |= {primal for primal in made if leaves[primal] is not None}
-        for primal in range(len(leaves)):
-            if primal not in made and primal not in existing:
-                leaves[primal] = None
+        made, accumulate = self.gradients, self.accumulate
         alone = () if waiting else self.contributors.alone
-        added = frozenset(
-            primal
-            for primal in existing & made
-            if (leaf := leaves[primal]) is not None
-            and (leaf.grad is None or (primal in alone and adds(leaf)))
-        )
+        leaves = leaves_among(values)
+        existing, added = [], []
+        for primal, leaf in enumerate(leaves):
+            if leaf is None:
+                continue
+            there = leaf.grad is not None
+            if there or (accumulate and primal in made):
+                existing.append(primal)
+                if primal in made and (not there or (primal in alone and adds(leaf))):
+                    added.append(primal)
+            elif primal not in made:
+                leaves[primal] = None
         situation = Situation(
             sizes,
-            existing,
-            added,
+            frozenset(existing),
+            frozenset(added),
             len(waiting),
             sum(step.held_bytes for step in waiting),
             self.in_flight.kept_bytes(waiting),

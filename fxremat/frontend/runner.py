@@ -78,9 +78,9 @@ class Runner:
         self._pieces: Entry | None = None
         self._hooks: list[dict[int, Any]] | None = None  # where it could not be captured whole
         self._tried: list[int] | None = None  # again, when there were so many hooks
-        self._run: Callable[..., Any] = self._planned
+        self._run: Callable[..., Any] = self._captured if unused is None else self._planned
         if inner is not original:
-            self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._planned))
+            self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._run))
         self._regions = tuple(regions)
         if regions:
             compiler.regions.told.breaks = None  # they are asked for
@@ -171,15 +171,6 @@ class Runner:
         """Let go of the model: nobody calls it any more."""
         self.__dict__.clear()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward as planned.
-
-        Raises:
-            BudgetError: this call needs more than the budget.
-            CaptureError: new shapes or flags lead to code that cannot be captured.
-        """
-        return self._told(self._run, args, kwargs)
-
     @property
     def may_be_whole(self) -> bool:
         """Whether a model in pieces is to be tried again as one graph, as no step is going on: what
@@ -192,11 +183,8 @@ class Runner:
         return self.compiler.peers is None and not any(self.compiler.in_flight)
 
     def _planned(self, *args: Any, **kwargs: Any) -> Any:
-        """What is captured, and outputs as the model's own."""
-        outputs = self._captured(*args, **kwargs)
-        detached: tuple[int, ...] = ()
-        if self._unused is not None:
-            outputs, detached = outputs
+        """What is captured, with outputs that have a gradient in the model's own."""
+        outputs, detached = self._captured(*args, **kwargs)
         return refuse_gradients(outputs, detached) if detached else outputs
 
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,16 +251,32 @@ class Runner:
         dynamic, compiler = self._dynamic, self.compiler
         self._pieces = Entry(self._forward, Backend(compiler), dynamic=dynamic, whole=False)
 
-    def _told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``run``; what Dynamo raises comes out as what really went wrong."""
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        captured: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Run the forward as planned; what Dynamo raises comes out as what really went wrong.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            captured: is called in place of what runs at the user's calls.
+
+        Raises:
+            BudgetError: this call needs more than the budget.
+            CaptureError: new shapes or flags lead to code that cannot be captured.
+        """
         compiler, call = self.compiler, Sample(args, kwargs)
+        run = captured or self._run
         compiler.resident = lambda: _resident(self.original, call)
         compiler.arguments = lambda: places_of(args, kwargs)
         try:
             if not compiler.dry:
                 compiler.regions.call(self._device, lambda: self._there_bytes(call))
-            with torch_compat.capture_settings():
-                outputs = run(*args, **kwargs)
+            outputs = run(*args, **kwargs)
             if compiler.regions.several:
                 compiler.regions.returned(outputs)
                 compiler.in_flight.returned(tree_leaves(outputs))
@@ -326,7 +330,7 @@ class Runner:
 
         def run() -> None:
             with contextlib.suppress(PlannedOnly), untouched():
-                self._told(whole, call.args, call.kwargs)
+                self.run(call.args, call.kwargs, captured=whole)
 
         compiler.dry = True
         try:
@@ -366,8 +370,7 @@ def _traced(forward: Callable[..., Any], call: Sample, dynamic: bool | None) -> 
 
     entry = Entry(forward, lambda *_given: planned_only, dynamic=dynamic, whole=True)
     try:
-        with torch_compat.capture_settings():
-            entry(*call.args, **call.kwargs)
+        entry(*call.args, **call.kwargs)
     except PlannedOnly:
         return None
     except Exception as error:

@@ -111,12 +111,12 @@ def _followed(
 
 def _step(
     model: nn.Module,
-    run: Runner,
+    runner: Runner,
     call: Sample,
     loss: Callable[[Any], torch.Tensor] | None,
 ) -> None:
     with in_training(model), torch.enable_grad():
-        outputs = run(*call.args, **call.kwargs)
+        outputs = runner.run(call.args, call.kwargs)
         ends = outputs if loss is None else loss(outputs)
         made = [t for t in tree_leaves(ends) if isinstance(t, torch.Tensor) and t.requires_grad]
         torch.autograd.backward(made, [torch.ones_like(t) for t in made])

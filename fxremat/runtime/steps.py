@@ -112,7 +112,7 @@ class Step:
 
     def token(self) -> Tensor:
         """What autograd saves for this step, a number on the CPU."""
-        token = torch.tensor([self.number])
+        token = torch.full((1,), self.number, device="cpu")
         token.step = self  # type: ignore[attr-defined]
         token.__getstate__ = _nothing  # type: ignore[method-assign]
         return token
@@ -220,4 +220,4 @@ class InFlight:
             self._outputs = [(number, alive) for number, alive in self._outputs if alive]
             kept = [(n, alive.nbytes) for n, alive in self._outputs if n not in counted]
         last = [size for n, size in kept if n == self.latest and size <= SCALAR_BYTES]
-        return sum(size for _, size in kept) - sum(last[:1])
+        return sum([size for _, size in kept]) - sum(last[:1])

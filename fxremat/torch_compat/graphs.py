@@ -16,12 +16,8 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 def boxed(function: BoxedCallable) -> BoxedCallable:
     """Mark ``function`` as taking its arguments in one list that it may empty."""
-
-    def run(args: list[Any]) -> Sequence[Any]:
-        return function(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
 
 
 def boxed_code(graph: fx.Graph) -> None:
