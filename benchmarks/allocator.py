@@ -23,9 +23,9 @@ from benchmarks.common import save, show
 from benchmarks.steps import entry_of
 from fxremat.planner import allocations
 from fxremat.planner.allocations import Allocated, Allocations, Requests, requests_of_step
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
-from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import format_bytes
 from tests.harness import capture, silent
 from tests.models.reference import call_without_trace

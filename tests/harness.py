@@ -29,12 +29,12 @@ from fxremat.passes.joint.settle import settle
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import Generator
 from fxremat.planner.search import GENERATORS, Search
 from fxremat.planner.surroundings import Caller, Surroundings, surroundings_of
-from fxremat.simulate.allocator import AllocatorSettings
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
 from tests.plain_sweep import Sweep, sweep

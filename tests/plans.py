@@ -5,7 +5,7 @@ from __future__ import annotations
 from fxremat.ir import Backward, Chain, Costs, Forward, Keep, Schedule
 from fxremat.report.frontier import frontier_of
 from fxremat.report.plan import Plan
-from fxremat.simulate import simulate
+from tests.reference.simulate import simulate
 
 MIB = 1 << 20
 

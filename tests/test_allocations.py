@@ -14,11 +14,11 @@ from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.travel import Move
 from fxremat.planner import allocations
 from fxremat.planner.allocations import Allocations, replay_requests, requests_of_step, settings_of
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.footprint import Request
 from fxremat.planner.moves import Movable, moved
 from fxremat.planner.surroundings import Surroundings
-from fxremat.simulate.allocator import AllocatorSettings
 from tests.harness import Captured, captured, periodic, random_schedule
 
 models = pytest.mark.parametrize("name", ["gpt_logits", "siamese", "unet", "buffers"])

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved
-from fxremat.simulate import check
-from fxremat.solvers import brute
 from tests.problems import NAMED, Named
+from tests.reference import brute
+from tests.reference.simulate import check
 from tests.strategies import costed_chains
 
 

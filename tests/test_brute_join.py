@@ -17,11 +17,11 @@ from fxremat.ir import (
     Solved,
     join_of,
 )
-from fxremat.simulate.join import check
-from fxremat.solvers import brute
-from fxremat.solvers.brute.join import Kind, solve
 from tests.joins import costed_joins, join_costs, same_branch_first, sharing_joins
 from tests.problems import NAMED, Named
+from tests.reference import brute
+from tests.reference.brute.join import Kind, solve
+from tests.reference.simulate.join import check
 from tests.strategies import costed_chains
 
 TINY = st.sampled_from([(1,), (3,), (1, 1), (2, 1)])

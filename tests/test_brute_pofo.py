@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp
 
 from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved
-from fxremat.solvers.brute import chain as brute_chain
-from fxremat.solvers.brute import pofo as brute
-from fxremat.solvers.brute.pofo import Run, Step, Value
 from tests.examples import examples
+from tests.reference.brute import chain as brute_chain
+from tests.reference.brute import pofo as brute
+from tests.reference.brute.pofo import Run, Step, Value
 from tests.strategies import costed_chains
 from tests.test_pofo import problems
 

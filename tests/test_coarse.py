@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved
-from fxremat.simulate.join import check
 from fxremat.solvers import join as solver
 from fxremat.solvers.join.coarse import coarsen, work_of
 from tests.joins import costed_joins, join_costs, joins_with_options, sharing_joins
+from tests.reference.simulate.join import check
 
 
 def refined_schedules_fit(costed: tuple[Join, JoinCosts], most_work: int, spare: int) -> None:

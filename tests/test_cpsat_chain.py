@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
 from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved, TimedOut
-from fxremat.simulate import check
-from fxremat.solvers import brute, cpsat
+from fxremat.solvers import cpsat
 from fxremat.solvers.cpsat.runs import add_hint, add_runs
 from fxremat.solvers.rotor import RotorTable, least_budget
 from fxremat.solvers.rotor import solve as solve_rotor
 from tests.examples import examples
 from tests.problems import NAMED, Named, figure_2, keep_all, revolve
+from tests.reference import brute
+from tests.reference.simulate import check
 from tests.strategies import chains_with_options, costed_chains, huge_chains
 
 

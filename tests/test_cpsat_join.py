@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved, TimedOut, join_of
-from fxremat.simulate.join import check
 from fxremat.solvers import cpsat
 from fxremat.solvers import join as solver
-from fxremat.solvers.brute import join as brute
 from fxremat.solvers.cpsat.join import default_steps, solve
 from fxremat.solvers.join.unit import UnitTable, unit_problem
 from tests.examples import examples
@@ -24,6 +22,8 @@ from tests.joins import (
     two_towers,
 )
 from tests.problems import early_recomputation, keep_all
+from tests.reference.brute import join as brute
+from tests.reference.simulate.join import check
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES
 
 SHORT = st.sampled_from([(1,), (3,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1)])

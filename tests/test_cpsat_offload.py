@@ -5,11 +5,11 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solved, StageCosts, TimedOut
-from fxremat.simulate import check
-from fxremat.solvers.brute.offload import Transfers, least_budget, shortest_s
 from fxremat.solvers.cpsat import offload
 from fxremat.solvers.offload import dp
 from tests.examples import examples
+from tests.reference.brute.offload import Transfers, least_budget, shortest_s
+from tests.reference.simulate import check
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES
 from tests.test_offload import ORDER_COSTS_TIME, TICK_S, TWO_LINKS
 

@@ -24,7 +24,6 @@ from fxremat.planner.generators import (
 from fxremat.planner.joining import equivalent_schedules, join_schedules
 from fxremat.planner.search import GENERATORS, Search
 from fxremat.planner.surroundings import Caller
-from fxremat.simulate import simulate
 from tests.harness import (
     Captured,
     capture,
@@ -36,6 +35,7 @@ from tests.harness import (
 )
 from tests.models.bits import assert_bitwise_equal
 from tests.models.hf import qwen
+from tests.reference.simulate import simulate
 
 EACH = (chain_schedules, equivalent_schedules, join_schedules)
 

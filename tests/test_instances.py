@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxremat.ir import Storage
-from fxremat.solvers.brute.instances import Instances, union
+from tests.reference.brute.instances import Instances, union
 
 INSTANCES = Instances((Storage(3, "a"), Storage(50, "b"), Storage(700, "c")), copies=4)
 A, B, C = 0, 1, 2

@@ -23,10 +23,10 @@ from fxremat.ir import (
     chain_of,
     join_of,
 )
-from fxremat.simulate.join import check, simulate
+from fxremat.passes.emit.program import keep_all
 from fxremat.solvers import join as solver
 from fxremat.solvers import rotor
-from fxremat.solvers.brute import join as brute
+from fxremat.solvers.join.numbers import kept_bytes
 from fxremat.solvers.named import JOIN_SOLVERS
 from tests.examples import examples
 from tests.joins import (
@@ -40,7 +40,15 @@ from tests.joins import (
     sharing_joins,
     two_towers,
 )
+from tests.reference.brute import join as brute
+from tests.reference.simulate.join import check, simulate
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES, chains_with_options, costed_chains
+
+
+@given(costed_joins() | joins_with_options())
+def test_the_peak_of_everything_kept_is_that_of_its_replay(costed: tuple[Join, JoinCosts]):
+    join, costs = costed
+    assert kept_bytes(join, costs) == simulate(join, costs, keep_all(len(join))).peak_bytes
 
 
 def exact(problem: JoinProblem) -> Solved | Infeasible:

@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved, chain_of, join_of
-from fxremat.simulate import simulate as simulate_chain
-from fxremat.simulate.join import check, simulate
 from fxremat.solvers import join as solver
 from fxremat.solvers import rotor
 from fxremat.solvers.join import equiv
 from tests.joins import costed_joins, two_towers
 from tests.problems import keep_all
+from tests.reference.simulate import simulate as simulate_chain
+from tests.reference.simulate.join import check, simulate
 
 LONGER = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 

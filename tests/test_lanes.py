@@ -33,7 +33,7 @@ from fxremat.ir import (
     Timeline,
     Wait,
 )
-from fxremat.simulate import check, simulate
+from tests.reference.simulate import check, simulate
 from tests.strategies import SIZES, paper_costs
 
 COMPUTE = {"all": Keep.ALL, "ck": Keep.INPUT, "none": Keep.NONE}

@@ -18,7 +18,7 @@ PACKAGE = Path(fxremat.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "console", "optional", "ir"),
-    ("torch_compat", "report", "solvers", "simulate"),
+    ("torch_compat", "report", "solvers"),
     ("runtime",),
     ("passes/joint",),
     ("passes/stages",),
@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 other. Within a room, too, imports go one way."""
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-TORCH_FREE = ("errors", "units", "console", "optional", "ir", "report", "solvers", "simulate")
+TORCH_FREE = ("errors", "units", "console", "optional", "ir", "report", "solvers")
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
@@ -147,7 +147,7 @@ def test_compiling_never_loads_what_only_cross_checks() -> None:
             reached.add(name)
             waiting += [*graph[name], name.rpartition(".")[0]]
     assert "fxremat.solvers.rotor" in reached
-    for other in ("brute", "cpsat", "named", "revolve", "periodic"):
+    for other in ("cpsat", "named", "revolve", "periodic"):
         assert f"fxremat.solvers.{other}" not in reached
 
 
@@ -159,9 +159,8 @@ def test_a_circle_is_found() -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("solvers/rotor.py", "from fxremat.simulate import simulate"),
-        ("simulate/chain.py", "from fxremat.solvers import rotor"),
-        ("simulate/chain.py", "def late():\n    from fxremat import solvers"),
+        ("solvers/rotor.py", "from fxremat.report import plan"),
+        ("report/plan.py", "def late():\n    from fxremat import solvers"),
         ("ir/chain.py", "import fxremat.passes.joint.graph"),
         ("ir/chain.py", "from ..solvers import rotor"),
         ("passes/joint/build.py", "from fxremat import pipeline"),
@@ -187,7 +186,7 @@ def test_a_right_arrow_is_let_through(file: str, source: str) -> None:
     assert not wrong_arrows(Path(file), source)
 
 
-@pytest.mark.parametrize("module", ["fxremat", "fxremat.solvers", "fxremat.simulate"])
+@pytest.mark.parametrize("module", ["fxremat", "fxremat.solvers"])
 def test_torch_is_not_loaded(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

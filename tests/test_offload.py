@@ -24,8 +24,6 @@ from fxremat.ir import (
     StageCosts,
     Storage,
 )
-from fxremat.simulate import check
-from fxremat.solvers.brute.offload import Transfers, least_budget, shortest_s
 from fxremat.solvers.offload import conv, dp, greedy, vdnn
 from fxremat.solvers.offload.bounds import lower_bounds
 from fxremat.solvers.offload.line import activations, line_of
@@ -43,6 +41,8 @@ from tests.offloads import (
     problems,
     with_budget,
 )
+from tests.reference.brute.offload import Transfers, least_budget, shortest_s
+from tests.reference.simulate import check
 
 BYTE_SLOTS = 1 << 20
 """More slots than any small budget has bytes, so that each is one byte."""

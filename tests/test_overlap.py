@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from fxremat import torch_compat
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.overlap import Overlapped, overlap_within
 from fxremat.planner.search import Search
 from fxremat.planner.transfers import Moved
-from fxremat.simulate.allocator import AllocatorSettings
 from tests.harness import Captured, measured_peak_bytes, run_emitted, run_traced, searched
 from tests.models.bits import assert_bitwise_equal
 from tests.spread import gathering, group_of_one

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from fxremat.ir import Chain, Costs, Forward, Infeasible, Keep, Problem, Schedule, Solved
-from fxremat.simulate import check, simulate
 from fxremat.solvers import periodic, rotor, store_all
 from tests.problems import keep_all
+from tests.reference.simulate import check, simulate
 from tests.strategies import costed_chains, huge_chains
 
 PLENTY = 1 << 60

@@ -11,9 +11,9 @@ from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.ir import Backward, Forward, Keep
 from fxremat.ir.coded import decoded
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller
-from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
 from tests.harness import captured, search_of, searched, silent
 

@@ -20,11 +20,11 @@ from fxremat.ir import (
     Solved,
     StageCosts,
 )
-from fxremat.simulate import check
 from fxremat.solvers import pofo, rotor
-from fxremat.solvers.brute import pofo as brute
 from tests.plain_pofo import plain_pofo
 from tests.problems import keep_all
+from tests.reference.brute import pofo as brute
+from tests.reference.simulate import check
 from tests.strategies import SIZES, any_costs, costed_chains, huge_chains, paper_costs
 
 RATES = st.sampled_from([0.5, 1.0, 2.0, 4.0, 8.0, 16.0])

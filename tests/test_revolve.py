@@ -7,12 +7,13 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from fxremat.ir import Chain, Costs, Forward, Infeasible, Keep, Problem, Solved, StageCosts
-from fxremat.simulate import check
-from fxremat.solvers import brute, revolve, rotor
+from fxremat.solvers import revolve, rotor
 from fxremat.solvers.numbers import numbers_of
 from fxremat.solvers.sequences import base_bytes
 from tests import griewank, problems
 from tests.problems import NAMED, Named
+from tests.reference import brute
+from tests.reference.simulate import check
 from tests.strategies import SECONDS, costed_chains, huge_chains
 
 

@@ -20,7 +20,7 @@ from fxremat.ir import (
     StageCosts,
     Storage,
 )
-from fxremat.simulate import check, simulate
+from tests.reference.simulate import check, simulate
 from tests.strategies import costed_chains
 
 KINDS = {"all": Keep.ALL, "ck": Keep.INPUT, "none": Keep.NONE}

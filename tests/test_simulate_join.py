@@ -24,10 +24,10 @@ from fxremat.ir import (
     Schedule,
     join_of,
 )
-from fxremat.simulate import simulate as simulate_chain
-from fxremat.simulate.join import _Replay, check, simulate
 from fxremat.solvers import rotor
 from tests.joins import costed_joins, two_towers
+from tests.reference.simulate import simulate as simulate_chain
+from tests.reference.simulate.join import _Replay, check, simulate
 from tests.strategies import costed_chains
 
 KEEPS = {"none": Keep.NONE, "ck": Keep.INPUT, "all": Keep.ALL}

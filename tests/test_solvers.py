@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from fxremat.errors import ArgumentError
 from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solution, Solved, TimedOut
-from fxremat.simulate import check
 from fxremat.solvers.join import JoinPlans
 from fxremat.solvers.named import JOIN_SOLVERS, SOLVERS
 from fxremat.solvers.rotor import RotorTable
 from tests.examples import examples
 from tests.joins import two_towers
 from tests.problems import NAMED, Named, keep_all
+from tests.reference.simulate import check
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES, SIZES, any_costs, paper_costs
 
-PERSISTENT = ("rotor", "join", "equiv_chain", "pofo", "cpsat", "brute")
+PERSISTENT = ("rotor", "join", "equiv_chain", "pofo", "cpsat")
 """Optimal among memory-persistent schedules of a chain without a link."""
 
 KEEPING = ("store_all", "offload_greedy", "offload_dp", "vdnn", "offload_conv", "cpsat_offload")
@@ -33,7 +33,7 @@ KEEPING = ("store_all", "offload_greedy", "offload_dp", "vdnn", "offload_conv", 
 OTHERS = ("periodic", "revolve")
 """Memory-persistent, of a narrower kind."""
 
-EXPONENTIAL = ("brute", "cpsat", "cpsat_offload")
+EXPONENTIAL = ("cpsat", "cpsat_offload")
 """Too slow for anything but small problems."""
 
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.papers.coarse import coarsen, refined
 from benchmarks.papers.networks import network
 from fxremat.ir import Chain, Costs, Problem, Solved, Stage, StageCosts, Storage
-from fxremat.simulate import simulate
 from fxremat.solvers import rotor, store_all
+from tests.reference.simulate import simulate
 
 
 def residual(seed: int, blocks: int) -> tuple[Chain, Costs]:

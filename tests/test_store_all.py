@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Backward, Chain, Costs, Forward, Infeasible, Keep, Problem, Schedule, Solved
-from fxremat.simulate import check, simulate
 from fxremat.solvers import rotor, store_all
 from tests.problems import keep_all
+from tests.reference.simulate import check, simulate
 from tests.strategies import costed_chains, huge_chains
 
 

@@ -10,9 +10,9 @@ from fxremat.ir import Backward, Forward, Keep, SaveOption, Schedule
 from fxremat.report.stages import tell_stages
 from fxremat.report.text import print_plan
 from fxremat.report.words import describe, explain
-from fxremat.simulate import simulate
 from fxremat.units import format_bytes
 from tests.plans import MIB, chain_of, everything_kept, plan_of, schedule_of
+from tests.reference.simulate import simulate
 
 TWICE = (
     "F_ck 0, F_none 1, F_none 2, F_all 3, B 3, "

@@ -9,13 +9,13 @@ import pytest
 
 from fxremat.ir import Copy, Forward, MeasuredLink
 from fxremat.ir.coded import decoded
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.generators import chain_schedules
 from fxremat.planner.moves import Movable
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory, Moved, Transfers
 from fxremat.runtime.slots import slot_bytes
-from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
 from tests.harness import captured, search_of, searched
 

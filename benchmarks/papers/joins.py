@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.papers.joins
 
-Every point is a schedule that was replayed step by step (``fxremat.simulate.join``): the
+Every point is a schedule that was replayed step by step (``tests.reference.simulate.join``): the
 makespan is the replay's, and the replay would refuse a schedule that needs more slots. SNN
 has three branches of 2 L steps, CM two of L and 5 L, RNN one of 6 L; all steps take the same
 time. What the text says about the figures is checked, and reported beside what was found.
@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.common import RESULTS, save, show
 from fxremat.ir import JoinProblem, Solved
-from fxremat.simulate.join import check
 from fxremat.solvers.join.unit import UnitTable, equiv_chain, least_slots, unit_problem
+from tests.reference.simulate.join import check
 
 Point = dict[str, float]
 

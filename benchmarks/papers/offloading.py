@@ -5,8 +5,9 @@ Run: python -m benchmarks.papers.offloading [--quick]
 The chains are those of ``benchmarks.papers.networks``: derived from the architectures, where the
 paper measured. The link is the paper's, 12.2 GB/s, one transfer at a time. Memory goes from the
 least with which there is a schedule (0 %) to what keeps everything (100 %). Every makespan is
-that of a replay of whole transfers on three lanes (``fxremat.simulate``), over the lower bound of
-Proposition 3. What the text says about the figures is checked, and reported beside what was found.
+that of a replay of whole transfers on three lanes (``tests.reference.simulate``), over the lower
+bound of Proposition 3. What the text says about the figures is checked, and reported beside what
+was found.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from statistics import mean
 from benchmarks.common import RESULTS, save, show
 from benchmarks.papers.networks import LINK_BYTES_PER_S, NAMES, Network, network
 from fxremat.ir import Infeasible, Link, Problem, Solution, Solved
-from fxremat.simulate import check
 from fxremat.solvers.offload import conv, dp, greedy, vdnn
 from fxremat.solvers.offload.bounds import lower_bounds
 from fxremat.solvers.store_all import solve as store_all
+from tests.reference.simulate import check
 
 SOLVERS: dict[str, Callable[[Problem], Solution]] = {
     "GREEDY": greedy.solve,

@@ -19,7 +19,7 @@ budgets are shares of it. Neighbouring stages are merged (``coarse``), which is 
 planned for groups of stages holds for the stages. Save options are left out, as the papers
 have none.
 
-Every schedule is replayed (``fxremat.simulate``) within the budget, with whole transfers:
+Every schedule is replayed (``tests.reference.simulate``) within the budget, with whole transfers:
 
 * rotor: ``solvers.rotor`` with many slots, no transfers;
 * offload-only: the faster one of ``solvers.offload.dp`` and ``solvers.offload.greedy``;
@@ -46,9 +46,9 @@ from benchmarks.papers import compiled
 from benchmarks.papers.coarse import coarsen, refined
 from benchmarks.papers.measured import DEVICES, NETWORKS, Captured, Device, captured
 from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solution, Solved
-from fxremat.simulate import check, simulate
 from fxremat.solvers import pofo, rotor, store_all
 from fxremat.solvers.offload import dp, greedy
+from tests.reference.simulate import check, simulate
 
 SHARES = (0.5, 0.33, 0.25, 0.2, 0.15, 0.1)
 QUARTER = 0.25

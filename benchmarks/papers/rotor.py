@@ -7,8 +7,8 @@ Chains of ResNet, DenseNet and Inception v3 with costs derived from their archit
 everything kept (*PyTorch*), ``checkpoint_sequential`` with 2 to 2 sqrt(L) segments
 (*sequential*), *revolve* and rotor (*optimal*), the last two at ten memory limits up to what
 PyTorch takes. Sizes are rounded up to 1/1500th of the memory or less; the paper took 500
-slots. Every point is a schedule that was replayed (``fxremat.simulate``); memory is the peak
-of the replay, and throughput is images over its makespan. What the text says about the figures
+slots. Every point is a schedule that was replayed (``tests.reference.simulate``); memory is the
+peak of the replay, and throughput is images over its makespan. What the text says about the figures
 is checked, and reported beside what was found.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.common import RESULTS, save, show
 from benchmarks.papers.networks import NAMES, Network, network
 from fxremat.ir import Problem, Solution, Solved
-from fxremat.simulate import check, simulate
 from fxremat.solvers import periodic, revolve, store_all
 from fxremat.solvers.rotor import RotorTable
+from tests.reference.simulate import check, simulate
 
 GIB = 1 << 30
 TABLE_BYTES = 1 << 26

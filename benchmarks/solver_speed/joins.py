@@ -25,8 +25,8 @@ from fxremat.ir import (
     Solved,
     StageCosts,
 )
-from fxremat.simulate.join import check, simulate
 from fxremat.solvers import join as solver
+from tests.reference.simulate.join import check, simulate
 
 SIZES = [
     # branches, trunk, slots

@@ -12,10 +12,10 @@ import time
 from benchmarks.common import Spread, save, show
 from benchmarks.solver_speed.chains import heterogeneous
 from fxremat.ir import Link, Problem, Solved
-from fxremat.simulate import check
 from fxremat.solvers.offload import dp
 from fxremat.solvers.offload.bounds import lower_bounds
 from fxremat.solvers.offload.line import line_of
+from tests.reference.simulate import check
 
 STAGES = 100
 SLOTS = 500

@@ -12,8 +12,8 @@ import time
 from benchmarks.common import Spread, save, show
 from benchmarks.solver_speed.chains import heterogeneous
 from fxremat.ir import Backward, Forward, Keep, Link, Problem, Schedule, Solved
-from fxremat.simulate import check, simulate
 from fxremat.solvers import pofo, rotor
+from tests.reference.simulate import check, simulate
 
 STAGES = 50
 SLOTS = 50

@@ -15,9 +15,9 @@ from pathlib import Path
 from benchmarks.common import Spread, save, show
 from benchmarks.solver_speed.chains import MIB, heterogeneous
 from fxremat.ir import Backward, Chain, Costs, Forward, Keep, Op, Problem, Schedule, Solved
-from fxremat.simulate import check, simulate
 from fxremat.solvers.rotor import RotorTable, least_budget
 from tests.plain_rotor import plain_rotor
+from tests.reference.simulate import check, simulate
 
 STAGES = 339
 SLOTS = 500

@@ -27,12 +27,12 @@ from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import in_training
 from fxremat.ir import MeasuredLink, RecordedCosts
 from fxremat.passes.joint.storage import allocated_bytes
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.estimate import Estimate
 from fxremat.report.plan import Plan
-from fxremat.simulate.allocator import AllocatorSettings
 
 WHOLE = Budget(1.0, share=1.0)
 

@@ -20,8 +20,8 @@ from fxremat.costs.devices import Device
 from fxremat.ir import Origin
 from fxremat.ir.recorded import Facts
 from fxremat.passes.joint.digest import Digests
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.surroundings import Surroundings
-from fxremat.simulate.allocator import AllocatorSettings
 
 
 def origin_of_costs(

@@ -28,11 +28,11 @@ from fxremat.ir import Origin, RecordedCosts
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.signature import tensor_key
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
-from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import format_bytes
 
 LOG = logging.getLogger("fxremat")

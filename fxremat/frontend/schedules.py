@@ -21,10 +21,10 @@ from fxremat.frontend.ways import StepGraph, Way, fastest
 from fxremat.ir import MeasuredLink
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.allocations import settings_of
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.resized import least_bytes_at
 from fxremat.planner.situation import Situation
 from fxremat.planner.transfers import HostMemory, Sent
-from fxremat.simulate.allocator import AllocatorSettings
 
 MOST_SIZE = 1 << 20
 """Of a dimension: more is not tried."""

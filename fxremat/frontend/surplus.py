@@ -20,7 +20,7 @@ from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.frontend.outputs import Unused
 from fxremat.passes.joint.storage import allocated_bytes
-from fxremat.simulate.allocator import MOST_SMALL_BYTES
+from fxremat.planner.allocator import MOST_SMALL_BYTES
 
 
 def optimizer_bytes(

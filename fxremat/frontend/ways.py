@@ -20,6 +20,7 @@ from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.decision import Tensors
 from fxremat.planner.overlap import may_overlap, overlap_within
 from fxremat.planner.pool import Candidate
@@ -31,7 +32,6 @@ from fxremat.report.facts import Fused
 from fxremat.report.frontier import frontier_of
 from fxremat.report.memory import Kind, StepMemory
 from fxremat.report.plan import Plan
-from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
 
 MOST_BASES = 16

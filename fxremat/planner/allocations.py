@@ -2,7 +2,7 @@
 
 An evaluation adds up what a step holds. An allocator that rounds, splits and keeps blocks hands out
 more: which is found by replaying every request of the emitted graphs in its model
-(``simulate.allocator``).
+(``planner.allocator``).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from fxremat import torch_compat
 from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.travel import Move
-from fxremat.planner.footprint import WORKSPACE, Footprints, Request
-from fxremat.planner.surroundings import Surroundings
-from fxremat.simulate.allocator import (
+from fxremat.planner.allocator import (
     MOST_SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
     AllocatorSettings,
     CachingAllocator,
 )
+from fxremat.planner.footprint import WORKSPACE, Footprints, Request
+from fxremat.planner.surroundings import Surroundings
 from fxremat.units import Counted
 
 STEPS = 2

@@ -22,11 +22,9 @@ import numpy as np
 from fxremat.costs.cost import Progress
 from fxremat.ir import Chain, Costs, StageCosts
 from fxremat.ir.coded import ALL, BACKWARD, KINDS, Codes, coded
-from fxremat.passes.emit.program import keep_all
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.surroundings import Surroundings
-from fxremat.simulate import simulate
 
 SLOTS = 500
 """Slots of each table; a few tables with ever lower ceilings keep rounding small."""
@@ -58,10 +56,11 @@ Generator = Callable[[Setting, Progress], Iterator[Codes]]
 def chain_schedules(setting: Setting, progress: Progress) -> Iterator[Codes]:
     """Optimal persistent schedules of the line, by rotor."""
     # Loading numba takes longer than all else in the package: not at import.
+    from fxremat.solvers import store_all  # noqa: PLC0415
     from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
 
     chain, costs = setting.chain, setting.costs
-    full_bytes = simulate(chain, costs, keep_all(len(chain))).peak_bytes
+    full_bytes = store_all.peak_bytes(chain, costs)
     least_bytes, least = least_budget(chain, costs)
     yield coded(least)
     for done, ceiling in enumerate(ceilings(full_bytes, least_bytes, costs.fixed_bytes)):

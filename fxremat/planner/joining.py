@@ -17,13 +17,10 @@ from fxremat.ir import (
     Schedule,
 )
 from fxremat.ir.coded import BACKWARD, KINDS, Codes, coded, decoded
-from fxremat.passes.emit.program import keep_all
 from fxremat.passes.stages.firsts import any_order
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.generators import Setting, ceilings
 from fxremat.planner.join import Branching, branchings_of, build_join, build_join_costs
-from fxremat.simulate import simulate as simulate_chain
-from fxremat.simulate.join import simulate
 
 LEAST_SLOTS, MOST_SLOTS = 200, 2000
 """Slots of each table of the join."""
@@ -125,13 +122,14 @@ def _solve_join(
     """Schedules of ``join`` as those of the line; ``refine`` gives one of the branching's join."""
     from fxremat.solvers.join import JoinPlans, least_budget  # noqa: PLC0415
     from fxremat.solvers.join.coarse import coarsen  # noqa: PLC0415
+    from fxremat.solvers.join.numbers import kept_bytes  # noqa: PLC0415
 
     coarse = coarsen(join, costs, most_work=most_choices // LEAST_SLOTS)
     slots = _slots(coarse.join, most_choices)
     coder = _Coder(lambda schedule: branching.on_line(refine(coarse.refine(schedule))))
     least_bytes, least = least_budget(coarse.join, coarse.costs)
     yield coder.codes(least.computations)
-    full_bytes = simulate(join, costs, keep_all(len(join))).peak_bytes
+    full_bytes = kept_bytes(join, costs)
     for done, ceiling in enumerate(ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
         progress("solving the join", done, done + 1)
         plans = JoinPlans.build(coarse.join, coarse.costs, max_budget_bytes=ceiling, slots=slots)
@@ -151,6 +149,7 @@ def _slots(join: Join, most_choices: int) -> int:
 def _solve_equivalent(
     join: Join, costs: JoinCosts, progress: Progress
 ) -> Iterator[Sequence[Compute]]:
+    from fxremat.solvers import store_all  # noqa: PLC0415
     from fxremat.solvers.join.equiv import as_join_schedule, equivalent_chain  # noqa: PLC0415
     from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
 
@@ -158,8 +157,7 @@ def _solve_equivalent(
     level = equivalent_chain(problem)
     least_bytes, least = least_budget(level.chain, level.costs)
     yield as_join_schedule(problem, least).computations
-    full = keep_all(len(level.chain))
-    full_bytes = simulate_chain(level.chain, level.costs, full).peak_bytes
+    full_bytes = store_all.peak_bytes(level.chain, level.costs)
     for done, ceiling in enumerate(ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
         progress("solving the equivalent chain", done, done + 1)
         table = RotorTable.build(

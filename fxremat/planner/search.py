@@ -14,6 +14,7 @@ from fxremat.ir import Chain, Costs
 from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.planner.allocations import Allocated, Allocations
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.bound import Relaxation
 from fxremat.planner.chain import build_chain, build_costs
 from fxremat.planner.evaluator import Evaluator
@@ -22,7 +23,6 @@ from fxremat.planner.generators import Generator, Setting, chain_schedules, kept
 from fxremat.planner.joining import equivalent_schedules, join_schedules
 from fxremat.planner.pool import Candidate, Pool
 from fxremat.planner.surroundings import Surroundings
-from fxremat.simulate.allocator import AllocatorSettings
 from fxremat.units import Counted
 
 POINTS = 32

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fxremat.ir import JoinProblem, Problem, Solution
-from fxremat.solvers import brute, cpsat, join, periodic, pofo, revolve, rotor, store_all
-from fxremat.solvers.brute import join as brute_join
+from fxremat.solvers import cpsat, join, periodic, pofo, revolve, rotor, store_all
 from fxremat.solvers.cpsat import join as cpsat_join
 from fxremat.solvers.join import equiv
 from fxremat.solvers.offload import conv, dp, greedy, vdnn
@@ -40,7 +39,6 @@ SOLVERS: dict[str, Solver] = {
     "pofo": pofo.solve,
     "cpsat": cpsat.solve,
     "cpsat_offload": cpsat.offload.solve,
-    "brute": brute.solve,
 }
 """Solvers by name. Those of joins answer a chain as rotor does."""
 
@@ -48,6 +46,5 @@ JOIN_SOLVERS: dict[str, JoinSolver] = {
     "join": join.solve,
     "equiv_chain": equiv.solve,
     "cpsat": cpsat_join.solve,
-    "brute": brute_join.solve,
 }
 """Solvers of joins by name."""

@@ -7,8 +7,8 @@ Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous
 (2019), section 5.3, and ``REV`` of Beaumont, Herrmann, Pallez, Shilova, "Optimal
 memory-aware backpropagation of deep join networks" (2019).
 
-It is optimal among the memory-persistent schedules (see ``brute``) in which ``B i`` comes
-right after ``F_all i``: ``brute.solve(problem, tapes_late=True)``. Every stage but the last
+It is optimal among the memory-persistent schedules (see ``rotor``) in which ``B i`` comes
+right after ``F_all i``. Every stage but the last
 runs at least twice.
 
 *Heterogeneous chains* (Griewank and Walther, "Evaluating derivatives" (2008), section 12;

@@ -28,6 +28,19 @@ the forwards that it runs and no others. Where this departs from the paper:
 * What is kept over the turn may take less memory than it has bytes (``relieved``): the
   intervals that end with the last stage are those of the first sweep, and no others are.
 
+A schedule is *memory-persistent* if
+
+* what is checkpointed (a boundary kept by ``F_ck`` or ``F_all``, a saved set) stays until
+  the backward of its stage: ``F_none`` never reads a kept boundary,
+* forwards start from the deepest boundary in memory, so none runs between ``F_all i``
+  and ``B i`` unless the gradient after stage ``i`` is still to come,
+* the next operation reads what ``F_none`` writes.
+
+The first is the papers' definition (section 4.1: "any checkpointed value is kept in memory
+until it is used in the backward phase"). Their Theorem 1 uses the second as if it followed.
+It does not: where gradients grow on the way back, recomputing early, beside a deeper
+checkpoint, can need less memory.
+
 ``O(L³ slots)`` time and ``O(L² slots)`` memory; only values are kept, and a schedule is
 read off by comparing the sums again (``O(L²)``).
 """
@@ -78,7 +91,7 @@ _LARGEST_TABLE_BYTES = 1 << 29
 
 
 def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> Solution:
-    """The fastest memory-persistent schedule within the budget; see ``brute`` for the term.
+    """The fastest memory-persistent schedule within the budget; see the module for the term.
 
     Beaumont et al. 2019, Theorem 1. ``O(L³ slots)`` time, ``O(L² slots)`` memory.
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from fxremat.ir import (
     Backward,
+    Chain,
     Compute,
+    Costs,
     Forward,
     Infeasible,
     Keep,
@@ -28,14 +30,21 @@ def solve(problem: Problem) -> Solved | Infeasible:
     Raises:
         ValueError: the sizes are too large to add up.
     """
-    chain, costs = problem.chain, problem.costs
+    needed_bytes = peak_bytes(problem.chain, problem.costs)
+    if needed_bytes > problem.budget_bytes:
+        return Infeasible(needed_bytes)
+    ops = span_ops(0, len(problem.chain) - 1)
+    return Solved(Schedule(ops), seconds_of(problem.costs, ops))
+
+
+def peak_bytes(chain: Chain, costs: Costs) -> int:
+    """Exact peak of the schedule without recomputation, ``fixed_bytes`` included. ``O(L)``.
+
+    Raises:
+        ValueError: the sizes are too large to add up.
+    """
     last = len(chain) - 1
-    numbers = numbers_of(chain, costs)
-    peak_bytes = base_bytes(chain, costs) + span_bytes(numbers, 0, last)
-    if peak_bytes > problem.budget_bytes:
-        return Infeasible(peak_bytes)
-    ops = span_ops(0, last)
-    return Solved(Schedule(ops), seconds_of(costs, ops))
+    return base_bytes(chain, costs) + span_bytes(numbers_of(chain, costs), 0, last)
 
 
 def span_ops(s: int, t: int) -> tuple[Compute, ...]:

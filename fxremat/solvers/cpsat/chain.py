@@ -6,11 +6,11 @@ has four variables (``F_none``, ``F_ck``, ``F_all``, or ``F_all`` and ``B`` as a
 what is held between runs follows. Memory is bounded at every forward and backward, storage
 by storage: one that several values share counts once.
 
-What is searched is what ``brute`` searches (no forward writes a boundary that is held;
-``persistent`` as defined there), in at most a given number of runs. For memory-persistent
-schedules ``L + 1`` runs are enough: each ends in a backward, except that the last stage may
-run once before its rebuild. For others no such bound is known: ``more_runs`` says how many
-runs without a backward there may be, and the optimum is that of such schedules.
+What is searched are the sequences in which no forward writes a boundary that is held
+(``persistent``: those that are, see ``rotor``), in at most a given number of runs. For
+memory-persistent schedules ``L + 1`` runs are enough: each ends in a backward, except that the
+last stage may run once before its rebuild. For others no such bound is known: ``more_runs`` says
+how many runs without a backward there may be, and the optimum is that of such schedules.
 
 Where storages lie in several boundaries, a schedule that is not persistent can hold a
 storage twice, written in two runs. What is held is then told apart by the run that wrote it.

@@ -3,7 +3,7 @@
 A sequence of operations is a number of steps; each step runs one operation (``F_none``,
 ``F_ck``, ``F_all``, ``B``, or ``F_all`` and ``B`` as a rebuild) of one stage, or is idle at the
 end. What is held between steps follows, boundary by boundary and line by line (a line is a
-branch or the trunk). What is searched is what ``brute.join`` calls ``PERSISTENT``: operations of
+branch or the trunk). What is searched are the memory-persistent schedules: operations of
 several branches may alternate in any way, so that the optimum may be below that of the
 canonical schedules that the solver ``join`` finds. Its schedule is where the search starts.
 

@@ -201,7 +201,7 @@ class _Builder:
             yield step.kept[self.turn]
 
     def _persistent(self, step: Step) -> None:
-        """The rules of ``brute.join.Kind.PERSISTENT``."""
+        """What makes a schedule of a join memory-persistent."""
         cp = self.cp
         busy = self._trunk_is_readable(step)
         for line, stages in self._lines():

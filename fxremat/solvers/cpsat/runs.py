@@ -48,7 +48,7 @@ class Run:
 
 
 def add_runs(model: CpModel, options: Sequence[int], runs: int, *, persistent: bool) -> list[Run]:
-    """Every valid sequence of at most ``runs`` runs, and no other; see ``brute``.
+    """Every valid sequence of at most ``runs`` runs, and no other; see ``chain``.
 
     ``options`` says how many ways to run ``F_all`` each stage has.
     """

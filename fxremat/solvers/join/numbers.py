@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain as chained
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -136,6 +137,37 @@ def join_numbers(join: Join, costs: JoinCosts, lines: tuple[Numbers, ...]) -> Jo
 def base_bytes(join: Join, costs: JoinCosts) -> int:
     """What is held at the start: ``fixed_bytes`` and every branch's input."""
     return costs.fixed_bytes + sum(chain.nbytes(chain.boundaries[0]) for chain in join.branches)
+
+
+def kept_bytes(join: Join, costs: JoinCosts) -> int:
+    """Exact peak of the schedule without recomputation, ``fixed_bytes`` included.
+
+    Lines run forward one after the other, the trunk last, and back in the reverse order; every
+    stage keeps its whole saved set.
+    """
+    stages = [
+        [(stage, chain.nbytes(chain.saved_set(i))) for i, stage in enumerate(own)]
+        for chain, own in zip(join.lines, costs.lines, strict=True)
+    ]
+    held_bytes, peak_bytes = base_bytes(join, costs), 0
+    gradient_bytes = costs.trunk[-1].gradient_bytes  # until the first backward is done
+    for stage, saved_bytes in chained.from_iterable(stages):
+        held_bytes += saved_bytes
+        peak_bytes = max(peak_bytes, held_bytes + gradient_bytes + stage.keep_extra_bytes)
+    beside_bytes = 0  # gradients of the lines that do not run
+    for line in reversed(range(len(stages))):
+        for stage, saved_bytes in reversed(stages[line]):
+            needed_bytes = stage.gradient_bytes + stage.backward_extra_bytes
+            peak_bytes = max(peak_bytes, held_bytes + beside_bytes + needed_bytes)
+            held_bytes -= saved_bytes
+        if line == len(join.branches):
+            beside_bytes = costs.trunk_done_bytes
+            beside_bytes += sum(own[-1].gradient_bytes for own in costs.branches[:-1])
+        else:
+            held_bytes -= join.nbytes(join.branches[line].boundaries[0])
+            beside_bytes += costs.left_bytes[line]
+            beside_bytes -= costs.branches[line - 1][-1].gradient_bytes if line else 0
+    return peak_bytes
 
 
 def _check_total(join: Join, costs: JoinCosts) -> None:

@@ -2,7 +2,7 @@
 
 Beaumont, Eyraud-Dubois, Shilova, "Optimal GPU-CPU offloading strategies for deep neural
 network training" (2019), section 5, Algorithm 1 (DYNPROG). In the fluid model of
-``fxremat.simulate``, with activations that move entirely or not at all, this finds the best
+docs/design/0007, with activations that move entirely or not at all, this finds the best
 ordered schedule (see ``phases``). Stage by stage, for ``x_0 … x_{i-1}`` decided,
 
     K      bytes of these that stay in device memory,

@@ -2,7 +2,7 @@
 
 Beaumont, Eyraud-Dubois, Shilova, "Optimal GPU-CPU offloading strategies for deep neural
 network training" (2019), section 4. Where activations may be moved in part and transfers
-interrupted (the fluid model of ``fxremat.simulate``), Theorem 2 says that the no-wait, ordered
+interrupted (the fluid model of docs/design/0007), Theorem 2 says that the no-wait, ordered
 schedule that offloads the first ``Q = M_peak - M`` bytes is optimal: a schedule ``S`` that ever
 has more than ``Q`` on the host can move less, and what it has there may as well be the first
 bytes that were computed. Rounded up to whole activations, that is their heuristic GREEDY for

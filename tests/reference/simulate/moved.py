@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Activations, Chain
-from fxremat.simulate.memory import Instance
+from tests.reference.simulate.memory import Instance
 
 
 @dataclass(frozen=True, slots=True)

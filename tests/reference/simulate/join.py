@@ -1,6 +1,6 @@
 """Replay a schedule of a join: branches that meet in a trunk, all on one compute lane.
 
-The model is that of ``fxremat.simulate.chain``, line by line (a line is a branch or the
+The model is that of ``tests.reference.simulate.chain``, line by line (a line is a branch or the
 trunk). What is new:
 
 * Every line may have a boundary in flight. It stays while other lines run, and is freed
@@ -43,7 +43,7 @@ from fxremat.ir import (
     StageCosts,
     Timeline,
 )
-from fxremat.simulate.memory import Memory, Value
+from tests.reference.simulate.memory import Memory, Value
 
 
 def simulate(join: Join, costs: JoinCosts, schedule: Schedule) -> Timeline:

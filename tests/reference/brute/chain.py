@@ -1,26 +1,15 @@
 """Exhaustive search over the operation sequences of small chains.
 
-Written from the model (see ``fxremat.simulate``) without any recurrence: a uniform cost
+Written from the model (see ``tests.reference.simulate``) without any recurrence: a uniform cost
 search (Dijkstra) over the states that memory can be in. The other solvers are held
 against it. Exponential in the number of stages; meant for chains of at most six, or
 about nine with ``persistent=True``.
 
 What is searched: all valid sequences in which no boundary is held twice, that is, no
 forward writes a boundary that is kept or in a held saved set. ``persistent=True``
-narrows this to the memory-persistent sequences, here taken to be those in which
-
-* what is checkpointed (a boundary kept by ``F_ck`` or ``F_all``, a saved set) stays until
-  the backward of its stage: ``F_none`` never reads a kept boundary,
-* forwards start from the deepest boundary in memory, so none runs between ``F_all i``
-  and ``B i`` unless the gradient after stage ``i`` is still to come,
-* the next operation reads what ``F_none`` writes.
-
-The first line is the papers' definition (Beaumont et al. 2019, section 4.1: "any
-checkpointed value is kept in memory until it is used in the backward phase"). Their
-Theorem 1 uses the second as if it followed. It does not: where gradients grow on the
-way back, recomputing early, beside a deeper checkpoint, can need less memory. The third
-rules out whole sweeps that only make the last stage's first execution a cheap one, for
-a rebuild later.
+narrows this to the memory-persistent sequences, as ``fxremat.solvers.rotor`` defines them.
+The third line there rules out whole sweeps that only make the last stage's first execution a
+cheap one, for a rebuild later.
 """
 
 from __future__ import annotations
@@ -40,7 +29,7 @@ from fxremat.ir import (
     Solution,
     Solved,
 )
-from fxremat.solvers.brute.instances import Instances, union
+from tests.reference.brute.instances import Instances, union
 
 
 def solve(problem: Problem, *, persistent: bool = True, tapes_late: bool = False) -> Solution:

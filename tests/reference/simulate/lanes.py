@@ -50,10 +50,10 @@ from fxremat.ir import (
     Timeline,
     Transfer,
 )
-from fxremat.simulate.chain import ChainState, Step
-from fxremat.simulate.memory import Instance
-from fxremat.simulate.moved import Book, Copy, Moved
-from fxremat.simulate.profile import (
+from tests.reference.simulate.chain import ChainState, Step
+from tests.reference.simulate.memory import Instance
+from tests.reference.simulate.moved import Book, Copy, Moved
+from tests.reference.simulate.profile import (
     Key,
     Profile,
     Room,

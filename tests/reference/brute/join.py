@@ -1,6 +1,6 @@
 """Exhaustive search over the operation sequences of small joins.
 
-Written from the model (see ``fxremat.simulate.join``) without any recurrence: a best-first
+Written from the model (see ``tests.reference.simulate.join``) without any recurrence: a best-first
 search over the states that memory can be in, with what is still to run as lower bound (A*).
 Exponential in the number of stages.
 
@@ -46,7 +46,7 @@ from fxremat.ir import (
     Schedule,
     Solved,
 )
-from fxremat.solvers.brute.join_memory import Held, State, put
+from tests.reference.brute.join_memory import Held, State, put
 
 
 class Kind(Enum):

@@ -4,6 +4,6 @@ Written from the models alone. It shares no code with the solvers, so that one c
 against the other.
 """
 
-from fxremat.simulate.lanes import check, simulate
+from tests.reference.simulate.lanes import check, simulate
 
 __all__ = ["check", "simulate"]

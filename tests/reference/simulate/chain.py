@@ -32,7 +32,7 @@ from itertools import count
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Activations, Backward, Chain, Compute, Costs, Forward, Keep, Part, SaveOption
-from fxremat.simulate.memory import Instance, Memory, Value
+from tests.reference.simulate.memory import Instance, Memory, Value
 
 
 @dataclass(frozen=True, slots=True)

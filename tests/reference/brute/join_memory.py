@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fxremat.ir import JoinProblem, StageCosts
-from fxremat.solvers.brute.instances import Instances, union
+from tests.reference.brute.instances import Instances, union
 
 
 class State(NamedTuple):
