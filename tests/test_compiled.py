@@ -106,6 +106,27 @@ def test_eval_and_no_grad_run_the_original_forward(pair: tuple[Net, fxremat.Comp
     handle.remove()
 
 
+def test_a_plan_has_what_its_steps_took(pair: tuple[Net, fxremat.CompiledModule]):
+    compiled = fxremat.compile(Net(), X, pair[1].plan.budget_bytes, loss=torch.sum)
+    assert compiled.plan.measured_peak_bytes is None
+    for _ in range(3):
+        compiled.zero_grad()
+        compiled(X).sum().backward()
+    plan = compiled.plan
+    assert plan.measured_peak_bytes is not None
+    assert 0.9 * plan.predicted_held_bytes < plan.measured_peak_bytes <= plan.predicted_held_bytes
+    assert f"({plan.measured_peak_bytes} bytes)" in plan.explain()
+
+
+def test_a_plan_names_the_model_and_the_batch(pair: tuple[Net, fxremat.CompiledModule]):
+    compiled = fxremat.compile(Net(), X, pair[1].plan.budget_bytes)
+    assert compiled.plan.model == "Net"
+    assert compiled.plan.arguments == (("args[0]", "float32[64, 32]"),)
+    compiled(X[:48]).sum().backward()
+    assert compiled.plan.arguments == (("args[0]", "float32[48, 32]"),)
+    assert "float32[48, 32]" in compiled.plan.explain()
+
+
 def test_other_shapes_are_planned_anew(pair: tuple[Net, fxremat.CompiledModule]):
     compiled = fxremat.compile(Net(), X, pair[1].plan.budget_bytes)
     first = compiled.plan
@@ -114,7 +135,7 @@ def test_other_shapes_are_planned_anew(pair: tuple[Net, fxremat.CompiledModule])
     assert compiled.plan.sizes and not first.sizes
     compiled.zero_grad()
     compiled(X).sum().backward()
-    assert len(compiled.plans) == 2 and compiled.plan is first
+    assert len(compiled.plans) == 2 and compiled.plan == first
     compiled.zero_grad()
     with pytest.raises(fxremat.BudgetError, match=str(first.budget_bytes)):
         compiled(X.repeat(50, 1))

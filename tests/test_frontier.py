@@ -23,6 +23,17 @@ def test_only_the_best_are_on_it():
     assert curve.at(100) == curve.points[2]
 
 
+def test_it_is_printed_in_a_few_lines():
+    curve = frontier_of([(i << 20, 60.0 - i) for i in range(1, 51)])
+    text = repr(curve)
+    assert str(curve) == text
+    assert len(text.splitlines()) < 12
+    assert max(map(len, text.splitlines())) <= 80
+    for told in ("50 plans", "1.0 MiB", "50.0 MiB", "10 s", "59 s"):
+        assert told in text
+    assert curve._repr_html_().count("<tr>") == len(curve.rows()) + 1
+
+
 def test_it_is_that_of_the_plans(tmp_path: Path):
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]

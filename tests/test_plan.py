@@ -19,6 +19,7 @@ from fxremat.ir import (
     StageSeconds,
 )
 from fxremat.report.plan import Plan
+from fxremat.units import format_bytes
 from tests.plans import everything_kept, plan_of
 
 PLAN = replace(
@@ -86,3 +87,19 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     with pytest.raises(PlanError, match="path"):
         PLAN.save(3)  # type: ignore[arg-type]
+
+
+def test_what_is_printed_of_a_plan_is_a_few_lines_with_its_figures():
+    text = repr(replace(PLAN, measured_peak_bytes=PLAN.predicted_peak_bytes))
+    assert str(PLAN) == repr(PLAN)
+    assert len(text.splitlines()) < 8
+    assert max(map(len, text.splitlines())) <= 80
+    for nbytes in (PLAN.budget_bytes, PLAN.least_budget_bytes, PLAN.predicted_peak_bytes):
+        assert format_bytes(nbytes) in text
+    assert "measured" in text
+    assert "measured" not in repr(PLAN)
+    assert "explain()" in text
+
+
+def test_what_was_measured_is_no_part_of_what_was_decided():
+    assert replace(PLAN, measured_peak_bytes=7) == PLAN

@@ -96,6 +96,7 @@ class StepCompiler:
         no_symbols: a graph with symbols in place of sizes could not be followed, and runs as it is.
         slack: of what the model holds.
         again: numbers of the steps in which code was captured though its graph was known.
+        model: class of the model, where known.
     """
 
     budget: Budget
@@ -122,6 +123,7 @@ class StepCompiler:
     no_symbols: bool = False
     slack: Slack = field(default_factory=Slack)
     again: dict[CodeType, set[int]] = field(default_factory=dict)
+    model: str = ""
     optimizers: Optimizers = field(init=False)
     regions: Regions = field(init=False)
 
@@ -348,6 +350,7 @@ class StepCompiler:
                 fused=self.fused,
                 store=self.store,
                 peers=peers,
+                model=self.model,
             )
             again = (own for own in self.families if own.planner.step.is_same(planner.step))
             known = next(again, None) if self.regions.several and peers is None else None

@@ -116,7 +116,10 @@ class CapturedStep:
         primals = self._module.graph.find_nodes(op="placeholder")
         self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, places)
         self.inputs = inputs
-        self.roles: Mapping[int, Kind] = {i: _role(t, i in places) for i, t in inputs.items()}
+        buffers = {id(t) for t in caller.resident}
+        self.roles: Mapping[int, Kind] = {
+            i: _role(t, is_buffer=id(t) in buffers and i not in places) for i, t in inputs.items()
+        }
         self.caller = caller
         self.costs = costs
         self._output_count = forward_output_count
@@ -385,11 +388,11 @@ class CapturedStep:
         return measured
 
 
-def _role(tensor: torch.Tensor, is_argument: bool) -> Kind:
+def _role(tensor: torch.Tensor, *, is_buffer: bool) -> Kind:
     """What a primal is."""
-    if isinstance(tensor, torch.nn.Parameter):
+    if isinstance(tensor, torch.nn.Parameter) or (is_buffer and tensor.requires_grad):
         return Kind.PARAMETERS
-    return Kind.INPUTS if is_argument else Kind.BUFFERS
+    return Kind.BUFFERS if is_buffer else Kind.INPUTS
 
 
 def silent(_what: str, _done: int, _total: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxremat.passes.joint.sizes import Sizes, Values, layouts_of
+from fxremat.passes.joint.sizes import Sizes, Values, layouts_of, number_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,25 @@ def dimensions_of(
         for dim, size in enumerate(layout.shape)
         if repr(size) in number
     )
+
+
+def arguments_of(
+    primals: Sequence[fx.Node], sizes: Mapping[str, int], places: Mapping[int, str]
+) -> tuple[tuple[str, str], ...]:
+    """Places of a call's tensors, and their dtypes and shapes, as ``float32[8, 128]``.
+
+    Args:
+        primals: of a settled graph.
+        sizes: a number for each of its symbols.
+        places: of primals that are arguments of the call.
+    """
+    found = []
+    for index, place in sorted(places.items()):
+        (layout,) = layouts_of(primals[index])
+        shape = ", ".join(str(number_at(n, sizes)) for n in layout.shape)
+        dtype = str(primals[index].meta["val"].dtype).removeprefix("torch.")
+        found.append((place, f"{dtype}[{shape}]"))
+    return tuple(found)
 
 
 def groups_of(

@@ -206,6 +206,7 @@ def plan_dry(
         allocator=AllocatorSettings() if device.type == "cuda" else None,
         costs=asked.costs,
         target=asked.device,
+        model=type(model).__name__,
     )
     existing = captured.gradients if options.accumulate else frozenset()
     situation = Situation(planner.step.sizes.hints, existing, existing)

@@ -560,7 +560,12 @@ def _learn(situation: Situation, compiled: Compiled, seen: Levels) -> None:
         compiled.watches = 0
     family = compiled.family
     given_bytes = family.planner.step.given_bytes(compiled.situation)
-    family.lessons.learn(situation, compiled.planned.plan, given_bytes, seen)
+    plan = compiled.planned.plan
+    peak_bytes = family.lessons.learn(situation, plan, given_bytes, seen)
+    with family.planning:
+        if seen.taken_bytes is not None:
+            plan = replace(compiled.planned.plan, measured_peak_bytes=peak_bytes)
+            compiled.planned = replace(compiled.planned, plan=plan)
 
 
 def _tell(plan: Plan) -> None:

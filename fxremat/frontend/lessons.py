@@ -111,8 +111,8 @@ class Lessons:
         around = step.around(replace(situation, lesson=NO_LESSON))
         self.teach(situation, Lesson(left_bytes=around.tangent_bytes + more))
 
-    def learn(self, situation: Situation, plan: Plan, given_bytes: int, seen: Levels) -> None:
-        """A step was watched to its end.
+    def learn(self, situation: Situation, plan: Plan, given_bytes: int, seen: Levels) -> int:
+        """A step was watched to its end; returns its peak.
 
         What stayed within the budget teaches nothing that would forbid it.
 
@@ -131,10 +131,10 @@ class Lessons:
         with self.planning:
             known = self._seen_at(situation.sizes)
             if known | lesson == known:
-                return
+                return peak_bytes
             taught = replace(situation, lesson=situation.lesson | lesson)
             if over <= 0 and not self.planner.fits(taught, thorough=False):
-                return
+                return peak_bytes
             self.seen[situation.sizes] = known | lesson
         if situation.sizes == self.planner.step.sizes.hints:
             self.planner.keep_lesson(known | lesson)
@@ -150,6 +150,7 @@ class Lessons:
                 f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its "
                 f"budget of {plan.budget_bytes}: {told}. The next step's plan leaves room for that"
             )
+        return peak_bytes
 
     def _seen_at(self, sizes: Values) -> Lesson:
         """What watched steps have taught: of other sizes, as their outputs are larger."""

@@ -18,6 +18,7 @@ from fxremat.errors import BudgetError, PlanError
 from fxremat.frontend.agreed import agreed_graphs, agreed_situation
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.captured import CapturedStep, Costed
+from fxremat.frontend.dimensions import arguments_of
 from fxremat.frontend.emission import Graphs, carry_out, follow
 from fxremat.frontend.origin import differences, key_of, origin_of_plan, version_of
 from fxremat.frontend.ranks import Peers
@@ -32,6 +33,7 @@ from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
+from fxremat.report.memory import Kind
 from fxremat.report.plan import Plan
 from fxremat.units import format_bytes
 
@@ -92,6 +94,7 @@ class Planner:
         store: costs and plans that are known; ``None``: there are none.
         target: the device that the step is to be estimated for; ``None``: its own.
         peers: processes that follow the same first plan.
+        model: its class, for people.
 
     Attributes:
         budget: as given; a share means the bytes of the first plan from then on.
@@ -120,8 +123,11 @@ class Planner:
         store: Store | None = None,
         target: Device | None = None,
         peers: Peers | None = None,
+        model: str = "",
     ) -> None:
         self.budget = budget
+        self._model, self._places = model, places or {}
+        self._optimizer_bytes = sum(caller.held_bytes)  # before what no primal is, too, is there
         self._peers = peers
         self._started = self._bound = False
         self._store = store or Store(None)
@@ -131,7 +137,7 @@ class Planner:
             inputs=inputs,
             caller=caller,
             progress=progress,
-            places=places or {},
+            places=self._places,
             costs=costs,
             store=self._store,
             target=target,
@@ -328,7 +334,11 @@ class Planner:
         origin = self._origin(self.step.at(situation.sizes)[0], situation)
         searched = self.schedules.known or situation.sizes != self.step.sizes.hints
         found = None if searched else self._known(origin, budget)
-        return found or self._made(situation, origin, budget)
+        found = found or self._made(situation, origin, budget)
+        step = self.step
+        sizes = step.sizes.named(situation.sizes)
+        arguments = arguments_of(step.joint.primals, sizes, self._places)
+        return replace(found, plan=replace(found.plan, model=self._model, arguments=arguments))
 
     def _followed(self, kept: Plan, situation: Situation) -> Planned:
         """Follow a plan that was kept.
@@ -350,6 +360,7 @@ class Planner:
                 "made, or leave plan= out to plan again",
                 differs=told,
             )
+        kept = replace(kept, measured_peak_bytes=None)  # it was that of another process
         return Planned(kept, self._emitted(follow, kept, graph))
 
     def _emitted(self, emit_as: Callable[..., Graphs], plan: Plan, graph: StepGraph) -> Graphs:
@@ -427,14 +438,18 @@ class Planner:
             resolved,
             self._modules,
             least_bytes=least_bytes,
-            baseline=first.baseline,
+            traced=first,
             baseline_bytes=full_bytes,
             host=self._host,
             origin=origin,
             beside=situation.described(self.step.joint),
             sizes=situation.sizes,
             roles=self.step.roles,
-            gradient_bytes=sum(situation.gradient_bytes(self.step.joint)),
+            held={
+                Kind.GRADIENTS: sum(situation.gradient_bytes(self.step.joint)),
+                Kind.OPTIMIZER: self._optimizer_bytes + situation.state_bytes,
+                Kind.RESERVE: self.step.caller.reserve_bytes,
+            },
         )
         if self.step.joint.device.type == "cuda" and self.step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole

@@ -23,6 +23,13 @@ _ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
 """How Dynamo names the captured module itself, or the functions that call it."""
 
 
+_BESIDE = {
+    Kind.GRADIENTS: "gradients that exist",
+    Kind.OPTIMIZER: "optimizer state",
+    Kind.RESERVE: "reserve",
+}
+
+
 def record_memory(
     program: Program,
     surroundings: Surroundings,
@@ -30,7 +37,7 @@ def record_memory(
     moves: tuple[Move, ...],
     *,
     roles: Mapping[int, Kind],
-    gradient_bytes: int,
+    beside: Mapping[Kind, int],
 ) -> StepMemory:
     """What is held while ``program`` runs.
 
@@ -40,7 +47,8 @@ def record_memory(
         footprints: of its line.
         moves: what travels.
         roles: what primals are, where known.
-        gradient_bytes: of the gradients that exist before the step.
+        beside: bytes of what is there before the step and no primal: gradients, optimizer state and
+            reserve; what is left is told as one.
 
     Ensures: the most at the instants of a call, and what is held at the last of them, is what an
         evaluation has for it.
@@ -48,7 +56,7 @@ def record_memory(
     line = program.line
     requests = requests_of_step(program, surroundings, footprints, moves)
     record = _Record(line)
-    for tensor in _given(line.joint, surroundings, roles, gradient_bytes):
+    for tensor in _given(line.joint, surroundings, roles, beside):
         record.take(tensor, (tensor.kind, 0))
     calls: list[int] = []
     turn = 0
@@ -69,7 +77,10 @@ def record_memory(
 
 
 def _given(
-    joint: JointGraph, surroundings: Surroundings, roles: Mapping[int, Kind], gradient_bytes: int
+    joint: JointGraph,
+    surroundings: Surroundings,
+    roles: Mapping[int, Kind],
+    beside: Mapping[Kind, int],
 ) -> Iterator[Tensor]:
     """What is there before the step, summed up by its kind."""
     table = joint.storages
@@ -86,9 +97,10 @@ def _given(
         seen |= new
     for kind, own in storages.items():
         yield Tensor(f"{len(own)} {kind.value}", table.total(own), kind)
-    yield Tensor("gradients that exist", gradient_bytes, Kind.GRADIENTS)
-    other = surroundings.given_bytes - table.total(seen) - gradient_bytes
-    yield Tensor("optimizer state, reserve and what else is held", other, Kind.OTHER)
+    for kind, nbytes in beside.items():
+        yield Tensor(_BESIDE[kind], nbytes, kind)
+    other = surroundings.given_bytes - table.total(seen) - sum(beside.values())
+    yield Tensor("what else is held", other, Kind.OTHER)
 
 
 def _workspaces(call: Call, footprints: Footprints) -> Iterator[Tensor]:

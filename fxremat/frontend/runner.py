@@ -71,6 +71,7 @@ class Runner:
         self.compiler = compiler
         self._unused = unused
         self._inner = inner = torch_compat.wrapped_by(original)
+        compiler.model = type(inner).__name__
         self._forward = forward_of(inner, unused)
         self._dynamic = dynamic
         self._must_be_whole = whole

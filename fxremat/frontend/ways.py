@@ -22,15 +22,15 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.decision import Tensors
+from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.overlap import may_overlap, overlap_within
-from fxremat.planner.pool import Candidate
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Surroundings
 from fxremat.planner.transfers import HostMemory, Moved, Sent, Transfers
 from fxremat.report.facts import Fused
 from fxremat.report.frontier import frontier_of
-from fxremat.report.memory import Kind, StepMemory
+from fxremat.report.memory import Kind, Outline, StepMemory
 from fxremat.report.plan import Plan
 from fxremat.units import Counted
 
@@ -200,14 +200,14 @@ def emit(
     modules: BlockModules,
     *,
     least_bytes: int,
-    baseline: Candidate,
+    traced: Search,
     baseline_bytes: int,
     host: HostMemory | None,
     origin: Origin,
     beside: tuple[tuple[str, int], ...],
     sizes: Values = (),
     roles: Mapping[int, Kind] | None = None,
-    gradient_bytes: int = 0,
+    held: Mapping[Kind, int] | None = None,
 ) -> tuple[Plan, Graphs, Callable[[Plan], Plan]]:
     """Write the graphs of a schedule, the plan that tells of them, and what completes that.
 
@@ -220,16 +220,16 @@ def emit(
         budget_bytes: what it keeps to.
         modules: blocks that are compiled already.
         least_bytes: the least feasible budget.
-        baseline: nothing recomputed, everything computed as it was traced.
+        traced: has the baseline: nothing recomputed, everything computed as it was traced.
         baseline_bytes: its peak, of what the budget is for.
         host: memory to which storages travel.
         origin: what the plan holds for.
         beside: what the call found beside the graphs, and its bytes.
         sizes: a number for each symbol of the graph.
         roles: what primals are, where known.
-        gradient_bytes: of the gradients that exist before the step.
+        held: what is there before the step beside primals, and its bytes, as far as it is known.
     """
-    search, chosen = way.search, found.candidate
+    search, chosen, baseline = way.search, found.candidate, traced.baseline
     line = search.measured.line
     around = search.setting.surroundings
     decision = search.evaluator.decision(chosen)
@@ -296,11 +296,14 @@ def emit(
         search.allocations.footprints,
         found.moves,
         roles=roles or {},
-        gradient_bytes=gradient_bytes,
+        beside=held or {},
     )
+
     # The bound is one of recomputation alone, of the operations as they were traced.
     bound = search.bound(budget_bytes) if way.exact and not host else None
-    return plan, graphs, partial(_completed, record=record, bound=bound, total_s=found.total_s)
+    kept = partial(traced.evaluator.evaluation, baseline)
+    complete = partial(_completed, record=record, bound=bound, kept=kept, total_s=found.total_s)
+    return plan, graphs, complete
 
 
 def _completed(
@@ -308,12 +311,15 @@ def _completed(
     *,
     record: Callable[[], StepMemory],
     bound: Callable[[], float] | None,
+    kept: Callable[[], Evaluation],
     total_s: float,
 ) -> Plan:
     """``plan``, whose calls take ``total_s``, with what takes long to find."""
     if bound is not None:
         plan = replace(plan, lower_bound_s=min(bound(), total_s) + plan.overhead_s)
-    return replace(plan, memory=record())
+    found = kept()
+    outline = Outline(found.seconds, found.peaks_bytes, found.turn, found.turn_bytes)
+    return replace(plan, memory=record(), kept=outline)
 
 
 def _fused(program: Program) -> tuple[Fused, ...]:

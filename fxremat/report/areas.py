@@ -14,7 +14,32 @@ from fxremat.report.modules import blocks_of, named, span
 MOST_BANDS = 10
 """Areas of activations: more cannot be told apart."""
 
-_BELOW = (Kind.PARAMETERS, Kind.BUFFERS, Kind.INPUTS, Kind.OTHER, Kind.GRADIENTS)
+BUDGET = "#d43d2a"
+"""Of its line."""
+
+_COLOURS = {
+    Kind.PARAMETERS: "#6f7683",
+    Kind.BUFFERS: "#858c98",
+    Kind.INPUTS: "#9aa0ab",
+    Kind.OPTIMIZER: "#b0b5be",
+    Kind.RESERVE: "#c3c7ce",
+    Kind.OTHER: "#d3d6db",
+    Kind.GRADIENTS: "#8a63b8",
+    Kind.PASSING: "#c78bd3",
+    Kind.WORKSPACES: "#8c6a4f",
+    Kind.LOSS: "#c2417c",
+}
+"""On light and dark ground; activations go from green to blue, what is always there is grey."""
+
+_BELOW = (
+    Kind.PARAMETERS,
+    Kind.BUFFERS,
+    Kind.INPUTS,
+    Kind.OPTIMIZER,
+    Kind.RESERVE,
+    Kind.OTHER,
+    Kind.GRADIENTS,
+)
 _ABOVE = (Kind.PASSING, Kind.WORKSPACES, Kind.LOSS)
 
 
@@ -39,13 +64,13 @@ class Area:
         name: for people.
         kind: of what is held.
         lives: of the step's memory.
-        band: index among the bands of activations; -1: none.
+        colour: of it, as ``"#6f7683"``.
     """
 
     name: str
     kind: Kind
     lives: tuple[Life, ...]
-    band: int = -1
+    colour: str
 
 
 def memory_of(plan: PlanFacts) -> StepMemory:
@@ -76,10 +101,20 @@ def areas_of(memory: StepMemory) -> tuple[Area, ...]:
         activation = tensor.kind is Kind.ACTIVATIONS
         found[tensor.kind, band_of.get(tensor.stage, -1) if activation else -1].append(life)
     return tuple(
-        Area(bands[i].name if i >= 0 else kind.value, kind, tuple(lives), i)
+        Area(
+            bands[i].name if i >= 0 else kind.value,
+            kind,
+            tuple(lives),
+            _COLOURS.get(kind) or _colour(max(i, 0) / max(len(bands) - 1, 1)),
+        )
         for (kind, i), lives in found.items()
         if lives
     )
+
+
+def _colour(depth: float) -> str:
+    """Of activations, ``depth`` of the way through the model."""
+    return f"hsl({152 + 42 * depth:.0f} {38 + 14 * depth:.0f}% {62 - 22 * depth:.0f}%)"
 
 
 def bands_of(modules: Sequence[str]) -> tuple[Band, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from fxremat.report.batches import Batches
@@ -139,10 +140,11 @@ class Estimate:
         }
 
     def __repr__(self) -> str:
-        return (
-            f"Estimate({self.device}: least budget {format_bytes(self.least_budget_bytes)}, "
-            f"everything kept {format_bytes(self.peak_bytes)})"
-        )
+        return "\n".join([*self.lines(), "more: plan, frontier, facts()"])
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook."""
+        return f"<pre>{escape(repr(self))}</pre>"
 
     def lines(self) -> list[str]:
         """What :meth:`show` prints."""

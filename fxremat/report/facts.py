@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fxremat.ir import (
     Chain,
@@ -14,8 +15,52 @@ from fxremat.ir import (
     Timeline,
 )
 from fxremat.report.frontier import Frontier
-from fxremat.report.memory import StepMemory
+from fxremat.report.memory import Outline, StepMemory
 from fxremat.units import Counted
+
+
+class Figures(Protocol):
+    """What a plan of one graph and one of several both say, under the same names."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+
+    @property
+    def least_budget_bytes(self) -> int:
+        """The least feasible budget."""
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Most that is allocated at any time of a step."""
+
+    @property
+    def predicted_reserved_bytes(self) -> int:
+        """What the allocator then has taken from the device."""
+
+    @property
+    def budget_on(self) -> Counted:
+        """What the budget is for: ``"allocated"`` bytes or ``"reserved"`` ones."""
+
+    @property
+    def counted_bytes(self) -> int:
+        """Of the predicted peak: what the budget is for."""
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Most that was allocated in a step that was watched, if one was."""
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """The peak with everything kept."""
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds of a step."""
+
+    @property
+    def baseline_s(self) -> float:
+        """Seconds of a step with nothing recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +121,11 @@ class PlanFacts:
         fused: units that Inductor compiled; none where operations run as torch runs them.
         memory: the tensors that it holds, instant by instant; empty for a plan that was not made
             of a model.
+        model: class of the model; empty where nobody knows.
+        arguments: tensors of the call that the plan was made for: places, dtypes and shapes.
+        kept: the step with everything kept, for comparison; ``None`` where it is not known.
+        measured_peak_bytes: the peak of the latest step that followed the plan and was watched,
+            counted as ``predicted_held_bytes`` is; ``None``: none was.
     """
 
     budget_bytes: int
@@ -109,6 +159,10 @@ class PlanFacts:
     waiting_bytes: int = 0
     fused: tuple[Fused, ...] = ()
     memory: StepMemory = field(default_factory=StepMemory, repr=False)
+    model: str = ""
+    arguments: tuple[tuple[str, str], ...] = ()
+    kept: Outline | None = field(default=None, repr=False)
+    measured_peak_bytes: int | None = field(default=None, compare=False)
 
     @property
     def counted_bytes(self) -> int:

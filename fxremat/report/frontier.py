@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fxremat.units import format_bytes
+from fxremat.units import format_bytes, format_seconds
+
+TOLD = 8
+"""Points that are told, evenly among all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,35 @@ class Frontier:
     def delayed(self, seconds: float) -> Frontier:
         """The same if every step took ``seconds`` more."""
         return Frontier(tuple(replace(p, predicted_s=p.predicted_s + seconds) for p in self.points))
+
+    def rows(self) -> tuple[tuple[str, str, str], ...]:
+        """Peak, seconds, and seconds beyond everything kept, of some points from least to most."""
+        last, kept_s = len(self.points) - 1, self.baseline.predicted_s or 1.0
+        places = sorted({round(i * last / (TOLD - 1)) for i in range(TOLD)})
+        return tuple(
+            (
+                format_bytes(self.points[place].peak_bytes),
+                format_seconds(self.points[place].predicted_s),
+                "" if place == last else f"{self.points[place].predicted_s / kept_s - 1:+.1%}",
+            )
+            for place in places
+        )
+
+    def __repr__(self) -> str:
+        """Some of the points; all of them are in ``points``."""
+        count = len(self.points)
+        told = "\n".join(f"  {peak:>11} {time:>8} {more:>7}" for peak, time, more in self.rows())
+        return (
+            f"Frontier of {count} plan{'s' * (count != 1)}: budget, step, and beyond everything "
+            f"kept\n{told}\n  more: points, at(budget_bytes), plot(path)"
+        )
+
+    def _repr_html_(self) -> str:
+        """The same table in a notebook."""
+        heads = "".join(f"<th>{name}</th>" for name in ("budget", "step", "beyond everything kept"))
+        rows = ("".join(f"<td>{text}</td>" for text in row) for row in self.rows())
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><tr>{heads}</tr>{body}</table>"
 
     def plot(self, path: str | Path) -> None:
         """Draw the curve into a file (PNG, SVG or PDF, by its suffix).

@@ -16,6 +16,8 @@ class Kind(Enum):
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
     INPUTS = "inputs"
+    OPTIMIZER = "optimizer state"
+    RESERVE = "reserve"
     OTHER = "beside the step"
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"
@@ -52,6 +54,23 @@ class Life:
     tensor: int
     begin: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Memory of a step call by call, without saying what it is.
+
+    Attributes:
+        seconds: of each call.
+        peaks_bytes: most that is held during each.
+        turn: index of the first call of the backward.
+        turn_bytes: most that is held between forward and backward.
+    """
+
+    seconds: tuple[float, ...]
+    peaks_bytes: tuple[int, ...]
+    turn: int
+    turn_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,9 @@ def drawn(memory: StepMemory, timeline: Timeline, times_s: tuple[float, ...]) ->
         "turn": memory.turn,
         "end": memory.end,
         "times_s": times_s,
-        "areas": [{"name": a.name, "kind": a.kind.name, "band": a.band} for a in areas_of(memory)],
+        "areas": [
+            {"name": a.name, "kind": a.kind.name, "colour": a.colour} for a in areas_of(memory)
+        ],
         "tensors": [
             [t.name, t.nbytes, t.stage, t.operation, t.module, t.kind.name] for t in memory.tensors
         ],

@@ -85,6 +85,13 @@ class Plan(PlanFacts):
 
         write_made("snapshot", path, lambda: snapshot_of(self))
 
+    def __repr__(self) -> str:
+        """In a few lines; all of it is in its attributes."""
+        # Only now: a plan is made where nobody looks at it.
+        from fxremat.report.summary import shortly, what_is_done  # noqa: PLC0415
+
+        return shortly(self, "Plan", what_is_done(self))
+
     def _repr_html_(self) -> str:
         """The plan in a notebook."""
         from fxremat.report.notebook import html_of  # noqa: PLC0415

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from fxremat.report.notebook import html_with
 from fxremat.report.page import drawn, page_with, stage_of
 from fxremat.report.plan import Plan
 from fxremat.report.stages import StageStory, tell_stages
@@ -46,6 +47,13 @@ def page_of_step(step: StepFacts) -> str:
         **drawn(view.memory, view.timeline, view.times_s),
     }
     return page_with(told)
+
+
+def html_of_step(step: StepFacts) -> str:
+    """The summary, and a picture of the step's memory, for a notebook."""
+    view = view_of(step)
+    end_s = view.timeline.makespan_s
+    return html_with(summarize_step(step), view.memory, view.times_s, end_s, step.budget_bytes)
 
 
 def _stories(plan: Plan, first: int) -> Iterator[StageStory]:

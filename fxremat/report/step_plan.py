@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from fxremat.report.files import write_made
 from fxremat.report.step_facts import StepFacts
-from fxremat.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +54,15 @@ class StepPlan(StepFacts):
 
     def __repr__(self) -> str:
         """In a few lines; the plans of the regions are in ``regions``."""
+        # Only now: a plan is made where nobody looks at it.
+        from fxremat.report.summary import shortly, what_is_done  # noqa: PLC0415
+
         count = len(self.regions)
-        budget, least, predicted, kept = map(
-            format_bytes,
-            (
-                self.budget_bytes,
-                self.least_budget_bytes,
-                self.predicted_peak_bytes,
-                self.baseline_peak_bytes,
-            ),
-        )
-        seen_bytes = self.measured_peak_bytes
-        measured = "" if seen_bytes is None else f", measured {format_bytes(seen_bytes)}"
-        predicted_s, baseline_s = map(format_seconds, (self.predicted_s, self.baseline_s))
-        return (
-            f"StepPlan: {count} {'region' if count == 1 else 'regions'} within {budget} "
-            f"(at least {least})\n"
-            f"  peak: predicted {predicted}{measured}, with everything kept {kept}\n"
-            f"  time: {predicted_s}, {baseline_s} with nothing recomputed"
-        )
+        what = f"StepPlan of {count} region{'s' * (count != 1)}"
+        return shortly(self, what, what_is_done(*(row.plan for row in self.regions)))
+
+    def _repr_html_(self) -> str:
+        """The step in a notebook."""
+        from fxremat.report.step_page import html_of_step  # noqa: PLC0415
+
+        return html_of_step(self)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fxremat.ir import Copy, Lane
 from fxremat.report.modules import common_module, named, span
 from fxremat.report.plan import Plan
 from fxremat.report.stages import tell_stages
 from fxremat.report.step_facts import RegionRow, StepFacts
+from fxremat.report.summary import compared, exactly, figures, what_is_done
 from fxremat.units import format_bytes, format_seconds
 
 
@@ -47,35 +47,21 @@ class StepLine:
 def summarize_step(step: StepFacts) -> Iterator[tuple[str, str]]:
     """What each line is about, and what it says."""
     written = f", written {step.budget!r}" if step.budget != step.budget_bytes else ""
-    yield "budget", _exact(step.budget_bytes) + written
-    yield "least feasible", _exact(step.least_budget_bytes)
-    used = f", {step.counted_bytes / step.budget_bytes:.1%} of the budget"
-    on_reserved = step.budget_on == "reserved"
-    yield "predicted peak", _exact(step.predicted_peak_bytes) + ("" if on_reserved else used)
-    if on_reserved or step.predicted_reserved_bytes != step.predicted_peak_bytes:
-        reserved = _exact(step.predicted_reserved_bytes)
-        yield "predicted reserved", reserved + (used if on_reserved else "")
-    seen_bytes = step.measured_peak_bytes
-    yield "measured peak", "no such step was watched" if seen_bytes is None else _exact(seen_bytes)
-    yield "with everything kept", _exact(step.baseline_peak_bytes)
+    yield from figures(step, written=written)
     yield "predicted time", _time(step)
     if step.host_bytes:
-        yield "host memory", _exact(step.host_bytes)
+        yield "host memory", exactly(step.host_bytes)
     count = len(step.regions)
     yield (
         "regions",
-        f"{count}, each a graph's call, beside {_exact(step.there_bytes)} that is there",
+        f"{count}, each a graph's call, beside {exactly(step.there_bytes)} that is there",
     )
 
 
 def _time(step: StepFacts) -> str:
-    text = format_seconds(step.predicted_s)
-    if step.baseline_s > 0:
-        ratio = step.predicted_s / step.baseline_s
-        text += f", {ratio:.3f} × the {format_seconds(step.baseline_s)} without recomputation"
     if step.between_s is None:
-        return f"{text}; between graphs nothing was measured yet"
-    return f"{text}; {format_seconds(step.between_s)} of it between graphs"
+        return f"{compared(step)}; between graphs nothing was measured yet"
+    return f"{compared(step)}; {format_seconds(step.between_s)} of it between graphs"
 
 
 def lines_of(step: StepFacts) -> tuple[StepLine, ...]:
@@ -117,27 +103,8 @@ def forward_s(plan: Plan) -> float:
     return sum(story.forward_s for story in tell_stages(plan) if story.executed)
 
 
-def what_is_done(plan: Plan) -> str:
-    """What a plan does for memory, in short."""
-    stories = [story for story in tell_stages(plan) if story.executed]
-    again = sum(bool(story.again) or story.is_kept_in_part for story in stories)
-    stages = "stage" if len(stories) == 1 else "stages"
-    done = [f"recomputes {again} of {len(stories)} {stages}"] if again else []
-    moved_bytes = sum(
-        event.op.nbytes
-        for event in plan.timeline.events
-        if isinstance(event.op, Copy) and event.lane is Lane.D2H
-    )
-    done += [f"{format_bytes(moved_bytes)} travel to the host"] if moved_bytes else []
-    return ", ".join(done) or "keeps everything"
-
-
 def _after(rows: list[RegionRow]) -> str:
     """Seconds and bytes of what comes after regions, in both directions."""
     times_s = [row.between_s for row in rows if row.between_s is not None]
     most = format_bytes(max(0, *(row.between_bytes for row in rows)))
     return f"{format_seconds(sum(times_s))}, {most}" if times_s else most
-
-
-def _exact(nbytes: int) -> str:
-    return f"{format_bytes(nbytes)} ({nbytes} bytes)"

@@ -16,7 +16,15 @@ from fxremat.report.areas import memory_of
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
 from fxremat.report.step_facts import RegionRow, StepFacts
 
-_GIVEN = (Kind.PARAMETERS, Kind.BUFFERS, Kind.INPUTS, Kind.OTHER, Kind.GRADIENTS)
+_GIVEN = (
+    Kind.PARAMETERS,
+    Kind.BUFFERS,
+    Kind.INPUTS,
+    Kind.OPTIMIZER,
+    Kind.RESERVE,
+    Kind.OTHER,
+    Kind.GRADIENTS,
+)
 """Of these, what a region finds."""
 
 THERE = "what is there when the step begins"
