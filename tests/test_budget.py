@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal
 from fractions import Fraction
 
@@ -17,7 +18,7 @@ FULL, LEAST = 1000, 300
 
 def _resolve(written):
     return Budget.read(written).resolve(
-        full_bytes=FULL, least_bytes=LEAST, needed_by="operation B 7"
+        full_bytes=FULL, least_bytes=LEAST, needed_by=lambda: "operation B 7"
     )
 
 
@@ -46,7 +47,7 @@ def test_feasible_budgets(written, nbytes):
 
 
 def test_a_share_is_rounded_down():
-    assert Budget.read(0.9999).resolve(full_bytes=1001, least_bytes=1, needed_by="") == 1000
+    assert Budget.read(0.9999).resolve(full_bytes=1001, least_bytes=1, needed_by=str) == 1000
 
 
 def test_an_int_is_bytes_and_a_float_a_share():
@@ -95,6 +96,20 @@ def test_an_infeasible_budget_gives_the_numbers_and_the_remedy(written):
     assert "1000 bytes" in message
     assert "operation B 7" in message
     assert "budget='min'" in message
+
+
+@pytest.mark.parametrize(
+    ("full_bytes", "least_bytes"), [(1000, 300), (181445672, 66137128), (7, 7)]
+)
+def test_a_share_that_is_too_small_is_answered_with_one_that_is_not(full_bytes, least_bytes):
+    sizes = {"full_bytes": full_bytes, "least_bytes": least_bytes, "needed_by": str}
+    with pytest.raises(BudgetError) as caught:
+        Budget.read(0.01).resolve(**sizes)
+    found = re.search(r"at least (0?\.?[0-9.]+), that is", str(caught.value))
+    assert found
+    share = float(found[1])
+    assert Budget.read(share).resolve(**sizes) >= least_bytes
+    assert share - least_bytes / full_bytes < 0.002
 
 
 def test_the_least_budget_itself_is_feasible():

@@ -5,7 +5,9 @@ import functools
 import inspect
 import io
 import pickle
+import re
 import threading
+import traceback
 import types
 import warnings
 from collections.abc import Callable
@@ -125,6 +127,25 @@ def test_a_plan_names_the_model_and_the_batch(pair: tuple[Net, fxremat.CompiledM
     compiled(X[:48]).sum().backward()
     assert compiled.plan.arguments == (("args[0]", "float32[48, 32]"),)
     assert "float32[48, 32]" in compiled.plan.explain()
+
+
+def test_a_budget_that_is_too_small_is_told_without_the_frames_of_torch(pair):
+    with pytest.raises(fxremat.BudgetError) as caught:
+        fxremat.compile(Net(), X, 0.01)
+    assert len(traceback.extract_tb(caught.value.__traceback__)) < 8
+    assert caught.value.__cause__ is None
+    compiled = fxremat.compile(Net(), X, pair[1].plan.budget_bytes)
+    with pytest.raises(fxremat.BudgetError) as caught:
+        compiled(X.repeat(50, 1))
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert len(frames) < 9
+    assert not any("/_dynamo/" in frame.filename for frame in frames)
+
+
+def test_a_budget_error_names_the_module_and_the_line(pair):
+    with pytest.raises(fxremat.BudgetError) as caught:
+        fxremat.compile(Net(), X, 0.01)
+    assert re.search(rf"needed by \w+.* in module [\w.]+, at {__file__}:\d+ ", str(caught.value))
 
 
 def test_other_shapes_are_planned_anew(pair: tuple[Net, fxremat.CompiledModule]):

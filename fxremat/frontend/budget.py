@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ class Budget:
         *,
         full_bytes: int,
         least_bytes: int,
-        needed_by: str,
+        needed_by: Callable[[], str],
         beside: Sequence[tuple[str, int]] = (),
     ) -> int:
         """Bytes that the budget means.
@@ -92,7 +92,7 @@ class Budget:
         Args:
             full_bytes: peak with everything kept.
             least_bytes: least peak that a schedule reaches.
-            needed_by: where that least peak occurs, for the error.
+            needed_by: tells where that least peak occurs, for the error.
             beside: what else is held, and its bytes, for the error.
 
         Raises:
@@ -103,12 +103,23 @@ class Budget:
             told = "".join(
                 f"; of these {n} ({format_bytes(n)}) are for {what}" for what, n in beside
             )
+            share = "" if self.share is None else f"{_share(least_bytes, full_bytes)}, that is "
             raise BudgetError(
                 f"budget {self.written!r} is {nbytes} bytes ({format_bytes(nbytes)}), but the "
                 f"least feasible budget is {least_bytes} bytes ({format_bytes(least_bytes)}), "
-                f"needed by {needed_by}{told}; with everything kept the step takes "
-                f"{full_bytes} bytes ({format_bytes(full_bytes)}). Give at least {least_bytes}, "
-                "or budget='min'",
+                f"needed by {needed_by()}{told}; with everything kept the step takes "
+                f"{full_bytes} bytes ({format_bytes(full_bytes)}). Give at least "
+                f"{share}{least_bytes}, or budget='min'",
                 least_budget_bytes=least_bytes,
             )
         return nbytes
+
+
+def _share(least_bytes: int, full_bytes: int) -> float:
+    """The least share of ``full_bytes``, in few digits, that is ``least_bytes`` or more."""
+    parts = 1000
+    while True:
+        share = min(1.0, math.ceil(parts * least_bytes / full_bytes) / parts)
+        if int(share * full_bytes) >= least_bytes or share == 1:
+            return share
+        parts *= 10

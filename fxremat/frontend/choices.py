@@ -107,7 +107,7 @@ def chosen_for(
     budget_bytes = budget.resolve(
         full_bytes=full_bytes,
         least_bytes=least_bytes,
-        needed_by=_needed_by(calls, least.peak_bytes, host_bytes, there_bytes),
+        needed_by=lambda: _needed_by(calls, least.peak_bytes, host_bytes, there_bytes),
     )
     found = knapsack.solve(calls, budget_bytes=budget_bytes - there_bytes, host_bytes=host_bytes)
     assert found is not None  # the least one fits

@@ -22,6 +22,7 @@ from fxremat.errors import BudgetWarning, FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.raised import shortened
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample, check_sample
@@ -260,7 +261,8 @@ class _Forward:
             if runner is None or (state.trained and runner.may_be_whole):
                 runner = _runner(state, Sample(args, kwargs))
             state.trained = True
-            return runner.run(args, kwargs)
+            with shortened():
+                return runner.run(args, kwargs)
 
         self._planned = planned
 

@@ -428,7 +428,7 @@ class Planner:
         resolved = budget.resolve(
             full_bytes=self._of_all(situation, full_bytes),
             least_bytes=least_bytes,
-            needed_by=least.describe_least(),
+            needed_by=least.describe_least,
             beside=situation.described(self.step.joint),
         )
         way, found = fastest(ways, resolved)

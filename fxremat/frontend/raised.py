@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 
 from fxremat import torch_compat
+from fxremat.errors import FxrematError
+
+LOG = logging.getLogger("fxremat")
+
+
+class shortened:  # noqa: N801, a context manager; one of contextlib's would be a frame itself
+    """Within it, errors of this package lose the frames of torch and of planning that they came
+    through: their message has what those would tell. Other errors keep theirs.
+    """
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _frames: object) -> None:
+        if isinstance(error, FxrematError):
+            LOG.debug("raised by", exc_info=error)
+            raise error.with_traceback(None)
 
 
 def let_go(error: BaseException) -> None:

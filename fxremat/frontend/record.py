@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import torch
 from torch import fx
 
 from fxremat.passes.emit.program import Call, Program
@@ -22,6 +25,13 @@ from fxremat.report.modules import common_module
 _ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
 """How Dynamo names the captured module itself, or the functions that call it."""
 
+
+_FRAME = re.compile(r'File "(.+)", line (\d+)')
+"""Of a traceback."""
+
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+_WORKSPACE = "workspace of "
 
 _BESIDE = {
     Kind.GRADIENTS: "gradients that exist",
@@ -76,6 +86,41 @@ def record_memory(
     return StepMemory(*record.done(), tuple(calls), turn, end, modules)
 
 
+def describe_peak(program: Program, surroundings: Surroundings, footprints: Footprints) -> str:
+    """What the peak of ``program`` is needed for, as ``"addmm in module blocks.3.mlp, at
+    model.py:23 (operation B 13)"``.
+
+    Args:
+        program: the calls.
+        surroundings: what is held beside them.
+        footprints: of its line.
+    """
+    memory = record_memory(program, surroundings, footprints, (), roles={}, beside={})
+    held = memory.held_bytes()
+    instant = held.index(max(held))
+    if instant == memory.turn:
+        return "the turn between forward and backward"
+    if instant == memory.end:
+        return "the end of the backward, when all gradients are there"
+    op = program.calls[bisect_right(memory.calls, instant) - 1].op
+    there = [life for life in memory.lives if life.begin <= instant < life.end]
+    last = max(there, key=lambda life: (life.begin, memory.tensors[life.tensor].nbytes))
+    tensor, joint = memory.tensors[last.tensor], program.line.joint
+    name = tensor.name.removeprefix(_WORKSPACE)
+    lines = (_line_of(node) for node in (*joint.forward, *joint.backward) if node.name == name)
+    module = tensor.module or memory.modules[op.stage]
+    told = tensor.operation + f" in module {module}" * bool(module)
+    line = next(lines, "")
+    return f"{told}, at {line} (operation {op})" if line else f"{told} (operation {op})"
+
+
+def _line_of(node: fx.Node) -> str:
+    """The user's line that an operation, or the one that it is the backward of, comes from."""
+    found = _FRAME.findall(node.stack_trace or "")
+    own = [f"{file}:{line}" for file, line in found if not file.startswith(_NOT_THE_USERS)]
+    return own[-1] if own else ""
+
+
 def _given(
     joint: JointGraph,
     surroundings: Surroundings,
@@ -107,7 +152,7 @@ def _workspaces(call: Call, footprints: Footprints) -> Iterator[Tensor]:
     """Of the operations of a call that have one, in order; how large, their requests say."""
     for step in footprints.steps(call.block):
         if step.workspace_bytes > 0 and step.node is not None:
-            name, operation = f"workspace of {step.node.name}", _operation(step.node)
+            name, operation = f"{_WORKSPACE}{step.node.name}", _operation(step.node)
             module = module_of(step.node)
             yield Tensor(name, 0, Kind.WORKSPACES, call.op.stage, operation, module)
 

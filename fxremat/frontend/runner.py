@@ -25,7 +25,7 @@ from fxremat.frontend.capture import PlannedOnly, RefusedError, StepCompiler
 from fxremat.frontend.captured import silent
 from fxremat.frontend.entry import Backend, Entry
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
-from fxremat.frontend.raised import let_go
+from fxremat.frontend.raised import let_go, shortened
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of, rejected
@@ -107,11 +107,12 @@ class Runner:
             HostMemoryError: see :func:`fxremat.compile`.
         """
         peers = Peers.of(model, asked.ranks)
-        if peers is None:
-            return Runner._of(model, call, asked, None, hooked=hooked)
-        with peers.telling():
-            asked = agreed_arguments(peers, asked)
-            return Runner._of(model, call, asked, peers, hooked=hooked)
+        with shortened():
+            if peers is None:
+                return Runner._of(model, call, asked, None, hooked=hooked)
+            with peers.telling():
+                asked = agreed_arguments(peers, asked)
+                return Runner._of(model, call, asked, peers, hooked=hooked)
 
     @staticmethod
     def _of(

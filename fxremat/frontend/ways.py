@@ -12,7 +12,7 @@ from torch import fx
 
 from fxremat.costs.cost import Measured, Progress
 from fxremat.frontend.emission import Graphs, record_decision, write_graphs
-from fxremat.frontend.record import record_memory
+from fxremat.frontend.record import describe_peak, record_memory
 from fxremat.ir import MeasuredLink, Origin, RecordedCosts
 from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules
@@ -174,7 +174,14 @@ class Way:
 
     def describe_least(self) -> str:
         """What the least feasible budget is needed for."""
-        return (self.transfers or self.search).describe_least()
+        if self.transfers is not None:
+            return self.transfers.describe_least()
+        search = self.search
+        return describe_peak(
+            search.evaluator.program(search.least),
+            search.setting.surroundings,
+            search.allocations.footprints,
+        )
 
     def fastest_within(self, budget_bytes: int) -> Moved:
         """The fastest that fits."""

@@ -51,12 +51,3 @@ class Evaluation:
     def peak_bytes(self) -> int:
         """Most memory held at any instant of the step."""
         return max((self.turn_bytes, self.end_bytes, *self.peaks_bytes))
-
-    def describe_peak(self) -> str:
-        """Where the peak is."""
-        peak = self.peak_bytes
-        if peak == self.turn_bytes:
-            return "the turn between forward and backward"
-        if peak == self.end_bytes:
-            return "the end of the backward, when all gradients are there"
-        return f"operation {self.ops[self.peaks_bytes.index(peak)]}"

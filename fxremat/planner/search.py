@@ -206,10 +206,6 @@ class Search:
         """The least feasible budget."""
         return self.counted_bytes(self.least)
 
-    def describe_least(self) -> str:
-        """What the least feasible budget is needed for."""
-        return self.evaluator.evaluation(self.least).describe_peak()
-
     def fastest_within(self, budget_bytes: int) -> Candidate:
         """The fastest candidate whose exact peak fits.
 

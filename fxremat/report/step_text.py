@@ -13,8 +13,8 @@ WIDTH = 100
 COVERS_WIDTH, PLAN_WIDTH = 18, 18
 
 LEGEND = (
-    "forward and held are of all regions of a row; held: what they keep from forward to backward;\n"
-    "peak: most that the whole step holds while one of them runs; then: what comes until the next\n"
+    "forward and held are of all regions of a row; held: what they keep from forward to backward; "
+    "peak: most that the whole step holds while one of them runs; then: what comes until the next "
     "one and is not planned, its seconds in both directions and its bytes"
 )
 
@@ -27,7 +27,7 @@ def print_step(step: StepFacts) -> str:
     Raises:
         ImportError: rich is not installed.
     """
-    text = show(Group(_summary(step), Text(), _table(step)), width=WIDTH)
+    text = show(Group(_summary(step), Text(), _table(step), Text(LEGEND)), width=WIDTH)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
@@ -41,10 +41,7 @@ def _summary(step: StepFacts) -> Table:
 
 
 def _table(step: StepFacts) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), caption=LEGEND
-    )
-    table.caption_justify = "left"
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     lines = lines_of(step)
     covers = any(line.covers for line in lines)
     table.add_column("region", no_wrap=True)

@@ -19,8 +19,8 @@ WIDTH = 100
 MODULE_WIDTH = 30
 
 LEGEND = (
-    "forward, saved, frees and costs are of all stages of a row; saved: what they hand on and\n"
-    "what their backwards need; checkpoint: the input is kept, to recompute from; frees: bytes\n"
+    "forward, saved, frees and costs are of all stages of a row; saved: what they hand on and "
+    "what their backwards need; checkpoint: the input is kept, to recompute from; frees: bytes "
     "not held from forward to backward"
 )
 
@@ -35,7 +35,7 @@ def print_plan(plan: PlanFacts) -> str:
     """
     stories = tuple(story for story in tell_stages(plan) if story.executed)
     units = (Text(), _units(plan)) if plan.fused else ()
-    parts = Group(_summary(plan, stories), Text(), _table(plan, stories), *units)
+    parts = Group(_summary(plan, stories), Text(), _table(plan, stories), Text(LEGEND), *units)
     text = show(parts, width=WIDTH)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
@@ -50,10 +50,7 @@ def _summary(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Table:
 
 
 def _table(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), caption=LEGEND
-    )
-    table.caption_justify = "left"
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     modules = plan.memory.modules
     table.add_column("stage", no_wrap=True)
     if any(modules):

@@ -83,10 +83,11 @@ def explain(*stories: StageStory) -> str:
         if saved == 0:
             return "keeping it takes no memory"
         rebuild_s = sum(story.rebuild_s for story in stories)
-        return f"room for {format_bytes(saved)}, {format_seconds(rebuild_s)} to recompute"
+        cost = f", {format_seconds(rebuild_s)} to recompute" if rebuild_s else ""
+        return f"room for {format_bytes(saved)}{cost}"
     if not any(story.again or story.is_kept_in_part for story in stories):
         return "its backward needs nothing more"
-    cost = f"costs {format_seconds(extra_s)}"
+    cost = f"costs {format_seconds(extra_s)}" if extra_s else "costs no time"
     return (
         f"frees {format_bytes(freed)}, {cost}" if freed else f"on the way to later stages, {cost}"
     )
