@@ -7,13 +7,20 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from datetime import datetime
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 import pytest
+import torch
 
+import fxremat
 from fxremat.errors import PlanError
 from fxremat.ir import Stage
+from fxremat.report.areas import areas_of
+from fxremat.report.memory import Kind
+from fxremat.report.page import page_with
 from fxremat.report.plan import Plan
 from fxremat.report.stages import tell_stages
 from tests.plans import everything_kept, plan_of
@@ -31,6 +38,7 @@ class Page(HTMLParser):
         super().__init__()
         self.by_id: dict[str, dict[str, str]] = {}
         self.body: dict[str, str] = {}
+        self.hidden_rows = 0
         self.rows: list[dict[str, str]] = []
         self.feed(text)
 
@@ -42,6 +50,7 @@ class Page(HTMLParser):
             self.body = named
         if tag == "tr":
             self.rows.append({})
+            self.hidden_rows += "hidden" in named
         if tag == "td" and self.rows:
             data = {k[5:].replace("-", "_"): v for k, v in named.items() if k[:5] == "data-"}
             self.rows[-1].update(data)
@@ -80,6 +89,7 @@ def shown(file: Path, folder: Path) -> tuple[Page, str]:
 @pytest.mark.parametrize("mode", ["", "only"])
 def test_a_browser_shows_the_plans_numbers(tmp_path: Path, mode: str):
     plan = plan_of_model("gpt", mode)
+    plan = replace(plan, measured_peak_bytes=plan.predicted_held_bytes - 512)
     plan.save_html(tmp_path / "plan.html")
     page, console = shown(tmp_path / "plan.html", tmp_path / "profile")
     assert console == ""
@@ -90,6 +100,7 @@ def test_a_browser_shows_the_plans_numbers(tmp_path: Path, mode: str):
     }
     assert values == {
         "counted_bytes": plan.counted_bytes,
+        "measured_peak_bytes": plan.measured_peak_bytes,
         "baseline_bytes": plan.baseline_peak_bytes,
         "least_budget_bytes": plan.least_budget_bytes,
         "predicted_s": plan.predicted_s,
@@ -136,6 +147,60 @@ def test_the_data_are_the_plans():
     assert data["frontier"] == [[p.peak_bytes, p.predicted_s] for p in plan.frontier.points]
     assert len(data["events"]) == len(plan.timeline.events)
     assert len(data["lives"]) == 4 * len(plan.memory.lives)
+
+
+def test_it_says_of_what_it_is():
+    plan = plan_of_model("gpt")
+    data = data_in(_page(plan))
+    assert data["model"] == plan.model != ""
+    assert plan.origin and data["device"] == plan.origin.device
+    assert all(
+        place in data["batch"] and tensor in data["batch"] for place, tensor in plan.arguments
+    )
+    assert datetime.now().strftime("%B %Y") in data["written"]
+
+
+def test_the_step_with_everything_kept_is_outlined():
+    plan = plan_of_model("gpt")
+    assert plan.kept is not None
+    most = max(plan.kept.turn_bytes, *plan.kept.peaks_bytes)
+    assert most == plan.baseline_peak_bytes
+    assert len(plan.kept.seconds) == len(plan.kept.peaks_bytes) > plan.kept.turn
+    assert sum(plan.kept.seconds) == pytest.approx(plan.baseline_s - plan.overhead_s)
+    assert data_in(_page(plan))["kept"]["peaks_bytes"] == list(plan.kept.peaks_bytes)
+
+
+def test_no_two_things_have_one_colour():
+    areas = areas_of(plan_of_model("gpt").memory)
+    styles = resources.files("fxremat.report").joinpath("html", "page.css").read_text()
+    lanes = re.findall(r"--(?:forward|again|backward|copy|accent): (#\w+)", styles)
+    told = [area.colour for area in areas] + list(set(lanes))
+    assert len(told) == len(set(told)) > 8
+
+
+def test_optimizer_state_and_reserve_are_areas_of_their_own():
+    model, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
+    plan = fxremat.plan(model, x, 1.0, optimizer=torch.optim.AdamW, reserve="1 MiB")
+    held = {area.kind: max(plan.memory.held_bytes(area.lives)) for area in areas_of(plan.memory)}
+    assert held[Kind.PARAMETERS] == 4 * (64 * 64 + 64)
+    assert held[Kind.OPTIMIZER] >= 2 * held[Kind.PARAMETERS]
+    assert held[Kind.RESERVE] == 1 << 20
+    assert Kind.BUFFERS not in held
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_rows_of_stages_that_are_kept_are_folded_and_unfold(tmp_path: Path):
+    data = data_in(_page(plan_of_model("gpt")))
+    for stage in data["stages"]:
+        stage |= {"extra_s": 0, "moved_bytes": 0, "held_bytes": stage["saved_bytes"]}
+    text = page_with(data)
+    (tmp_path / "plan.html").write_text(text)
+    click = "<script>document.querySelector('tr.fold').click()</script></body>"
+    (tmp_path / "clicked.html").write_text(text.replace("</body>", click))
+    for name, hidden in (("plan", len(data["stages"])), ("clicked", 0)):
+        shown_page, console = shown(tmp_path / f"{name}.html", tmp_path / "profile")
+        assert console == ""
+        assert shown_page.hidden_rows == hidden
 
 
 def test_it_needs_no_network():

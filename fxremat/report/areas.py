@@ -18,16 +18,16 @@ BUDGET = "#d43d2a"
 """Of its line."""
 
 _COLOURS = {
-    Kind.PARAMETERS: "#6f7683",
-    Kind.BUFFERS: "#858c98",
-    Kind.INPUTS: "#9aa0ab",
-    Kind.OPTIMIZER: "#b0b5be",
-    Kind.RESERVE: "#c3c7ce",
-    Kind.OTHER: "#d3d6db",
-    Kind.GRADIENTS: "#8a63b8",
-    Kind.PASSING: "#c78bd3",
-    Kind.WORKSPACES: "#8c6a4f",
-    Kind.LOSS: "#c2417c",
+    Kind.PARAMETERS: "#626a78",
+    Kind.BUFFERS: "#79808d",
+    Kind.INPUTS: "#8f96a2",
+    Kind.OPTIMIZER: "#a5abb5",
+    Kind.RESERVE: "#b9bec6",
+    Kind.OTHER: "#cbced4",
+    Kind.GRADIENTS: "#8f5fb3",
+    Kind.PASSING: "#c795d0",
+    Kind.WORKSPACES: "#b98d5f",
+    Kind.LOSS: "#7a4f38",
 }
 """On light and dark ground; activations go from green to blue, what is always there is grey."""
 

@@ -62,6 +62,10 @@ class Figures(Protocol):
     def baseline_s(self) -> float:
         """Seconds of a step with nothing recomputed."""
 
+    @property
+    def host_bytes(self) -> int:
+        """Most host memory, to which storages travel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fused:

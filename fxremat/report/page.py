@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from datetime import datetime, timezone
 from importlib.resources import files
 from typing import Any
 
 from fxremat.ir import Copy, Timeline
 from fxremat.report.areas import areas_of, memory_of
-from fxremat.report.facts import PlanFacts
+from fxremat.report.facts import Figures, PlanFacts
 from fxremat.report.memory import StepMemory
 from fxremat.report.stages import StageStory, tell_stages
-from fxremat.report.summary import summarize
+from fxremat.report.summary import batch_of, summarize
 from fxremat.report.words import describe, explain
 
 FOLDER = "html"
@@ -56,17 +58,35 @@ def data_of(plan: PlanFacts) -> dict[str, Any]:
     return {
         "summary": list(summarize(plan, stories)),
         "regions": [],
+        "kept": plan.kept and asdict(plan.kept),
+        "peak_bytes": plan.predicted_held_bytes,
+        **figures_of(plan, plan),
+        "stages": [stage_of(story, memory) for story in stories],
+        **drawn(memory, plan.timeline, memory.times(plan.timeline)),
+        "frontier": [[p.peak_bytes, p.predicted_s] for p in plan.frontier.points],
+    }
+
+
+def figures_of(plan: Figures, first: PlanFacts) -> dict[str, Any]:
+    """Of what a page is, and its figures.
+
+    Args:
+        plan: of one graph or of several.
+        first: the plan of its first graph.
+    """
+    return {
+        "model": first.model,
+        "device": first.origin.device if first.origin else "",
+        "batch": batch_of(first),
+        "written": datetime.now(tz=timezone.utc).astimezone().strftime("%d %B %Y, %H:%M"),
         "budget_bytes": plan.budget_bytes,
         "least_budget_bytes": plan.least_budget_bytes,
         "counted_bytes": plan.counted_bytes,
-        "peak_bytes": plan.predicted_held_bytes,
+        "measured_peak_bytes": plan.measured_peak_bytes,
         "baseline_bytes": plan.baseline_peak_bytes,
         "predicted_s": plan.predicted_s,
         "baseline_s": plan.baseline_s,
         "host_bytes": plan.host_bytes,
-        "stages": [stage_of(story, memory) for story in stories],
-        **drawn(memory, plan.timeline, memory.times(plan.timeline)),
-        "frontier": [[p.peak_bytes, p.predicted_s] for p in plan.frontier.points],
     }
 
 

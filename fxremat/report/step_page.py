@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxremat.report.notebook import html_with
-from fxremat.report.page import drawn, page_with, stage_of
+from fxremat.report.page import drawn, figures_of, page_with, stage_of
 from fxremat.report.plan import Plan
 from fxremat.report.stages import StageStory, tell_stages
 from fxremat.report.step_facts import StepFacts
@@ -34,14 +34,9 @@ def page_of_step(step: StepFacts) -> str:
     told = {
         "summary": list(summarize_step(step)),
         "regions": list(_lines(step, view)),
-        "budget_bytes": step.budget_bytes,
-        "least_budget_bytes": step.least_budget_bytes,
-        "counted_bytes": step.counted_bytes,
+        "kept": None,
         "peak_bytes": view.memory.peak_bytes,
-        "baseline_bytes": step.baseline_peak_bytes,
-        "predicted_s": step.predicted_s,
-        "baseline_s": step.baseline_s,
-        "host_bytes": step.host_bytes,
+        **figures_of(step, step.regions[0].plan),
         "stages": list(stages),
         "frontier": [],
         **drawn(view.memory, view.timeline, view.times_s),

@@ -190,7 +190,11 @@ class _View:
 
     def done(self) -> StepView:
         """All of it."""
-        self._add(Tensor(THERE, self._there_bytes, Kind.OTHER), 0, self.count)
+        left_bytes = self._there_bytes
+        for tensor in self._regions[0].told_apart:
+            self._add(tensor, 0, self.count)
+            left_bytes -= tensor.nbytes
+        self._add(Tensor(THERE, left_bytes, Kind.OTHER), 0, self.count)
         modules = [
             _module(place, module)
             for place, region in enumerate(self._regions)
@@ -224,6 +228,7 @@ class _Region:
         forward, backward: events.
         given_bytes: what it finds.
         held_bytes: that it holds from forward to backward.
+        told_apart: of what it finds, what every region does.
     """
 
     def __init__(self, row: RegionRow) -> None:
@@ -240,6 +245,8 @@ class _Region:
             first = is_forward if event.lane is Lane.COMPUTE else event.lane is Lane.D2H
             (self.forward if first else self.backward).append(event)
         given = [life for life in memory.lives if self._is_given(life)]
+        found = [memory.tensors[life.tensor] for life in given]
+        self.told_apart = [t for t in found if t.kind in (Kind.OPTIMIZER, Kind.RESERVE)]
         self.given_bytes = sum(memory.tensors[life.tensor].nbytes for life in given)
         self.held_bytes = sum(
             memory.tensors[life.tensor].nbytes

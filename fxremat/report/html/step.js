@@ -53,19 +53,12 @@ for (const stage of plan.stages) stage.fate = `${stage.what}: ${stage.why}`;
 const stageOf = new Map(plan.stages.map((stage) => [stage.stage, stage]));
 const copies = plan.events.filter((event) => event[1] !== "compute");
 
-function colour(area) {
-  const bands = plan.areas.filter((a) => a.kind === "ACTIVATIONS" && a.band >= 0).length;
-  const dark = document.documentElement.dataset.theme === "dark";
-  if (area.kind === "ACTIVATIONS") {
-    const depth = area.band < 0 ? 0 : area.band / Math.max(1, bands - 1);
-    return `hsl(${172 + 48 * depth} ${36 + 12 * depth}% ${dark ? 34 + 20 * depth : 72 - 24 * depth}%)`;
-  }
-  const shade = { BUFFERS: 82, INPUTS: 66, OTHER: 50 }[area.kind];
-  if (area.kind === "PARAMETERS") return theme("--given");
-  if (shade) return `color-mix(in srgb, ${theme("--given")} ${shade}%, ${theme("--card")})`;
-  const names = { GRADIENTS: "--gradients", PASSING: "--passing", WORKSPACES: "--work" };
-  return theme(names[area.kind] || "--loss");
-}
+/* What is computed and copied, each in a colour of its own. */
+const fates = {
+  forward: "--forward", "forward again": "--again", backward: "--backward", copies: "--copy",
+};
+const fateOf = ([op, lane, begin]) =>
+  lane !== "compute" ? "copies" : op.startsWith("B") ? "backward" : begin >= turnS ? "forward again" : "forward";
 
 /* Layout of the picture, in CSS pixels. */
 const left = 74, right = 12, top0 = 16, memoryHeight = 340, laneHeight = 17, laneGap = 5;
@@ -74,7 +67,9 @@ const lanes = ["compute", "D2H", "H2D"].filter((lane) => lane === "compute" || c
 const laneNames = { compute: "compute", D2H: "to host", H2D: "from host" };
 const lanesTop = top0 + memoryHeight + 30 + (hostHeight ? hostHeight + 12 : 0);
 const fullHeight = lanesTop + lanes.length * (laneHeight + laneGap) + 2;
-const most = Math.max(plan.budget_bytes, plan.peak_bytes) * 1.07;
+/* The step with everything kept may be many times as high: what is above is cut off. */
+const own = Math.max(plan.budget_bytes, plan.peak_bytes);
+const most = Math.max(own, plan.kept ? Math.min(plan.baseline_bytes, 1.8 * own) : 0) * 1.07;
 let view = whole, columns = [], width = 0;
 
 const toX = (u) => left + ((u - view[0]) / (view[1] - view[0])) * (width - left - right);
@@ -120,9 +115,10 @@ function draw() {
   prepare(element("marks"));
   chooseColumns(scale);
   drawScale(pen);
+  if (plan.kept) drawKept(pen);
   const base = new Float64Array(columns.length);
   plan.areas.forEach((area, index) => {
-    pen.fillStyle = colour(area);
+    pen.fillStyle = area.colour;
     runs(columns.length, (c) => columns[c], (from, to) => {
       const nbytes = heights[index][columns[from]];
       const y = toY(base[from] + nbytes);
@@ -130,7 +126,9 @@ function draw() {
       for (let c = from; c < to; c++) base[c] += nbytes;
     });
   });
-  drawBudget(pen);
+  drawLine(pen, plan.budget_bytes, "--accent", [6, 4], `budget ${bytes(plan.budget_bytes)}`);
+  const measured = plan.measured_peak_bytes;
+  if (measured) drawLine(pen, measured, "--ink", [1, 3]);
   if (hostHeight) drawHost(pen);
   drawLanes(pen);
 }
@@ -163,7 +161,7 @@ function drawScale(pen) {
     pen.fillText(bytes(n), left - 8, y);
   }
   pen.textAlign = "center";
-  const perTick = step(view[1] - view[0], 8);
+  const perTick = step(view[1] - view[0], Math.max(2, (width - left - right) / 72));
   for (let t = 0; t <= plan.makespan_s; t += perTick) {
     const x = toX(onAxis(t, true));
     if (x < left || x > width - right) continue;
@@ -175,14 +173,42 @@ function drawScale(pen) {
   }
 }
 
-function drawBudget(pen) {
-  const y = Math.round(toY(plan.budget_bytes)) + 0.5;
-  pen.strokeStyle = pen.fillStyle = theme("--accent");
-  pen.setLineDash([6, 4]);
+function drawLine(pen, nbytes, colour, dashes, text = "") {
+  const y = Math.round(toY(nbytes)) + 0.5;
+  pen.strokeStyle = pen.fillStyle = theme(colour);
+  pen.setLineDash(dashes);
   pen.beginPath(); pen.moveTo(left, y); pen.lineTo(width - right, y); pen.stroke();
   pen.setLineDash([]);
   pen.textAlign = "left";
-  pen.fillText(`budget ${bytes(plan.budget_bytes)}`, left + 6, y - 8);
+  pen.fillText(text, left + 6, y - 8);
+}
+
+/* The same step with everything kept: its backward begins where the plan's does. */
+function drawKept(pen) {
+  const { seconds: each, peaks_bytes: peaks, turn, turn_bytes: atTurn } = plan.kept;
+  const floor = top0 + memoryHeight, height = (n) => Math.max(toY(n), top0);
+  pen.save();
+  pen.beginPath(); pen.rect(left, 0, width - left - right, floor); pen.clip();
+  pen.beginPath();
+  pen.moveTo(toX(0), floor);
+  let at = 0, end = toX(0);
+  each.forEach((s, i) => {
+    if (i === turn) {
+      pen.lineTo(end, height(atTurn));
+      pen.lineTo(toX(turnS + gap), height(atTurn));
+      at = turnS + gap;
+    }
+    pen.lineTo(toX(at), height(peaks[i]));
+    at += s;
+    end = toX(at);
+    pen.lineTo(end, height(peaks[i]));
+  });
+  pen.lineTo(end, floor);
+  pen.fillStyle = theme("--kept");
+  pen.fill();
+  pen.strokeStyle = theme("--soft");
+  pen.stroke();
+  pen.restore();
 }
 
 /* Host memory from the start of each copy there to the end of that back. */
@@ -223,11 +249,10 @@ function drawLanes(pen) {
   }
   pen.save();
   pen.beginPath(); pen.rect(left, lanesTop, width - left - right, fullHeight); pen.clip();
-  for (const [op, lane, begin, end] of plan.events) {
+  for (const event of plan.events) {
+    const [, lane, begin, end] = event;
     const x = toX(onAxis(begin)), wide = toX(onAxis(end, true)) - x;
-    const again = op.startsWith("F") && begin >= turnS;
-    const name = lane !== "compute" ? "--copy" : again ? "--again" : op.startsWith("B") ? "--backward" : "--forward";
-    pen.fillStyle = theme(name);
+    pen.fillStyle = theme(fates[fateOf(event)]);
     pen.fillRect(x, laneY(lane), Math.max(wide - (wide > 3 ? 0.7 : 0), 0.6), laneHeight);
   }
   pen.restore();
@@ -313,11 +338,8 @@ function aboutLife(life) {
   ];
 }
 
-const label = (kind) => ({
-  PARAMETERS: "parameters", BUFFERS: "buffers", INPUTS: "inputs", OTHER: "what is beside the step",
-  GRADIENTS: "gradients", ACTIVATIONS: "activations", PASSING: "gradients passed on",
-  WORKSPACES: "workspaces", LOSS: "the loss",
-})[kind];
+const label = (kind) =>
+  kind === "ACTIVATIONS" ? "activations" : plan.areas.find((area) => area.kind === kind).name;
 
 function aboutEvent([op, , begin, end, stage, nbytes, peak]) {
   const module = stageOf.get(stage)?.module;
@@ -362,7 +384,7 @@ function listen() {
     draw();
   });
   marks.addEventListener("dblclick", () => { view = whole; draw(); });
-  window.addEventListener("resize", draw);
+  window.addEventListener("resize", () => { draw(); showFrontier(); });
   element("theme").addEventListener("click", () => {
     const root = document.documentElement.dataset;
     root.theme = root.theme === "dark" ? "light" : "dark";
