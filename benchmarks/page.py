@@ -23,7 +23,7 @@ def photograph(page: Path, picture: Path) -> None:
     with tempfile.TemporaryDirectory() as profile:
         command = [
             browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
-            "--window-size=1200,1250", f"--screenshot={picture.resolve()}", page.resolve().as_uri(),
+            "--window-size=1200,1400", f"--screenshot={picture.resolve()}", page.resolve().as_uri(),
         ]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True)
 
@@ -34,7 +34,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.5)
     parser.add_argument("--to", type=Path, default=Path("docs/page.png"))
     options = parser.parse_args()
-    _step, compiled = planned(entry_of(options.model), options.budget)
+    step, compiled = planned(entry_of(options.model), options.budget)
+    for _ in range(3):
+        step.run()  # what they take is shown beside what was predicted
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "plan.html"
         compiled.plan.save_html(page)

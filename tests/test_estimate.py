@@ -24,6 +24,8 @@ from fxremat.errors import (
     NoGradientError,
     SampleError,
 )
+from fxremat.report.areas import areas_of
+from fxremat.report.memory import Kind
 from tests.models import ZOO
 
 NAMES = (
@@ -308,3 +310,15 @@ def test_seven_billion_parameters_take_a_minute_and_little_memory() -> None:
     seconds, peak_bytes = map(float, done.stdout.split())
     assert seconds <= 60
     assert peak_bytes <= 4 << 30
+
+
+def test_parameters_of_a_model_for_another_device_are_told_as_such():
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)).to("meta")
+    model[0].requires_grad_(False)
+    sample = torch.empty(8, 64, device="meta")
+    memory = fxremat.estimate(model, sample, device="H100", budget="1 GiB").plan.memory
+    held = {area.kind: max(memory.held_bytes(area.lives)) for area in areas_of(memory)}
+    rounded = (-(-parameter.nbytes // 512) * 512 for parameter in model.parameters())
+    assert held[Kind.PARAMETERS] == sum(rounded)
+    assert held[Kind.INPUTS] == sample.nbytes
+    assert 0 < held[Kind.BUFFERS] <= 3 * 512

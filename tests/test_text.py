@@ -228,6 +228,22 @@ def test_it_fits_a_hundred_columns(text):
         assert "…" not in printed
 
 
+def test_the_notes_below_fill_lines_of_any_width(monkeypatch: pytest.MonkeyPatch):
+    plan = plan_of(schedule_of(SEGMENT), stages=4)
+    monkeypatch.setattr("fxremat.report.text.WIDTH", 80)
+    notes = print_plan(plan).split("\n\n")[-1].splitlines()
+    assert len(notes) > 2
+    assert all(60 < len(line) <= 80 for line in notes[:-1])
+
+
+def test_what_gains_or_costs_nothing_is_not_told_in_numbers():
+    plan = plan_of(schedule_of(TWICE), stages=4)
+    assert "local search" not in print_plan(replace(plan, local_search_s=plan.predicted_s / 1e4))
+    assert "local search" in print_plan(replace(plan, local_search_s=plan.predicted_s / 10))
+    story = tell_stages(plan_of(everything_kept(2), stages=2))[1]
+    assert "0 µs" not in explain(replace(story, rebuild_s=0.0))
+
+
 def test_explain_prints_the_plan():
     plan = plan_of(everything_kept(3), stages=3)
     assert plan.explain() == print_plan(plan)

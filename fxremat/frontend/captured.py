@@ -42,7 +42,6 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller, Surroundings, settled, surroundings_of
-from fxremat.report.memory import Kind
 
 LOG = logging.getLogger("fxremat")
 
@@ -84,7 +83,6 @@ class CapturedStep:
     Attributes:
         sizes: symbols of the capture.
         dimensions: of arguments, whose sizes are symbols.
-        roles: of primals, where known: parameters, buffers or arguments of the call.
         inputs, caller, progress: as given; no batch and silent once it is settled.
         costs: as given.
         late_bytes: left alone for buffers of collectives that go late.
@@ -116,10 +114,6 @@ class CapturedStep:
         primals = self._module.graph.find_nodes(op="placeholder")
         self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, places)
         self.inputs = inputs
-        buffers = {id(t) for t in caller.resident}
-        self.roles: Mapping[int, Kind] = {
-            i: _role(t, is_buffer=id(t) in buffers and i not in places) for i, t in inputs.items()
-        }
         self.caller = caller
         self.costs = costs
         self._output_count = forward_output_count
@@ -386,13 +380,6 @@ class CapturedStep:
         )
         self._store.put("costs", key, RecordedCosts, measured.costs)
         return measured
-
-
-def _role(tensor: torch.Tensor, *, is_buffer: bool) -> Kind:
-    """What a primal is."""
-    if isinstance(tensor, torch.nn.Parameter) or (is_buffer and tensor.requires_grad):
-        return Kind.PARAMETERS
-    return Kind.BUFFERS if is_buffer else Kind.INPUTS
 
 
 def silent(_what: str, _done: int, _total: int) -> None:

@@ -20,6 +20,7 @@ from fxremat.frontend.batches import Batching, Dim, read_dims
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.outputs import Unused, forward_of
 from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.record import roles_of
 from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, places_of
 from fxremat.frontend.shells import Shells
@@ -192,7 +193,8 @@ def plan_dry(
         dynamic=dynamic,
         gpu=device.type == "cuda",
     )
-    places = {id(tensor): name for name, tensor in reversed(places_of(sample.args, sample.kwargs))}
+    named = {id(tensor): name for name, tensor in reversed(places_of(sample.args, sample.kwargs))}
+    places = {i: named[id(t)] for i, t in captured.inputs.items() if id(t) in named}
     planner = Planner(
         captured.joint,
         forward_output_count=captured.output_count,
@@ -200,7 +202,8 @@ def plan_dry(
         budget=WHOLE,
         caller=caller,
         progress=silent,
-        places={i: places[id(t)] for i, t in captured.inputs.items() if id(t) in places},
+        places=places,
+        roles=roles_of(captured.inputs, torch_compat.tensors_of_module(inner), places),
         host=_host(asked),
         exact=options.exact,
         allocator=AllocatorSettings() if device.type == "cuda" else None,

@@ -22,6 +22,7 @@ from fxremat.frontend.dimensions import arguments_of
 from fxremat.frontend.emission import Graphs, carry_out, follow
 from fxremat.frontend.origin import differences, key_of, origin_of_plan, version_of
 from fxremat.frontend.ranks import Peers
+from fxremat.frontend.record import roles_of
 from fxremat.frontend.schedules import Schedules
 from fxremat.frontend.store import Store
 from fxremat.frontend.ways import StepGraph, emit, fastest
@@ -95,6 +96,7 @@ class Planner:
         target: the device that the step is to be estimated for; ``None``: its own.
         peers: processes that follow the same first plan.
         model: its class, for people.
+        roles: of primals; ``None``: as ``inputs`` and the caller's tensors tell.
 
     Attributes:
         budget: as given; a share means the bytes of the first plan from then on.
@@ -124,9 +126,11 @@ class Planner:
         target: Device | None = None,
         peers: Peers | None = None,
         model: str = "",
+        roles: Mapping[int, Kind] | None = None,
     ) -> None:
         self.budget = budget
         self._model, self._places = model, places or {}
+        self._roles = roles or roles_of(inputs, caller.resident, self._places)
         self._optimizer_bytes = sum(caller.held_bytes)  # before what no primal is, too, is there
         self._peers = peers
         self._started = self._bound = False
@@ -444,7 +448,7 @@ class Planner:
             origin=origin,
             beside=situation.described(self.step.joint),
             sizes=situation.sizes,
-            roles=self.step.roles,
+            roles=self._roles,
             held={
                 Kind.GRADIENTS: sum(situation.gradient_bytes(self.step.joint)),
                 Kind.OPTIMIZER: self._optimizer_bytes + situation.state_bytes,

@@ -40,6 +40,27 @@ _BESIDE = {
 }
 
 
+def roles_of(
+    tensors: Mapping[int, torch.Tensor],
+    resident: Iterable[torch.Tensor],
+    places: Mapping[int, str],
+) -> dict[int, Kind]:
+    """What primals are: parameters, buffers, or what is given to the graph.
+
+    Args:
+        tensors: primals, where known.
+        resident: tensors of the model, and arguments.
+        places: of primals that are arguments of the call.
+    """
+    owned = {id(tensor) for tensor in resident}
+    found = {}
+    for index, tensor in tensors.items():
+        is_owned = id(tensor) in owned and index not in places
+        is_trained = isinstance(tensor, torch.nn.Parameter) or (is_owned and tensor.requires_grad)
+        found[index] = Kind.PARAMETERS if is_trained else Kind.BUFFERS if is_owned else Kind.INPUTS
+    return found
+
+
 def record_memory(
     program: Program,
     surroundings: Surroundings,

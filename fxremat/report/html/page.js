@@ -131,7 +131,7 @@ const unfolded = new Set();
 function folded(stages) {
   const found = new Map();
   runs(stages.length, (i) => isPlain(stages[i]), (from, to) => {
-    if (isPlain(stages[from]) && to - from > 2) found.set(stages[from], stages.slice(from, to));
+    if (isPlain(stages[from]) && to - from > 1) found.set(stages[from], stages.slice(from, to));
   });
   return found;
 }
