@@ -1,4 +1,4 @@
-"""Local search on the exact evaluation, compiled: keep single storages where that pays.
+"""Local search on the exact evaluation: keep single storages where that pays.
 
 A solver of chains keeps whole boundaries and, of a saved set, what an option names. It
 cannot keep a small tensor from inside a residual block and drop the large stream beside
@@ -29,7 +29,6 @@ ALIKE = 0.8
 """Changes are taken together that gain this part a byte of what the best one does."""
 
 
-@njit(cache=True, nogil=True)
 def climb(
     data: Ints,
     seconds: Floats,
@@ -73,13 +72,14 @@ def climb(
         if first >= count:
             break
         tried_s = best_s
-        if _mark_alike(
-            data, at, groups, nbytes, worth, first, count, refused, step_bytes, best, tried
-        ):
+        effects = groups, nbytes, worth, refused, step_bytes
+        tried[:] = best
+        if _mark_alike(data, at, *effects, first, count, tried) > 1:
             tried_s = evaluate(data, seconds, at, codes, tried, calls, call_s)
+            if tried_s >= best_s and data[at.total + ENDED] == OK:
+                tried[:] = best
+                _mark_alike(data, at, *effects, first, first + 1, tried)
         if tried_s >= best_s and data[at.total + ENDED] == OK:
-            tried[:] = best
-            mark_results(data, at, groups[first], tried)
             tried_s = evaluate(data, seconds, at, codes, tried, calls, call_s)
         if data[at.total + ENDED] != OK:
             return steps
@@ -106,25 +106,22 @@ def _mark_alike(
     groups: Ints,
     nbytes: Ints,
     worth: Floats,
-    first: int,
-    count: int,
     refused: Flags,
     step_bytes: int,
-    best: Flags,
+    first: int,
+    count: int,
     tried: Flags,
-) -> bool:
-    """Mark in ``tried`` the best few effects that are alike; whether they are more than one."""
-    tried[:] = best
-    left_bytes = step_bytes - nbytes[first]
-    taken = 1
-    for i in range(first + 1, count):
-        if refused[groups[i]]:
-            continue
-        if worth[i] < ALIKE * worth[first] or nbytes[i] > left_bytes:
-            break
+) -> int:
+    """Mark in ``tried`` effect ``first`` and those up to ``count`` that are alike; how many."""
+    left_bytes = step_bytes
+    taken = 0
+    for i in range(first, count):
+        if i > first:
+            if refused[groups[i]]:
+                continue
+            if worth[i] < ALIKE * worth[first] or nbytes[i] > left_bytes:
+                break
         mark_results(data, at, groups[i], tried)
         left_bytes -= nbytes[i]
         taken += 1
-    if taken > 1:
-        mark_results(data, at, groups[first], tried)
-    return taken > 1
+    return taken

@@ -25,7 +25,6 @@ _OUT, _UNSET = -1, -2
 """Stands for the backward, where all ways out end, and for no way looked at yet."""
 
 
-@njit(cache=True, nogil=True)
 def find_effects(
     data: Ints,
     seconds: Floats,
@@ -47,11 +46,45 @@ def find_effects(
 
     Returns how many there are.
     """
+    _clear(data, seconds, at)
     _note_runs(data, seconds, at, calls)
     _build_tree(data, seconds, at)
     _note_saved(data, at)
+    most = _highest(calls[PEAK, : data[at.total + COUNT]])
+    count = _weigh(data, seconds, at, codes, calls, most, groups, nbytes, worth)
+    order = np.argsort(-worth[:count], kind="stable")
+    for each in (groups, nbytes, worth):
+        each[:count] = each[:count][order]
+    return count
+
+
+def _clear(data: Ints, seconds: Floats, at: At) -> None:
+    """Nothing is noted yet."""
+    forward, storages, stages = at.forward_count, at.storage_count, at.stages
+    data[at.ran : at.ran + forward] = data[at.direct : at.direct + forward] = 0
+    seconds[at.again_s : at.again_s + forward] = 0.0
+    data[at.there : at.there + storages] = 0
+    data[at.above : at.above + storages] = _UNSET
+    data[at.stays : at.stays + storages] = data[at.settled : at.settled + storages]
+    data[at.begin : at.begin + stages] = -1
+    data[at.room : at.room + stages] = 0
+
+
+@njit(cache=True, nogil=True)
+def _weigh(
+    data: Ints,
+    seconds: Floats,
+    at: At,
+    codes: Ints,
+    calls: Ints,
+    most: Ints,
+    groups: Ints,
+    nbytes: Ints,
+    worth: Floats,
+) -> int:
+    """As ``find_effects``, in the order of the operations, of which all is noted."""
     _add_up(data, seconds, at)
-    _find_room(data, at, codes, calls)
+    _find_room(data, at, codes, calls, most)
     count = 0
     for group in range(at.forward_count - 1, -1, -1):
         if data[at.parent + group] == _UNSET or seconds[at.gained_s + group] <= 0.0:
@@ -62,14 +95,10 @@ def find_effects(
             more -= data[at.freed + group] + data[at.room + data[at.stage + group]]
             worth[count] = seconds[at.gained_s + group] / max(more, 1)
             count += 1
-    order = np.argsort(-worth[:count], kind="mergesort")
-    groups[:count] = groups[:count][order]
-    nbytes[:count] = nbytes[:count][order]
-    worth[:count] = worth[:count][order]
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def mark_results(data: Ints, at: At, group: int, held: Flags) -> None:
     """Mark in ``held`` the tensors that lie in what holding the results of ``group`` holds."""
     _results(data, at, group)
@@ -85,7 +114,7 @@ def mark_results(data: Ints, at: At, group: int, held: Flags) -> None:
             held[node] = 1
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _results(data: Ints, at: At, group: int) -> tuple[int, int]:
     """Mark the storages that ``group`` makes when it runs again.
 
@@ -111,9 +140,6 @@ def _results(data: Ints, at: At, group: int) -> tuple[int, int]:
 def _note_runs(data: Ints, seconds: Floats, at: At, calls: Ints) -> None:
     """What runs again, for how long, and what backwards read themselves."""
     forward = at.forward_count
-    data[at.ran : at.ran + forward] = 0
-    data[at.direct : at.direct + forward] = 0
-    seconds[at.again_s : at.again_s + forward] = 0.0
     for call in range(data[at.total + COUNT]):
         lists = at.block + COLUMNS * calls[BLOCK, call]
         rebuilds = calls[REBUILT, call] or data[lists + REBUILDS]
@@ -127,7 +153,7 @@ def _note_runs(data: Ints, seconds: Floats, at: At, calls: Ints) -> None:
             data[at.direct + data[i]] = 1
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _common(data: Ints, at: At, one: int, two: int) -> int:
     """The nearest that all ways out of both go through; ``one`` may be unset."""
     if one == _UNSET:
@@ -179,9 +205,6 @@ def _build_tree(data: Ints, seconds: Floats, at: At) -> None:
 def _note_saved(data: Ints, at: At) -> None:
     """Charge what is held over the turn for operations that run again to what these lead to."""
     storages = at.storage_count
-    data[at.there : at.there + storages] = 0
-    data[at.above : at.above + storages] = _UNSET
-    data[at.stays : at.stays + storages] = data[at.settled : at.settled + storages]
     for node in range(at.nodes):
         if not data[at.saved + node]:
             continue
@@ -201,7 +224,7 @@ def _note_saved(data: Ints, at: At) -> None:
             data[at.freed + above] += data[at.nbytes + storage]
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _add_up(data: Ints, seconds: Floats, at: At) -> None:
     """Add to what each group gains and frees what lies below it, which comes before it."""
     for group in range(at.forward_count):
@@ -211,13 +234,10 @@ def _add_up(data: Ints, seconds: Floats, at: At) -> None:
             seconds[at.gained_s + parent] += seconds[at.gained_s + group]
 
 
-@njit(cache=True, nogil=True)
-def _find_room(data: Ints, at: At, codes: Ints, calls: Ints) -> None:
+@njit(inline="always")
+def _find_room(data: Ints, at: At, codes: Ints, calls: Ints, most: Ints) -> None:
     """For each stage: bytes below the peak at the worst moment until it is first run again."""
-    data[at.begin : at.begin + at.stages] = -1
-    data[at.room : at.room + at.stages] = 0
     count, turn = data[at.total + COUNT], data[at.total + TURN]
-    most = _highest(calls[PEAK, :count])
     for call in range(count):
         code = codes[calls[OP, call]]
         stage = code // KINDS
@@ -238,16 +258,13 @@ def _find_room(data: Ints, at: At, codes: Ints, calls: Ints) -> None:
         data[at.begin + stage] = -2  # found
 
 
-@njit(cache=True, nogil=True)
 def _highest(values: Ints) -> Ints:
     """Row ``i``: the greatest of each ``2^i`` values in a row."""
-    levels = 1
-    while 1 << levels <= values.size:
-        levels += 1
-    most = np.zeros((levels, values.size), dtype=np.int64)
+    most = np.zeros((max(values.size.bit_length(), 1), values.size), dtype=np.int64)
     most[0] = values
-    for level in range(1, levels):
+    for level in range(1, len(most)):
         half = 1 << (level - 1)
-        for i in range(values.size - 2 * half + 1):
-            most[level, i] = max(most[level - 1, i], most[level - 1, i + half])
+        count = values.size - 2 * half + 1
+        below = most[level - 1]
+        np.maximum(below[:count], below[half : half + count], out=most[level, :count])
     return most

@@ -5,8 +5,8 @@ what is held. Schedules differ in a few stages, so each block is extracted once 
 by a hash of these, of 128 bits.
 
 All numbers lie in one array of integers and one of seconds, at the places that ``At`` has: an
-array that is read as an attribute, or passed with others, has its references counted each time,
-which takes longer than what is done with it.
+array that is read as an attribute has its references counted each time, which takes longer than
+what is done with it. Loops that are called from Python, rather than by another, are compiled once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCKS, FOOTPRINTS, STAMP, FAILED, EVALUATIONS, HANDED_BYTES = range(2, 8)
 """Of ``At.counts``, beside ``TOP`` and ``ROOM``: blocks and footprints so far, the last mark that
 was made, what was missing, and how many evaluations there were."""
 
-NOTHING_ASKED, NO_ROOM = -1, -2
+NOTHING_ASKED, NO_ROOM, MISSED = -1, -2, -3
 """In place of a block."""
 
 
@@ -58,7 +58,6 @@ def find(data: Ints, table: int, one: int, two: int) -> int:
     return i
 
 
-@njit(cache=True, nogil=True)
 def make_room(data: Ints, at: At, calls: int) -> None:
     """Forget all blocks where those of so many more calls may not find room."""
     full = data[at.counts + BLOCKS] + calls > TABLE // 2
@@ -82,7 +81,7 @@ def resize(data: Ints, seconds: Floats, at: At) -> None:
         make_room(data, at, TABLE)  # a block without its seconds is never found again
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def time_again(data: Ints, seconds: Floats, at: At, block: int) -> None:
     """Add up what a block runs again, as in a forward and as in a rebuild."""
     forward_s = rebuild_s = 0.0
@@ -129,7 +128,7 @@ def place_sums(data: Ints, at: At) -> None:
             data[at.unusual + stage] = data[at.unusual + home] = 1
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _with_sums(data: Ints, at: At, stage: int, begin: int, end: int) -> int:
     """A backward's own operations, and each sum as soon as all that it reads is there."""
     data[at.counts + STAMP] += 1
@@ -182,14 +181,12 @@ def can_give(data: Ints, at: At, mode: int, held: Flags, node: int) -> bool:
     return mode != AGAIN or (data[at.pinned + node] == 0 and held[node] == 0)
 
 
-@njit(cache=True, nogil=True)
-def block_of(
-    data: Ints, seconds: Floats, at: At, held: Flags, stage: int, mode: int, option: int
-) -> int:
+@njit(inline="always")
+def block_of(data: Ints, at: At, held: Flags, stage: int, mode: int, option: int) -> int:
     """The block of a call.
 
     ``NOTHING_ASKED`` for a recomputation of which nothing is asked, ``NO_ROOM`` where a new block
-    may find none.
+    may find none, ``MISSED`` for one that is to be made by ``extract`` first.
     """
     count = own_nodes(data, at, stage, mode)
     data[at.counts + STAMP] += 1
@@ -225,21 +222,30 @@ def block_of(
         if data[at.counts + TOP] + data[at.longest + stage] > data[at.counts + ROOM]:
             return NO_ROOM
         data[key], data[key + 1] = one, two
-        data[at.block_at + entry] = _extract(
-            data, seconds, at, held, stage, mode, row if rebuilds else -1, count
-        )
+        data[at.missed], data[at.missed + 1], data[at.missed + 2] = entry, stage, mode
+        data[at.missed + 3], data[at.missed + 4] = row if rebuilds else -1, count
+        return MISSED
     block: int = data[at.block_at + entry]
     return block
 
 
-@njit(cache=True, nogil=True)
-def _extract(
-    data: Ints, seconds: Floats, at: At, held: Flags, stage: int, mode: int, row: int, count: int
-) -> int:
-    """The least block that gives what ``at.want`` marks; see ``passes.stages.block.extract``."""
-    stamp = data[at.counts + STAMP]
-    block = data[at.counts + BLOCKS]
+def extract(data: Ints, seconds: Floats, at: At, held: Flags) -> None:
+    """Make the ``MISSED`` block, as ``passes.stages.block.extract`` does."""
+    entry, stage, mode, row, count = data[at.missed : at.missed + 5].tolist()
+    block = int(data[at.counts + BLOCKS])
     data[at.counts + BLOCKS] += 1
+    inside = _select(data, at, held, block, stage, mode, row, count)
+    nodes = _interleave(data, at, inside, count, mode)
+    _record(data, seconds, at, block, nodes, mode, inside, count)
+    data[at.block_at + entry] = block
+
+
+@njit(cache=True, nogil=True)
+def _select(
+    data: Ints, at: At, held: Flags, block: int, stage: int, mode: int, row: int, count: int
+) -> int:
+    """Mark what runs in a block; the last operations of ``at.own``, from which on is returned."""
+    stamp = data[at.counts + STAMP]
     _record_made(data, at, block, count)
     if mode != AGAIN:
         for i in range(count):
@@ -258,13 +264,11 @@ def _extract(
     rebuilds = False
     if row >= 0:
         rebuilds = _recompute(data, at, held, stage, row)
-    nodes = _interleave(data, at, inside, count, mode)
-    _record(data, seconds, at, block, nodes, mode, inside, count)
     data[at.block + COLUMNS * block + REBUILDS] = rebuilds
-    return int(block)
+    return inside
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _recompute(data: Ints, at: At, held: Flags, stage: int, row: int) -> bool:
     """Mark the forward operations that a backward runs again; whether there are any."""
     stamp = data[at.counts + STAMP]
@@ -320,7 +324,7 @@ def _interleave(data: Ints, at: At, inside: int, count: int, mode: int) -> int:
     return nodes
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _record_made(data: Ints, at: At, block: int, count: int) -> None:
     """Write the storages of what is asked of a block to the arena, and begin its lists."""
     top = data[at.counts + TOP]

@@ -22,7 +22,7 @@ from fxremat.planner.extract import (
 from fxremat.planner.places import AGAIN, COLUMNS, UNKNOWN, At, Ints
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
     """Where it says what ``block`` does to memory: peak and change in bytes.
 
@@ -114,7 +114,7 @@ def run_block(data: Ints, at: At, block: int, mode: int, outputs: int) -> tuple[
     return peak, now
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _mark_last_uses(data: Ints, at: At, begin: int, end: int) -> None:
     """Note in ``at.last`` the operation of a block that reads or makes each storage last."""
     previous = -1

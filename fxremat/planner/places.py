@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ TOP, ROOM = range(2)
 """Of ``At.counts``: where in the arena the next block's lists begin, and where the arena ends."""
 
 
-class At(NamedTuple):
+class At(np.record):  # type: ignore[misc]  # only the stubs call it final
     """Where the numbers of a step lie, a line of ``L`` stages with ``N`` nodes and ``S`` storages.
 
     Nodes are numbered: the forward's stage after stage, then the backward's, the views of what
@@ -84,6 +84,7 @@ class At(NamedTuple):
             and in a rebuild.
         footprint_key, footprint: table of footprints: peak and change in bytes.
         arena: lists of blocks.
+        missed: what is known of a block that is to be made.
         counts, total: see ``planner.extract`` and ``planner.replay``.
     """
 
@@ -173,4 +174,13 @@ class At(NamedTuple):
     footprint: int
     arena: int
     counts: int
+    missed: int
     total: int
+
+    @staticmethod
+    def of(places: Mapping[str, int]) -> At:
+        """The places by name, all of them."""
+        names = tuple(At.__annotations__)
+        kind = np.dtype((At, [(name, np.int64) for name in names]))
+        at: At = np.array([tuple(places[name] for name in names)], dtype=kind)[0]
+        return at

@@ -19,6 +19,7 @@ from fxremat.planner.extract import (
     HANDED_BYTES,
     INPUTS,
     MADE,
+    MISSED,
     NO_ROOM,
     NODES,
     NOTHING_ASKED,
@@ -26,11 +27,12 @@ from fxremat.planner.extract import (
     STAMP,
     block_of,
     can_give,
+    extract,
     make_room,
     own_nodes,
     place_sums,
 )
-from fxremat.planner.memory import footprint, run_block
+from fxremat.planner.memory import footprint
 from fxremat.planner.places import (
     AGAIN,
     BACK,
@@ -53,16 +55,16 @@ it; it is a gradient that is handed over and given back as soon as it is made.""
 HELD_ON = LATER | RETURNED
 """It stays after the call that gives it."""
 
-OP, PEAK, HELD, BLOCK, REBUILT = range(5)
+ROWS = 5
+OP, PEAK, HELD, BLOCK, REBUILT = range(ROWS)
 """Rows of calls: the operation of the schedule that each carries out, most bytes held during it,
 bytes held after it, what runs, and whether it recomputes a stage whose backward comes next."""
 
-COUNT, TURN, MOST_HELD, AT_TURN, AT_END, ENDED, NODE = range(7)
+COUNT, TURN, MOST_HELD, AT_TURN, AT_END, ENDED, NODE, LEFT = range(8)
 """Of a total: calls, index of the first call of the backward, peak bytes, bytes at the turn and
-at the end, how the evaluation ended, and the node that it ended with."""
+at the end, how the evaluation ended, the node that it ended with, and codes yet to be looked at."""
 
 
-@njit(cache=True, nogil=True)
 def evaluate(
     data: Ints, seconds: Floats, at: At, codes: Ints, held: Flags, calls: Ints, call_s: Floats
 ) -> float:
@@ -82,22 +84,54 @@ def evaluate(
     if codes.size > TABLE // 2:
         data[at.total + ENDED] = TOO_LONG
         return float(np.inf)
-    data[at.counts + FAILED] = 0
     data[at.counts + EVALUATIONS] += 1
     _begin(data, at, codes, held)
+    total_s = _walk(data, seconds, at, codes, held, calls, call_s)
+    if total_s < np.inf:
+        _conclude(data, at)
+    return total_s
+
+
+def _walk(
+    data: Ints, seconds: Floats, at: At, codes: Ints, held: Flags, calls: Ints, call_s: Floats
+) -> float:
+    """Walk a schedule from its end, once it is begun; infinite where there is no room for it."""
+    data[at.counts + FAILED] = data[at.total + COUNT] = data[at.total + TURN] = 0
+    data[at.total + LEFT] = codes.size
+    while (total_s := float(_go_on(data, seconds, at, codes, held, calls, call_s))) == MISSED:
+        extract(data, seconds, at, held)
+    return total_s
+
+
+@njit(cache=True, nogil=True)
+def _go_on(
+    data: Ints, seconds: Floats, at: At, codes: Ints, held: Flags, calls: Ints, call_s: Floats
+) -> float:
+    """Walk on until a block is missing: blocks are made by kernels of their own.
+
+    These are compiled once then, not once more with each that calls them.
+    """
     last = (at.stages - 1) * KINDS + BACKWARD
-    following = -1
-    count, turn = 0, 0
-    for i in range(codes.size - 1, -1, -1):
+    count, turn = data[at.total + COUNT], data[at.total + TURN]
+    following = codes[calls[OP, count - 1]] if count else -1
+    for i in range(data[at.total + LEFT] - 1, -1, -1):
         stage, kind = codes[i] // KINDS, codes[i] % KINDS
         mode = BACK
         if kind != BACKWARD:
+            mode = AGAIN if data[at.runs + stage] > 1 else FIRST
+        block = block_of(data, at, held, stage, mode, data[at.keeps + stage])
+        if block == MISSED:
+            data[at.total + LEFT], data[at.total + COUNT], data[at.total + TURN] = (
+                i + 1,
+                count,
+                turn,
+            )
+            return MISSED
+        if kind != BACKWARD:
             data[at.runs + stage] -= 1
-            mode = AGAIN if data[at.runs + stage] else FIRST
-        block = block_of(data, seconds, at, held, stage, mode, data[at.keeps + stage])
         if block == NO_ROOM:
             data[at.total + ENDED] = TOO_LONG
-            return float(np.inf)
+            return np.inf
         if block != NOTHING_ASKED:
             outputs = _give(data, at, held, stage, mode)
             handed_bytes = data[at.counts + HANDED_BYTES]
@@ -157,7 +191,7 @@ def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
     return outputs
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _hand_over(data: Ints, at: At, outputs: int, stamp: int) -> None:
     """Add up the storages of what is handed over that nothing else lies in.
 
@@ -230,12 +264,14 @@ def _seconds(
     return total_s
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, turn: int) -> float:
     """Turn the calls round, and add up what they hold and take."""
-    for row in range(calls.shape[0]):
-        calls[row, :count] = calls[row, :count][::-1].copy()
-    call_s[:count] = call_s[:count][::-1].copy()
+    for i in range(count // 2):
+        j = count - 1 - i
+        for row in range(ROWS):
+            calls[row, i], calls[row, j] = calls[row, j], calls[row, i]
+        call_s[i], call_s[j] = call_s[j], call_s[i]
     first = count - turn
     now = at_turn = data[at.around]
     peak, total_s = 0, 0.0
@@ -255,17 +291,16 @@ def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, turn: int)
     data[at.total + COUNT], data[at.total + TURN] = count, first
     data[at.total + MOST_HELD] = max(peak, at_turn, at_end)
     data[at.total + AT_TURN], data[at.total + AT_END] = at_turn, at_end
-    _conclude(data, at)
     return total_s
 
 
-@njit(cache=True, nogil=True)
 def _conclude(data: Ints, at: At) -> None:
     """Write how an evaluation ended."""
     data[at.total + ENDED], data[at.total + NODE] = OK, 0
-    for node in range(at.nodes):
-        if data[at.needed + node] and not data[at.given + node]:
-            data[at.total + ENDED], data[at.total + NODE] = NEVER_COMPUTED, node
+    needed, given = data[at.needed : at.needed + at.nodes], data[at.given : at.given + at.nodes]
+    never = np.flatnonzero((needed != 0) & (given == 0))
+    if never.size:
+        data[at.total + ENDED], data[at.total + NODE] = NEVER_COMPUTED, never[-1]
     failed = data[at.counts + FAILED]
     if failed:
         data[at.total + ENDED] = UNTIMED if failed > 0 else UNMEASURED
@@ -273,7 +308,6 @@ def _conclude(data: Ints, at: At) -> None:
         make_room(data, at, TABLE)  # a block without its bytes or seconds is never found again
 
 
-@njit(cache=True, nogil=True)
 def run_alone(
     data: Ints,
     seconds: Floats,
@@ -298,35 +332,32 @@ def run_alone(
     inputs there are.
     """
     make_room(data, at, 1)
-    data[at.counts + FAILED] = 0
-    data[at.needed : at.needed + at.nodes] = 0
-    data[at.alive : at.alive + at.storage_count] = 0
-    data[at.held_hash : at.held_hash + 2 * at.stages] = 0
-    for i in range(at.stages):
-        data[at.back + i] = at.stages - i  # the line's own order
-    place_sums(data, at)
-    for node in asked:
-        _ask(data, at, node, LATER)
+    needed = data[at.needed : at.needed + at.nodes]
+    stays = data[at.never_freed : at.never_freed + at.storage_count]
+    around = data[at.around : at.around + 4]
+    others = stays.copy(), around.copy()
     held = np.zeros(at.nodes, dtype=np.uint8)
-    block = block_of(data, seconds, at, held, stage, mode, option)
-    if block == NO_ROOM:
-        data[at.total + ENDED] = TOO_LONG
+    _begin(data, at, np.arange(at.stages - 1, -1, -1) * KINDS + BACKWARD, held)  # the line's order
+    needed[:] = 0
+    needed[asked] = LATER
+    data[at.alive : at.alive + at.storage_count] = 0  # of what is asked nothing is held by others
+    data[at.runs + stage] = 2 if mode == AGAIN else 1
+    data[at.keeps + stage] = option
+    codes = np.array([stage * KINDS + (BACKWARD if mode == BACK else ALL)])
+    calls, call_s = np.zeros((ROWS, 1), dtype=np.int64), np.zeros(1)
+    stays[:], around[:] = kept, 0
+    total_s = _walk(data, seconds, at, codes, held, calls, call_s)
+    stays[:], around[:] = others
+    if total_s == np.inf:
         return 0, 0, 0
-    if block == NOTHING_ASKED:
-        data[at.total + ENDED] = OK
-        return 0, 0, 0
-    outputs = _give(data, at, held, stage, mode)
-    lists = at.block + COLUMNS * block
-    data[at.counts + STAMP] += 1
-    if kept:
-        for k in range(data[lists + READS], data[lists + END]):
-            data[at.kept + data[k]] = data[at.counts + STAMP]
-    peak, change = run_block(data, at, block, mode, outputs)
-    count = data[lists + DIRECT] - data[lists + INPUTS]
-    inputs[:count] = data[data[lists + INPUTS] : data[lists + DIRECT]]
-    data[at.needed : at.needed + at.nodes] = 0  # what is pinned is there already
+    needed[:] = 0  # what is pinned is there already
     _conclude(data, at)
-    return peak, change, count
+    if not data[at.total + COUNT]:
+        return 0, 0, 0
+    lists = at.block + COLUMNS * calls[BLOCK, 0]
+    found = data[data[lists + INPUTS] : data[lists + DIRECT]]
+    inputs[: found.size] = found
+    return int(calls[PEAK, 0]), int(calls[HELD, 0]), found.size
 
 
 @njit(cache=True, nogil=True)

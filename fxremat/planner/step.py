@@ -192,7 +192,7 @@ def step_of(measured: Measured, options: Options) -> Step:
     counts["width"] = max(counts["nodes"], counts["storage_count"])
     _put_room(layout, counts, dependencies=_count_reads(nodes))
     data, seconds = layout.arrays()
-    at = At(**layout.places, **counts)
+    at = At.of({**layout.places, **counts})
     data[at.counts + TOP], data[at.counts + ROOM] = at.arena, data.size
     storages = tuple(line.joint.storages.of_node[n] for n in nodes[: at.forward_count])
     return Step(data, seconds, at, number, nodes, storages, numbers)
@@ -346,6 +346,7 @@ def _put_room(layout: _Layout, counts: dict[str, int], *, dependencies: int) -> 
         footprint_key=2 * TABLE,
         footprint=2 * TABLE,
         counts=8,
+        missed=5,
         total=8,
         marks=1,
         arena=ARENA,
