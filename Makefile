@@ -1,4 +1,5 @@
 # For a newcomer: `make demo` and `make test`. Both make their own environment in .venv.
+# `make docs` writes the site into site/, with an environment of its own in .venv-docs.
 # `make test-cuda` needs no GPU: torch's CUDA build over a stand-in for the driver, in .venv-cuda.
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 ON_CUDA := STAND_IN_SMALL=1 tests/cuda_stand_in/run.sh .venv-cuda python -m pytest -n 2 \
 	--dist loadfile -p cuda_stand_in_pytest
 
-.PHONY: demo test test-slow test-cuda test-cuda-slow lint format clean
+.PHONY: demo test test-slow test-cuda test-cuda-slow lint format docs clean
 
 # One thread: on a busy machine, threads that wait for each other make step times meaningless.
 demo: .venv/ready
@@ -34,8 +35,11 @@ format: .venv/ready-dev
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
+docs: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
 clean:
-	rm -rf .venv .venv-cuda
+	rm -rf .venv .venv-cuda .venv-docs site
 
 # Made anew when what it is made of changes, so that a second run is quick.
 .venv/ready: pyproject.toml constraints.txt
@@ -50,3 +54,8 @@ clean:
 .venv-cuda/ready: constraints.txt $(wildcard tests/cuda_stand_in/*)
 	PYTHON=$(PYTHON) tests/cuda_stand_in/setup.sh .venv-cuda
 	test -e .venv-cuda/unavailable || touch $@
+
+.venv-docs/ready: docs/requirements.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	touch $@
