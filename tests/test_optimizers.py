@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -84,6 +85,26 @@ def test_a_step_that_raises_stands_in_nobodys_way(then: Callable[[], None]):
     with watched(model):
         failing_step(torch.optim.SGD(model.parameters(), 0.1))
         then()
+
+
+def test_a_step_that_is_too_much_is_told_with_remedies_that_work():
+    with watched(model := layer(), 1), pytest.warns(BudgetWarning) as told:
+        step(torch.optim.AdamW(model.parameters(), foreach=False))
+    (least,) = {int(n) for n in re.findall(r"at least (\d+)", str(told[0].message))}
+    with watched(model := layer(), least), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.optim.AdamW(model.parameters(), foreach=False))
+    with watched(model := layer(), least - 1), pytest.warns(BudgetWarning, match="fused=True"):
+        step(torch.optim.AdamW(model.parameters()))
+    with watched(model := layer(), least - 1), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def test_fused_is_no_remedy_where_an_optimizer_has_it_not():
+    with watched(model := layer(), 1), pytest.warns(BudgetWarning) as told:
+        step(torch.optim.Adadelta(model.parameters()))
+    assert "fused" not in str(told[0].message)
 
 
 def test_the_next_step_is_seen_after_one_that_has_raised():

@@ -105,12 +105,14 @@ class Optimizers:
         held = sum(t.nbytes for t in local if t.device == self._device)
         held += sum(self.state_bytes.values())
         if bytes_meanwhile and held + bytes_meanwhile > budget:
-            many = any(group.get("foreach") is not False for group in optimizer.param_groups)
-            remedy = "foreach=False takes less at a time" if many else "it needs a larger budget"
+            groups = optimizer.param_groups
+            may_fuse = any("fused" in group and not group["fused"] for group in groups)
+            other = ", or an optimizer with fused=True, which allocates less" if may_fuse else ""
             warnings.warn(
                 f"a step of {type(optimizer).__name__} allocates {bytes_meanwhile} bytes "
                 f"({format_bytes(bytes_meanwhile)}) beside {held} for parameters, gradients and "
-                f"state: more than the budget of {budget}, whatever the plan; {remedy}",
+                f"state: more than the budget of {budget}, whatever the plan. Give at least "
+                f"{held + bytes_meanwhile}{other}",
                 BudgetWarning,
                 stacklevel=2,
             )
