@@ -1,5 +1,9 @@
-"""Which files are pages of the site: each lies there as in the repository, so that links hold."""
+"""Which files are pages of the site, and what docstrings' roles are there.
 
+Each file lies where it does in the repository, so that links hold.
+"""
+
+import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -26,3 +30,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             name = path.relative_to(root).as_posix()
             files.append(File(name, str(root), config.site_dir, config.use_directory_urls))
     return files
+
+
+def on_page_content(html: str, **_page: object) -> str:
+    """``:class:`Plan``` of a docstring leads to it in the reference, if it is there."""
+    return re.sub(r":(?:class|func|meth):<code>(?:fxremat\.)?([\w.]+)</code>", _link, html)
+
+
+def _link(found: re.Match[str]) -> str:
+    name = found[1]
+    return f'<autoref identifier="fxremat.{name}" optional><code>{name}</code></autoref>'

@@ -7,7 +7,9 @@ import inspect
 import operator
 import re
 import textwrap
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +24,19 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def python_in(text: str) -> list[str]:
+    found = re.findall(r"^ *```python\n(.*?)^ *```", text, flags=re.M | re.S)
+    return list(map(textwrap.dedent, found))
+
+
 def python_of(page: Path) -> list[str]:
-    blocks = re.findall(r"^( *)```python\n(.*?)^ *```", page.read_text(), flags=re.M | re.S)
-    return [textwrap.dedent(text) for _, text in blocks]
+    return python_in(page.read_text())
+
+
+def kind_of(name: str) -> type:
+    """Of a public name; ``object`` for what is no class."""
+    found = getattr(fxremat, name)
+    return found if isinstance(found, type) else object
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -43,7 +55,8 @@ def test_code_is_of_what_there_is(page: Path) -> None:
         for node in ast.walk(ast.parse(text, page.name)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fxremat":
                 assert node.attr in PUBLIC
-            if isinstance(node, ast.Call) and re.fullmatch(r"fxremat[.\w]+", name_of(node)):
+            given = isinstance(node, ast.Call) and node.keywords
+            if given and re.fullmatch(r"fxremat[.\w]+", name_of(node)):
                 check_keywords(node)
 
 
@@ -62,3 +75,41 @@ def check_keywords(call: ast.Call) -> None:
 def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "reference.md").read_text()
     assert set(re.findall(r"^::: fxremat\.(\w+)$", text, flags=re.M)) == PUBLIC
+
+
+TROUBLES = ROOT / "docs" / "troubleshooting.md"
+SECTIONS = re.split(r"^## ", TROUBLES.read_text(), flags=re.M)
+RAISED = [name for name in PUBLIC if issubclass(kind_of(name), (fxremat.FxrematError, Warning))]
+
+
+def test_every_error_and_warning_has_its_entry() -> None:
+    titles = [section.splitlines()[0] for section in SECTIONS[1:]]
+    assert set(RAISED) <= set(titles)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("name", sorted(RAISED))
+def test_what_is_told_comes_and_its_remedy_works(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (section,) = (text for text in SECTIONS if text.startswith(f"{name}\n"))
+    kind, names = kind_of(name), {}
+    setup, (trouble, *remedies) = python_in(SECTIONS[0]), python_in(section)
+    run(setup[0], tmp_path, names)
+    told = pytest.warns if issubclass(kind, Warning) else pytest.raises
+    with told(kind):
+        run(trouble, tmp_path, names)
+    with warnings.catch_warnings():
+        for ours in (fxremat.BudgetWarning, fxremat.GraphBreakWarning):
+            warnings.simplefilter("error", ours)
+        for remedy in remedies:
+            run(remedy, tmp_path, names)
+
+
+def run(text: str, folder: Path, names: dict[str, Any]) -> None:
+    """From a file of its own: Dynamo reads the lines that it captures."""
+    file = folder / f"block{len(list(folder.iterdir()))}.py"
+    file.write_text(text)
+    exec(compile(text, str(file), "exec"), names)
