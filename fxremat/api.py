@@ -69,8 +69,8 @@ def compile(
         sample: arguments of one call, on the model's device: a tensor, a tuple, a dict of
             keywords or a :class:`Sample`. ``None``: the first training call is the sample.
         budget: the most bytes that a step may have allocated: ``"6 GiB"``, bytes as an
-            int, a share in (0, 1] of the peak with everything kept as a float, or
-            ``"min"``, the least that is feasible. A share means the bytes of the first plan
+            int, a share in (0, 1] of the peak with everything kept as a float or as
+            ``"50%"``, or ``"min"``, the least that is feasible. A share means the bytes of the first plan
             from then on; ``"min"`` becomes more where a later call needs more.
         reserve: bytes of the budget to leave alone.
         optimizer: an optimizer of the model, or its class; the state that it keeps is

@@ -9,30 +9,28 @@ from typing import Literal
 Counted = Literal["allocated", "reserved"]
 """What a budget may be for: blocks that are handed out, or what is taken from the device."""
 
-_FACTORS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+_FACTORS = {"": 1} | {
+    prefix + binary: (1024 if binary else 1000) ** power
+    for power, prefix in enumerate("KMGT", start=1)
+    for binary in ("", "I")
 }
+"""By what stands before the ``B``, which may be left out."""
+
 _BYTES = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str) -> int | None:
     """``"6 GiB"``, ``"512MB"`` or ``"1048576"`` in bytes, rounded down.
 
+    Prefixes are decimal, as in ``"6 GB"`` and ``"6G"``, or binary, as in ``"6 GiB"`` and ``"6Gi"``.
+
     Returns ``None`` for text that is no number of bytes.
     """
     match = _BYTES.fullmatch(text)
-    if match is None or match[2].upper() not in _FACTORS:
+    factor = None if match is None else _FACTORS.get(match[2].upper().removesuffix("B"))
+    if match is None or factor is None:
         return None
-    return int(Fraction(match[1].rstrip(".")) * _FACTORS[match[2].upper()])
+    return int(Fraction(match[1].rstrip(".")) * factor)
 
 
 def format_bytes(nbytes: int) -> str:

@@ -336,7 +336,8 @@ def test_all_errors_are_exported():
     own = (kind for kind in vars(errors).values() if isinstance(kind, type))
     kinds = {kind.__name__ for kind in own if issubclass(kind, Exception)}
     assert kinds <= set(fxremat.__all__)
-    assert all(hasattr(fxremat, name) and name in dir(fxremat) for name in fxremat.__all__)
+    assert all(hasattr(fxremat, name) for name in fxremat.__all__)
+    assert dir(fxremat) == sorted(fxremat.__all__)
 
 
 def test_the_version_is_that_of_the_package():

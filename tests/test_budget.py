@@ -34,6 +34,13 @@ def _resolve(written):
         (0.5, 500),
         (1.0, 1000),
         (0.3, 300),
+        ("50%", 500),
+        (" 37.5 % ", 375),
+        ("0.5", 500),
+        (".3", 300),
+        ("1.0", 1000),
+        ("100%", 1000),
+        ("1K", 1000),
         ("min", LEAST),
         (" MIN ", LEAST),
         (np.int64(999), 999),
@@ -72,7 +79,7 @@ def test_what_is_read_is_of_python():
         0, -1, "0", "0 GiB", "0.1 B", 0.0, -0.5, 1.5, math.nan, math.inf,
         "lots", "-3 MiB", "", True, None, [1], 1 + 0j, np.True_, np.False_, np.int64(0),
         np.int32(-4), np.float64(1.5), np.float32("nan"), b"1 GiB", Decimal(1), Fraction(1, 2),
-        np.array(4), np.array(0.5),
+        np.array(4), np.array(0.5), "0%", "101%", "1.5", "0.0", "-5%", "%", "6 %%",
     ],
 )  # fmt: skip
 def test_unreadable_budgets_are_named(written):

@@ -54,6 +54,18 @@ def test_a_file_is_replaced_whole(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077], ids=oct)
+def test_a_file_has_the_mode_that_new_files_have(tmp_path: Path, umask: int):
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "file", b"one")
+        (tmp_path / "plain").write_bytes(b"one")
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode for file in tmp_path.iterdir()}
+    assert modes["file"] == modes["plain"]
+
+
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
 def test_what_was_there_stays_where_writing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

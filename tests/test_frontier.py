@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import fxremat
+from fxremat.errors import BudgetError
 from fxremat.report.frontier import frontier_of
 
 
@@ -21,6 +24,14 @@ def test_only_the_best_are_on_it():
     assert curve.at(2) is None
     assert curve.at(8) == curve.points[1]
     assert curve.at(100) == curve.points[2]
+    assert curve.at("8 B") == curve.at(np.int64(8)) == curve.points[1]
+
+
+@pytest.mark.parametrize("budget", ["much", 8.0, None, True, [8]])
+def test_only_bytes_are_asked_for(budget: Any):
+    with pytest.raises(BudgetError) as caught:
+        frontier_of([(3, 4.0), (9, 1.0)]).at(budget)
+    assert repr(budget) in str(caught.value)
 
 
 def test_it_is_printed_in_a_few_lines():

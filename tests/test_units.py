@@ -20,6 +20,10 @@ from fxremat.units import format_bytes, format_seconds, parse_bytes
         ("1.5 KiB", 1536),
         (".5 KiB", 512),
         ("3 TB", 3 * 10**12),
+        ("6G", 6 * 10**9),
+        ("6GB", 6 * 10**9),
+        ("6 Gi", 6 * 2**30),
+        ("1.5k", 1500),
         ("2 TiB", 2 * 2**40),
         ("1.0009 KiB", 1024),  # rounded down: a budget is never more than was written
     ],
@@ -31,8 +35,8 @@ def test_parse(text, nbytes):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "GiB", "6 GiBB", "-1 GiB", "6,5 GiB", "1e9", "6 G", "0x10", "nan", "inf", "1 2", ".",
-        "\u0661 GiB", "9" * 5000,
+        "", "GiB", "6 GiBB", "-1 GiB", "6,5 GiB", "1e9", "0x10", "nan", "inf", "1 2", ".",
+        "\u0661 GiB", "9" * 5000, "6 I", "6 BI", "6%",
     ],
 )  # fmt: skip
 def test_text_that_is_no_number_of_bytes(text):

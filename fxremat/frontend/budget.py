@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,17 +41,18 @@ class Budget:
     def read(written: Readable) -> Budget:
         """Read ``"6 GiB"``, bytes as an int, a share in (0, 1] as a float, or ``"min"``.
 
-        Integers and floats of numpy are as good as Python's.
+        Integers and floats of numpy are as good as Python's, and so is text of a file that has
+        no other types: ``"0.5"`` and ``"50%"`` are shares, ``"6442450944"`` is bytes.
 
         Raises:
             BudgetError: none of these, zero or negative.
         """
-        if isinstance(written, (float, np.floating)):
-            share = float(written)
+        share = _share_of(written)
+        if share is not None:
             if not (math.isfinite(share) and 0 < share <= 1):
                 raise BudgetError(
-                    f"budget is the float {written}: a share of the peak with everything kept "
-                    "must be in (0, 1]; give bytes as an int or as '6 GiB'"
+                    f"budget is {written!r}: a share of the peak with everything kept must be in "
+                    "(0, 1], or up to '100%'; give bytes as an int or as '6 GiB'"
                 )
             return Budget(written, share=share)
         if Budget(written).grows:
@@ -61,8 +64,8 @@ class Budget:
             nbytes = int(written)
         if nbytes is None:
             raise BudgetError(
-                f"budget is {written!r}, a {type(written).__name__}: "
-                "give bytes as '6 GiB' or an int, a share in (0, 1] as a float, or 'min'"
+                f"budget is {reprlib.repr(written)}, a {type(written).__name__}: give bytes as "
+                "'6 GiB' or an int, a share in (0, 1] as a float or as '50%', or 'min'"
             )
         if nbytes <= 0:
             raise BudgetError(f"budget is {written!r}: it must be at least one byte")
@@ -123,3 +126,16 @@ def _share(least_bytes: int, full_bytes: int) -> float:
         if int(share * full_bytes) >= least_bytes or share == 1:
             return share
         parts *= 10
+
+
+_SHARE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(%?)\s*")
+
+
+def _share_of(written: object) -> float | None:
+    """The share that is written as a float, or as text with a point or in percent."""
+    if isinstance(written, (float, np.floating)):
+        return float(written)
+    match = _SHARE.fullmatch(written) if isinstance(written, str) else None
+    if match is None or not (match[2] or "." in match[1]):
+        return None
+    return float(match[1]) / (100 if match[2] else 1)

@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import json
 import os
-import tempfile
+import secrets
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -61,14 +61,14 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written; what was there before still is.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")  # nobody else's
     try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("xb") as file:  # of the mode that any new file of this user has
             file.write(data)
-        Path(name).replace(path)
+        part.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            Path(name).unlink()
+            part.unlink()
         raise
 
 

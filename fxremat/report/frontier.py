@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fxremat.units import format_bytes, format_seconds
+import numpy as np
+
+from fxremat.errors import BudgetError
+from fxremat.units import format_bytes, format_seconds, parse_bytes
 
 TOLD = 8
 """Points that are told, evenly among all."""
@@ -44,9 +47,22 @@ class Frontier:
         """With everything kept."""
         return self.points[-1]
 
-    def at(self, budget_bytes: int) -> FrontierPoint | None:
-        """The fastest within a budget, ``None`` below the least feasible one."""
-        within = [point for point in self.points if point.peak_bytes <= budget_bytes]
+    def at(self, budget: int | str) -> FrontierPoint | None:
+        """The fastest step within a budget; ``None`` below the least feasible one.
+
+        Args:
+            budget: bytes as an int, or as text such as ``"6 GiB"``.
+
+        Raises:
+            BudgetError: it is no number of bytes.
+        """
+        nbytes = parse_bytes(budget) if isinstance(budget, str) else budget
+        if isinstance(nbytes, bool) or not isinstance(nbytes, (int, np.integer)):
+            raise BudgetError(
+                f"budget is {budget!r}, a {type(budget).__name__}: a frontier is asked for bytes, "
+                "as '6 GiB' or an int"
+            )
+        within = [point for point in self.points if point.peak_bytes <= nbytes]
         return within[-1] if within else None
 
     def delayed(self, seconds: float) -> Frontier:
