@@ -58,7 +58,7 @@ def row_of(layers: int, tokens: int, budget: str, *, lora: bool) -> Row:
             sample,
             device="H100",
             budget=budget,
-            loss=lambda outputs: outputs.loss,
+            loss="own",
             verify=True,
         ).verified
     except BudgetError as error:

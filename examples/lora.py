@@ -99,7 +99,7 @@ def train(name: str, steps: int, callback: FxrematCallback | None) -> Run:
 def run(steps: int, budget: str) -> tuple[Run, Run]:
     """The same training without a budget and within one."""
     plain = train("plain", steps, None)
-    callback = FxrematCallback(budget, loss=lambda outputs: outputs.loss)
+    callback = FxrematCallback(budget, loss="own")
     return plain, train("within a budget", steps, callback)
 
 

@@ -16,7 +16,6 @@ from fxremat.errors import ArgumentError, BudgetError
 from fxremat.frontend.arguments import (
     Arguments,
     Executor,
-    Loss,
     Offload,
     Optimizer,
     read_bool,
@@ -27,8 +26,10 @@ from fxremat.frontend.batches import Batching, Dim, read_dims, read_most
 from fxremat.frontend.budget import Budget, Readable
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
 from fxremat.frontend.estimate import Asked, estimate_step
+from fxremat.frontend.losses import Loss
 from fxremat.frontend.ranks import Peers, Ranks
 from fxremat.frontend.sample import Sample, check_gradients
+from fxremat.frontend.surplus import check_optimizer
 from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.frontend.verified import check_verifiable, verified
 from fxremat.report.batches import Batches
@@ -47,6 +48,7 @@ def compile(
     reserve: int | str = 0,
     optimizer: Optimizer | None = None,
     loss: Loss | None = None,
+    target: Any = None,
     drop_unused: bool = False,
     accumulate: bool = False,
     offload: Offload = False,
@@ -70,15 +72,19 @@ def compile(
             keywords or a :class:`Sample`. ``None``: the first training call is the sample.
         budget: the most bytes that a step may have allocated: ``"6 GiB"``, bytes as an
             int, a share in (0, 1] of the peak with everything kept as a float or as
-            ``"50%"``, or ``"min"``, the least that is feasible. A share means the bytes of the first plan
-            from then on; ``"min"`` becomes more where a later call needs more.
+            ``"50%"``, or ``"min"``, the least that is feasible. A share means the bytes of the
+            first plan from then on; ``"min"`` becomes more where a later call needs more.
         reserve: bytes of the budget to leave alone.
         optimizer: an optimizer of the model, or its class; the state that it keeps is
             counted.
-        loss: computes a scalar from the outputs, outside the model; what it needs is
-            measured, and outputs that it does not use get no gradient (a backward through
-            one raises). ``lambda out: out.loss`` for a model that computes its own. Without
-            it, three times the bytes of the outputs are set aside.
+        loss: computes a scalar from the outputs, or from the outputs and ``target``, outside
+            the model; what it needs is measured, and outputs that it does not use get no
+            gradient (a backward through one raises). ``"own"`` for a model that computes its
+            own loss and returns it, as ``.loss``, ``["loss"]``, first of a tuple, or alone.
+            Without it, three times the bytes of the outputs are set aside.
+        target: what a ``loss`` such as ``torch.nn.CrossEntropyLoss()`` compares the outputs
+            with, for ``loss(model(x), target)``: a tensor of the sample's size, or a tuple or
+            dict of some. It is counted as held throughout the step.
         drop_unused: return ``None`` in place of the outputs that ``loss`` does not use, such
             as logits beside a loss: nobody can hold them, so they are counted no longer than
             the step itself needs them.
@@ -132,7 +138,8 @@ def compile(
             does not keep to it. A training call of a model of several regions raises it where
             no plans of them fit together, or three steps in a row took more.
         PlanError: ``plan`` cannot be read, or is one of another step.
-        ArgumentError: another argument cannot be read, or ``loss`` returns no scalar.
+        ArgumentError: another argument cannot be read, ``loss`` returns no scalar, or
+            ``optimizer`` is of another model.
         SampleError: the model rejects the sample, or it is on another device.
         NoGradientError: nothing requires a gradient.
         CaptureError: the model breaks the graph where that is refused, or with ``offload`` or
@@ -144,11 +151,13 @@ def compile(
     with Peers.told_of_refusals(model, ranks):
         cuda_graph.refuse_planning()
         model = original_of(read_model(model))
+        call = None if sample is None else Sample.of(sample)
         asked = Arguments.read(
             budget,
             reserve=reserve,
             optimizer=optimizer,
             loss=loss,
+            target=target,
             drop_unused=drop_unused,
             accumulate=accumulate,
             offload=offload,
@@ -164,7 +173,7 @@ def compile(
             in_flight=in_flight,
             ranks=ranks,
         )
-        call = None if sample is None else Sample.of(sample)
+        check_optimizer(asked.optimizer, model, call)
     return compiled(model, asked, call)
 
 
@@ -223,13 +232,13 @@ def max_batch(
         SampleError, NoGradientError, CaptureError, CostError, HostMemoryError: as
             :func:`compile`.
     """
+    model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
     read = Budget.read(budget)
     if read.nbytes is None:
         raise BudgetError(f"budget is {budget!r}: give bytes as '6 GiB' or an int")
     for name in {"dynamic", "plan"} & options.keys():
         message = f"{name}= is not for max_batch, which captures all sizes at once: leave it out"
         raise ArgumentError(message, argument=name, value=options[name])
-    model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
     asked = read_dims(model, call, dim)
     for name in sorted({"in_flight", "ranks"} & options.keys()):
         message = f"{name}= is not for max_batch, which knows of one step: leave it out"
@@ -319,6 +328,7 @@ def estimate(
         known.measured if known else None,
         known.overhead_s if known else 0.0,
     )
+    check_optimizer(asked.options.optimizer, model, call)
     with generators_restored():
         found = estimate_step(model, call, asked, dim, limit)
         if not verify:

@@ -210,6 +210,132 @@ def test_what_a_loss_raises_comes_out_as_it_was_raised():
     assert refuse(OwnError, lambda: fxremat.compile(model, X, "min", loss=loss), model) is raised
 
 
+OTHER = nn.Linear(2, 2)
+Y = torch.randint(32, (16,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "words"),
+    [
+        (lambda model: fxremat.compile(model, "40 MiB"), fxremat.SampleError, ("40 MiB", "budget")),
+        (lambda model: fxremat.compile(model, 0.5), fxremat.SampleError, ("0.5", "budget")),
+        (lambda model: fxremat.compile(model, "min", X), fxremat.SampleError, ("min", "budget")),
+        (lambda model: fxremat.plan(model, "1 GiB", X), fxremat.SampleError, ("1 GiB", "budget")),
+        (lambda model: fxremat.max_batch(model, "1 GB", X), fxremat.SampleError, ("1 GB",)),
+        (lambda model: fxremat.compile(model, X, X), fxremat.BudgetError, ("Tensor", "6 GiB")),
+        (
+            lambda model: fxremat.compile(model, X, "min", loss=nn.CrossEntropyLoss()),
+            fxremat.ArgumentError,
+            ("CrossEntropyLoss", "target="),
+        ),
+        (
+            lambda model: fxremat.compile(model, X, "min", loss=nn.functional.mse_loss),
+            fxremat.ArgumentError,
+            ("mse_loss", "target="),
+        ),
+        (
+            lambda model: fxremat.compile(model, X, "min", target=Y),
+            fxremat.ArgumentError,
+            ("target", "loss="),
+        ),
+        (
+            lambda model: fxremat.compile(model, X, "min", loss="own", target=Y),
+            fxremat.ArgumentError,
+            ("target", "own"),
+        ),
+        (
+            lambda model: fxremat.compile(model, X, "min", loss=lambda out: out.sum(), target=Y),
+            fxremat.ArgumentError,
+            ("target", "alone"),
+        ),
+        (
+            lambda model: fxremat.compile(model, X, "min", loss="own"),
+            fxremat.ArgumentError,
+            ("own", "Tensor", "labels"),
+        ),
+        (
+            lambda model: fxremat.compile(
+                model, X, "min", optimizer=torch.optim.AdamW(OTHER.parameters())
+            ),
+            fxremat.ArgumentError,
+            ("AdamW", "2 parameters", "Sequential", "reserve="),
+        ),
+        (
+            lambda model: fxremat.estimate(
+                model, X, optimizer=torch.optim.AdamW(OTHER.parameters())
+            ),
+            fxremat.ArgumentError,
+            ("AdamW", "2 parameters", "Sequential", "reserve="),
+        ),
+    ],
+)
+def test_what_was_meant_is_named(
+    act: Callable[[nn.Module], object], error: type[Exception], words: tuple[str, ...]
+):
+    model = layers()
+    raised = refuse(error, lambda: act(model), model, *words)
+    assert len(str(raised)) < 600
+
+
+def test_an_optimizer_may_step_a_part_of_the_model_or_what_it_is_given():
+    model, image = layers(), X.clone().requires_grad_()
+    part = torch.optim.AdamW(model[0].parameters())
+    assert fxremat.plan(model, X, 1.0, optimizer=part).predicted_peak_bytes
+    given = torch.optim.AdamW([image])
+    assert fxremat.plan(model, image, 1.0, optimizer=given).predicted_peak_bytes
+    model.requires_grad_(False)
+    assert fxremat.compile(model, budget=1.0, optimizer=given)
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(10, 16), nn.Embedding(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(ids) + self.positions(torch.arange(ids.shape[1]))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_sample_too_long_for_the_model_raises_what_the_model_does(given: bool):
+    model, ids = Positions(), torch.zeros(2, 9, dtype=torch.long)
+    with pytest.raises(IndexError) as own:
+        model(ids)
+
+    def act() -> object:
+        if given:
+            return fxremat.compile(model, ids, "1 GiB")
+        return fxremat.compile(model, budget="1 GiB")(ids)
+
+    assert str(refuse(IndexError, act, model)) == str(own.value)
+
+
+def test_a_loss_and_its_target_are_counted():
+    model, criterion = nn.Sequential(nn.Linear(32, 512), nn.Linear(512, 32)), nn.MSELoss()
+    target = torch.randn(16, 32)
+    given = fxremat.plan(model, X, 1.0, loss=criterion, target=target)
+    same = fxremat.plan(model, X, 1.0, loss=lambda out: criterion(out, target))
+    assert given.predicted_peak_bytes == same.predicted_peak_bytes + target.nbytes
+    shared = fxremat.plan(model, X, 1.0, loss=criterion, target=X)
+    assert shared.predicted_peak_bytes == same.predicted_peak_bytes
+    dry = [fxremat.estimate(model, X, loss=criterion, target=own) for own in (target, X)]
+    assert dry[0].peak_bytes == dry[1].peak_bytes + target.nbytes
+
+
+def test_a_step_with_a_criterion_keeps_to_its_budget():
+    model, criterion = layers(256), nn.MSELoss()
+    x, y = torch.randn(64, 256), torch.randn(64, 256)
+    compiled = fxremat.compile(model, x, "min", loss=criterion, target=y)
+
+    def step() -> None:
+        criterion(compiled(x), y).backward()
+        compiled.zero_grad()
+
+    step()
+    peak_bytes = fxremat.measure_step(compiled, step).peak_bytes
+    assert peak_bytes <= compiled.plan.budget_bytes
+
+
 def test_a_loss_of_one_number_in_any_shape():
     for loss in (lambda out: out.sum().reshape(1, 1), lambda out: out.double().sum()):
         assert fxremat.plan(layers(), X, 1.0, loss=loss).predicted_peak_bytes

@@ -46,10 +46,11 @@ class Net(nn.Module):
 
 def own_loop(_folder: Path) -> dict[str, Any]:
     model = Net()
-    loader = [torch.randn(16, 8) for _ in range(2)]
+    loader = [(torch.randn(16, 8), torch.randint(8, (16,))) for _ in range(2)]
     optimizer = torch.optim.AdamW(model.parameters())
-    names = {"model": model, "loader": loader, "batch": loader[0], "optimizer": optimizer}
-    return {**names, "loss_of": lambda outputs: outputs.square().mean()}
+    names = {"model": model, "loader": loader, "optimizer": optimizer}
+    x, y = loader[0]
+    return {**names, "x": x, "y": y, "criterion": nn.CrossEntropyLoss()}
 
 
 def llama() -> tuple[Any, Any]:
@@ -102,7 +103,7 @@ def estimated(_folder: Path) -> dict[str, Any]:
 
 
 GIVEN = {
-    "fxremat.compile(model, batch": own_loop,
+    'fxremat.compile(model, x, "6': own_loop,
     "transformers.Trainer(": trainer,
     "lightning.Trainer(": lightning_module,
     "fxremat.estimate(": estimated,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast, get_args
@@ -15,6 +15,7 @@ from torch import nn
 
 from fxremat.errors import ArgumentError, BudgetError
 from fxremat.frontend.budget import Budget, Readable
+from fxremat.frontend.losses import Loss, LossOfOutputs, read_loss
 from fxremat.frontend.ranks import Ranks
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
@@ -23,11 +24,10 @@ from fxremat.units import Counted, format_bytes, parse_bytes
 Offload = Literal["auto", "only", "conv", False]
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
 Executor = Literal["eager", "inductor"]
-Loss = Callable[[Any], torch.Tensor]
 
 BACKEND_OPTIONS = (
-    "budget", "reserve", "optimizer", "loss", "accumulate", "offload", "host_limit", "host_dir",
-    "exact", "budget_on", "executor", "in_flight",
+    "budget", "reserve", "optimizer", "loss", "target", "accumulate", "offload", "host_limit",
+    "host_dir", "exact", "budget_on", "executor", "in_flight",
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 
@@ -46,7 +46,7 @@ class Arguments:
         budget: what the peak may reach.
         reserve_bytes: of the budget, to leave alone.
         optimizer: whose state is counted.
-        loss: computed outside the model.
+        loss: computed from the model's outputs.
         drop_unused: outputs that ``loss`` does not use are not returned.
         accumulate: a second set of gradients is counted.
         host: memory to which storages may travel; ``None``: none may.
@@ -64,7 +64,7 @@ class Arguments:
     budget: Budget
     reserve_bytes: int
     optimizer: Optimizer | None
-    loss: Loss | None
+    loss: LossOfOutputs | None
     drop_unused: bool
     accumulate: bool
     host: HostMemory | None
@@ -85,6 +85,7 @@ class Arguments:
         reserve: int | str = 0,
         optimizer: Optimizer | None = None,
         loss: Loss | None = None,
+        target: Any = None,
         drop_unused: bool = False,
         accumulate: bool = False,
         offload: Offload = False,
@@ -112,7 +113,7 @@ class Arguments:
             budget=_read_budget(budget, kept),
             reserve_bytes=_read_bytes("reserve", reserve, most=MOST_BYTES),
             optimizer=_read_optimizer(optimizer),
-            loss=_read_loss(loss),
+            loss=read_loss(loss, target),
             drop_unused=read_bool("drop_unused", drop_unused),
             accumulate=read_bool("accumulate", accumulate) or in_flight != 1,
             host=_read_host(offload, host_limit, host_dir),
@@ -283,12 +284,6 @@ def _read_count(argument: str, value: object) -> int:
 def _read_ranks(argument: str, value: object) -> Ranks | None:
     if not (value is None or isinstance(value, Ranks)):
         _refuse(argument, value, "a fxremat.Ranks, or None")
-    return value
-
-
-def _read_loss(value: object) -> Loss | None:
-    if not (value is None or callable(value)):
-        _refuse("loss", value, "a function of the model's outputs, or None")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,9 @@ from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.captured import silent
 from fxremat.frontend.compiled import CompiledModule
+from fxremat.frontend.losses import target_bytes
 from fxremat.frontend.runner import compiler_of
+from fxremat.frontend.sample import Sample
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
 from fxremat.planner.surroundings import Caller
@@ -39,9 +42,10 @@ def backend(
         module: a graph of Dynamo's.
         example_inputs: its inputs.
         options: ``budget``, and any of ``reserve``, ``optimizer`` (an optimizer, not a class),
-            ``loss``, ``accumulate``, ``in_flight``, ``offload``, ``host_limit``, ``host_dir``,
-            ``exact``, ``budget_on`` and ``executor``, as for :func:`fxremat.compile`. ``loss`` is
-            given the tensor that the model returns, or a tuple of all tensors in what it returns.
+            ``loss``, ``target``, ``accumulate``, ``in_flight``, ``offload``, ``host_limit``,
+            ``host_dir``, ``exact``, ``budget_on`` and ``executor``, as for
+            :func:`fxremat.compile`. ``loss`` is given the tensor that the model returns, or a
+            tuple of all tensors in what it returns.
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.
@@ -110,6 +114,7 @@ def _compiler(module: fx.GraphModule, asked: Arguments) -> StepCompiler:
         in_flight=asked.in_flight,
         loss_bytes=needs.nbytes if needs else None,
         loss_small_bytes=needs.small_bytes if needs else 0,
+        target_bytes=_target_bytes(module, asked),
         budget_on=asked.budget_on,
     )
     return compiler_of(asked, caller, silent)
@@ -137,3 +142,10 @@ def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None
             argument="loss",
             value=asked.loss,
         ) from error
+
+
+def _target_bytes(module: fx.GraphModule, asked: Arguments) -> tuple[int, ...]:
+    """What a loss compares the tensors with that the model returns, where they are."""
+    devices = {t.device for t in torch_compat.results_of_captured(module)} if asked.loss else ()
+    each = (target_bytes(asked.loss, nn.Module(), Sample(), device) for device in devices)
+    return tuple(itertools.chain.from_iterable(each))

@@ -339,7 +339,12 @@ class CapturedStep:
             share = table.total(table.of(joint.tangents)) / first if first else 1.0
             sizes = caller.loss_bytes * share, caller.loss_small_bytes * share
             loss_bytes, small_bytes = map(math.ceil, sizes)
-            caller = replace(caller, loss_bytes=loss_bytes, loss_small_bytes=small_bytes)
+            caller = replace(
+                caller,
+                loss_bytes=loss_bytes,
+                loss_small_bytes=small_bytes,
+                target_bytes=tuple(math.ceil(n * share) for n in caller.target_bytes),
+            )
         base = self._around(joint, {}, caller, values)
         base = replace(base, given_bytes=base.given_bytes + self._more_bytes)
         return Costed(replace(graph, line=measured.line), measured, base)

@@ -18,12 +18,13 @@ from fxremat.frontend.arguments import Arguments, Optimizer
 from fxremat.frontend.attention import as_on_gpu
 from fxremat.frontend.batches import Batching, Dim, read_dims
 from fxremat.frontend.budget import Budget
+from fxremat.frontend.losses import Compared, target_bytes
 from fxremat.frontend.outputs import Unused, forward_of
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, places_of
-from fxremat.frontend.shells import Shells
+from fxremat.frontend.shells import HOME, Shells
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import in_training
 from fxremat.ir import MeasuredLink, RecordedCosts
@@ -234,8 +235,9 @@ def _caller(
     """What is needed beside the step, and outputs without a gradient."""
     options, device = asked.options, torch.device(asked.device.kind)
     needs = None
-    if options.loss is not None and outputs is not None:
-        needs = needs_of_loss(options.loss, outputs, shells.of)
+    loss = options.loss.map(shells.of) if isinstance(options.loss, Compared) else options.loss
+    if loss is not None and outputs is not None:
+        needs = needs_of_loss(loss, outputs, shells.of)
     unused = needs.unused if needs else None
     if unused is not None:
         unused = replace(unused, dropped=options.drop_unused)
@@ -245,6 +247,7 @@ def _caller(
         held_bytes=_optimizer_bytes(options.optimizer, model, device, shells),
         accumulate=options.accumulate,
         loss_bytes=needs.nbytes if needs else None,
+        target_bytes=target_bytes(loss, model, sample, HOME, step=device),
         resident=tuple(_placed(t, device) for t in tensors),
         budget_on=options.budget_on,
         library_bytes=asked.device.library_bytes,

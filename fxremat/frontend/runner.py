@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_leaves
 from fxremat import optional, torch_compat
 from fxremat.costs.cost import Progress
 from fxremat.costs.measure import device_of
-from fxremat.errors import CaptureError, FxrematError
+from fxremat.errors import CaptureError, CostError, FxrematError
 from fxremat.frontend.agreed import agreed_arguments
 from fxremat.frontend.apart import Apart
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import PlannedOnly, RefusedError, StepCompiler
 from fxremat.frontend.captured import silent
 from fxremat.frontend.entry import Backend, Entry
+from fxremat.frontend.losses import target_bytes
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
 from fxremat.frontend.raised import let_go, shortened
 from fxremat.frontend.ranks import Peers
@@ -140,6 +141,7 @@ class Runner:
                 in_flight=asked.in_flight,
                 loss_bytes=needs.nbytes if needs else None,
                 loss_small_bytes=needs.small_bytes if needs else 0,
+                target_bytes=target_bytes(asked.loss, model, call, device_of(model)),
                 budget_on=asked.budget_on,
             )
             with _progress() as progress:
@@ -311,6 +313,8 @@ class Runner:
         cause = torch_compat.failure_cause(error)
         of_planning = (FxrematError, torch.OutOfMemoryError, torch.AcceleratorError)
         own = cause if isinstance(cause, of_planning) else own_error(self._inner, call)
+        if isinstance(cause, CostError):  # what cannot be run alone may be what never can
+            own = own_error(self._inner, call) or cause
         if own is not None:
             own.__suppress_context__ = True
             return own

@@ -41,6 +41,13 @@ class Sample:
                 return Sample(tuple(sample))
             case Mapping():
                 return Sample((), {str(name): value for name, value in sample.items()})
+        if isinstance(sample, (str, int, float)):
+            raise SampleError(
+                f"the sample is {sample!r}, a {type(sample).__name__}, which reads as a budget: "
+                "that comes after the sample, as in fxremat.compile(model, sample, '6 GiB'). "
+                "Without a sample, compile(model, budget='6 GiB') plans for the first training "
+                "call"
+            )
         raise SampleError(
             f"the sample is a {type(sample).__name__}: give a tensor, a tuple of arguments, "
             "a dict of keywords, or fxremat.Sample(args, kwargs)"

@@ -19,6 +19,7 @@ from fxremat.costs.measure import device_of
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.frontend.outputs import Unused
+from fxremat.frontend.sample import Sample
 from fxremat.passes.joint.storage import allocated_bytes
 from fxremat.planner.allocator import MOST_SMALL_BYTES
 
@@ -61,6 +62,34 @@ def optimizer_bytes(
                 # One by one: each is asked of the allocator by itself.
                 found.append(allocated_bytes(count * state.element_size(), parameter.device))
     return tuple(found)
+
+
+def check_optimizer(optimizer: object, model: nn.Module, call: Sample | None) -> None:
+    """Refuse an optimizer of another model.
+
+    Args:
+        optimizer: of the step; a class, or none, is of any.
+        model: that trains. One that does not may have its arguments optimized.
+        call: of the model, whose tensors may be optimized as well.
+
+    Raises:
+        ArgumentError: it steps no parameter of ``model``, though there are some.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {id(p) for p in model.parameters()}
+    own |= {id(t) for _, t in call.tensors()} if call is not None else set()
+    if own.isdisjoint(map(id, stepped)) and any(p.requires_grad for p in model.parameters()):
+        name = type(optimizer).__name__
+        raise ArgumentError(
+            f"optimizer is a {name} of {len(stepped)} parameters, none of which is one of the "
+            f"{len(own)} of {type(model).__name__}: make it of model.parameters(), after what "
+            f"replaces them, give its class, optimizer=torch.optim.{name}, or the bytes of its "
+            "state as reserve=",
+            argument="optimizer",
+            value=optimizer,
+        )
 
 
 PROBE = 61

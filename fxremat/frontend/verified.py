@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fxremat.costs.workspaces import forget_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.frontend.arguments import Arguments
+from fxremat.frontend.losses import Compared
 from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample
 from fxremat.frontend.surplus import optimizer_bytes
@@ -79,6 +81,8 @@ def _followed(
     begun_s = time.perf_counter()
     own = _empty_copy(model, device)
     sample = call.map(lambda value: _zeros(value, device))
+    if isinstance(asked.loss, Compared):
+        asked = replace(asked, loss=asked.loss.map(lambda value: _zeros(value, device)))
     kept = optimizer_bytes(asked.optimizer, own)
     state = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in kept]
     runner = Runner.of(own, sample, asked, hooked=False)

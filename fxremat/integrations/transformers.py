@@ -38,7 +38,7 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         budget: as for :func:`fxremat.compile`, for one process.
         **options: of :func:`fxremat.compile`. With large vocabularies
-            ``loss=lambda outputs: outputs.loss`` saves the gradient of the logits; not where the
+            ``loss="own"`` saves the gradient of the logits; not where the
             trainer makes a loss of them itself, as for label smoothing.
 
     Raises:

@@ -68,6 +68,7 @@ class Caller:
         accumulate: gradients are added to existing ones, even if there are none yet.
         in_flight: so many steps may wait for their backward.
         loss_bytes: measured peak of the loss outside the model, None if unknown.
+        target_bytes: of each storage that the loss compares the outputs with, held throughout.
         loss_small_bytes: the most of it that was in small blocks.
         resident: tensors that the step holds whether its graph reads them or not: the
             model's parameters and buffers, the arguments of the call.
@@ -81,6 +82,7 @@ class Caller:
     in_flight: int = 1
     loss_bytes: int | None = None
     loss_small_bytes: int = 0
+    target_bytes: tuple[int, ...] = ()
     resident: tuple[torch.Tensor, ...] = ()
     budget_on: Counted = "allocated"
     library_bytes: int | None = None
@@ -117,6 +119,7 @@ def surroundings_of(
         *_unread_bytes(joint, real, caller),
         *_unread_gradient_bytes(real, caller),
         *caller.held_bytes,
+        *caller.target_bytes,
         *filter(None, (library_bytes,)),
         *[allocated_bytes(SCALAR_BYTES, joint.device)] * SCALARS,
     )
@@ -150,8 +153,8 @@ def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.
         made = [t for t in leaves if t.requires_grad and t.grad is None]
         each += [torch_compat.local_part(t).nbytes for t in made]
     allocated = sum(allocated_bytes(nbytes, device) for nbytes in each)
-    beside = sum(caller.held_bytes) + caller.library_bytes_on(device) + caller.reserve_bytes
-    return allocated + beside
+    held = sum(caller.held_bytes) + sum(caller.target_bytes) + caller.reserve_bytes
+    return allocated + held + caller.library_bytes_on(device)
 
 
 def _unknown_loss_bytes(tangent: fx.Node, sizes: Mapping[str, int]) -> int:
