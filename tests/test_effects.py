@@ -60,7 +60,7 @@ def effects_of(evaluator: Evaluator, candidate: Candidate) -> list[Effect]:
     said = []
     for group, size in zip(groups[:count].tolist(), nbytes[:count].tolist(), strict=True):
         held = before.copy()
-        mark_results(step.data, at, group, held)
+        mark_results(step.data, at.packed[0], group, held)
         freed = int(step.data[at.freed + group])
         said.append((float(step.seconds[at.gained_s + group]), size - freed, freed, held))
     start = evaluator.evaluation(candidate)

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from fxremat.planner.effects import find_effects, mark_results
-from fxremat.planner.places import At, Flags, Floats, Ints
+from fxremat.planner.places import At, Flags, Floats, Ints, Packed
 from fxremat.planner.replay import ENDED, MOST_HELD, OK, evaluate
 
 MOST_STEPS = 150
@@ -74,11 +74,11 @@ def climb(
         tried_s = best_s
         effects = groups, nbytes, worth, refused, step_bytes
         tried[:] = best
-        if _mark_alike(data, at, *effects, first, count, tried) > 1:
+        if _mark_alike(data, at.packed, *effects, first, count, tried) > 1:
             tried_s = evaluate(data, seconds, at, codes, tried, calls, call_s)
             if tried_s >= best_s and data[at.total + ENDED] == OK:
                 tried[:] = best
-                _mark_alike(data, at, *effects, first, first + 1, tried)
+                _mark_alike(data, at.packed, *effects, first, first + 1, tried)
         if tried_s >= best_s and data[at.total + ENDED] == OK:
             tried_s = evaluate(data, seconds, at, codes, tried, calls, call_s)
         if data[at.total + ENDED] != OK:
@@ -102,7 +102,7 @@ def climb(
 @njit(cache=True, nogil=True)
 def _mark_alike(
     data: Ints,
-    at: At,
+    packed: Packed,
     groups: Ints,
     nbytes: Ints,
     worth: Floats,
@@ -113,6 +113,7 @@ def _mark_alike(
     tried: Flags,
 ) -> int:
     """Mark in ``tried`` effect ``first`` and those up to ``count`` that are alike; how many."""
+    at: At = packed[0]
     left_bytes = step_bytes
     taken = 0
     for i in range(first, count):

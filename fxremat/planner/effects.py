@@ -18,7 +18,7 @@ from numba import njit
 
 from fxremat.ir.coded import BACKWARD, KINDS
 from fxremat.planner.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
-from fxremat.planner.places import COLUMNS, At, Flags, Floats, Ints
+from fxremat.planner.places import COLUMNS, At, Flags, Floats, Ints, Packed
 from fxremat.planner.replay import AT_TURN, BLOCK, COUNT, MOST_HELD, OP, PEAK, REBUILT, TURN
 
 _OUT, _UNSET = -1, -2
@@ -47,11 +47,11 @@ def find_effects(
     Returns how many there are.
     """
     _clear(data, seconds, at)
-    _note_runs(data, seconds, at, calls)
-    _build_tree(data, seconds, at)
-    _note_saved(data, at)
+    _note_runs(data, seconds, at.packed, calls)
+    _build_tree(data, seconds, at.packed)
+    _note_saved(data, at.packed)
     most = _highest(calls[PEAK, : data[at.total + COUNT]])
-    count = _weigh(data, seconds, at, codes, calls, most, groups, nbytes, worth)
+    count = _weigh(data, seconds, at.packed, codes, calls, most, groups, nbytes, worth)
     order = np.argsort(-worth[:count], kind="stable")
     for each in (groups, nbytes, worth):
         each[:count] = each[:count][order]
@@ -74,7 +74,7 @@ def _clear(data: Ints, seconds: Floats, at: At) -> None:
 def _weigh(
     data: Ints,
     seconds: Floats,
-    at: At,
+    packed: Packed,
     codes: Ints,
     calls: Ints,
     most: Ints,
@@ -83,6 +83,7 @@ def _weigh(
     worth: Floats,
 ) -> int:
     """As ``find_effects``, in the order of the operations, of which all is noted."""
+    at: At = packed[0]
     _add_up(data, seconds, at)
     _find_room(data, at, codes, calls, most)
     count = 0
@@ -137,8 +138,9 @@ def _results(data: Ints, at: At, group: int) -> tuple[int, int]:
 
 
 @njit(cache=True, nogil=True)
-def _note_runs(data: Ints, seconds: Floats, at: At, calls: Ints) -> None:
+def _note_runs(data: Ints, seconds: Floats, packed: Packed, calls: Ints) -> None:
     """What runs again, for how long, and what backwards read themselves."""
+    at: At = packed[0]
     forward = at.forward_count
     for call in range(data[at.total + COUNT]):
         lists = at.block + COLUMNS * calls[BLOCK, call]
@@ -169,11 +171,12 @@ def _common(data: Ints, at: At, one: int, two: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _build_tree(data: Ints, seconds: Floats, at: At) -> None:
+def _build_tree(data: Ints, seconds: Floats, packed: Packed) -> None:
     """Find for each group that runs again the nearest that all its ways out go through.
 
     What it gains alone is summed up, too. A group that runs nothing again has no parent.
     """
+    at: At = packed[0]
     for group in range(at.forward_count - 1, -1, -1):
         data[at.parent + group] = _UNSET
         runs, out, parent, gained_s = False, False, _UNSET, 0.0
@@ -202,8 +205,9 @@ def _build_tree(data: Ints, seconds: Floats, at: At) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _note_saved(data: Ints, at: At) -> None:
+def _note_saved(data: Ints, packed: Packed) -> None:
     """Charge what is held over the turn for operations that run again to what these lead to."""
+    at: At = packed[0]
     storages = at.storage_count
     for node in range(at.nodes):
         if not data[at.saved + node]:

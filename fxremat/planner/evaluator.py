@@ -279,7 +279,7 @@ class Evaluator:
         step, at = self.step, self.step.at
         last = np.zeros(at.storage_count, dtype=np.int64)
         after = np.zeros(at.storage_count, dtype=np.int64)
-        find_lives(step.data, at, calls, last, after)
+        find_lives(step.data, at.packed, calls, last, after)
         used, needed = last.tolist(), after.tolist()
         nodes: dict[int, list[int]] = {}
         for node in np.flatnonzero(step.data[at.saved : at.saved + at.forward_count]).tolist():

@@ -11,9 +11,9 @@ what is done with it. Loops that are called from Python, rather than by another,
 
 from __future__ import annotations
 
-import numpy as np
 from numba import njit
 
+from fxremat.planner.hashed import find, mixed
 from fxremat.planner.places import (
     AGAIN,
     BACK,
@@ -25,6 +25,7 @@ from fxremat.planner.places import (
     Flags,
     Floats,
     Ints,
+    Packed,
 )
 
 MADE, NODES, INPUTS, DIRECT, READS, END, REBUILDS = range(7)
@@ -38,26 +39,6 @@ NOTHING_ASKED, NO_ROOM, MISSED = -1, -2, -3
 """In place of a block."""
 
 
-@njit(inline="always")
-def mixed(a: int, b: int) -> int:
-    """A hash of two numbers."""
-    x = np.uint64(a) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(b)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return int(np.int64(x ^ (x >> np.uint64(31))))
-
-
-@njit(inline="always")
-def find(data: Ints, table: int, one: int, two: int) -> int:
-    """The entry of a table of keys with this one, or the free one where it belongs."""
-    i = one & (TABLE - 1)
-    while data[table + 2 * i] != 0 and (
-        data[table + 2 * i] != one or data[table + 2 * i + 1] != two
-    ):
-        i = (i + 1) & (TABLE - 1)
-    return i
-
-
 def make_room(data: Ints, at: At, calls: int) -> None:
     """Forget all blocks where those of so many more calls may not find room."""
     full = data[at.counts + BLOCKS] + calls > TABLE // 2
@@ -69,16 +50,21 @@ def make_room(data: Ints, at: At, calls: int) -> None:
         data[at.counts + BLOCKS] = data[at.counts + FOOTPRINTS] = 0
 
 
-@njit(cache=True, nogil=True)
 def resize(data: Ints, seconds: Floats, at: At) -> None:
     """Bytes and seconds have changed: time all blocks anew, forget what they do to memory."""
     data[at.footprint_key : at.footprint_key + 2 * TABLE] = 0
     data[at.counts + FOOTPRINTS] = 0
     data[at.counts + FAILED] = 0
-    for block in range(data[at.counts + BLOCKS]):
-        time_again(data, seconds, at, block)
+    _time_all(data, seconds, at.packed)
     if data[at.counts + FAILED]:
         make_room(data, at, TABLE)  # a block without its seconds is never found again
+
+
+@njit(cache=True, nogil=True)
+def _time_all(data: Ints, seconds: Floats, packed: Packed) -> None:
+    at: At = packed[0]
+    for block in range(data[at.counts + BLOCKS]):
+        time_again(data, seconds, at, block)
 
 
 @njit(inline="always")
@@ -234,17 +220,18 @@ def extract(data: Ints, seconds: Floats, at: At, held: Flags) -> None:
     entry, stage, mode, row, count = data[at.missed : at.missed + 5].tolist()
     block = int(data[at.counts + BLOCKS])
     data[at.counts + BLOCKS] += 1
-    inside = _select(data, at, held, block, stage, mode, row, count)
-    nodes = _interleave(data, at, inside, count, mode)
-    _record(data, seconds, at, block, nodes, mode, inside, count)
+    inside = _select(data, at.packed, held, block, stage, mode, row, count)
+    nodes = _interleave(data, at.packed, inside, count, mode)
+    _record(data, seconds, at.packed, block, nodes, mode, inside, count)
     data[at.block_at + entry] = block
 
 
 @njit(cache=True, nogil=True)
 def _select(
-    data: Ints, at: At, held: Flags, block: int, stage: int, mode: int, row: int, count: int
+    data: Ints, packed: Packed, held: Flags, block: int, stage: int, mode: int, row: int, count: int
 ) -> int:
     """Mark what runs in a block; the last operations of ``at.own``, from which on is returned."""
+    at: At = packed[0]
     stamp = data[at.counts + STAMP]
     _record_made(data, at, block, count)
     if mode != AGAIN:
@@ -287,11 +274,12 @@ def _recompute(data: Ints, at: At, held: Flags, stage: int, row: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def _interleave(data: Ints, at: At, inside: int, count: int, mode: int) -> int:
+def _interleave(data: Ints, packed: Packed, inside: int, count: int, mode: int) -> int:
     """Write to ``at.order`` what runs, each view and rebuilt tensor before its first reader.
 
     The values of an operation with several directly follow it. Returns how many there are.
     """
+    at: At = packed[0]
     stamp = data[at.counts + STAMP]
     nodes = 0
     for i in range(inside, count):
@@ -340,13 +328,21 @@ def _record_made(data: Ints, at: At, block: int, count: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _record(
-    data: Ints, seconds: Floats, at: At, block: int, nodes: int, mode: int, inside: int, count: int
+    data: Ints,
+    seconds: Floats,
+    packed: Packed,
+    block: int,
+    nodes: int,
+    mode: int,
+    inside: int,
+    count: int,
 ) -> None:
     """Write the lists of a block to the arena.
 
     Its nodes (twice the number, and 1 more for a recomputation), its inputs, what its own
     operations read of the forward, storages of its inputs.
     """
+    at: At = packed[0]
     stamp = data[at.counts + STAMP]
     top = data[at.counts + TOP]
     data[at.block + COLUMNS * block + NODES] = top

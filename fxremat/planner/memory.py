@@ -16,9 +16,8 @@ from fxremat.planner.extract import (
     NODES,
     READS,
     STAMP,
-    find,
-    mixed,
 )
+from fxremat.planner.hashed import find, mixed
 from fxremat.planner.places import AGAIN, COLUMNS, UNKNOWN, At, Ints
 
 

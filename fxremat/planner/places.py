@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from fxremat.passes.stages.block import Mode
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.uint8]
+Packed = NDArray[Any]
 
 FIRST, AGAIN, BACK = 0, 1, 2
 """Modes of blocks."""
@@ -35,7 +37,7 @@ TOP, ROOM = range(2)
 """Of ``At.counts``: where in the arena the next block's lists begin, and where the arena ends."""
 
 
-class At(np.record):  # type: ignore[misc]  # only the stubs call it final
+class At(NamedTuple):
     """Where the numbers of a step lie, a line of ``L`` stages with ``N`` nodes and ``S`` storages.
 
     Nodes are numbered: the forward's stage after stage, then the backward's, the views of what
@@ -86,6 +88,9 @@ class At(np.record):  # type: ignore[misc]  # only the stubs call it final
         arena: lists of blocks.
         missed: what is known of a block that is to be made.
         counts, total: see ``planner.extract`` and ``planner.replay``.
+        packed: one record of all these, in which compiled loops read them as of an ``At``: a tuple
+            of so many numbers is taken apart and put together with each call, which is slow to
+            compile, and a record alone is slow to call with.
     """
 
     stages: int
@@ -176,11 +181,12 @@ class At(np.record):  # type: ignore[misc]  # only the stubs call it final
     counts: int
     missed: int
     total: int
+    packed: Packed
 
     @staticmethod
     def of(places: Mapping[str, int]) -> At:
         """The places by name, all of them."""
-        names = tuple(At.__annotations__)
-        kind = np.dtype((At, [(name, np.int64) for name in names]))
-        at: At = np.array([tuple(places[name] for name in names)], dtype=kind)[0]
-        return at
+        names = [name for name in At._fields if name != "packed"]
+        kind = np.dtype([(name, np.int64) for name in names])
+        packed = np.array([tuple(places[name] for name in names)], dtype=kind)
+        return At(**places, packed=packed)

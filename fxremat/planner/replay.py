@@ -43,6 +43,7 @@ from fxremat.planner.places import (
     Flags,
     Floats,
     Ints,
+    Packed,
 )
 
 OK, UNMEASURED, UNTIMED, NEVER_COMPUTED, TOO_LONG = range(5)
@@ -85,7 +86,7 @@ def evaluate(
         data[at.total + ENDED] = TOO_LONG
         return float(np.inf)
     data[at.counts + EVALUATIONS] += 1
-    _begin(data, at, codes, held)
+    _begin(data, at.packed, codes, held)
     total_s = _walk(data, seconds, at, codes, held, calls, call_s)
     if total_s < np.inf:
         _conclude(data, at)
@@ -98,19 +99,28 @@ def _walk(
     """Walk a schedule from its end, once it is begun; infinite where there is no room for it."""
     data[at.counts + FAILED] = data[at.total + COUNT] = data[at.total + TURN] = 0
     data[at.total + LEFT] = codes.size
-    while (total_s := float(_go_on(data, seconds, at, codes, held, calls, call_s))) == MISSED:
+    while (
+        total_s := float(_go_on(data, seconds, at.packed, codes, held, calls, call_s))
+    ) == MISSED:
         extract(data, seconds, at, held)
     return total_s
 
 
 @njit(cache=True, nogil=True)
 def _go_on(
-    data: Ints, seconds: Floats, at: At, codes: Ints, held: Flags, calls: Ints, call_s: Floats
+    data: Ints,
+    seconds: Floats,
+    packed: Packed,
+    codes: Ints,
+    held: Flags,
+    calls: Ints,
+    call_s: Floats,
 ) -> float:
     """Walk on until a block is missing: blocks are made by kernels of their own.
 
     These are compiled once then, not once more with each that calls them.
     """
+    at: At = packed[0]
     last = (at.stages - 1) * KINDS + BACKWARD
     count, turn = data[at.total + COUNT], data[at.total + TURN]
     following = codes[calls[OP, count - 1]] if count else -1
@@ -211,8 +221,9 @@ def _hand_over(data: Ints, at: At, outputs: int, stamp: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _begin(data: Ints, at: At, codes: Ints, held: Flags) -> None:
+def _begin(data: Ints, packed: Packed, codes: Ints, held: Flags) -> None:
     """Nothing was looked at yet: what the step returns is asked for."""
+    at: At = packed[0]
     data[at.needed : at.needed + at.nodes] = 0
     data[at.saved : at.saved + at.nodes] = 0
     data[at.alive : at.alive + at.storage_count] = 0
@@ -337,7 +348,8 @@ def run_alone(
     around = data[at.around : at.around + 4]
     others = stays.copy(), around.copy()
     held = np.zeros(at.nodes, dtype=np.uint8)
-    _begin(data, at, np.arange(at.stages - 1, -1, -1) * KINDS + BACKWARD, held)  # the line's order
+    in_order = np.arange(at.stages - 1, -1, -1) * KINDS + BACKWARD
+    _begin(data, at.packed, in_order, held)
     needed[:] = 0
     needed[asked] = LATER
     data[at.alive : at.alive + at.storage_count] = 0  # of what is asked nothing is held by others
@@ -361,7 +373,7 @@ def run_alone(
 
 
 @njit(cache=True, nogil=True)
-def find_lives(data: Ints, at: At, calls: Ints, last: Ints, after: Ints) -> None:
+def find_lives(data: Ints, packed: Packed, calls: Ints, last: Ints, after: Ints) -> None:
     """When each storage is used around the turn of the last evaluation.
 
     Args:
@@ -369,6 +381,7 @@ def find_lives(data: Ints, at: At, calls: Ints, last: Ints, after: Ints) -> None
         last: ``S``, the last call of the forward that reads or gives it; -1 if none does.
         after: ``S``, the first call of the backward that reads it; -1 if none does.
     """
+    at: At = packed[0]
     last[:] = after[:] = -1
     turn = data[at.total + TURN]
     for call in range(data[at.total + COUNT]):
