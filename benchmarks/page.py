@@ -23,7 +23,8 @@ def photograph(page: Path, picture: Path) -> None:
     with tempfile.TemporaryDirectory() as profile:
         command = [
             browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
-            "--window-size=1200,1400", f"--screenshot={picture.resolve()}", page.resolve().as_uri(),
+            "--hide-scrollbars", "--window-size=1200,1400",
+            f"--screenshot={picture.resolve()}", page.resolve().as_uri(),
         ]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True)
 

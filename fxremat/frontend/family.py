@@ -563,7 +563,7 @@ def _learn(situation: Situation, compiled: Compiled, seen: Levels) -> None:
     plan = compiled.planned.plan
     peak_bytes = family.lessons.learn(situation, plan, given_bytes, seen)
     with family.planning:
-        if seen.taken_bytes is not None:
+        if seen.taken_bytes is not None and peak_bytes != plan.measured_peak_bytes:
             plan = replace(compiled.planned.plan, measured_peak_bytes=peak_bytes)
             compiled.planned = replace(compiled.planned, plan=plan)
 

@@ -143,7 +143,7 @@ class Estimate:
         return "\n".join([*self.lines(), "more: plan, frontier, facts()"])
 
     def _repr_html_(self) -> str:
-        """The same in a notebook."""
+        """What is printed, for a notebook."""
         return f"<pre>{escape(repr(self))}</pre>"
 
     def lines(self) -> list[str]:

@@ -92,7 +92,7 @@ class Frontier:
         )
 
     def _repr_html_(self) -> str:
-        """The same table in a notebook."""
+        """A table of some points, for a notebook."""
         heads = "".join(f"<th>{name}</th>" for name in ("budget", "step", "beyond everything kept"))
         rows = ("".join(f"<td>{text}</td>" for text in row) for row in self.rows())
         body = "".join(f"<tr>{row}</tr>" for row in rows)

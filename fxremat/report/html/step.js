@@ -69,7 +69,7 @@ const lanesTop = top0 + memoryHeight + 30 + (hostHeight ? hostHeight + 12 : 0);
 const fullHeight = lanesTop + lanes.length * (laneHeight + laneGap) + 2;
 /* The step with everything kept may be many times as high: what is above is cut off. */
 const own = Math.max(plan.budget_bytes, plan.peak_bytes);
-const most = Math.max(own, plan.kept ? Math.min(plan.baseline_bytes, 1.8 * own) : 0) * 1.07;
+const most = Math.max(own, plan.kept ? Math.min(plan.baseline_bytes, 2.2 * own) : 0) * 1.07;
 let view = whole, columns = [], width = 0;
 
 const toX = (u) => left + ((u - view[0]) / (view[1] - view[0])) * (width - left - right);
