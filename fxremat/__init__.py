@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fxremat.report.frontier import Frontier
     from fxremat.report.plan import Plan
     from fxremat.report.step_plan import StepPlan
+    from fxremat.solvers.named import solve
 
 _HOMES = {
     "backend": "frontend.backend",
@@ -50,6 +51,7 @@ _HOMES = {
     "frontier": "api",
     "max_batch": "api",
     "plan": "api",
+    "solve": "solvers.named",
     "plan_of": "frontend.backend",
     "CompiledModule": "frontend.compiled",
     "Device": "costs.devices",
@@ -120,6 +122,7 @@ __all__ = [
     "measure_step",
     "plan",
     "plan_of",
+    "solve",
 ]
 
 

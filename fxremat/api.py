@@ -32,6 +32,7 @@ from fxremat.frontend.sample import Sample, check_gradients
 from fxremat.frontend.surplus import check_optimizer
 from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.frontend.verified import check_verifiable, verified
+from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.report.batches import Batches
 from fxremat.report.estimate import Estimate
 from fxremat.report.frontier import Frontier
@@ -63,6 +64,7 @@ def compile(
     regions: Iterable[str] = (),
     in_flight: int = 1,
     ranks: Ranks | None = None,
+    generators: Iterable[str] = DEFAULT_GENERATORS,
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
 
@@ -130,6 +132,11 @@ def compile(
             first of them plans, by the most that any measures, and all follow. ``None``: those of
             the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s; where nothing
             tells of others, each process plans for itself.
+        generators: names of solvers whose schedules the planner looks at, and goes on from by local
+            search: ``"rotor"``, ``"equiv_chain"``, ``"join"``, ``"store_all"``, ``"periodic"``,
+            ``"revolve"`` or ``"pofo"`` (see :func:`fxremat.solve`). ``"join"`` and
+            ``"equiv_chain"`` have some for branches that meet alone. Least budgets are then those
+            of these.
 
     Returns a module that trains exactly as ``model`` does, and shares all it has.
 
@@ -172,6 +179,7 @@ def compile(
             regions=regions,
             in_flight=in_flight,
             ranks=ranks,
+            generators=generators,
         )
         check_optimizer(asked.optimizer, model, call)
     return compiled(model, asked, call)

@@ -277,3 +277,9 @@ def test_arguments_are_read_before_the_model_is_touched():
 
     with pytest.raises(ArgumentError):
         fxremat.compile(Untouchable(), X, 1.0, exact=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["rotor", [], ["dynprog"], [3], None, 7], ids=repr)
+def test_generators_are_names_of_solvers(value: Any):
+    refused("generators", value)
+    assert Arguments.read(1.0, generators=iter(["rotor", "rotor"])).generators == ("rotor",)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fxremat
 from benchmarks.frontier import BLOCKS
 from benchmarks.least import compare, entries, holds
 from fxremat.costs.cost import Progress
@@ -22,7 +24,7 @@ from fxremat.planner.generators import (
     kept_over_turn,
 )
 from fxremat.planner.joining import equivalent_schedules, join_schedules
-from fxremat.planner.search import GENERATORS, Search
+from fxremat.planner.search import GENERATORS, GENERATORS_BY_NAME, Search, generators_of
 from fxremat.planner.surroundings import Caller
 from tests.harness import (
     Captured,
@@ -182,3 +184,23 @@ def test_no_more_memory_than_a_checkpoint_around_each_block_of_larger_models(nam
     for label, entry in entries(name):
         found = compare(name, label, entry)
         assert holds(found), found
+
+
+@pytest.mark.parametrize("name", GENERATORS_BY_NAME)
+def test_schedules_of_a_solver_by_its_name(name: str):
+    search = searched(wide(2), generators=generators_of([name]))
+    everything = searched(wide(2), generators=generators_of(GENERATORS_BY_NAME))
+    assert everything.least_bytes <= search.least_bytes
+    if name != "store_all":
+        assert search.least_bytes < search.counted_bytes(search.baseline)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_plan_of_a_named_solver_is_followed_again(tmp_path: Path):
+    model, x = nn.Sequential(*Wide.layers(6)), torch.randn(256, 32)
+    plan = fxremat.plan(model, x, "min", generators=["revolve"])
+    assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
+    plan.save(tmp_path / "plan.json")
+    kept = tmp_path / "plan.json"
+    again = fxremat.compile(model, x, plan=kept, generators=["revolve"]).plan
+    assert again.schedule == plan.schedule

@@ -28,6 +28,7 @@ from fxremat.solvers import join as solver
 from fxremat.solvers import rotor
 from fxremat.solvers.join.numbers import kept_bytes
 from fxremat.solvers.named import JOIN_SOLVERS
+from fxremat.solvers.named import solver as named
 from tests.examples import examples
 from tests.joins import (
     costed_joins,
@@ -262,11 +263,11 @@ def test_few_slots_are_still_answered() -> None:
 @pytest.mark.parametrize("name", JOIN_SOLVERS)
 def test_every_solver_of_joins_answers(name: str) -> None:
     problem = interrupted()
-    found = JOIN_SOLVERS[name](replace(problem, budget_bytes=20))
+    found = named(name)(replace(problem, budget_bytes=20))
     assert isinstance(found, Solved)
     assert found.makespan_s == 1.0
     check(replace(problem, budget_bytes=20), found.schedule)
-    assert isinstance(JOIN_SOLVERS[name](replace(problem, budget_bytes=1)), Infeasible)
+    assert isinstance(named(name)(replace(problem, budget_bytes=1)), Infeasible)
 
 
 def test_malformed_arguments_are_named() -> None:

@@ -13,10 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fxremat
 from fxremat.errors import ArgumentError
-from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solution, Solved, TimedOut
+from fxremat.ir import (
+    Chain,
+    Costs,
+    Infeasible,
+    Link,
+    Problem,
+    Solution,
+    Solved,
+    StageCosts,
+    TimedOut,
+)
+from fxremat.solvers import named as registry
 from fxremat.solvers.join import JoinPlans
-from fxremat.solvers.named import JOIN_SOLVERS, SOLVERS
+from fxremat.solvers.named import solver
 from fxremat.solvers.rotor import RotorTable
 from tests.examples import examples
 from tests.joins import two_towers
@@ -27,11 +39,16 @@ from tests.strategies import HUGE_SECONDS, HUGE_SIZES, SIZES, any_costs, paper_c
 PERSISTENT = ("rotor", "join", "equiv_chain", "pofo", "cpsat")
 """Optimal among memory-persistent schedules of a chain without a link."""
 
-KEEPING = ("store_all", "offload_greedy", "offload_dp", "vdnn", "offload_conv", "cpsat_offload")
+KEEPING = ("store_all", "greedy", "dynprog", "vdnn", "conv", "cpsat_offload")
 """They recompute nothing: without a link there is one schedule."""
 
 OTHERS = ("periodic", "revolve")
 """Memory-persistent, of a narrower kind."""
+
+SOLVERS = {name: solver(name) for name in registry.SOLVERS if name != "cpsat_join"}
+"""Of chains."""
+
+JOIN_SOLVERS = {name: solver(name) for name in registry.JOIN_SOLVERS}
 
 EXPONENTIAL = ("cpsat", "cpsat_offload")
 """Too slow for anything but small problems."""
@@ -153,7 +170,7 @@ def test_sizes_and_times_of_any_magnitude(
     assert replayed(problem, found) >= 0
 
 
-TAKES_SLOTS = ("rotor", "revolve", "join", "equiv_chain", "offload_dp", "pofo")
+TAKES_SLOTS = ("rotor", "revolve", "join", "equiv_chain", "dynprog", "pofo")
 """They round sizes."""
 
 
@@ -199,3 +216,38 @@ def test_importing_the_table_is_quick() -> None:
     code = "import sys, fxremat.solvers; sys.exit({'torch', 'ortools'} & set(sys.modules) != set())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_solver_is_asked_by_its_name() -> None:
+    problem = keep_all().problem
+    assert fxremat.solve("rotor", problem, slots=50) == SOLVERS["rotor"](problem, slots=50)
+    assert fxremat.solve("dynprog", problem) == SOLVERS["dynprog"](problem)
+    join = replace(two_towers(), budget_bytes=1 << 40)
+    assert fxremat.solve("join", join) == JOIN_SOLVERS["join"](join)
+
+
+TOO_LARGE = Problem(
+    Chain.from_sizes([1 << 61] * 2, [1 << 61]),
+    Costs((StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 0),)),
+    1,
+)
+"""Its sizes cannot be added up."""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "options", "argument"),
+    [
+        ("rockmate", keep_all().problem, {}, "solver"),
+        ("rotor", two_towers(), {}, "problem"),
+        ("cpsat_join", keep_all().problem, {}, "problem"),
+        ("rotor", 3, {}, "problem"),
+        ("vdnn", keep_all().problem, {"slots": 5}, "slots"),
+        ("revolve", TOO_LARGE, {}, "problem"),
+    ],
+)  # fmt: skip
+def test_what_is_not_solved_is_told(
+    name: str, problem: Any, options: dict[str, int], argument: str
+) -> None:
+    with pytest.raises(ArgumentError) as told:
+        fxremat.solve(name, problem, **options)
+    assert told.value.argument == argument

@@ -1,4 +1,4 @@
-"""How long offload_dp takes, and how that grows with stages and slots.
+"""How long dynprog takes, and how that grows with stages and slots.
 
 The number of states that are incomparable depends on how much must move and how fast it can, so
 several budgets and links are tried: 6 GB/s is slow for this chain, 24 GB/s about right.
@@ -24,7 +24,7 @@ GIGABYTES_PER_S = (6, 12, 24)
 
 
 def section(repeats: int) -> None:
-    """Time offload_dp at several budgets and links, then at the slowest of them several sizes."""
+    """Time dynprog at several budgets and links, then at the slowest of them several sizes."""
     timed(20, 0.5, 12, SLOTS, 1)  # loads the compiled code
     results = []
     for share in SHARES:
@@ -37,7 +37,7 @@ def section(repeats: int) -> None:
     growth += [timed(STAGES, share, speed, slots, repeats) for slots in (125, 250, 500, 1000)]
     columns = ["", "GB/s", "seconds, median [low … high]", "over the lower bound"]
     for title, entries in (
-        (f"offload_dp, {STAGES} stages x {SLOTS} slots, warm; load {load[0]:.1f}", results),
+        (f"dynprog, {STAGES} stages x {SLOTS} slots, warm; load {load[0]:.1f}", results),
         ("how that grows, at the slowest of these", growth),
     ):
         rows = [

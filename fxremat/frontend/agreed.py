@@ -112,6 +112,7 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
             "fullgraph",
             "regions",
             "in_flight",
+            "generators",
         )
     ]
     options.append(f"offload={host and (host.only, host.conv, host.limit_bytes)!r}")

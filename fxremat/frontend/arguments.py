@@ -17,6 +17,7 @@ from fxremat.errors import ArgumentError, BudgetError
 from fxremat.frontend.budget import Budget, Readable
 from fxremat.frontend.losses import Loss, LossOfOutputs, read_loss
 from fxremat.frontend.ranks import Ranks
+from fxremat.planner.search import DEFAULT_GENERATORS, GENERATORS_BY_NAME
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.units import Counted, format_bytes, parse_bytes
@@ -59,6 +60,7 @@ class Arguments:
         regions: names of modules that are captured each by itself.
         in_flight: so many forwards may wait for their backward.
         ranks: processes that follow one plan; ``None``: those that the model tells of.
+        generators: names of solvers whose schedules are looked at.
     """
 
     budget: Budget
@@ -77,6 +79,7 @@ class Arguments:
     regions: tuple[str, ...] = ()
     in_flight: int = 1
     ranks: Ranks | None = None
+    generators: tuple[str, ...] = DEFAULT_GENERATORS
 
     @staticmethod
     def read(
@@ -100,6 +103,7 @@ class Arguments:
         regions: Iterable[str] = (),
         in_flight: int = 1,
         ranks: Ranks | None = None,
+        generators: Iterable[str] = DEFAULT_GENERATORS,
     ) -> Arguments:
         """Check all arguments but the model and the sample; nothing is changed.
 
@@ -126,6 +130,7 @@ class Arguments:
             regions=_read_names("regions", regions),
             in_flight=_read_count("in_flight", in_flight),
             ranks=_read_ranks("ranks", ranks),
+            generators=_read_generators(generators),
         )
         if arguments.fullgraph and arguments.regions:
             _refuse("regions", regions, "() with fullgraph=True, which captures all as one graph")
@@ -273,6 +278,14 @@ def _read_names(argument: str, value: object) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         _refuse(argument, value, "names of modules, as model.named_modules() has them")
     return tuple(cast(list[str], names))
+
+
+def _read_generators(value: object) -> tuple[str, ...]:
+
+    names = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+    if not (names and all(isinstance(name, str) and name in GENERATORS_BY_NAME for name in names)):
+        _refuse("generators", value, f"some of {', '.join(GENERATORS_BY_NAME)}")
+    return tuple(dict.fromkeys(names))
 
 
 def _read_count(argument: str, value: object) -> int:

@@ -27,6 +27,7 @@ from fxremat.frontend.regions import Regions
 from fxremat.frontend.slack import Slack
 from fxremat.frontend.store import Store
 from fxremat.frontend.told import NOT_CAPTURED
+from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.planner.surroundings import Caller, spread_gradient_bytes
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
@@ -87,6 +88,7 @@ class StepCompiler:
         kept: a plan that the first graph follows.
         store: costs and plans that other processes have found.
         peers: processes that train the same model; ``None``: this one plans for itself.
+        generators: names of solvers whose schedules are looked at.
         in_flight: steps whose backward has not run.
         watcher: of what new plans really take.
         on_new: is told of each new plan.
@@ -116,6 +118,7 @@ class StepCompiler:
     kept: Plan | None = None
     store: Store = field(default_factory=lambda: Store(None))
     peers: Peers | None = None
+    generators: tuple[str, ...] = DEFAULT_GENERATORS
     in_flight: InFlight = field(default_factory=InFlight)
     watcher: Watcher = field(default_factory=Watcher)
     on_new: Callable[[Compiled], None] | None = None
@@ -351,6 +354,7 @@ class StepCompiler:
                 store=self.store,
                 peers=peers,
                 model=self.model,
+                generators=self.generators,
             )
             again = (own for own in self.families if own.planner.step.is_same(planner.step))
             known = next(again, None) if self.regions.several and peers is None else None

@@ -211,6 +211,7 @@ def plan_dry(
         costs=asked.costs,
         target=asked.device,
         model=type(model).__name__,
+        generators=options.generators,
     )
     existing = captured.gradients if options.accumulate else frozenset()
     situation = Situation(planner.step.sizes.hints, existing, existing)

@@ -31,6 +31,7 @@ from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.signature import tensor_key
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
@@ -97,6 +98,7 @@ class Planner:
         peers: processes that follow the same first plan.
         model: its class, for people.
         roles: of primals; ``None``: as ``inputs`` and the caller's tensors tell.
+        generators: names of solvers whose schedules are looked at.
 
     Attributes:
         budget: as given; a share means the bytes of the first plan from then on.
@@ -127,6 +129,7 @@ class Planner:
         peers: Peers | None = None,
         model: str = "",
         roles: Mapping[int, Kind] | None = None,
+        generators: tuple[str, ...] = DEFAULT_GENERATORS,
     ) -> None:
         self.budget = budget
         self._model, self._places = model, places or {}
@@ -148,7 +151,7 @@ class Planner:
             fused=fused,
             peers=peers,
         )
-        self.schedules = Schedules(self.step, host, exact, allocator, self._store)
+        self.schedules = Schedules(self.step, host, exact, allocator, self._store, generators)
         self._host = host
         self._exact = exact
         self._modules = BlockModules()
@@ -385,6 +388,8 @@ class Planner:
             "optimizer": f"{sum(caller.held_bytes)} bytes",
             "loss": None if caller.loss_bytes is None else f"{caller.loss_bytes} bytes",
         }
+        if self.schedules.generators != DEFAULT_GENERATORS:
+            options["generators"] = ", ".join(self.schedules.generators)
         return origin_of_plan(
             costed.graph.origin,
             options=options,

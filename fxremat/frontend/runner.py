@@ -438,6 +438,7 @@ def compiler_of(
         kept=asked.kept,
         store=Store.of_environment(),
         peers=peers,
+        generators=asked.generators,
     )
 
 

@@ -23,6 +23,7 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.planner.allocations import settings_of
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.resized import least_bytes_at
+from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.planner.situation import Situation
 from fxremat.planner.transfers import HostMemory, Sent
 
@@ -44,6 +45,7 @@ class Schedules:
             rebuilt from outputs where that is faster, or fits where nothing else does.
         allocator: rules that hold in place of those of the device's allocator.
         store: bandwidths that are known.
+        generators: names of solvers whose schedules are looked at.
         known: by graph; none before the first was looked for.
         sent: by sizes and graph, what travels in plans that were found apart from these.
         link: to host memory, once it is known.
@@ -54,6 +56,7 @@ class Schedules:
     exact: bool
     allocator: AllocatorSettings | None
     store: Store
+    generators: tuple[str, ...] = DEFAULT_GENERATORS
     known: list[Way] = field(default_factory=list)
     sent: dict[Values, tuple[tuple[Sent, ...], ...]] = field(default_factory=dict)
     link: MeasuredLink | None = None
@@ -238,6 +241,7 @@ class Schedules:
             progress=self.step.progress,
             allocator=self.rules(costed.graph),
             budget_on=self.step.caller.budget_on,
+            generators=self.generators,
             known=known,
             link=self._link_of(costed.graph),
         )

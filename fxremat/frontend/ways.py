@@ -25,7 +25,7 @@ from fxremat.planner.decision import Tensors
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.overlap import may_overlap, overlap_within
 from fxremat.planner.resized import search_at
-from fxremat.planner.search import Search
+from fxremat.planner.search import Search, generators_of
 from fxremat.planner.surroundings import Surroundings
 from fxremat.planner.transfers import HostMemory, Moved, Sent, Transfers
 from fxremat.report.facts import Fused
@@ -86,6 +86,7 @@ class Way:
         progress: Progress,
         allocator: AllocatorSettings | None,
         budget_on: Counted,
+        generators: Iterable[str],
         known: Way | None = None,
         link: MeasuredLink | None = None,
     ) -> Way:
@@ -99,6 +100,7 @@ class Way:
             progress: told how far solving has come.
             allocator: the rules of the device's.
             budget_on: what the budget is for.
+            generators: names of solvers whose schedules are looked at.
             known: those of the same graph at another size, which are to know what is found.
             link: how fast storages travel; ``None``: that is measured.
 
@@ -110,6 +112,7 @@ class Way:
             graph.blocks,
             surroundings,
             progress=progress,
+            generators=generators_of(generators),
             allocator=allocator,
             budget_on=budget_on,
             known=known.search if known else None,

@@ -20,7 +20,7 @@ from functools import wraps
 import numpy as np
 
 from fxremat.costs.cost import Progress
-from fxremat.ir import Chain, Costs, StageCosts
+from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved, StageCosts
 from fxremat.ir.coded import ALL, BACKWARD, KINDS, Codes, coded
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.evaluation import Evaluation
@@ -28,6 +28,10 @@ from fxremat.planner.surroundings import Surroundings
 
 SLOTS = 500
 """Slots of each table; a few tables with ever lower ceilings keep rounding small."""
+
+
+BUDGETS = 17
+"""At which a solver is asked that has no table of all budgets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,31 @@ def chain_schedules(setting: Setting, progress: Progress) -> Iterator[Codes]:
         progress("solving", done, done + 1)
         table = RotorTable.build(chain, costs, max_budget_bytes=ceiling, slots=SLOTS)
         yield from map(table.codes, table.distinct_budgets())
+
+
+def solved_by(name: str) -> Generator:
+    """Schedules of the line by a solver of ``fxremat.solvers.named``, whatever it rounds.
+
+    It is asked at ``BUDGETS`` budgets, evenly from the least that it can do with to that of
+    keeping everything.
+    """
+
+    def schedules(setting: Setting, progress: Progress) -> Iterator[Codes]:
+        from fxremat.solvers import store_all  # noqa: PLC0415
+        from fxremat.solvers.named import solve  # noqa: PLC0415
+
+        chain, costs = setting.chain, setting.costs
+        least = solve(name, Problem(chain, costs, 0))
+        least_bytes = least.least_budget_bytes if isinstance(least, Infeasible) else 0
+        more_bytes = max(0, store_all.peak_bytes(chain, costs) - least_bytes)
+        for step in range(BUDGETS):
+            progress(f"solving by {name}", step, BUDGETS)
+            budget_bytes = least_bytes + more_bytes * step // (BUDGETS - 1)
+            found = solve(name, Problem(chain, costs, budget_bytes))
+            if isinstance(found, Solved):
+                yield coded(found.schedule)
+
+    return schedules
 
 
 def ceilings(full_bytes: int, least_bytes: int, floor_bytes: int) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,7 +19,13 @@ from fxremat.planner.bound import Relaxation
 from fxremat.planner.chain import build_chain, build_costs
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
-from fxremat.planner.generators import Generator, Setting, chain_schedules, kept_over_turn
+from fxremat.planner.generators import (
+    Generator,
+    Setting,
+    chain_schedules,
+    kept_over_turn,
+    solved_by,
+)
 from fxremat.planner.joining import equivalent_schedules, join_schedules
 from fxremat.planner.pool import Candidate, Pool
 from fxremat.planner.surroundings import Surroundings
@@ -31,9 +37,25 @@ POINTS = 32
 MOST_SPARE = 4
 """Pools of other situations that are known."""
 
-_EACH: tuple[Generator, ...] = (chain_schedules, equivalent_schedules, join_schedules)
+GENERATORS_BY_NAME: Mapping[str, Generator] = {
+    "rotor": chain_schedules,
+    "equiv_chain": equivalent_schedules,
+    "join": join_schedules,
+    **{name: solved_by(name) for name in ("store_all", "periodic", "revolve", "pofo")},
+}
+"""Generators of schedules by the names of their solvers."""
 
-GENERATORS: tuple[Generator, ...] = (*_EACH, *map(kept_over_turn, _EACH))
+DEFAULT_GENERATORS = ("rotor", "equiv_chain", "join")
+"""Those that are asked unless others are named."""
+
+
+def generators_of(names: Iterable[str]) -> tuple[Generator, ...]:
+    """Those of ``names``, and each of them with all kept that the last stage keeps."""
+    each = [GENERATORS_BY_NAME[name] for name in names]
+    return (*each, *map(kept_over_turn, each))
+
+
+GENERATORS = generators_of(DEFAULT_GENERATORS)
 
 
 @dataclass(frozen=True, slots=True)
