@@ -23,6 +23,33 @@ def small() -> tuple[nn.Module, object]:
     return model, torch.ones(32, 8)
 
 
+class Scored(nn.Module):
+    """Returns its loss, and what it is computed from, which is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 512)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.layer(x)
+        return nn.functional.cross_entropy(scores, labels), scores
+
+
+def scored() -> tuple[nn.Module, object]:
+    """Of a model that computes its own loss."""
+    return Scored(), (torch.ones(32, 8), torch.zeros(32, dtype=torch.long))
+
+
+def failing() -> tuple[nn.Module, object]:
+    """Its own code is wrong."""
+    raise ZeroDivisionError("of the\nmodel itself")
+
+
+def mismatched() -> tuple[nn.Module, object]:
+    """The model rejects its sample."""
+    return nn.Linear(8, 8), torch.ones(32, 9)
+
+
 def no_pair() -> object:
     """No source."""
     return small()[0]
@@ -78,6 +105,8 @@ def test_a_share_is_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
         ["estimate", "transformers:LlamaForCausalLM", "--batch", "2x8", "--dtype", "int8"],
         ["estimate", "transformers:LlamaForCausalLM", "--batch", "2x8", "--config", "no/such.json"],
         ["estimate", "transformers:AutoTokenizer", "--batch", "2x8"],
+        ["plan", SOURCE, "--budget", "1.0", "--device", "H100"],
+        ["plan", SOURCE, "--budget", "1.0", "--device", "abacus"],
         ["report", "no/such.json"],
     ],
 )
@@ -90,6 +119,49 @@ def test_wrong_arguments_exit_with_2(
     said = capsys.readouterr()
     assert said.err.startswith("fxremat: ")
     assert not said.out
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("failing", ("ZeroDivisionError: of the model itself",)), ("mismatched", ("Linear", "32"))],
+)
+def test_a_model_that_fails_exits_with_3(
+    command: str, name: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, f"tests.test_command:{name}", "--budget", "1GiB"]
+    assert main(arguments) == 3
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.count("\n") == 1 and all(word in said.err for word in words)
+    assert main([*arguments, "--traceback"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_loss_of_a_model_that_returns_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    source = "tests.test_command:scored"
+    model, sample = scored()
+    peaks = []
+    for more in ([], ["--loss", "own"], ["--loss", "outside"], ["--drop-unused"]):
+        assert main(["estimate", source, "--json", *more]) == 0
+        peaks.append(printed(capsys)["peak_bytes"])
+    assert peaks[0] == peaks[1] == fxremat.estimate(model, sample, loss="own").peak_bytes
+    assert peaks[3] < peaks[1] < peaks[2]  # type: ignore[operator]
+    assert main(["plan", source, "--budget", "1.0", "--json"]) == 0
+    assert (
+        printed(capsys)["budget_bytes"] == fxremat.plan(model, sample, 1.0, loss="own").budget_bytes
+    )
+
+
+def test_help_and_version_are_there_without_torch() -> None:
+    for argument, word in (("--help", "estimate"), ("--version", fxremat.__version__)):
+        code = f"import sys; from fxremat.command import main; sys.argv[1:] = ['{argument}']\n"
+        code += "try: main()\nexcept SystemExit as e: sys.exit(e.code or 'torch' in sys.modules)"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert word in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [[], ["guess"], ["plan", SOURCE]])
@@ -131,6 +203,20 @@ def test_a_model_of_transformers_is_made_of_its_configuration(
         assert main([*command, *more]) == 0
         peaks.append(printed(capsys)["peak_bytes"])
     assert peaks[2] < peaks[0] < peaks[1]  # type: ignore[operator]
+    assert main([*command, "--batch", "2x16", "--dtype=bf16", "--device", "RTX 4090"]) == 0
+    assert printed(capsys)["device"] == "4090"
+
+
+def test_labels_are_of_the_shape_that_the_model_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    file.write_text(json.dumps({**config, "num_attention_heads": 4, "vocab_size": 100}))
+    source = "transformers:BertForSequenceClassification"
+    assert main(["estimate", source, "--config", str(file), "--batch", "2x16", "--json"]) == 0
+    assert printed(capsys)["fits"] is True
 
 
 @pytest.mark.parametrize("command", ["plan", "estimate"])

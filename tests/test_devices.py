@@ -24,6 +24,46 @@ def test_figures_are_of_one_device(name: str) -> None:
         assert rates["float16"] >= rates["tf32"] >= rates["float32"]
 
 
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("RTX 4090", "4090"),
+        ("rtx4090", "4090"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("b200", "B200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("A100 40GB", "A100-40GB"),
+        ("a100_80gb", "A100"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA L40S", "L40S"),
+    ],
+)
+def test_names_are_as_people_and_drivers_write_them(written: str, name: str) -> None:
+    assert read_device(written) is DEVICES[name]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "H100 PCIe",
+        "H100 94GB",
+        "RTX 4090 Laptop",
+        "RTX 6000",
+        "V100 16GB",
+        "GB200",
+        "RTX",
+        "",
+    ],
+)
+def test_another_board_is_not_taken_for_one_of_the_table(written: str) -> None:
+    with pytest.raises(ArgumentError, match="must be one of"):
+        read_device(written)
+
+
 def test_a_dtype_that_is_not_listed_is_float32() -> None:
     device = DEVICES["A100"]
     assert device.flop_s("float8_e4m3fn") == device.flop_s("float32") > device.flop_s("bfloat16")

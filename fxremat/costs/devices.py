@@ -4,6 +4,7 @@ Figures of the table are those of the makers' data sheets, without sparsity, for
 ``float32`` is without TF32. Memory is what the driver tells, a link is one direction of PCIe. What
 a launch takes is of torch without CUDA graphs, some 5 µs on today's hosts.
 
+* B200: NVIDIA HGX B200 data sheet, an eighth of the board's figures.
 * H100, H200: NVIDIA H100 Tensor Core GPU data sheet (SXM5, 80 GB HBM3), H200 data sheet.
 * A100: NVIDIA A100 Tensor Core GPU data sheet (SXM4).
 * L40S, L4, T4, V100: NVIDIA's data sheets of these names (V100: SXM2, 32 GB).
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -135,7 +137,10 @@ class Device:
 
 
 def read_device(written: object) -> Device:
-    """A device, its name in the table whatever the case, or the path of a file that holds one.
+    """A device, its name, or the path of a file that holds one.
+
+    A name is one of the table, or as shops and drivers write it: ``"RTX 4090"``, ``"A100 40GB"``,
+    ``"NVIDIA H100 80GB HBM3"``.
 
     Raises:
         ArgumentError: none of these.
@@ -143,9 +148,9 @@ def read_device(written: object) -> Device:
     if isinstance(written, Device):
         return written
     if isinstance(written, str):
-        known = {name.lower(): device for name, device in DEVICES.items()}
-        if written.lower() in known:
-            return known[written.lower()]
+        found = _named(written)
+        if found is not None:
+            return found
     if isinstance(written, (str, os.PathLike)) and Path(written).is_file():
         return Device.load(written)
     message = (
@@ -153,6 +158,30 @@ def read_device(written: object) -> Device:
         "path of a file that Device.save wrote"
     )
     raise ArgumentError(message, argument="device", value=written)
+
+
+_MAKERS = re.compile(r"^(nvidia|geforce|rtx|tesla|sxm\d?|hbm\d?e?)")
+"""How words of a name begin that tell no two boards of the table apart."""
+
+
+def _named(written: str) -> Device | None:
+    """A device of the table, by its name there, or as shops and drivers write it."""
+    words = [_MAKERS.sub("", word) for word in re.split(r"[\W_]+", written.lower())]
+    size = next((word for word in words if re.fullmatch(r"\d+gi?b", word)), None)
+    name = "".join(word for word in words if word != size)
+    for device in DEVICES.values():
+        family, _, _size = device.name.lower().partition("-")
+        if name == family and _is_of(device, size):
+            return device
+    return None
+
+
+def _is_of(device: Device, size: str | None) -> bool:
+    """Whether its memory is of a size as it is sold: drivers tell up to a tenth less."""
+    if size is None or device.memory_bytes is None:
+        return size is None
+    sold_bytes = int(size.rstrip("gib")) << 30
+    return 0.9 * sold_bytes < device.memory_bytes <= sold_bytes
 
 
 def _gpu(
@@ -173,7 +202,7 @@ def _gpu(
         giga_bytes: of its memory, a second.
         link: giga-bytes of one direction of its link, a second.
         mib: of its memory.
-        hopper: its libraries take workspaces of that architecture.
+        hopper: its libraries take workspaces of that architecture, or a later one's.
         bfloat16: numbers of that kind are as fast as those of float16.
     """
     float64, float32, tf32, halves = (1e12 * rate for rate in tera_flops)
@@ -206,6 +235,8 @@ DEVICES: dict[str, Device] = {
             3e-6,
             5e9,
         ),
+        _gpu("B200", tera_flops=(37, 75, 1125, 2250), giga_bytes=7700, link=64, mib=183359,
+             hopper=True),
         _gpu("H100", tera_flops=(67, 67, 494.7, 989.4), giga_bytes=3350, link=64, mib=81559,
              hopper=True),
         _gpu("H200", tera_flops=(67, 67, 494.7, 989.4), giga_bytes=4800, link=64, mib=143771,

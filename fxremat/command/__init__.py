@@ -1,0 +1,131 @@
+"""The command: what a step would take, a plan of it, and what a saved plan says, from a shell.
+
+What is here needs no torch, which takes seconds to load: help is there at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import fxremat
+from fxremat.errors import ArgumentError, BudgetError, FxrematError, PlanError
+
+FITS, TOO_LARGE, WRONG, FAILED = range(4)
+
+LIBRARY = "transformers"
+"""Of a source ``transformers:CLASS``: its models are made of a configuration."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code: 0 fits, 1 does not, 2 wrong arguments, 3 the model failed.
+
+    Args:
+        arguments: those of the shell if None.
+    """
+    asked = _parser().parse_args(arguments)
+    try:
+        run: Callable[[argparse.Namespace], int]
+        run = getattr(importlib.import_module("fxremat.command.run"), asked.command)
+        return run(asked)
+    except BudgetError as error:
+        return _told(asked, error, WRONG if error.least_budget_bytes is None else TOO_LARGE)
+    except (ArgumentError, PlanError) as error:
+        return _told(asked, error, WRONG)
+    except Exception as error:
+        return _told(asked, error, FAILED)
+
+
+def _told(asked: argparse.Namespace, error: Exception, code: int) -> int:
+    """Say what went wrong: of a model that failed in one line, what raised it named."""
+    if asked.traceback:
+        traceback.print_exception(error)
+    said = str(error)
+    if code == FAILED:
+        said = " ".join(said.split())
+        if not isinstance(error, FxrematError):
+            said = f"{asked.source} failed: {type(error).__name__}: {said}"
+        if not asked.traceback:
+            said += " (--traceback tells all)"
+    sys.stderr.write(f"fxremat: {said}\n")
+    return code
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_given: Any) -> None:
+        print(f"fxremat {fxremat.__version__}")
+        parser.exit(FITS)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fxremat",
+        description="Make PyTorch training fit in a stated number of bytes.",
+        epilog="Exit codes: 0 fits, 1 does not fit, 2 wrong arguments, 3 the model failed.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print it, and exit")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    estimate = commands.add_parser(
+        "estimate", help="what a training step would take of a device, which need not be here"
+    )
+    _add_step(estimate)
+    estimate.add_argument(
+        "--device", default="cpu", help="name, as H100, or file of a Device (%(default)s)"
+    )
+    estimate.add_argument("--budget", help="as 60GiB, 50%% of the peak, or min")
+    estimate.add_argument(
+        "--max-batch", action="store_true", help="the largest batch that fits the budget, too"
+    )
+    estimate.add_argument("--costs", metavar="PLAN", help="a plan whose measurements are used")
+    plan = commands.add_parser("plan", help="plan a training step on this machine")
+    _add_step(plan)
+    plan.add_argument("--device", default="cpu", help="of this machine: cpu or cuda (%(default)s)")
+    plan.add_argument("--budget", required=True, help="as 60GiB, 50%% of the peak, or min")
+    plan.add_argument("--save", type=Path, metavar="FILE", help="for compile(plan=FILE)")
+    report = commands.add_parser("report", help="what a plan says that was saved")
+    report.add_argument("source", metavar="PLAN", help="a file that Plan.save wrote")
+    _add_output(report)
+    return parser
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    """Arguments that name a step."""
+    parser.add_argument(
+        "source",
+        help=f"MODULE:FUNCTION, which returns (model, sample), or {LIBRARY}:CLASS with --batch",
+    )
+    group = parser.add_argument_group(f"a model of {LIBRARY}")
+    group.add_argument("--config", type=Path, metavar="JSON", help="its configuration")
+    group.add_argument("--batch", metavar="4x2048", help="shape of its main input")
+    group.add_argument(
+        "--dtype", default="float32", help="of its parameters, as bfloat16 or bf16 (%(default)s)"
+    )
+    options = parser.add_argument_group("the step")
+    options.add_argument("--optimizer", help="class of torch.optim whose state counts")
+    options.add_argument(
+        "--loss",
+        choices=("own", "outside"),
+        help="own: the model returns it; outside: it is made of the outputs (own where it can be)",
+    )
+    options.add_argument(
+        "--drop-unused", action="store_true", help="outputs that the loss does not use are dropped"
+    )
+    options.add_argument("--accumulate", action="store_true", help="gradients are accumulated")
+    options.add_argument("--offload", choices=("auto", "only", "conv"), default=False)
+    options.add_argument("--reserve", default="0", help="bytes of the budget to leave alone")
+    _add_output(parser)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
+    parser.add_argument(
+        "--traceback", action="store_true", help="of what fails, all that led to it"
+    )

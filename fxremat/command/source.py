@@ -1,0 +1,119 @@
+"""The model and the sample that a command names."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from fxremat.command import LIBRARY
+from fxremat.errors import ArgumentError
+from fxremat.frontend.losses import returned_loss
+from fxremat.frontend.sample import Sample, call_without_data
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Dtypes as others write them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step.
+
+    Attributes:
+        model, sample: of it.
+        own_loss: its loss is one that the model returns.
+    """
+
+    model: nn.Module
+    sample: object
+    own_loss: bool
+
+
+def refuse(argument: str, value: object, must_be: str) -> NoReturn:
+    """Raise that ``argument`` of the command line cannot be used."""
+    raise ArgumentError(
+        f"{argument} is {value!r}: must be {must_be}", argument=argument, value=value
+    )
+
+
+def step_of(asked: argparse.Namespace) -> Step:
+    """The step that a command line names. What the model's own code raises is not caught.
+
+    Raises:
+        ArgumentError: the command line names none.
+    """
+    module, _, name = asked.source.partition(":")
+    if not (module and name):
+        refuse("the source", asked.source, f"MODULE:FUNCTION or {LIBRARY}:CLASS")
+    if os.curdir not in sys.path:
+        sys.path.insert(0, os.curdir)  # as python -m does
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # one that the module itself needs
+        refuse("the source", asked.source, f"a module that can be imported: {error}")
+    except AttributeError as error:
+        if module in sys.modules and not hasattr(sys.modules[module], name):
+            refuse("the source", asked.source, f"a function or class of {module}: {error}")
+        raise
+    if module == LIBRARY:
+        return _told(asked, *_of_library(found, asked))
+    made = found()
+    if not (isinstance(made, tuple) and len(made) == 2):
+        refuse("the source", asked.source, f"one that returns a pair, not a {type(made).__name__}")
+    return _told(asked, *made)
+
+
+def _told(asked: argparse.Namespace, model: nn.Module, sample: object) -> Step:
+    """The step, with the loss that the model returns unless another is asked for."""
+    own = asked.loss == "own"
+    if asked.loss is None and isinstance(model, nn.Module):
+        own = returned_loss(call_without_data(model, Sample.of(sample))) is not None
+    return Step(model, sample, own)
+
+
+def _of_library(cls: Any, asked: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of Transformers, and a batch of what it takes."""
+    if asked.batch is None:
+        refuse("--batch", None, f"given for {asked.source}, as 4x2048")
+    try:
+        shape = tuple(int(part) for part in asked.batch.lower().split("x"))
+    except ValueError:
+        refuse("--batch", asked.batch, "sizes, as in 4x2048")
+    dtype = getattr(torch, _SHORT.get(asked.dtype.lower(), asked.dtype), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        refuse("--dtype", asked.dtype, "one as float32 or bfloat16, or as bf16")
+    try:
+        written = json.loads(asked.config.read_text()) if asked.config else {}
+        config = cls.config_class.from_dict(written)
+        config.use_cache = False  # of no use in training
+        model: nn.Module = cls(config)
+    except (AttributeError, OSError, ValueError, TypeError) as error:
+        refuse("--config", asked.config, f"a configuration of {asked.source}: {error}")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    main = cls.main_input_name
+    text = main == "input_ids"
+    sample = {main: torch.zeros(shape, dtype=torch.long if text else dtype)}
+    if "labels" in inspect.signature(model.forward).parameters:
+        sample["labels"] = _labels(model, sample, shape if text else shape[:1])
+    return model, sample
+
+
+def _labels(model: nn.Module, sample: dict[str, Any], shape: tuple[int, ...]) -> torch.Tensor:
+    """One for each number of the batch, or, where the model takes no such, for each row of it."""
+    labels = torch.zeros(shape, dtype=torch.long)
+    try:
+        call_without_data(model, Sample((), {**sample, "labels": labels}))
+    except Exception:  # whatever the model raises; with the other shape it is not caught
+        return labels.new_zeros(shape[:1])
+    return labels
