@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from fxremat.solvers.kernels import all_bytes, at_once_s, ck_bytes, option_bytes
-from fxremat.solvers.numbers import Floats, Ints, Numbers
+from fxremat.solvers.kernels import BACK, KEEP, SAVED, choice_needs
+from fxremat.solvers.numbers import Floats, Ints, Numbers, choices_of
 
 
 class Least(NamedTuple):
@@ -31,10 +31,13 @@ class Least(NamedTuple):
     @staticmethod
     def of(numbers: Numbers) -> Least:
         """Of all intervals. ``O(L³)``."""
-        count = len(numbers.backward_s)
-        shape = count, count
-        least = Least(numbers, np.zeros(shape, dtype=np.int64), np.zeros(shape))
-        _fill(least)
+        n, count = numbers, len(numbers.backward_s)
+        least = Least(n, np.zeros((count, count), dtype=np.int64), np.zeros((count, count)))
+        choices = choices_of(n)
+        for s in range(count):
+            ways = _leaf_ways(n, s)
+            least.memory[s, s], least.seconds[s, s] = min((way[1:] for way in ways), key=_first)
+        _fill(n.prefix_s, *choices, n.gradient, n.step, n.sweep, least.memory, least.seconds)
         return least
 
     @property
@@ -43,41 +46,53 @@ class Least(NamedTuple):
         return int(self.memory[0, -1])
 
 
+def _first(way: tuple[int, float]) -> int:
+    """Bytes of a way: of those that need as much the first is taken."""
+    return way[0]
+
+
+def _leaf_ways(n: Numbers, s: int) -> list[tuple[int, int, float]]:
+    """Choices for the interval ``(s, s)``, each with its bytes and seconds."""
+    ways = [(s + way, int(n.leaf_bytes[s, way]), float(n.leaf_s[s, way])) for way in range(2)]
+    if s == n.backward_s.size - 1:
+        forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
+        for k, takes in enumerate(forward_s + n.option_s[s]):
+            needs = max(n.gradient[s] + n.option_keep[s, k], n.option_back[s, k])
+            if takes < np.inf:
+                ways.append((-2 - k, int(needs), float(takes)))
+    return ways
+
+
 @njit(cache=True, nogil=True)
-def _fill(least: Least) -> None:
-    """Fill ``memory`` and ``seconds``."""
-    n = least.numbers
-    memory = least.memory
-    seconds = least.seconds
-    count = n.backward_s.size
-    for s in range(count - 1, -1, -1):
-        way = 0 if n.leaf_bytes[s, 0] <= n.leaf_bytes[s, 1] else 1
-        memory[s, s] = n.leaf_bytes[s, way]
-        seconds[s, s] = n.leaf_s[s, way]
-        if s == count - 1:
-            for k in range(n.option_s.shape[1]):
-                needs = option_bytes(n, s, s, k)
-                takes = at_once_s(n, s, k)
-                if needs < memory[s, s] and takes < np.inf:
-                    memory[s, s] = needs
-                    seconds[s, s] = takes
+def _fill(
+    prefix_s: Floats,
+    choice_s: Floats,
+    choice_bytes: Ints,
+    gradient: Ints,
+    step: Ints,
+    sweep: Ints,
+    memory: Ints,
+    seconds: Floats,
+) -> None:
+    """Fill ``memory`` and ``seconds``, of which the diagonal is filled."""
+    count = gradient.size
+    for s in range(count - 2, -1, -1):
         for t in range(s + 1, count):
-            forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
-            best = max(all_bytes(n, s, t), n.saved[s] + memory[s + 1, t])
-            best_s = forward_s + seconds[s + 1, t] + n.backward_s[s]
-            for k in range(n.option_s.shape[1]):
-                needs = max(option_bytes(n, s, t, k), n.option_saved[s, k] + memory[s + 1, t])
-                takes = forward_s + seconds[s + 1, t] + n.option_s[s, k]
-                if takes < np.inf and (needs < best or (needs == best and takes < best_s)):
+            best, best_s = 0, np.inf
+            for k in range(choice_s.shape[1]):
+                kept = choice_bytes[SAVED, s, k] + memory[s + 1, t]
+                needs = max(choice_needs(gradient, choice_bytes, s, t, k), kept)
+                takes = prefix_s[s + 1] - prefix_s[s] + seconds[s + 1, t] + choice_s[s, k]
+                less = needs < best or (needs == best and takes < best_s)
+                if k == 0 or (takes < np.inf and less):
                     best = needs
                     best_s = takes
             for cut in range(s + 1, t + 1):
-                needs = max(ck_bytes(n, s, cut, t), memory[s, cut - 1])
-                needs = max(needs, n.step[s, cut] + memory[cut, t])
+                needs = max(gradient[t] + sweep[s, cut], memory[s, cut - 1])
+                needs = max(needs, step[s, cut] + memory[cut, t])
                 if needs > best:
                     continue
-                forward_s = n.prefix_s[cut] - n.prefix_s[s]
-                takes = forward_s + seconds[cut, t] + seconds[s, cut - 1]
+                takes = prefix_s[cut] - prefix_s[s] + seconds[cut, t] + seconds[s, cut - 1]
                 if needs < best or takes < best_s:
                     best = needs
                     best_s = takes
@@ -85,45 +100,36 @@ def _fill(least: Least) -> None:
             seconds[s, t] = best_s
 
 
-@njit(cache=True, nogil=True)
 def choose_least(least: Least, s: int, t: int, available: int) -> int:
     """Of the choices that fit ``available`` bytes, the one with the least ``seconds``.
 
     Returns:
-        As ``choose``.
+        As ``choices.choose``.
     """
-    n = least.numbers
-    memory = least.memory
-    seconds = least.seconds
-    best = -1
-    best_s = np.inf
+    n, memory, seconds = least.numbers, least.memory, least.seconds
     if s == t:
-        for way in range(2):
-            if available >= n.leaf_bytes[s, way] and n.leaf_s[s, way] < best_s:
-                best = s + way
-                best_s = n.leaf_s[s, way]
-        if s == n.backward_s.size - 1:
-            for k in range(n.option_s.shape[1]):
-                fits = available >= option_bytes(n, s, s, k)
-                if fits and at_once_s(n, s, k) < best_s:
-                    best = -2 - k
-                    best_s = at_once_s(n, s, k)
-        return best
-    if available >= max(all_bytes(n, s, t), n.saved[s] + memory[s + 1, t]):
-        best = s
-        best_s = n.prefix_s[s + 1] - n.prefix_s[s] + seconds[s + 1, t] + n.backward_s[s]
-    for k in range(n.option_s.shape[1]):
-        needs = max(option_bytes(n, s, t, k), n.option_saved[s, k] + memory[s + 1, t])
-        takes = n.prefix_s[s + 1] - n.prefix_s[s] + seconds[s + 1, t] + n.option_s[s, k]
-        if available >= needs and takes < best_s:
-            best = -2 - k
-            best_s = takes
-    for cut in range(s + 1, t + 1):
-        needs = max(ck_bytes(n, s, cut, t), memory[s, cut - 1])
-        if available < max(needs, n.step[s, cut] + memory[cut, t]):
-            continue
-        takes = n.prefix_s[cut] - n.prefix_s[s] + seconds[cut, t] + seconds[s, cut - 1]
-        if takes < best_s:
-            best = cut
-            best_s = takes
+        ways = _leaf_ways(n, s)
+    else:
+        choice_s, choice_bytes = _choices(n, s)
+        needs = np.maximum(n.gradient[t] + choice_bytes[KEEP], choice_bytes[BACK])
+        needs = np.maximum(needs, choice_bytes[SAVED] + memory[s + 1, t])
+        takes = n.prefix_s[s + 1] - n.prefix_s[s] + seconds[s + 1, t] + choice_s
+        names = [s, *range(-2, -1 - choice_s.size, -1)]
+        ways = list(zip(names, needs.tolist(), takes.tolist(), strict=True))
+        cuts, before = slice(s + 1, t + 1), slice(s, t)
+        needs = np.maximum(n.gradient[t] + n.sweep[s, cuts], memory[s, before])
+        needs = np.maximum(needs, n.step[s, cuts] + memory[cuts, t])
+        takes = n.prefix_s[cuts] - n.prefix_s[s] + seconds[cuts, t] + seconds[s, before]
+        ways += zip(range(s + 1, t + 1), needs.tolist(), takes.tolist(), strict=True)
+    best, best_s = -1, np.inf
+    for choice, needs_bytes, takes_s in ways:
+        if available >= needs_bytes and takes_s < best_s:
+            best, best_s = choice, takes_s
     return best
+
+
+def _choices(n: Numbers, s: int) -> tuple[Floats, Ints]:
+    """``choices_of`` one stage."""
+    whole, options = (n.saved, n.keep, n.back), (n.option_saved, n.option_keep, n.option_back)
+    nbytes = [np.append(a[s], b[s]) for a, b in zip(whole, options, strict=True)]
+    return np.append(n.backward_s[s], n.option_s[s]), np.array(nbytes)

@@ -127,6 +127,18 @@ def _option_arrays(chain: Chain, costs: Costs) -> dict[str, Any]:
     }
 
 
+def choices_of(numbers: Numbers) -> tuple[Floats, Ints]:
+    """What ``F_all`` may keep, the whole saved set first, then each option.
+
+    Returns ``(L, 1 + O)`` seconds, ``backward_s``, and ``(3, L, 1 + O)`` bytes: ``saved``,
+    ``keep`` and ``back``.
+    """
+    n = numbers
+    pairs = (n.saved, n.option_saved), (n.keep, n.option_keep), (n.back, n.option_back)
+    seconds = np.ascontiguousarray(np.column_stack([n.backward_s, n.option_s]))
+    return seconds, np.array([np.column_stack(pair) for pair in pairs], order="C")
+
+
 def unit_bytes(numbers: Numbers) -> int:
     """The greatest common divisor of all sizes, at least 1: slots of it round nothing."""
     sizes = (

@@ -69,7 +69,7 @@ from fxremat.ir import (
     Solved,
 )
 from fxremat.ir.coded import Codes, decoded
-from fxremat.solvers import kernels, store_all
+from fxremat.solvers import choices, kernels, store_all
 from fxremat.solvers.budgets import BudgetTable
 from fxremat.solvers.kernels import Table
 from fxremat.solvers.least import Least, choose_least
@@ -222,12 +222,7 @@ class RotorTable(BudgetTable):
             step=_staying(numbers.step, away),
             option_saved=_staying(numbers.option_saved, away),
         )
-        outer = self._table._replace(
-            numbers=stays,
-            step_slots=-(-stays.step // self.quantum_bytes),
-            values=self._table.values.copy(),
-            first=self._table.first.copy(),
-        )
+        outer = self._table.at(stays)
         kernels.fill_last(outer)
         return replace(self, _outer=outer)
 
@@ -270,7 +265,7 @@ class RotorTable(BudgetTable):
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
         """
-        found: Codes = kernels.read_out(self._table, self._outer, self.slots_of(budget_bytes))
+        found: Codes = choices.read_out(self._table, self._outer, self.slots_of(budget_bytes))
         if not found.size:
             raise AssertionError(f"no choice explains the table's value for {budget_bytes} bytes")
         return found
@@ -309,7 +304,7 @@ def _walk(
     """Algorithm 2, with a stack of its own since chains are deeper than Python's.
 
     Args:
-        pick: the choice for an interval and what is available to it, as ``kernels.choose``,
+        pick: the choice for an interval and what is available to it, as ``choices.choose``,
             and what it adds.
         last: the last stage.
         available: what the whole chain may use beside boundary 0.
@@ -347,14 +342,7 @@ def _table_bytes(count: int, slots: int) -> int:
 
 def _fill(numbers: Numbers, quantum: int, slots: int) -> Table:
     count = len(numbers.backward_s)
-    rows = count * (count + 1) // 2
-    table = Table(
-        numbers,
-        step_slots=-(-numbers.step // quantum),
-        quantum=quantum,
-        values=np.empty((rows, slots + 1)),
-        first=np.empty(rows, dtype=np.int64),
-    )
+    table = Table.of(numbers, quantum, slots)
     tiles = -(-count // kernels.TILE)
     workers = thread_count(most=tiles)
     if workers == 1:

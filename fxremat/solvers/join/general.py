@@ -275,14 +275,7 @@ def _fill_least(numbers: JoinNumbers, lines: tuple[Numbers, ...]) -> JoinLeast:
 def _fill_line(numbers: Numbers, quantum: int, slots: int) -> Table:
     """Rotor's table of one line."""
     count = len(numbers.backward_s)
-    rows = count * (count + 1) // 2
-    table = Table(
-        numbers,
-        step_slots=-(-numbers.step // quantum),
-        quantum=quantum,
-        values=np.empty((rows, slots + 1)),
-        first=np.empty(rows, dtype=np.int64),
-    )
+    table = Table.of(numbers, quantum, slots)
     for distance in range(-(-count // TILE)):
         fill_tiles(table, distance, 0, 1)
     return table

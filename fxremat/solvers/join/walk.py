@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fxremat.ir import Backward, Compute, Forward, Join, JoinCosts, Keep
-from fxremat.solvers import kernels as chains
+from fxremat.solvers import choices
 from fxremat.solvers import least as chain_least
 from fxremat.solvers.join import kernels
 from fxremat.solvers.join.kernels import JoinTable
@@ -50,7 +50,7 @@ class _Walk(NamedTuple):
         lengths: of the branches.
         numbers: the join's arrays.
         choose: the choice for a state and what is available to it.
-        pick: the choice for a segment, as ``kernels.choose`` of the chain solvers.
+        pick: the choice for a segment, as ``choices.choose`` of the chain solvers.
         saved: of each line's stages, for each of its save options from 0.
         step: of each line, see ``Numbers``.
         turn: what cut ``q`` of the trunk adds to the heads.
@@ -85,7 +85,7 @@ def table_ops(
         return kernels.choose(table, (number, state.h, state.t), state.available)
 
     def pick(item: _Segment) -> int:
-        return chains.choose(tables[item.line], item.s, item.t, min(item.available, last))
+        return choices.choose(tables[item.line], item.s, item.t, min(item.available, last))
 
     walk = _Walk(
         join.first_stages,
