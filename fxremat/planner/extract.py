@@ -167,7 +167,7 @@ def can_give(data: Ints, at: At, mode: int, held: Flags, node: int) -> bool:
     return mode != AGAIN or (data[at.pinned + node] == 0 and held[node] == 0)
 
 
-@njit(inline="always")
+@njit(cache=True, nogil=True)
 def block_of(data: Ints, at: At, held: Flags, stage: int, mode: int, option: int) -> int:
     """The block of a call.
 
