@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,19 @@ def test_one_tensor_may_be_several_arguments() -> None:
     x = torch.randn(5, 8)
     same = fxremat.max_batch(Reconstructing(), (x, x), "100 KiB")
     assert same.largest.size > 5 * 8
+
+
+@pytest.mark.parametrize("own", [(), (1,)], ids=["unmarked", "marked by its user"])
+def test_the_sample_keeps_the_marks_that_its_user_gave_it(own: tuple[int, ...]) -> None:
+    """Another mark would have Dynamo capture again whatever it had captured before."""
+    for ask in (
+        lambda x: fxremat.max_batch(nn.Linear(8, 8), x, "1 MiB"),
+        lambda x: fxremat.compile(nn.Linear(8, 8), x, "1 MiB", dynamic=True),
+        lambda x: fxremat.estimate(nn.Linear(8, 8), x, budget="1 MiB", dim=0),
+    ):
+        x = torch.ones(4, 8)
+        for dim in own:
+            torch._dynamo.maybe_mark_dynamic(x, dim)
+        before = copy.deepcopy(vars(x))
+        ask(x)
+        assert vars(x) == before

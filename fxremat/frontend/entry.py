@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from types import CodeType
@@ -76,10 +77,11 @@ class Entry:
             self._first = sizes
         if sizes == self._first and not self._dynamic:
             return self._own(*args, **kwargs)
-        if not self._marked:  # all sizes at once, not each as it is seen to change
-            torch_compat.let_sizes_vary(tensors)
+        # All sizes at once, not each as it is seen to change.
+        vary = contextlib.nullcontext() if self._marked else torch_compat.sizes_vary(tensors)
         try:
-            results = self._others(*args, **kwargs)
+            with vary:
+                results = self._others(*args, **kwargs)
         except torch_compat.capture_failures() as error:
             whole = self._given[-1]  # else something may have run
             cause = torch_compat.failure_cause(error)

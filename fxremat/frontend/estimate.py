@@ -116,10 +116,10 @@ def capture(
 
     forward = torch_compat.with_code_of_its_own(forward_of(model, unused))
     run = torch_compat.compile_function(forward, backend, whole=True, dynamic=dynamic)
-    if dynamic:
-        torch_compat.let_sizes_vary([t for _, t in places_of(sample.args, sample.kwargs)])
+    places = places_of(sample.args, sample.kwargs) if dynamic else ()
     try:
-        run(*sample.args, **sample.kwargs)
+        with torch_compat.sizes_vary([t for _, t in places]):
+            run(*sample.args, **sample.kwargs)
     except _CapturedError as error:
         return error.found
     except torch_compat.capture_failures() as error:

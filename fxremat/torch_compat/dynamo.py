@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxremat.torch_compat.symbols import hint_of
 
@@ -247,11 +249,38 @@ def results_of_captured(module: torch.fx.GraphModule) -> tuple[torch.Tensor, ...
     )
 
 
-def let_sizes_vary(tensors: Sequence[torch.Tensor]) -> None:
-    """Have the next capture take all sizes of ``tensors`` for symbols, where it can."""
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+
+
+@contextlib.contextmanager
+def sizes_vary(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A capture in here takes all sizes of ``tensors`` for symbols, where it can.
+
+    They keep no mark of it: Dynamo would capture once more whatever it captured without.
+    """
+    parts = [part for tensor in tensors for part in _parts_of(tensor)]
+    before = [{k: v for k, v in vars(part).items() if k in _MARKS} for part in parts]
+    for part, marks in zip(parts, before, strict=True):
+        vars(part).update(copy.deepcopy(marks))  # marks are added in place
     for tensor in tensors:
         for dim in range(tensor.dim()):
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    try:
+        yield
+    finally:
+        for part, marks in zip(parts, before, strict=True):
+            for name in _MARKS:
+                vars(part).pop(name, None)
+            vars(part).update(marks)
+
+
+def _parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """``tensor``, and those that it is a wrapper of."""
+    yield tensor
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        for name in wrapper.__tensor_flatten__()[0]:
+            yield from _parts_of(getattr(wrapper, name))
 
 
 _compiling = threading.local()
