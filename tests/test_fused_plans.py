@@ -19,7 +19,7 @@ from tests.harness import (
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import call_without_trace
-from tests.test_replay import random_decision
+from tests.planner.test_replay import random_decision
 
 QUICK = "outputs"
 """Few units: compiling takes seconds."""

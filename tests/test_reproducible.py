@@ -12,8 +12,8 @@ import torch
 
 import fxremat
 from fxremat.frontend import captured, pipeline
+from tests.frontend.test_emission import SAMPLE, model
 from tests.models import ZOO
-from tests.test_emission import SAMPLE, model
 
 PLANS = ("gpt", "siamese", "transfers")
 """A line with draws, a join, and what travels to host memory."""

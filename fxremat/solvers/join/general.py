@@ -35,7 +35,7 @@ in between; what was checkpointed last is backpropagated first, so that segments
 in the reverse of the order in which they go back; and a checkpoint that is read again is
 backpropagated before any other is touched. With heterogeneous costs it is almost always the
 best of all memory-persistent schedules, but not always (about one random instance in
-sixty; the smallest are in ``tests/test_join.py``):
+sixty; the smallest are in ``tests/solvers/test_join.py``):
 
 * The order back is best chosen by gradients and saved sets, the order forward by the
   workspace of the forwards. Only if no forward needs more than is held at the turn are all

@@ -268,7 +268,7 @@ def alone(program: str, *, processes: int = 1, **environment: str) -> None:
         subprocess.Popen(
             [sys.executable, "-c", text],
             env={**os.environ, **environment, "RANK": str(rank), "WORLD_SIZE": str(processes)},
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -13,8 +13,8 @@ from torch import nn
 import fxremat
 from fxremat.errors import PlanError
 from fxremat.frontend.origin import key_of
+from tests.frontend.test_emission import SAMPLE, model
 from tests.plans import everything_kept, plan_of
-from tests.test_emission import SAMPLE, model
 
 
 def told(call: Callable[[], object]) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ from tests.harness import (
     silent,
 )
 from tests.models.bits import assert_bitwise_equal
+from tests.passes.test_branches import JOINS, NESTED, Fused
 from tests.reference.simulate.join import simulate
-from tests.test_branches import JOINS, NESTED, Fused
 from tests.unit_joins import (
     budget_bytes,
     captured_join,

@@ -21,7 +21,7 @@ from tests.harness import Captured, bare, capture, captured, measured_peak_bytes
 from tests.models import ZOO
 from tests.models.zoo import seeded
 from tests.plain_sweep import sweep
-from tests.test_replay import random_decision
+from tests.planner.test_replay import random_decision
 
 WIDTH, ROWS = 24, 40
 

@@ -10,8 +10,8 @@ from fxremat.solvers.offload import dp
 from tests.examples import examples
 from tests.reference.brute.offload import Transfers, least_budget, shortest_s
 from tests.reference.simulate import check
+from tests.solvers.test_offload import ORDER_COSTS_TIME, TICK_S, TWO_LINKS
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES
-from tests.test_offload import ORDER_COSTS_TIME, TICK_S, TWO_LINKS
 
 TICKS = st.integers(0, 5).map(float)
 UNITS = st.integers(0, 4)

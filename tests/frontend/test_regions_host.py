@@ -19,10 +19,7 @@ import fxremat
 from fxremat.errors import BudgetError, BudgetWarning, TransferError
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.runtime.arena import HostLimit
-from tests.models.zoo import seeded
-from tests.test_fork import in_a_child
-from tests.test_interrupts import interrupted, interrupts
-from tests.test_regions import (
+from tests.frontend.test_regions import (
     BREAKS,
     BROKEN,
     LAYERS,
@@ -34,6 +31,9 @@ from tests.test_regions import (
     taught,
     whole,
 )
+from tests.models.zoo import seeded
+from tests.test_fork import in_a_child
+from tests.test_interrupts import interrupted, interrupts
 
 REGIONS = [f"layers.{place}" for place in range(LAYERS)]
 

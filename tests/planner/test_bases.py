@@ -10,7 +10,7 @@ from fxremat.planner import bases
 from fxremat.planner.transfers import HostMemory
 from fxremat.solvers.rotor import RotorTable
 from tests.harness import search_of
-from tests.test_transfers import transfers
+from tests.planner.test_transfers import transfers
 
 models = pytest.mark.parametrize("name", ["gpt_logits", "unet"])
 

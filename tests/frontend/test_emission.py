@@ -15,7 +15,7 @@ from fxremat.ir import Backward, Keep
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import run_step
-from tests.test_invert import X, loss_of, network
+from tests.passes.test_invert import X, loss_of, network
 from tests.trials import compiled, reference
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

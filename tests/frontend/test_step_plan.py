@@ -19,8 +19,7 @@ import fxremat
 from fxremat.errors import PlanError
 from fxremat.report.step_rows import lines_of
 from fxremat.report.step_view import view_of
-from tests.test_page import data_in
-from tests.test_regions import (
+from tests.frontend.test_regions import (
     BREAKS,
     BROKEN,
     LAYERS,
@@ -31,6 +30,7 @@ from tests.test_regions import (
     peak_of,
     taught,
 )
+from tests.report.test_page import data_in
 
 REGIONS = [f"layers.{place}" for place in range(LAYERS)]
 

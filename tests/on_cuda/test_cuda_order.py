@@ -183,7 +183,7 @@ def shown_by() -> list[str]:
 
 
 IN_A_FAILING_STEP = (("_Copy", "settle"), ("StreamLease", "_settle_all"))
-"""The host waits where the device takes no events: tests/test_streams.py has these fail."""
+"""The host waits where the device takes no events: tests/runtime/test_streams.py has these fail."""
 
 ORDINARY = [wait for wait in waits() if wait.function not in IN_A_FAILING_STEP]
 

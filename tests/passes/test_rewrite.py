@@ -25,8 +25,8 @@ from tests.harness import (
     run_traced,
 )
 from tests.models.bits import assert_bitwise_equal
-from tests.test_handed import OWN, step_of
-from tests.test_replay import random_decision
+from tests.planner.test_handed import OWN, step_of
+from tests.planner.test_replay import random_decision
 
 models = pytest.mark.parametrize("name", ["gpt", "resnet50", "outputs", "gru", "inplace"])
 

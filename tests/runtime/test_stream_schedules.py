@@ -22,7 +22,7 @@ PARTS = 8
 MOST_SEEDS = 1_500
 """Within how many loops a wait that is missing shows; about 300 for the rarest one."""
 WHERE_CUDA_FAILS = {"self.event.synchronize", "stream.synchronize"}
-"""Waits in the place of those that cannot be had; tests/test_streams.py leaves them out."""
+"""Waits in the place of those that cannot be had; tests/runtime/test_streams.py leaves them out."""
 MEASURING = ("watch", "bandwidth", "workspaces")
 """What in the runtime waits to measure something, and orders no copy of a step."""
 

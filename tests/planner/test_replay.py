@@ -35,9 +35,9 @@ from tests.harness import (
     silent,
 )
 from tests.models import ZOO
+from tests.passes.test_invert import X, network
 from tests.plain_sweep import seconds, sweep
-from tests.test_invert import X, network
-from tests.test_joining import random_join_schedule
+from tests.planner.test_joining import random_join_schedule
 
 evaluator_of = functools.cache(lambda name: captured(name).evaluator(around(captured(name))))
 

@@ -14,7 +14,7 @@ from torch import nn
 import fxremat
 from fxremat.command import main
 
-SOURCE = "tests.test_command:small"
+SOURCE = "tests.command.test_command:small"
 
 
 def small() -> tuple[nn.Module, object]:
@@ -93,8 +93,8 @@ def test_a_share_is_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ["estimate", "nothing"],
         ["estimate", "no.such.module:x"],
-        ["estimate", "tests.test_command:nothing"],
-        ["estimate", "tests.test_command:no_pair"],
+        ["estimate", "tests.command.test_command:nothing"],
+        ["estimate", "tests.command.test_command:no_pair"],
         ["estimate", SOURCE, "--device", "abacus"],
         ["estimate", SOURCE, "--budget", "much"],
         ["estimate", SOURCE, "--optimizer", "Guess"],
@@ -129,7 +129,7 @@ def test_wrong_arguments_exit_with_2(
 def test_a_model_that_fails_exits_with_3(
     command: str, name: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [command, f"tests.test_command:{name}", "--budget", "1GiB"]
+    arguments = [command, f"tests.command.test_command:{name}", "--budget", "1GiB"]
     assert main(arguments) == 3
     said = capsys.readouterr()
     assert not said.out
@@ -139,7 +139,7 @@ def test_a_model_that_fails_exits_with_3(
 
 
 def test_the_loss_of_a_model_that_returns_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    source = "tests.test_command:scored"
+    source = "tests.command.test_command:scored"
     model, sample = scored()
     peaks = []
     for more in ([], ["--loss", "own"], ["--loss", "outside"], ["--drop-unused"]):
