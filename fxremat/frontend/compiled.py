@@ -27,6 +27,7 @@ from fxremat.frontend.ranks import Peers
 from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample, check_sample
 from fxremat.frontend.step_plan import latest_plan
+from fxremat.frontend.surplus import LossNeeds
 from fxremat.frontend.trace import StepTrace, trace_step
 from fxremat.report.plan import Plan
 from fxremat.report.step_plan import StepPlan
@@ -45,6 +46,7 @@ class _State:
         runner: of its training forward; ``None`` before the first step was planned.
         assigned: what others have put in the place of ``forward``.
         kept: the plan of what this is a copy of.
+        needs: what the loss of that was seen to take, where this was pickled.
         trained: a step was run as planned, or its user was told that none is.
         starting: one thread plans the first step, others wait.
     """
@@ -54,6 +56,7 @@ class _State:
     runner: Runner | None = None
     assigned: Callable[..., Any] | None = None
     kept: Plan | None = None
+    needs: LossNeeds | None = None
     trained: bool = False
     starting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -169,9 +172,16 @@ class CompiledModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, _protocol: object) -> Any:
-        """As a copy."""
+        """As a copy, without its loss, which may be of any kind: what that was seen to take."""
         state = self._state
-        return _restored, (state.original, *self._of_copies(), state.assigned)
+        asked, kept = self._of_copies()
+        needs = state.runner.needs if state.runner is not None else state.needs
+        asked = replace(asked, loss=None)
+        return _restored, (state.original, asked, kept, state.assigned, needs)
+
+    def __copy__(self) -> CompiledModule:
+        """A module of the same model, planned when it is first trained."""
+        return _restored(self._state.original, *self._of_copies(), self._state.assigned)
 
     def _of_copies(self) -> tuple[Arguments, Plan | None]:
         """What a copy asks for, and the plan that it follows if it can."""
@@ -218,10 +228,11 @@ def _restored(
     asked: Arguments,
     kept: Plan | None,
     assigned: Callable[..., Any] | None,
+    needs: LossNeeds | None = None,
 ) -> CompiledModule:
-    """A compiled module as it was pickled."""
+    """A compiled module as it was pickled, or copied."""
     made = _wrapped(original, asked, kept)
-    made._state.assigned = assigned
+    made._state.assigned, made._state.needs = assigned, needs
     return made
 
 
@@ -339,7 +350,7 @@ def _started(state: _State, sample: Sample, *, hooked: bool) -> Runner:
         nbytes = kept.budget_bytes
         asked = replace(state.asked, kept=kept, budget=Budget(nbytes, nbytes=nbytes))
         try:
-            return Runner.of(state.original, sample, asked, hooked=hooked)
+            return Runner.of(state.original, sample, asked, hooked=hooked, needs=state.needs)
         except PlanError:
             state.kept = None
-    return Runner.of(state.original, sample, state.asked, hooked=hooked)
+    return Runner.of(state.original, sample, state.asked, hooked=hooked, needs=state.needs)

@@ -52,7 +52,7 @@ class Runner:
     Args:
         original: the model; a ``DistributedDataParallel`` runs around what is captured.
         compiler: plans its steps.
-        unused: outputs that get no gradient.
+        unused: outputs that get no gradient; ``needs`` has what else their loss takes.
         dynamic: see :class:`Entry`.
         whole: it must be one graph.
         regions: modules that are captured each by itself; not whole, then.
@@ -70,6 +70,7 @@ class Runner:
     ) -> None:
         self.original = original
         self.compiler = compiler
+        self.needs: LossNeeds | None = None
         self._unused = unused
         self._inner = inner = torch_compat.wrapped_by(original)
         compiler.model = type(inner).__name__
@@ -94,7 +95,14 @@ class Runner:
         weakref.finalize(self, unwatch).atexit = False
 
     @staticmethod
-    def of(model: nn.Module, call: Sample, asked: Arguments, *, hooked: bool) -> Runner:
+    def of(
+        model: nn.Module,
+        call: Sample,
+        asked: Arguments,
+        *,
+        hooked: bool,
+        needs: LossNeeds | None = None,
+    ) -> Runner:
         """Plan the step of one call, as asked; the model is not changed.
 
         Args:
@@ -102,6 +110,7 @@ class Runner:
             call: arguments.
             asked: of :func:`fxremat.compile`.
             hooked: hooks of the model are still to run on the arguments.
+            needs: what a loss was seen to take that is no longer told of.
 
         Raises:
             BudgetError, PlanError, ArgumentError, SampleError, CaptureError, CostError,
@@ -110,10 +119,10 @@ class Runner:
         peers = Peers.of(model, asked.ranks)
         with shortened():
             if peers is None:
-                return Runner._of(model, call, asked, None, hooked=hooked)
+                return Runner._of(model, call, asked, None, hooked=hooked, needs=needs)
             with peers.telling():
                 asked = agreed_arguments(peers, asked)
-                return Runner._of(model, call, asked, peers, hooked=hooked)
+                return Runner._of(model, call, asked, peers, hooked=hooked, needs=needs)
 
     @staticmethod
     def _of(
@@ -123,6 +132,7 @@ class Runner:
         peers: Peers | None,
         *,
         hooked: bool,
+        needs: LossNeeds | None,
     ) -> Runner:
         """The same, as all processes were asked for it."""
         regions = asked.modules(torch_compat.wrapped_by(model))
@@ -133,7 +143,7 @@ class Runner:
             in_training(model),
             torch.enable_grad(),
         ):
-            needs = _needs_of_loss(torch_compat.wrapped_by(model), call, asked)
+            needs = _needs_of_loss(torch_compat.wrapped_by(model), call, asked, needs)
             caller = Caller(
                 reserve_bytes=asked.reserve_bytes,
                 held_bytes=optimizer_bytes(asked.optimizer, model),
@@ -157,6 +167,7 @@ class Runner:
                     whole=asked.fullgraph,
                     regions=regions,
                 )
+                runner.needs = needs
                 try:
                     runner._plan_only(call, hooked=hooked)
                 except BaseException:
@@ -353,19 +364,25 @@ class Runner:
             )
 
 
-def _needs_of_loss(model: nn.Module, call: Sample, asked: Arguments) -> LossNeeds | None:
+def _needs_of_loss(
+    model: nn.Module, call: Sample, asked: Arguments, known: LossNeeds | None
+) -> LossNeeds | None:
     """What a loss outside the model needs, where that is told and the model can be one graph.
 
     Nothing is run of any other model: its steps show what their loss needs.
     """
-    if asked.loss is None:
+    if asked.loss is None and known is None:
         return None
     if not asked.fullgraph:  # else it is told why by the capture itself, as of the model's errors
         error = _traced(model.forward, call, asked.dynamic)
         if error and not torch_compat.may_be_the_models(torch_compat.failure_cause(error)):
             return None
     outputs = call_without_data(model, call)
-    return None if outputs is None else needs_of_loss(asked.loss, outputs)
+    if outputs is None:
+        return None
+    if asked.loss is not None:
+        return needs_of_loss(asked.loss, outputs)
+    return known.of(outputs) if known is not None else None
 
 
 def _traced(forward: Callable[..., Any], call: Sample, dynamic: bool | None) -> Exception | None:

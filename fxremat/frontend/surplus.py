@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -135,11 +136,25 @@ class LossNeeds:
         nbytes: most bytes that its forward and backward have allocated beside its inputs.
         unused: outputs of the model that get no gradient from it; ``None``: all get one.
         small_bytes: the most at once in blocks of the allocator's small pool.
+        outputs_bytes: of the outputs that it was measured of.
     """
 
     nbytes: int
     unused: Unused | None
     small_bytes: int = 0
+    outputs_bytes: int = 0
+
+    def of(self, outputs: object) -> LossNeeds:
+        """What the same loss takes of other outputs, in proportion to their bytes."""
+        found = _bytes_of(outputs)
+        share = found / self.outputs_bytes if self.outputs_bytes else 1.0
+        sizes = math.ceil(self.nbytes * share), math.ceil(self.small_bytes * share)
+        return LossNeeds(sizes[0], self.unused, sizes[1], found)
+
+
+def _bytes_of(outputs: object) -> int:
+    tensors = (t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor))
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def needs_of_loss(
@@ -184,7 +199,11 @@ def needs_of_loss(
         with log, torch.enable_grad():
             torch.autograd.backward(_checked(loss, loss(filled)))
     unused = tuple(i for i, t in made.items() if t.requires_grad and t.grad is None)
-    found = LossNeeds(log.peak_bytes, Unused(unused, len(leaves)) if unused else None)
+    found = LossNeeds(
+        log.peak_bytes,
+        Unused(unused, len(leaves)) if unused else None,
+        outputs_bytes=_bytes_of(tensors),
+    )
     if adopt is not None:
         return found
     small = (change for _mark, change in log.events if abs(change) <= MOST_SMALL_BYTES)

@@ -223,6 +223,32 @@ def test_copies_follow_the_plan_they_were_copied_with(pair, copied):
     assert other.plan == compiled.plan
 
 
+class TwoOutputs(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = super().forward(x)
+        return found.square().mean(), found
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("rows", [None, 8])
+def test_a_loss_of_any_kind_is_no_part_of_what_is_saved(copied, rows):
+    compiled = fxremat.compile(TwoOutputs(), X, "min", loss=lambda out: out[0], drop_unused=True)
+    other = copied(copied(compiled))
+    for each in (compiled, other):
+        loss, rest = each(X[:rows])
+        assert rest is None
+        loss.backward()
+    if rows is None:
+        assert other.plan == compiled.plan
+
+
+def test_what_was_never_planned_is_saved_without_its_loss():
+    loss = {"loss": lambda out: out[0], "drop_unused": True}
+    compiled = fxremat.compile(TwoOutputs(), budget="1 GiB", **loss)
+    assert saved(compiled)(X)[1] is not None
+    assert copy.copy(compiled)(X)[1] is None
+
+
 def test_a_copy_of_another_step_is_planned_anew(pair):
     _, compiled = pair
     other = copy.deepcopy(compiled)
