@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,21 +126,26 @@ def test_a_plan_is_for_all_only_while_there_is_room():
     assert recomputes(call)
 
 
+def is_as(plan: fxremat.Plan, other: fxremat.Plan) -> bool:
+    """Whether both are one plan, whatever was measured of it meanwhile."""
+    return replace(plan, measured_peak_bytes=None) == replace(other, measured_peak_bytes=None)
+
+
 def test_gradients_that_exist_are_counted_while_they_do():
     call = tight()
     cleared(call)
     alone = call.plan
     back(call)
-    assert call.plan is alone
+    assert is_as(call.plan, alone)
     back(call)
     assert beside(call.plan) == gradient_bytes(call)
     assert recomputes(call)
     with_gradients = call.plan
     call.zero_grad()
     back(call)
-    assert call.plan is alone
+    assert is_as(call.plan, alone)
     back(call)
-    assert call.plan is with_gradients
+    assert is_as(call.plan, with_gradients)
     for p in list(call.parameters())[2:]:
         p.grad = None
     call(batch())
@@ -161,7 +167,7 @@ def test_how_fast_a_step_could_be_is_found_when_somebody_looks(monkeypatch: pyte
     assert asked == [plan.budget_bytes]
     assert plan.baseline_s < plan.lower_bound_s <= plan.predicted_s
     assert plan.memory.count
-    assert call.plan is plan
+    assert is_as(call.plan, plan)
     assert len(asked) == 1
 
 
@@ -193,23 +199,23 @@ def test_steps_that_wait_are_counted_until_their_backward():
     cleared(call)
     alone = call.plan
     first = loss_of(call(batch(1)))
-    assert call.plan is alone
+    assert is_as(call.plan, alone)
     second = loss_of(call(batch(2)))
     one_waits = call.plan
     assert recomputes(call)
     assert beside(one_waits) >= alone.waiting_bytes > OUTPUT_BYTES
     del second
     again = loss_of(call(batch(2)))
-    assert call.plan is one_waits
+    assert is_as(call.plan, one_waits)
     (first + again).backward()
     call.zero_grad()
     back(call)
-    assert call.plan is alone
+    assert is_as(call.plan, alone)
     first = loss_of(call(batch(1)))
     first.backward(retain_graph=True)  # it may go back again, and holds all
     call.zero_grad()
     call(batch(2))
-    assert call.plan is one_waits
+    assert is_as(call.plan, one_waits)
 
 
 def test_results_that_are_held_are_counted_until_they_are_dropped():
@@ -228,7 +234,7 @@ def test_results_that_are_held_are_counted_until_they_are_dropped():
     assert beside(call.plan) == OUTPUT_BYTES
     del view
     call(batch())
-    assert call.plan is alone
+    assert is_as(call.plan, alone)
 
 
 def test_gradients_that_were_asked_for_are_counted_while_they_are_held():
@@ -240,7 +246,7 @@ def test_gradients_that_were_asked_for_are_counted_while_they_are_held():
     assert beside(call.plan) == gradient_bytes(call)
     del kept
     call(batch())
-    assert call.plan is alone
+    assert is_as(call.plan, alone)
 
 
 LOOPS: dict[str, Callable[[CompiledModule, int], None]] = {}
@@ -322,7 +328,7 @@ def test_there_are_only_so_many_plans(monkeypatch: pytest.MonkeyPatch):
         seen.append(call.plan)
         call.zero_grad()
         call(batch())
-        assert call.plan is alone
+        assert is_as(call.plan, alone)
         assert len(call.plans) <= 4
     assert len(set(map(id, seen))) == 8
     assert {*map(id, call.plans)} == {*map(id, [alone, *seen[-3:]])}
