@@ -327,6 +327,16 @@ class StepCompiler:
                 own.planner.bind(self.peers)
         return family
 
+    def _caller(self) -> Caller:
+        """What is needed beside the graph that is captured now.
+
+        Loss and target are told for the first one; of a step of several nobody knows whose.
+        """
+        first = None
+        if self.families and not self.regions.several:
+            first = self.families[0].planner.step.caller.outputs_bytes
+        return replace(self.caller, resident=self.resident(), outputs_bytes=first)
+
     def _first_step(self) -> bool:
         """Whether what is captured is part of a step that all processes run."""
         return not self.families or (self.regions.several and self.regions.steps < 2)
@@ -345,7 +355,7 @@ class StepCompiler:
                 forward_output_count=output_count,
                 inputs=inputs,
                 budget=self.budget,
-                caller=replace(self.caller, resident=self.resident()),
+                caller=self._caller(),
                 progress=self.progress,
                 places=_places(inputs, self.arguments()),
                 host=self.host,

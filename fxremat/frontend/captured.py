@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -247,6 +246,8 @@ class CapturedStep:
             base = self._graphs[0].base
         else:
             base = self._around(measured.line.joint, graph.real, self.caller)
+            if self.caller.outputs_bytes is None:
+                self.caller = replace(self.caller, outputs_bytes=base.tangent_bytes)
         if self._peers is not None:
             measured, base = self._agreed(self._peers, graph, measured, base, new=costs is None)
         self._graphs.append(Costed(graph, measured, base))
@@ -333,19 +334,7 @@ class CapturedStep:
         if run and self._target is None:
             costs = with_workspaces(costs, graph.line, values, cost_cache())
         measured = costed.measured.at(costs)
-        joint, caller = measured.line.joint, self.caller
-        if caller.loss_bytes is not None:  # as the outputs that it is computed from
-            table, first = joint.storages, costed.base.tangent_bytes
-            share = table.total(table.of(joint.tangents)) / first if first else 1.0
-            sizes = caller.loss_bytes * share, caller.loss_small_bytes * share
-            loss_bytes, small_bytes = map(math.ceil, sizes)
-            caller = replace(
-                caller,
-                loss_bytes=loss_bytes,
-                loss_small_bytes=small_bytes,
-                target_bytes=tuple(math.ceil(n * share) for n in caller.target_bytes),
-            )
-        base = self._around(joint, {}, caller, values)
+        base = self._around(measured.line.joint, {}, self.caller, values)
         base = replace(base, given_bytes=base.given_bytes + self._more_bytes)
         return Costed(replace(graph, line=measured.line), measured, base)
 

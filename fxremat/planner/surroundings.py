@@ -69,6 +69,8 @@ class Caller:
         in_flight: so many steps may wait for their backward.
         loss_bytes: measured peak of the loss outside the model, None if unknown.
         target_bytes: of each storage that the loss compares the outputs with, held throughout.
+        outputs_bytes: gradients of the outputs for which loss and target are told: others take in
+            proportion to theirs. ``None``: those of the graph that is planned first.
         loss_small_bytes: the most of it that was in small blocks.
         resident: tensors that the step holds whether its graph reads them or not: the
             model's parameters and buffers, the arguments of the call.
@@ -83,6 +85,7 @@ class Caller:
     loss_bytes: int | None = None
     loss_small_bytes: int = 0
     target_bytes: tuple[int, ...] = ()
+    outputs_bytes: int | None = None
     resident: tuple[torch.Tensor, ...] = ()
     budget_on: Counted = "allocated"
     library_bytes: int | None = None
@@ -90,6 +93,19 @@ class Caller:
     def library_bytes_on(self, device: torch.device) -> int:
         """What libraries hold on a device."""
         return library_workspaces(device) if self.library_bytes is None else self.library_bytes
+
+    def of_outputs(self, outputs_bytes: int) -> Caller:
+        """What is needed where the gradients of the outputs take so many bytes."""
+        if not self.outputs_bytes or outputs_bytes == self.outputs_bytes:
+            return self
+        share = outputs_bytes / self.outputs_bytes
+        return replace(
+            self,
+            loss_bytes=None if self.loss_bytes is None else math.ceil(self.loss_bytes * share),
+            loss_small_bytes=math.ceil(self.loss_small_bytes * share),
+            target_bytes=tuple(math.ceil(nbytes * share) for nbytes in self.target_bytes),
+            outputs_bytes=outputs_bytes,
+        )
 
 
 def surroundings_of(
@@ -110,6 +126,7 @@ def surroundings_of(
     sizes = joint.sizes.named(joint.sizes.hints if values is None else values)
     table = joint.storages
     tangents = _each(table, table.of(joint.tangents))
+    caller = caller.of_outputs(sum(tangents))
     loss_bytes = caller.loss_bytes
     if loss_bytes is None:
         loss_bytes = sum(_unknown_loss_bytes(node, sizes) for node in joint.tangents)

@@ -1,9 +1,12 @@
 """Optimizer state and the loss outside the model, found by trial."""
 
+import warnings
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import fxremat
 from fxremat.frontend import surplus
 from fxremat.frontend.outputs import Unused
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
@@ -119,3 +122,23 @@ def test_outputs_that_a_loss_does_not_use():
     found = needs_of_loss(lambda values: values["loss"], outputs)
     assert found.unused == Unused((1,), count=3)
     assert found.nbytes < 64
+
+
+def test_a_larger_batch_has_a_larger_loss_and_target():
+    """Another size is another capture, with symbols: what was told is of the sample."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def costly(outputs: Tensor, target: Tensor) -> Tensor:
+        return ((outputs - target).unsqueeze(0) * torch.ones(20, 1, 1)).square().sum()
+
+    small, large = ((torch.randn(n, 16), torch.randn(n, 16)) for n in (8, 256))
+    compiled = fxremat.compile(model, small[0], "min", loss=costly, target=small[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        for x, target in (small, *[large] * 5):
+            costly(compiled(x), target).backward()
+            compiled.zero_grad()
+    x, target = large
+    step = fxremat.measure_step(model, lambda: costly(compiled(x), target).backward())
+    assert step.peak_bytes <= compiled.plan.budget_bytes
