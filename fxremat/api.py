@@ -147,13 +147,14 @@ def compile(
         PlanError: ``plan`` cannot be read, or is one of another step.
         ArgumentError: another argument cannot be read, ``loss`` returns no scalar, or
             ``optimizer`` is of another model.
-        SampleError: the model rejects the sample, or it is on another device.
+        SampleError: the sample is of another kind, or on another device than the model.
         NoGradientError: nothing requires a gradient.
         CaptureError: the model breaks the graph where that is refused, or with ``offload`` or
             ``plan``; or a CUDA graph is being captured.
         CostError: an operation cannot be measured.
         HostMemoryError: the host memory that the plan takes cannot be had.
         RankError: processes do not agree, or one of them does not come in time.
+        Exception: what the model itself raises at the sample, as it is.
     """
     with Peers.told_of_refusals(model, ranks):
         cuda_graph.refuse_planning()

@@ -87,7 +87,12 @@ class SizesError(CaptureError):
 
 
 class SampleError(FxrematError):
-    """The sample cannot be passed to the model: wrong kind, shape or device."""
+    """The sample is no call of the model: no tensor, tuple, dict or ``Sample``, or tensors on
+    another device than the model.
+
+    What the model itself raises at a sample, such as of a shape it does not take, is raised as it
+    is, with a note of the shapes it was called with.
+    """
 
 
 class NoGradientError(FxrematError):

@@ -105,10 +105,63 @@ def test_a_budget_below_the_least_feasible_one_names_it():
     refuse(fxremat.BudgetError, lambda: fxremat.compile(model, X, least - 1), model)
 
 
-def test_samples_that_the_model_rejects():
+class TooLongError(LookupError):
+    """A model's own."""
+
+
+class Table(nn.Module):
+    """Has room for 24 positions, and refuses more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(24, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > len(self.table):
+            try:
+                raise IndexError("no such row")
+            except IndexError as error:
+                raise TooLongError(f"{x.shape[1]} positions") from error
+        return torch.relu(x + self.table[: x.shape[1]])
+
+
+SAMPLED: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "compile": lambda model, x: fxremat.compile(model, x, "min"),
+    "compile, one graph": lambda model, x: fxremat.compile(model, x, "min", fullgraph=True),
+    "compile with a loss": lambda model, x: fxremat.compile(model, x, "min", loss=torch.sum),
+    "plan": lambda model, x: fxremat.plan(model, x, "min"),
+    "frontier": fxremat.frontier,
+    "max_batch": lambda model, x: fxremat.max_batch(model, x, "1 GiB"),
+    "estimate": fxremat.estimate,
+    "first call": lambda model, x: fxremat.compile(model, budget="min")(x),
+}
+
+
+@pytest.mark.parametrize("act", SAMPLED.values(), ids=SAMPLED)
+def test_what_the_model_raises_for_a_sample_is_raised_as_it_is(act: Any):
+    model = Table()
+    error = refuse(TooLongError, lambda: act(model, torch.zeros(4, 25, 8)), model, "25")
+    assert isinstance(error.__cause__, IndexError)
+    chain, context = [], error.__context__
+    while context is not None:
+        chain.append(type(context))
+        context = context.__context__
+    assert chain == [IndexError], "what led to it in the model, and nothing of ours"
+    layer = layers()
+    refuse(RuntimeError, lambda: act(layer, torch.zeros(16, 31)), layer, "31")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_an_error_of_the_model_has_a_note_of_the_sample():
     model = layers()
     wrong = torch.zeros(16, 31)
-    refuse(fxremat.SampleError, lambda: fxremat.compile(model, wrong, "min"), model, "(16, 31)")
+    error = refuse(RuntimeError, lambda: fxremat.compile(model, wrong, "min"), model)
+    (note,) = error.__notes__
+    assert "(16, 31)" in note and "Sequential" in note
+
+
+def test_samples_that_are_no_call():
+    model = layers()
     refuse(fxremat.SampleError, lambda: fxremat.compile(model, "text", "min"), model, "str")
     elsewhere = X.to("meta")
     refuse(fxremat.SampleError, lambda: fxremat.compile(model, elsewhere, "min"), model, "meta")

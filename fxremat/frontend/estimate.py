@@ -180,8 +180,8 @@ def plan_dry(
     """Capture a step and plan it, everything kept; model and sample are shells.
 
     Raises:
-        SampleError, CaptureError, GraphError, CostError, ArgumentError: as
-            :func:`fxremat.estimate` says.
+        CaptureError, GraphError, CostError, ArgumentError: as :func:`fxremat.estimate` says.
+        Exception: what the model itself raises.
     """
     inner = torch_compat.wrapped_by(model)
     outputs = call_without_data(inner, sample)

@@ -29,7 +29,7 @@ from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
 from fxremat.frontend.raised import let_go, shortened
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.refused import refused
-from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of, rejected
+from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import (
@@ -208,7 +208,11 @@ class Runner:
             try:
                 return self._whole(*args, **kwargs)
             except self._failures() as error:  # before anything has run
-                why = self._why_not_whole(error, Sample(args, kwargs))
+                failed = error
+            try:
+                why = self._why_not_whole(failed, Sample(args, kwargs))
+            finally:
+                del failed  # this frame is its own
             self.compiler.refuse_parts(str(why))
             self._hooks = hooks_of(self._inner)
             self._take_apart()
@@ -243,10 +247,8 @@ class Runner:
             raise error
         if torch_compat.may_be_the_models(cause):
             own = own_error(self._inner, call)
-            if own is not None and self.compiler.dry:
-                raise rejected(self.original, call, own) from own
             if own is not None:
-                raise own from None
+                raise own
         if self._must_be_whole and isinstance(error, torch_compat.capture_failures()):
             raise error
         why = cause if isinstance(cause, CaptureError) else refused(self._inner, cause)
@@ -327,7 +329,7 @@ class Runner:
         if isinstance(cause, CostError):  # what cannot be run alone may be what never can
             own = own_error(self._inner, call) or cause
         if own is not None:
-            own.__suppress_context__ = True
+            own.__suppress_context__ |= own is cause  # nothing that the model did
             return own
         data_dependent = isinstance(cause, torch_compat.data_dependent_errors())
         if cause is error or data_dependent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
 from fxremat.errors import NoGradientError, SampleError
+from fxremat.frontend.raised import let_go
 from fxremat.frontend.untouched import attributes_replaced, generators_restored
 
 
@@ -120,10 +122,10 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
     cannot enter; this call does it. Parameters and buffers are shells as well; what is one
     already stays.
 
-    Returns the outputs, as shells.
+    Returns the outputs, as shells; ``None`` where they cannot be known without data.
 
     Raises:
-        SampleError: the model rejects the sample.
+        Exception: what the model itself raises at the call, see :func:`own_error`.
     """
     mode = torch_compat.fake_mode_of(t for _, t in sample.tensors())
 
@@ -147,24 +149,24 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
     except torch_compat.data_dependent_errors():
         return None  # the capture tells where, and names the line
     except Exception as error:
-        if own_error(model, sample) is None:  # it does what cannot be done without data
-            return None
-        raise rejected(model, sample, error) from error
-
-
-def rejected(model: nn.Module, sample: Sample, error: Exception) -> SampleError:
-    """The error that tells of what ``model`` itself raises for a sample."""
-    shapes = ", ".join(f"{place} {tuple(t.shape)} {t.dtype}" for place, t in sample.tensors())
-    return SampleError(
-        f"{type(model).__name__} rejects the sample ({shapes}): {type(error).__name__}: {error}"
-    )
+        let_go(error)
+    own = own_error(model, sample)
+    if own is None:  # it does what cannot be done without data
+        return None
+    try:
+        let_go(own)
+        raise own
+    finally:
+        del own  # this frame is its own
 
 
 def own_error(model: nn.Module, call: Sample) -> Exception | None:
-    """What the model itself raises at a call; ``None``: nothing.
+    """What the model itself raises at a call, to be raised to the user as it is; ``None``: nothing.
 
     It is run on copies of the arguments and of all that it has, if it can be without gradients.
-    Where the memory for that is not there, nothing is known.
+    Where the memory for that is not there, nothing is known. A note names the call's tensors,
+    where Python has notes. Whoever raises it handles no other error, which would become its
+    context.
     """
 
     def copied(value: Any) -> Any:
@@ -190,4 +192,8 @@ def own_error(model: nn.Module, call: Sample) -> Exception | None:
             found = error
         else:
             return None
+    if found is not None and sys.version_info >= (3, 11):
+        given = places_of(call.args, call.kwargs)
+        shapes = ", ".join(f"{place} {tuple(t.shape)} {t.dtype}" for place, t in given)
+        found.add_note(f"raised by {type(model).__name__} itself, called with {shapes}")
     return found

@@ -384,7 +384,7 @@ def test_what_the_model_raises_is_raised_as_it_is():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         compiled(X[:, :5])
     assert all(torch.equal(t, before[name]) for name, t in compiled.state_dict().items())
-    with pytest.raises(fxremat.SampleError, match="KeyError"):
+    with pytest.raises(KeyError, match="seven"):
         fxremat.compile(model, X[:7], 1.0)
 
 
@@ -550,7 +550,7 @@ class Clamps(Net):
 
 def test_what_is_refused_is_not_changed():
     model = Clamps()
-    with pytest.raises(fxremat.SampleError, match="always"):
+    with pytest.raises(ValueError, match="always"):
         fxremat.compile(model, X, 1.0)
     assert torch.equal(model.norm.weight, torch.ones(32)) and torch.equal(
         model.scale, torch.ones(32)
