@@ -124,7 +124,10 @@ def test_wrong_arguments_exit_with_2(
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("failing", ("ZeroDivisionError: of the model itself",)), ("mismatched", ("Linear", "32"))],
+    [
+        ("failing", ("ZeroDivisionError: of the model itself",)),
+        ("mismatched", ("RuntimeError", "32")),
+    ],
 )
 def test_a_model_that_fails_exits_with_3(
     command: str, name: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
