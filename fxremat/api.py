@@ -12,7 +12,7 @@ from torch import nn
 
 from fxremat import torch_compat
 from fxremat.costs.devices import Device, read_device
-from fxremat.errors import ArgumentError, BudgetError
+from fxremat.errors import ArgumentError, BudgetError, SizesError
 from fxremat.frontend.arguments import (
     Arguments,
     Executor,
@@ -252,7 +252,15 @@ def max_batch(
     for name in sorted({"in_flight", "ranks"} & options.keys()):
         message = f"{name}= is not for max_batch, which knows of one step: leave it out"
         raise ArgumentError(message, argument=name, value=options[name])
-    made = compile(model, call, 1.0, dynamic=True, **_whole(options))
+    try:
+        made = compile(model, call, 1.0, dynamic=True, **_whole(options))
+    except SizesError as error:
+        raise SizesError(
+            error.found,
+            "max_batch captures all sizes at once, which this model does not let it: ask for the "
+            "plan of each size by itself, fxremat.plan(model, sample, budget) for a sample of that "
+            "size; it raises a BudgetError where the size does not fit",
+        ) from None
     (family,) = made._compiler.families
     (situation,) = family.plans
     found = Batching(

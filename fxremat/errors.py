@@ -77,13 +77,22 @@ class SizesError(CaptureError):
 
     Args:
         found: what does not follow the sizes.
+        remedy: what to do about it.
+
+    Attributes:
+        found: as given.
     """
 
-    def __init__(self, found: str) -> None:
+    def __init__(self, found: str, remedy: str | None = None) -> None:
         super().__init__(
-            f"{found}\nHave each size captured by itself: fxremat.compile(..., dynamic=False), or "
-            "torch.compile(..., dynamic=False) where you call that"
+            f"{found}\n"
+            + (
+                remedy
+                or "Have each size captured by itself: fxremat.compile(..., dynamic=False), or "
+                "torch.compile(..., dynamic=False) where you call that"
+            )
         )
+        self.found = found
 
 
 class SampleError(FxrematError):

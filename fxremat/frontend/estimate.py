@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from fxremat import torch_compat
 from fxremat.costs.devices import Device
-from fxremat.errors import BudgetError, CaptureError, FxrematError
+from fxremat.errors import BudgetError, CaptureError, FxrematError, SizesError
 from fxremat.frontend.arguments import Arguments, Optimizer
 from fxremat.frontend.attention import as_on_gpu
 from fxremat.frontend.batches import Batching, Dim, read_dims
@@ -308,7 +308,14 @@ def estimate_step(
         plan = _within(dry, asked)
         batches = None
         if dims and asked.budget is not None and asked.budget.nbytes is not None:
-            sized = plan_dry(model, shape, asked, shells, dynamic=True)
+            try:
+                sized = plan_dry(model, shape, asked, shells, dynamic=True)
+            except SizesError as error:
+                raise SizesError(
+                    error.found,
+                    "dim= captures all sizes at once, which this model does not let it: leave it "
+                    "out, and estimate a sample of each size by itself",
+                ) from None
             batching = Batching(
                 sized.planner.schedules,
                 asked.budget.nbytes,

@@ -236,3 +236,24 @@ def test_the_sample_keeps_the_marks_that_its_user_gave_it(own: tuple[int, ...]) 
         before = copy.deepcopy(vars(x))
         ask(x)
         assert vars(x) == before
+
+
+class Remainders(Net):
+    """Computes with a remainder of its batch, which follows no symbol."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return super().forward(x) * (0.5 * x.shape[0] % 1.7)
+
+
+def test_a_model_whose_sizes_cannot_follow_is_told_what_can_be_done() -> None:
+    model, (x, _) = Remainders(), sample()
+    with pytest.raises(fxremat.SizesError) as caught:
+        fxremat.max_batch(model, x, BUDGET)
+    assert "dynamic=" not in str(caught.value) and "fxremat.plan" in str(caught.value)
+    assert fxremat.plan(model, x, BUDGET).predicted_peak_bytes <= BUDGET
+    with pytest.raises(fxremat.BudgetError):
+        fxremat.plan(model, sample(300)[0], BUDGET)
+    with pytest.raises(fxremat.SizesError) as caught:
+        fxremat.estimate(model, x, budget=BUDGET, dim=0)
+    assert "dynamic=" not in str(caught.value) and "dim=" in str(caught.value)
+    assert fxremat.estimate(model, x, budget=BUDGET).plan is not None
