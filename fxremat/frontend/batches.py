@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fxremat.errors import ArgumentError, BudgetError
-from fxremat.frontend.dimensions import Dimension, resized
+from fxremat.frontend.dimensions import Dimension, Taken, resized, taken_sizes
 from fxremat.frontend.sample import Sample, call_without_data, places_of
 from fxremat.frontend.schedules import MOST_SIZE, Schedules
 from fxremat.planner.situation import Situation
@@ -201,18 +201,20 @@ class Batching:
         return BatchPoint(sizes, least, seconds + self.overhead_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
-        largest = self._largest(self.situation, group)
-        while largest and self._needs_others(self._at([group], [largest])):
-            largest -= 1
-        if not largest:
+        taken = self._taken(self.situation, group)
+        largest = self._largest(self.situation, group) or 0
+        while largest > 0 and self._needs_others(self._at([group], [largest])):
+            largest -= taken.step
+        if largest <= 0:
             raise self._nothing([group])
-        sizes = sorted({max(1, largest * (i + 1) // CURVE) for i in range(CURVE)} | {1})
+        sizes = sorted({taken.near(largest * i // CURVE) for i in range(CURVE + 1)})
         found = {size: self._point([group], (size,), run=size == largest) for size in sizes}
         for _ in range(CLOSER):
             known = sorted(found)
             best = known.index(min(known, key=lambda size: found[size].seconds_a_sample))
             near = known[max(0, best - 1) : best + 2]
-            for size in {(a + b) // 2 for a, b in itertools.pairwise(near)} - found.keys():
+            middles = {taken.near((a + b) // 2) for a, b in itertools.pairwise(near)}
+            for size in middles - found.keys():
                 found[size] = self._point([group], (size,), run=False)
         return [found[size] for size in sorted(found)]
 
@@ -223,14 +225,15 @@ class Batching:
     def _frontier(self, groups: Sequence[Sequence[Dimension]]) -> list[BatchPoint]:
         """For sizes of all but the first dimension the largest of the first."""
         first, *others = groups
-        smallest = self._at([first], [1])
+        smallest = self._at([first], [self._taken(self.situation, first).least])
         spread = []
         count = max(2, round(FRONTIER ** (1 / len(others))))
         for group in others:
             top = self._largest(smallest, group)
             if top is None:
                 raise self._nothing(groups)
-            spread.append(sorted({round(top ** ((i + 1) / count)) for i in range(count)}))
+            near = self._taken(smallest, group).near
+            spread.append(sorted({near(round(top ** ((i + 1) / count))) for i in range(count)}))
         points = []
         for sizes in itertools.product(*spread):
             largest = self._largest(self._at(others, sizes), first)
@@ -244,24 +247,37 @@ class Batching:
         def is_taken(size: int) -> bool:
             return self._is_taken(replace(situation, sizes=resized(situation.sizes, group, size)))
 
-        high = self.schedules.largest(situation, group, self.budget_bytes, most=self.most)
-        if high is None or is_taken(high):
-            return high
-        for size in range(high - 1, max(0, high - NEAR), -1):  # such as multiples of something
-            if is_taken(size):
-                return size
-        low = situation.sizes[group[0].symbol]
+        largest = self.schedules.largest(situation, group, self.budget_bytes, most=self.most)
+        if largest is None or is_taken(largest):
+            return largest
+        taken = self._taken(situation, group)
+        high = taken.count(largest)
+        for count in range(high - 1, max(0, high - NEAR), -1):  # such as multiples of something
+            if is_taken(taken[count - 1]):
+                return taken[count - 1]
+        low = taken.count(situation.sizes[group[0].symbol])
+        low = low if low < high else 0  # the sample itself need not fit
         while high - low > 1:  # such as what a table of positions has room for
             middle = (low + high) // 2
-            low, high = (middle, high) if is_taken(middle) else (low, middle)
-        return low
+            low, high = (middle, high) if is_taken(taken[middle - 1]) else (low, middle)
+        return taken[low - 1] if low else None
+
+    def _taken(self, situation: Situation, group: Sequence[Dimension]) -> Taken:
+        """Sizes for which the captured step holds, beside others for which it does."""
+        found = taken_sizes(self.schedules.step.sizes, situation.sizes, group)
+        assert found is not None
+        return found
 
     def _nothing(self, groups: Sequence[Sequence[Dimension]]) -> BudgetError:
-        situation = self._at(groups, [1] * len(groups))
+        situation, smallest = self.situation, []
+        for group in groups:
+            smallest.append(self._taken(situation, group).least)
+            situation = self._at(groups[: len(smallest)], smallest)
         least, budget = self.schedules.roughly(situation), self.budget_bytes
-        names = ", ".join(group[0].name for group in groups)
+        named = zip(groups, smallest, strict=True)
+        told = ", ".join(f"{group[0].name} is {size}" for group, size in named)
         return BudgetError(
-            f"no size fits {budget} bytes: where {names} is 1 the least feasible budget is {least} "
+            f"no size fits {budget} bytes: where {told} the least feasible budget is {least} "
             f"bytes ({format_bytes(least)}). Give at least that",
             least_budget_bytes=least,
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
 from torch import fx
 
+from fxremat import torch_compat
 from fxremat.passes.joint.sizes import Sizes, Values, layouts_of, number_at
 
 
@@ -85,3 +88,68 @@ def resized(values: Values, group: Iterable[Dimension], size: int) -> Values:
     """``values`` with ``size`` for the symbols of ``group``."""
     symbols = {dimension.symbol for dimension in group}
     return tuple(size if i in symbols else n for i, n in enumerate(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The sizes of some dimensions for which what was captured holds: multiples, and the like.
+
+    Attributes:
+        least: the smallest of them, at least 1.
+        step: from each to the next.
+    """
+
+    least: int
+    step: int
+
+    def __getitem__(self, index: int) -> int:
+        """The size at an index from 0."""
+        return self.least + index * self.step
+
+    def count(self, most: int) -> int:
+        """How many of them are at most ``most``."""
+        return max(0, (most - self.least) // self.step + 1)
+
+    def near(self, size: int) -> int:
+        """The largest of at most ``size``; the smallest where there is none."""
+        return self[max(0, self.count(size) - 1)]
+
+
+def taken_sizes(sizes: Sizes, values: Values, group: Sequence[Dimension]) -> Taken | None:
+    """The sizes of dimensions that follow each other for which a captured step holds.
+
+    Equalities that the capture found tell them: that a batch is even, where it is viewed as pairs.
+    One that holds at a single size, or at all from some size on, limits nothing here: sizes repeat.
+
+    Args:
+        sizes: of the step.
+        values: of all its symbols; those of ``group`` are varied.
+        group: the dimensions.
+
+    Returns ``None`` where there is none beside the other ``values``.
+    """
+    own = sizes.hints[group[0].symbol]
+    divisors = {n for zero in sizes.zeros for n in torch_compat.divisors_in(zero.expression)}
+    period = math.lcm(*divisors)
+    beyond = resized(sizes.hints, group, own + period)
+    zeros = [zero for zero in sizes.zeros if _are_zero(sizes, [zero], beyond)]
+
+    def holds(size: int) -> bool:
+        return _are_zero(sizes, zeros, resized(values, group, size))
+
+    now = values[group[0].symbol]
+    first = next((n for n in (now, own, *range(1, period + 1)) if holds(n)), None)
+    if first is None:
+        return None
+    step = period
+    for prime in sorted({p for n in divisors for p in sympy.factorint(n)}):
+        while step % prime == 0 and all(holds(first + i * step // prime) for i in range(1, prime)):
+            step //= prime
+    return Taken((first - 1) % step + 1, step)
+
+
+def _are_zero(sizes: Sizes, zeros: Sequence[int], values: Values) -> bool:
+    try:
+        return not sizes.formulas(zeros)(values).any()
+    except ZeroDivisionError:  # a quotient of a size by a smaller one's
+        return False

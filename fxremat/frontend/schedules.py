@@ -12,7 +12,7 @@ from fxremat.costs.bandwidth import know_link, link_key, measure_link
 from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import agreed_link
 from fxremat.frontend.captured import CapturedStep, Costed
-from fxremat.frontend.dimensions import Dimension, groups_of, resized
+from fxremat.frontend.dimensions import Dimension, groups_of, resized, taken_sizes
 from fxremat.frontend.largest import largest_fitting
 from fxremat.frontend.origin import key_of
 from fxremat.frontend.ranks import Peers
@@ -157,7 +157,9 @@ class Schedules:
     def largest(
         self, situation: Situation, group: Sequence[Dimension], budget_bytes: int, *, most: int
     ) -> int | None:
-        """The largest size of some dimensions that follow each other that fits.
+        """The largest size that fits, of some dimensions that follow each other.
+
+        Only sizes for which the captured step holds are tried, see :func:`taken_sizes`.
 
         Args:
             situation: what a call finds beside it.
@@ -165,28 +167,32 @@ class Schedules:
             budget_bytes: what must not be exceeded.
             most: the largest that is tried.
 
-        Returns ``None`` where not even 1 fits.
+        Returns ``None`` where not even the smallest fits.
         """
+        taken = taken_sizes(self.step.sizes, situation.sizes, group)
+        if taken is None:
+            return None
 
-        def at(size: int) -> Situation:
-            return replace(situation, sizes=resized(situation.sizes, group, size))
+        def at(count: int) -> Situation:
+            return replace(situation, sizes=resized(situation.sizes, group, taken[count - 1]))
 
         tried = False
 
-        def least_at(size: int) -> int:
+        def least_at(count: int) -> int:
             nonlocal tried
             # What needs least at the capture's size seldom does at one that fills the budget.
-            found = self.least_bytes(at(size), budget_bytes if tried else 0)
+            found = self.least_bytes(at(count), budget_bytes if tried else 0)
             tried = True
             return found
 
-        return largest_fitting(
-            lambda size: self.roughly(at(size)),
+        count = largest_fitting(
+            lambda count: self.roughly(at(count)),
             least_at,
-            first=situation.sizes[group[0].symbol],
+            first=taken.count(taken.near(situation.sizes[group[0].symbol])),
             budget_bytes=budget_bytes,
-            most=most,
+            most=taken.count(most),
         )
+        return None if count is None else taken[count - 1]
 
     def advised(
         self, error: BudgetError, situation: Situation, budget_bytes: int | None

@@ -136,6 +136,8 @@ from fxremat.torch_compat.storages import (
     storage_key,
 )
 from fxremat.torch_compat.symbols import (
+    divisors_in,
+    equalities_of,
     expression_of,
     has_symbols,
     python_text,
@@ -181,8 +183,10 @@ __all__ = [
     "decompositions",
     "delay_device",
     "differentiated_primals",
+    "divisors_in",
     "draws_random_numbers",
     "drop_failed_backward",
+    "equalities_of",
     "expression_of",
     "failure_cause",
     "fake_bytes_like",

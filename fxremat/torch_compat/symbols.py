@@ -43,6 +43,22 @@ def symbol_most(number: torch.SymInt, symbol: Any) -> int | None:
     return int(upper) if upper.is_Integer else None
 
 
+def equalities_of(number: torch.SymInt) -> list[Any]:
+    """Expressions that are 0 wherever what was captured with the symbols of ``number`` holds."""
+    import sympy  # noqa: PLC0415
+
+    guards = (guard.expr for guard in number.node.shape_env.guards)
+    return list(dict.fromkeys(g.lhs - g.rhs for g in guards if isinstance(g, sympy.Eq)))
+
+
+def divisors_in(expression: Any) -> set[int]:
+    """Whole numbers by which a sympy expression divides, for a quotient or a remainder."""
+    from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod  # noqa: PLC0415
+
+    found = (atom.args[1] for atom in expression.atoms(FloorDiv, Mod, PythonMod))
+    return {abs(int(divisor)) for divisor in found if divisor.is_Integer}
+
+
 def python_text(expression: Any) -> str:
     """A sympy expression of sizes as Python code."""
     from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415

@@ -257,3 +257,66 @@ def test_a_model_whose_sizes_cannot_follow_is_told_what_can_be_done() -> None:
         fxremat.estimate(model, x, budget=BUDGET, dim=0)
     assert "dynamic=" not in str(caught.value) and "dim=" in str(caught.value)
     assert fxremat.estimate(model, x, budget=BUDGET).plan is not None
+
+
+class Grouped(nn.Module):
+    """Views its batch as groups of some, which has other batches refused."""
+
+    def __init__(self, count: int, more: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.count, self.more = count, more
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.wide(x))
+        if self.more:
+            x = torch.cat([x, x[: self.more]])
+        return self.narrow(x.view(-1, self.count, 128)).sum(1)
+
+
+class Halves(Grouped):
+    """Adds the halves of its batch, with no view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.wide(x))
+        half = len(x) // 2
+        return self.narrow(x[:half] + x[half:])
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "more", "batch"),
+    [(Grouped, 2, 0, 6), (Grouped, 7, 1, 6), (Grouped, 6, 0, 12), (Halves, 2, 0, 6)],
+)
+def test_only_batches_that_the_model_takes_are_answered(
+    make: type[Grouped], count: int, more: int, batch: int
+) -> None:
+    model, budget = make(count, more), 1 << 20
+    found = fxremat.max_batch(model, torch.randn(batch, 64), budget)
+    assert all((point.size + more) % count == 0 for point in found.curve)
+    assert len(found.curve) > 4
+    largest = found.largest.size
+    call = fxremat.compile(model, torch.randn(largest, 64), budget, dynamic=False)
+    assert peak_bytes(model, call, (torch.randn(largest, 64),), torch.sum) <= budget
+    with pytest.raises(RuntimeError):
+        model(torch.randn(largest + 1, 64))
+    with pytest.raises(fxremat.BudgetError):
+        fxremat.plan(model, torch.randn(largest + count, 64), budget)
+
+
+def test_where_no_batch_fits_the_least_that_the_model_takes_is_told() -> None:
+    model = Grouped(6, 0)
+    with pytest.raises(fxremat.BudgetError) as caught:
+        fxremat.max_batch(model, torch.randn(12, 64), 1000)
+    assert "is 6" in str(caught.value)
+    least = caught.value.least_budget_bytes
+    assert fxremat.max_batch(model, torch.randn(12, 64), least).largest.size >= 6
+
+
+def test_the_largest_batch_that_an_error_names_is_one_that_the_model_takes() -> None:
+    model, budget = Grouped(2, 0), 1 << 20
+    compiled = fxremat.compile(model, torch.randn(6, 64), budget, dynamic=True)
+    with pytest.raises(fxremat.BudgetError) as caught:
+        compiled(torch.randn(100_000, 64))
+    (largest,) = caught.value.largest.values()
+    assert largest % 2 == 0
+    compiled(torch.randn(largest, 64)).sum().backward()

@@ -143,6 +143,7 @@ class _Settler:
     most: dict[str, int | None] = field(default_factory=dict)
     numbers: dict[Any, int] = field(default_factory=dict)
     storages: dict[int, Any] = field(default_factory=dict)
+    zeros: list[Any] = field(default_factory=list)
 
     def copy(self, node: fx.Node, graph: fx.Graph) -> None:
         """Add ``node`` to ``graph``, unless it only computes a size."""
@@ -229,6 +230,7 @@ class _Settler:
                 self.names[met] = symbol(name)
                 self.hints[name] = torch_compat.symbol_hint(number, met)
                 self.most[name] = torch_compat.symbol_most(number, met)
+        self.zeros = self.zeros or torch_compat.equalities_of(number)
         return Size(hint, expression.xreplace(self.names), self.hints)
 
     def _tensor(self, traced: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -265,4 +267,9 @@ class _Settler:
             tuple(self.hints.values()),
             tuple(found[n] for n in self.hints),
             tuple(self.most.values()),
+            tuple(
+                Size(0, zero.xreplace(self.names), self.hints)
+                for zero in self.zeros
+                if zero.free_symbols and zero.free_symbols <= self.names.keys()
+            ),
         )

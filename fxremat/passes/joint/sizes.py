@@ -204,12 +204,14 @@ class Sizes:
         hints: their values at the capture.
         sources: where each is read: a primal and its dimension, -1 where it is the number itself.
         most: the largest value of each for which the graph holds; ``None``: any.
+        zeros: numbers that are 0 at all sizes for which the graph holds, such as a remainder.
     """
 
     names: tuple[str, ...] = ()
     hints: Values = ()
     sources: tuple[tuple[int, int], ...] = ()
     most: tuple[int | None, ...] = ()
+    zeros: tuple[Size, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.names)
