@@ -135,7 +135,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """That of the installed package; a checkout that was never installed has none."""
+    """The version of the installed package; ``"0+unknown"`` for a checkout never installed."""
     metadata = importlib.import_module("importlib.metadata")
     try:
         return str(metadata.version("fxremat"))

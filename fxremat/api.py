@@ -187,19 +187,37 @@ def compile(
 
 
 def plan(model: nn.Module, sample: object, budget: Readable, **options: Any) -> Plan:
-    """The plan that :func:`compile` would follow, with the same arguments and errors.
+    """The plan that :func:`compile` would follow for a model that is captured as one graph.
 
-    There is one of a model that is captured whole: ``fullgraph`` is ``True``.
+    Args:
+        model: the module to train; it is not changed.
+        sample: arguments of one call, as for :func:`compile`.
+        budget: the most bytes that a step may have allocated, as for :func:`compile`.
+        **options: of :func:`compile`, but ``fullgraph`` and ``regions``.
+
+    Raises:
+        FxrematError: the errors of :func:`compile`; a ``CaptureError`` where the model breaks the
+            graph.
     """
     (found,) = compile(model, sample, budget, **_whole(options)).plans
     return found
 
 
 def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
-    """The least step time at every budget, with the arguments of :func:`compile` but that.
+    """The least step time at every budget, by recomputation alone.
 
-    It is that of recomputation alone; with ``offload`` as well, which changes none of it.
     All points come from the tables that one plan is made from: no solve a point.
+
+    Args:
+        model: the module to train; it is not changed.
+        sample: arguments of one call, as for :func:`compile`.
+        **options: of :func:`compile`, but ``budget``, ``fullgraph`` and ``regions``. ``offload``
+            changes nothing here.
+
+    Returns points of peak bytes and seconds of a step.
+
+    Raises:
+        FxrematError: the errors of :func:`compile`.
     """
     return plan(model, sample, 1.0, **options).frontier
 
@@ -217,7 +235,8 @@ def max_batch(
 
     The step is captured and measured once, at the sample, which need not fit itself. All else is
     computed; nothing is run of any other size but convolutions, alone, whose libraries must be
-    asked what memory they take.
+    asked what memory they take. Only sizes that the model takes are answered: even ones, say, where
+    it views its batch as pairs.
 
     Args:
         model: the module to train.
@@ -238,6 +257,7 @@ def max_batch(
         BudgetError: the budget is no number of bytes, or no size fits.
         ArgumentError: a dimension does not exist, does not vary or varies only with another of
             the same argument; an option cannot be read.
+        SizesError: the model computes something that cannot follow sizes that vary.
         SampleError, NoGradientError, CaptureError, CostError, HostMemoryError: as
             :func:`compile`.
     """

@@ -22,7 +22,7 @@ class BudgetError(FxrematError):
             ``None`` when the budget could not be read at all.
         largest: where sizes vary: for each dimension of an argument, named as
             ``args[0].shape[0]``, the largest size that fits while what does not follow it
-            stays as it is; none where not even 1 does.
+            stays as it is; none where not even the smallest does.
     """
 
     def __init__(

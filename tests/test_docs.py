@@ -113,3 +113,28 @@ def run(text: str, folder: Path, names: dict[str, Any]) -> None:
     file = folder / f"block{len(list(folder.iterdir()))}.py"
     file.write_text(text)
     exec(compile(text, str(file), "exec"), names)
+
+
+def described(name: str) -> list[tuple[str, str]]:
+    """A public name and what is public of it, each with its docstring."""
+    own = getattr(fxremat, name)
+    found = {name: own}
+    for base in own.__mro__ if isinstance(own, type) else ():
+        if base.__module__.startswith("fxremat"):
+            for attribute, value in vars(base).items():
+                value = value.fget if isinstance(value, property) else value
+                value = getattr(value, "__func__", value)
+                if not attribute.startswith("_") and inspect.isfunction(value):
+                    found[f"{name}.{attribute}"] = value
+    return [(place, inspect.getdoc(value) or "") for place, value in found.items()]
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_docstrings_can_be_read_alone(name: str) -> None:
+    """None begins with what another would have to have said, nor has an attribute that does."""
+    leans = r"(of|that of|those of|the same|the one|it|both|back|likewise|all such|such)\b"
+    for place, text in described(name):
+        assert text, place
+        first, *_ = text.splitlines()
+        assert not re.match(leans, first, flags=re.I), (place, first)
+        assert len(first.split()) > 3, (place, first)

@@ -41,18 +41,19 @@ TF32 = "tf32"
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device can do.
+    """Figures of a device, from which :func:`fxremat.estimate` tells seconds and bytes.
 
     Attributes:
-        name: of it.
+        name: the name that it is shown under.
         kind: torch's type of device, ``"cpu"`` or ``"cuda"``.
-        bytes_per_s: of its memory.
-        flops_per_s: by dtype, as ``"bfloat16"``, and ``"tf32"``; a product of a dtype that is
-            not listed is taken to be one of ``"float32"``.
-        launch_s: what an operation takes at least.
-        link_bytes_per_s: to host memory, in each direction.
-        memory_bytes: there is of it; ``None``: it is not known.
-        library_bytes: what libraries hold from their first call on.
+        bytes_per_s: bandwidth of its memory, in bytes a second.
+        flops_per_s: floating-point operations a second of matrix products, by dtype, as
+            ``"bfloat16"``, and ``"tf32"``; a product of a dtype that is not listed is taken to be
+            one of ``"float32"``.
+        launch_s: the least seconds that an operation takes.
+        link_bytes_per_s: bandwidth to host memory in each direction, in bytes a second.
+        memory_bytes: memory that the device has; ``None``: it is not known.
+        library_bytes: memory that libraries such as cuBLAS hold from their first call on.
 
     Raises:
         ArgumentError: a number is none, or not positive, or the kind is another.
@@ -93,7 +94,7 @@ class Device:
         return 1 / rates.get(dtype, rates["float32"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it into a file of JSON, which ``device=`` of ``fxremat.estimate`` takes.
+        """Write the figures into a file of JSON, which ``device=`` of ``fxremat.estimate`` takes.
 
         Raises:
             OSError: the file cannot be written.
@@ -102,7 +103,7 @@ class Device:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Device:
-        """The one that :meth:`save` wrote.
+        """Read the device from a file that :meth:`save` wrote.
 
         Raises:
             ArgumentError: the file cannot be read, or holds none.
@@ -115,7 +116,7 @@ class Device:
 
     @staticmethod
     def calibrated(device: str | torch.device = "cpu") -> Device:
-        """This machine's, measured in a few seconds.
+        """The figures of this machine's own device, measured in a few seconds.
 
         What cannot be measured so is taken from the table: the bandwidth of the link, and, on
         CUDA, the memory that libraries hold.

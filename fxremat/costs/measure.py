@@ -20,7 +20,7 @@ from fxremat import torch_compat
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """What a step took.
+    """Peak memory and time of a training step, as :func:`measure_step` finds them.
 
     Attributes:
         peak_bytes: most device memory allocated at any instant of the step, with all

@@ -80,9 +80,9 @@ class CompiledModule(nn.Module):
     eval mode and without gradients it is the model's. Hooks of the model run around it.
 
     Attributes:
-        plan: of the step that ran last (of the sample, before any step); of all its graphs, where
-            it is captured in several.
-        plans: of every situation met so far, in order.
+        plan: the plan of the step that ran last (of the sample, before any step); of all its
+            graphs, where it is captured in several.
+        plans: one plan for each situation met so far, in order.
     """
 
     __slots__ = ("_state",)

@@ -22,17 +22,22 @@ from fxremat.frontend.untouched import attributes_replaced, generators_restored
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Arguments of one call of the model: tensors, and flags, None and numbers as they are."""
+    """Arguments of one call of the model: tensors, and flags, None and numbers as they are.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments, by name.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(sample: object) -> Sample:
-        """A tensor, a tuple or list of arguments, a dict of keywords, or a :class:`Sample`.
+        """Read a tensor, a tuple or list of arguments, a dict of keywords, or a ``Sample``.
 
         Raises:
-            SampleError: anything else.
+            SampleError: it is of another kind.
         """
         match sample:
             case Sample():
@@ -56,12 +61,12 @@ class Sample:
         )
 
     def map(self, change: Callable[[Any], Any]) -> Sample:
-        """The same call with each of its leaves changed."""
+        """A sample with ``change`` of each tensor, number or other leaf in its place."""
         args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
         return Sample(args, kwargs)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, with its place in the call."""
+        """Every tensor of the sample with its place, named as ``sample[0]`` or ``sample['x']``."""
         leaves, _ = pytree.tree_flatten_with_path((self.args, self.kwargs))
         for path, leaf in leaves:
             if isinstance(leaf, torch.Tensor):

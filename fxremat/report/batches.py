@@ -14,12 +14,12 @@ WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class BatchPoint:
-    """A size that fits.
+    """One size of the batch that fits the budget; where several dimensions vary, one size of each.
 
     Attributes:
-        sizes: of each dimension that was asked for.
-        least_bytes: the least budget for it that is known.
-        predicted_s: seconds of a step within the budget.
+        sizes: the size of each dimension that was asked for, in that order.
+        least_bytes: the least budget, in bytes, within which a step of them was found to fit.
+        predicted_s: seconds of a step of these sizes within the budget, as predicted.
     """
 
     sizes: tuple[int, ...]
@@ -28,27 +28,27 @@ class BatchPoint:
 
     @property
     def size(self) -> int:
-        """Of the first dimension."""
+        """The size of the first dimension that was asked for."""
         return self.sizes[0]
 
     @property
     def count(self) -> int:
-        """Samples of a step; where several dimensions were asked for, their product."""
+        """Samples of one step: the size, or the product of all sizes where several vary."""
         return math.prod(self.sizes)
 
     @property
     def seconds_a_sample(self) -> float:
-        """Of a step's seconds, each one's share."""
+        """Predicted seconds of a step, divided by its samples."""
         return self.predicted_s / self.count
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Batches:
-    """Sizes that fit a budget.
+    """Sizes of a batch that fit a byte budget, as :func:`fxremat.max_batch` finds them.
 
     Attributes:
-        budget_bytes: the budget.
-        names: of the dimensions that were asked for, as ``args[0].shape[0]``.
+        budget_bytes: the budget, in bytes.
+        names: the dimensions that were asked for, named as ``args[0].shape[0]``.
         points: of one dimension, by ascending size, the largest that fits at the end. Of
             several, the frontier: by ascending sizes of all but the first, the largest of it.
     """
@@ -59,17 +59,17 @@ class Batches:
 
     @property
     def curve(self) -> tuple[BatchPoint, ...]:
-        """Least bytes and seconds a sample over the sizes: all points."""
+        """All points, to draw least bytes and seconds a sample over the sizes."""
         return self.points
 
     @property
     def largest(self) -> BatchPoint:
-        """That of the most samples."""
+        """The point with the most samples in a step."""
         return max(self.points, key=lambda point: point.count)
 
     @property
     def fastest(self) -> BatchPoint:
-        """That of the most samples a second."""
+        """The point with the most samples a second, as predicted."""
         return min(self.points, key=lambda point: point.seconds_a_sample)
 
     def __repr__(self) -> str:

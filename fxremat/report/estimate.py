@@ -52,7 +52,7 @@ class Estimate:
     Attributes:
         device: name of the device that it was estimated for.
         kept: the plan that keeps everything: its peak, its seconds, the frontier.
-        budget_bytes: what was asked for; ``None``: nothing was.
+        budget_bytes: the budget that was asked for; ``None``: none was.
         plan: the fastest within the budget; ``None``: there is none, or no budget.
         batches: the sizes of the batch that fit the budget; ``None``: none does, or nobody asked.
         workspace_bytes: part of every peak: set aside for what operations take of memory while
@@ -74,17 +74,17 @@ class Estimate:
 
     @property
     def least_budget_bytes(self) -> int:
-        """The least feasible budget."""
+        """The least feasible budget, in bytes."""
         return self.kept.least_budget_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """With everything kept."""
+        """Peak memory of the step with everything kept, in bytes."""
         return self.kept.baseline_peak_bytes
 
     @property
     def predicted_s(self) -> float:
-        """Of the step with everything kept."""
+        """Predicted seconds of the step with everything kept."""
         return self.kept.baseline_s
 
     @property
@@ -99,7 +99,7 @@ class Estimate:
         return limit is None or self.least_budget_bytes <= limit
 
     def facts(self) -> dict[str, Any]:
-        """All of it as what ``json`` can write: bytes and seconds."""
+        """All figures of the estimate as a dict that ``json`` can write: bytes and seconds."""
         plan = self.plan
         return {
             "device": self.device,
@@ -147,7 +147,7 @@ class Estimate:
         return f"<pre>{escape(repr(self))}</pre>"
 
     def lines(self) -> list[str]:
-        """What :meth:`show` prints."""
+        """The lines of text that :meth:`show` prints."""
         slowest_s = self.frontier.points[0].predicted_s
         rows = [
             ("everything kept", self.peak_bytes, _step(self.predicted_s)),
@@ -181,7 +181,7 @@ class Estimate:
         return told
 
     def show(self) -> str:
-        """Print it; returns what was printed."""
+        """Print the estimate as a table; returns the text that was printed."""
         text = "\n".join(self.lines())
         print(text)
         return text

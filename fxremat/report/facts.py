@@ -44,7 +44,7 @@ class Figures(Protocol):
 
     @property
     def counted_bytes(self) -> int:
-        """Of the predicted peak: what the budget is for."""
+        """The predicted peak in the bytes that the budget is for, allocated or reserved."""
 
     @property
     def measured_peak_bytes(self) -> int | None:
@@ -92,21 +92,21 @@ class PlanFacts:
         predicted_peak_bytes: the exact peak of the emitted graphs, with all that the
             promise counts (parameters, gradients, inputs, reserve, …), in blocks as the
             device's allocator hands them out.
-        predicted_reserved_bytes: what that allocator then has taken from the device.
-        predicted_held_bytes: the same peak as a sum of tensors and workspaces, whatever their
+        predicted_reserved_bytes: bytes that the allocator has taken from the device at most.
+        predicted_held_bytes: the predicted peak as a sum of tensors and workspaces, whatever their
             blocks are.
         predicted_s: seconds of a step, from the measured stages.
-        overhead_s: what of that, and of the other times, a step takes beside its calls,
-            nearly the same for all plans (0 on a GPU, whose host runs ahead).
-        baseline_peak_bytes, baseline_s: the same with nothing recomputed; the peak is of what
-            the budget is for, allocated or reserved.
+        overhead_s: seconds that a step takes beside its calls, part of all times here and nearly
+            the same for all plans (0 on a GPU, whose host runs ahead).
+        baseline_peak_bytes, baseline_s: peak and seconds of the step with nothing recomputed; the
+            peak in the bytes that the budget is for, allocated or reserved.
         lower_bound_s: no schedule of these stages within the budget takes less.
         local_search_s: seconds by which local search on exact evaluations beat the solvers.
-        host_bytes: of host memory, to which storages travel; the timeline says when.
+        host_bytes: bytes of host memory, to which storages travel; the timeline says when.
         schedule: the operations, in order.
         held_bytes: for each stage what it keeps from its first forward on beside what the
             schedule says, as found by local search.
-        timeline: when each runs, and the memory held meanwhile.
+        timeline: when each operation runs, and the memory held meanwhile.
         chain, costs: the stages and what they cost.
         frontier: the least time at every other budget, by recomputation alone.
         forward_code, backward_code: the emitted graphs as Python.
@@ -118,9 +118,9 @@ class PlanFacts:
             ``"reserved"`` ones.
         decision: what each stage keeps, and what travels; the schedule has the rest.
         origin: what the plan holds for; ``None`` for one that was not made of a model.
-        measured: what was measured of the graph; ``None`` likewise.
+        measured: what was measured of the graph; ``None`` for a plan that was not made of a model.
         beside: what the call that it was made for found beside what every call does, and bytes.
-        sizes: that it is for, by the names that they have in the code.
+        sizes: the sizes that the plan is for, by the names that they have in the code.
         waiting_bytes: what a step holds between its forward and its backward, without a loss.
         fused: units that Inductor compiled; none where operations run as torch runs them.
         memory: the tensors that it holds, instant by instant; empty for a plan that was not made
@@ -170,6 +170,6 @@ class PlanFacts:
 
     @property
     def counted_bytes(self) -> int:
-        """Of the predicted peak: what the budget is for."""
+        """The predicted peak in the bytes that the budget is for, allocated or reserved."""
         reserved = self.budget_on == "reserved"
         return self.predicted_reserved_bytes if reserved else self.predicted_peak_bytes

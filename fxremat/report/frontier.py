@@ -29,7 +29,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """All such plans, by recomputation alone: what transfers would gain is not in it.
+    """The least step time at every budget, by recomputation alone: no transfers are in it.
 
     Attributes:
         points: by ascending peak and descending time; the last one recomputes nothing.
@@ -39,12 +39,12 @@ class Frontier:
 
     @property
     def least_budget_bytes(self) -> int:
-        """The least feasible budget."""
+        """The least feasible budget, in bytes."""
         return self.points[0].peak_bytes
 
     @property
     def baseline(self) -> FrontierPoint:
-        """With everything kept."""
+        """The point of the step with everything kept: the highest peak, the least time."""
         return self.points[-1]
 
     def at(self, budget: int | str) -> FrontierPoint | None:
@@ -66,7 +66,7 @@ class Frontier:
         return within[-1] if within else None
 
     def delayed(self, seconds: float) -> Frontier:
-        """The same if every step took ``seconds`` more."""
+        """This frontier with ``seconds`` added to the time of every point."""
         return Frontier(tuple(replace(p, predicted_s=p.predicted_s + seconds) for p in self.points))
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:

@@ -47,15 +47,16 @@ class StepFacts:
     """A step that several captured graphs make, one after the other, under one byte budget.
 
     Attributes:
-        budget: as it was written.
-        budget_bytes: what that came to.
+        budget: the budget as it was written, such as ``"6 GiB"``.
+        budget_bytes: the budget in bytes.
         least_budget_bytes: the least peak of any plans together that were found.
         baseline_peak_bytes: the peak where every graph keeps everything.
-        predicted_peak_bytes: of these plans, with all that was seen beside them in steps that were
-            watched, in blocks as the device's allocator hands them out.
-        predicted_reserved_bytes: what that allocator then has taken from the device.
-        measured_peak_bytes: of the like step that was watched last; ``None``: none was.
-        there_bytes: what is there when the step begins, bytes that are left free included.
+        predicted_peak_bytes: the peak of these plans, with all that was seen beside them in steps
+            that were watched, in blocks as the device's allocator hands them out.
+        predicted_reserved_bytes: bytes that the allocator has taken from the device at most.
+        measured_peak_bytes: the peak of the latest step that followed these plans and was watched;
+            ``None``: none was.
+        there_bytes: bytes allocated when the step begins, and bytes that are left free.
         regions: calls of graphs, in the order of their forwards.
     """
 
@@ -71,18 +72,18 @@ class StepFacts:
 
     @property
     def budget_on(self) -> Counted:
-        """What all budgets are for: ``"allocated"`` bytes or ``"reserved"`` ones."""
+        """The bytes that all budgets are for: ``"allocated"`` or ``"reserved"`` ones."""
         return self.regions[0].plan.budget_on
 
     @property
     def counted_bytes(self) -> int:
-        """Of the predicted peak: what the budget is for."""
+        """The predicted peak in the bytes that the budget is for, allocated or reserved."""
         reserved = self.budget_on == "reserved"
         return self.predicted_reserved_bytes if reserved else self.predicted_peak_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, to which storages of all regions travel."""
+        """Bytes of host memory, to which storages of all regions travel."""
         return sum(row.plan.host_bytes for row in self.regions)
 
     @property
@@ -102,7 +103,7 @@ class StepFacts:
 
     @property
     def baseline_s(self) -> float:
-        """The same with nothing recomputed."""
+        """Predicted seconds of the step with nothing recomputed, between graphs included."""
         return sum(row.plan.baseline_s for row in self.regions) + (self.between_s or 0.0)
 
     @property

@@ -11,10 +11,10 @@ from fxremat.report.step_facts import StepFacts
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(StepFacts):
-    """Plans of a step's graphs, which share one byte budget: its facts, and what to do with them.
+    """The plan of a training step that runs several captured graphs within one byte budget.
 
-    A model that is captured in several graphs has one; where it is captured whole, a ``Plan``. What
-    both have is called alike.
+    A model that is captured in several graphs has a ``StepPlan``; one that is captured whole has a
+    ``Plan``. Attributes and methods that both classes have bear the same names.
     """
 
     def explain(self) -> str:
