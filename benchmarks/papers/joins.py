@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS, save, show
 from fxremat.ir import JoinProblem, Solved
-from fxremat.solvers.join.unit import UnitTable, equiv_chain, least_slots, unit_problem
+from tests.reference.join_units import UnitTable, equiv_chain, least_slots, unit_problem
 from tests.reference.simulate.join import check
 
 Point = dict[str, float]

@@ -21,8 +21,8 @@ from benchmarks.common import RESULTS, save, show
 from benchmarks.papers.networks import LINK_BYTES_PER_S, NAMES, Network, network
 from fxremat.ir import Infeasible, Link, Problem, Solution, Solved
 from fxremat.solvers.offload import conv, dp, greedy, vdnn
-from fxremat.solvers.offload.bounds import lower_bounds
 from fxremat.solvers.store_all import solve as store_all
+from tests.reference.offload_bounds import lower_bounds
 from tests.reference.simulate import check
 
 SOLVERS: dict[str, Callable[[Problem], Solution]] = {

@@ -13,8 +13,8 @@ from benchmarks.common import Spread, save, show
 from benchmarks.solver_speed.chains import heterogeneous
 from fxremat.ir import Link, Problem, Solved
 from fxremat.solvers.offload import dp
-from fxremat.solvers.offload.bounds import lower_bounds
 from fxremat.solvers.offload.line import line_of
+from tests.reference.offload_bounds import lower_bounds
 from tests.reference.simulate import check
 
 STAGES = 100

@@ -76,19 +76,6 @@ def solve(problem: Problem, *, slots: int = 500) -> Solution:
     return Solved(Schedule(ops), seconds_of(costs, ops))
 
 
-def forward_steps(count: int, checkpoints: int) -> int:
-    """Forwards of the optimum for ``count`` equal stages, those that tape among them.
-
-    Args:
-        count: stages, at least 1.
-        checkpoints: at least 1; boundary 0 is one of them.
-    """
-    repeats = _repeats(count, checkpoints)
-    if repeats == 0:
-        return count
-    return count + repeats * count - math.comb(checkpoints + repeats, repeats - 1)
-
-
 def _checkpoints(costs: Costs, numbers: Numbers, available_bytes: int) -> int | None:
     """How many checkpoints of a homogeneous chain fit beside what a backward needs.
 

@@ -19,7 +19,6 @@ from fxremat.planner.generators import chain_schedules
 from fxremat.planner.join import Branching, branchings_of, build_join, build_join_costs
 from fxremat.planner.joining import equivalent_schedules, in_graph_order, join_schedules
 from fxremat.planner.search import Search
-from fxremat.solvers.join.unit import least_slots
 from tests.harness import (
     Captured,
     capture,
@@ -34,6 +33,7 @@ from tests.harness import (
 )
 from tests.models.bits import assert_bitwise_equal
 from tests.passes.test_branches import JOINS, NESTED, Fused
+from tests.reference.join_units import least_slots
 from tests.reference.simulate.join import simulate
 from tests.unit_joins import (
     budget_bytes,

@@ -10,7 +10,6 @@ from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved, TimedOu
 from fxremat.solvers import cpsat
 from fxremat.solvers import join as solver
 from fxremat.solvers.cpsat.join import default_steps, solve
-from fxremat.solvers.join.unit import UnitTable, unit_problem
 from tests.examples import examples
 from tests.joins import (
     costed_joins,
@@ -23,6 +22,7 @@ from tests.joins import (
 )
 from tests.problems import early_recomputation, keep_all
 from tests.reference.brute import join as brute
+from tests.reference.join_units import UnitTable, unit_problem
 from tests.reference.simulate.join import check
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES
 

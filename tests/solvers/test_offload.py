@@ -25,7 +25,6 @@ from fxremat.ir import (
     Storage,
 )
 from fxremat.solvers.offload import conv, dp, greedy, vdnn
-from fxremat.solvers.offload.bounds import lower_bounds
 from fxremat.solvers.offload.line import activations, line_of
 from fxremat.solvers.offload.phases import plan
 from tests.examples import examples
@@ -42,6 +41,7 @@ from tests.offloads import (
     with_budget,
 )
 from tests.reference.brute.offload import Transfers, least_budget, shortest_s
+from tests.reference.offload_bounds import lower_bounds
 from tests.reference.simulate import check
 
 BYTE_SLOTS = 1 << 20

@@ -3,7 +3,7 @@
 Beaumont, Herrmann, Pallez, Shilova, "Optimal memory-aware backpropagation of deep join
 networks" (2019), section 4, *EQUIV-CHAIN*: stages of all branches that are equally far from
 the trunk form one stage of a chain, which an algorithm for chains then solves: revolve in
-the paper (see ``unit.equiv_chain``), ``rotor`` here. Branches may have any lengths: a
+the paper (see ``tests.reference.join_units``), ``rotor`` here. Branches may have any lengths: a
 shorter one waits with its input in memory until its turn comes.
 
 The members of a level run one after the other. Its peaks are bounds by the sum of what all
