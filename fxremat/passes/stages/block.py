@@ -44,7 +44,6 @@ class Block:
         reads: storages of the inputs.
         again: those of ``nodes`` that a backward recomputes, in the order of the forward: sums
             over them are the same in any process.
-        directly: what others of ``nodes`` read, from outside or inside.
         guests: those of ``nodes`` that are another stage's, and how they run.
         waits: those of ``nodes`` that wait for a collective of another moment, and what others may
             still read of this process until they are done.
@@ -58,7 +57,6 @@ class Block:
     outputs: tuple[fx.Node, ...]
     reads: frozenset[int]
     again: Set[fx.Node] = frozenset()
-    directly: frozenset[fx.Node] = frozenset()
     guests: Mapping[fx.Node, Mode] = field(default_factory=dict)
     waits: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     front: int = 0
@@ -100,12 +98,10 @@ class Block:
         )
         chosen = set(nodes)
         inputs = {n for node in nodes for n in block.sources(node) if n not in chosen}
-        own = (node for node in nodes if node not in block.again and node not in line.views)
         return replace(
             block,
             inputs=tuple(sorted(inputs, key=line.rank)),
             reads=line.joint.storages.of(inputs),
-            directly=frozenset(n for node in own for n in block.sources(node)),
         )
 
     def mode_of(self, node: fx.Node) -> Mode:
