@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
@@ -30,6 +31,7 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.decision import Tensors
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import Generator
@@ -418,3 +420,10 @@ def search_quickly(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pool, "STARTS", 3)
     patch.setattr(pool, "CLOSER", 1)
     patch.setattr(bases, "AWAY", bases.AWAY[::4])
+
+
+def held_bits(evaluator: Evaluator, held: Tensors) -> bytes:
+    """``held`` as a candidate has it: a bit for each node."""
+    flags = np.zeros(evaluator.step.at.nodes, dtype=np.uint8)
+    flags[[evaluator.step.number[node] for nodes in held.values() for node in nodes]] = 1
+    return np.packbits(flags).tobytes()

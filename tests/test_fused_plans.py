@@ -12,6 +12,7 @@ from tests.harness import (
     Captured,
     ask_input_gradients,
     capture,
+    held_bits,
     keep_all_ran,
     measured_peak_bytes,
     run_emitted,
@@ -49,7 +50,7 @@ def check(name: str, seeds: range) -> None:
     assert measured_peak_bytes(step, step.program(everything)) == kept_bytes
     for seed in seeds:
         codes, held = random_decision(step, seed)
-        candidate = evaluator.candidate(codes, evaluator.held_bits(held))
+        candidate = evaluator.candidate(codes, held_bits(evaluator, held))
         program = evaluator.program(candidate)
         assert_bitwise_equal(run_emitted(step, program), expected)
         # Less where a unit runs again beside a result of it that is held: there are two then, and

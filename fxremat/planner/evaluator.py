@@ -197,12 +197,6 @@ class Evaluator:
             self.line, found.schedule, self.blocks, found.missing, found.held, handed
         )
 
-    def held_bits(self, held: Tensors) -> bytes:
-        """``held`` with a bit for each node."""
-        flags = np.zeros(self.step.at.nodes, dtype=np.uint8)
-        flags[[self.step.number[node] for nodes in held.values() for node in nodes]] = 1
-        return np.packbits(flags).tobytes()
-
     def _held(self, candidate: Candidate) -> Tensors:
         found: dict[int, list[int]] = {}
         for i in np.flatnonzero(self._flags(candidate.held)).tolist():

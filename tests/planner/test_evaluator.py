@@ -13,7 +13,7 @@ from fxremat.ir.coded import coded
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.stages.block import Mode
 from fxremat.planner.evaluator import Evaluator
-from tests.harness import captured, measured_peak_bytes, periodic
+from tests.harness import captured, held_bits, measured_peak_bytes, periodic
 
 
 def test_a_candidate_stands_for_its_decision():
@@ -24,7 +24,7 @@ def test_a_candidate_stands_for_its_decision():
     climbed = evaluator.climb(least)
     for candidate in (evaluator.keep_all(), least, climbed[len(climbed) // 2]):
         found = evaluator.decision(candidate)
-        held = evaluator.held_bits(found.held) if found.held else b""
+        held = held_bits(evaluator, found.held) if found.held else b""
         assert held == candidate.held
         assert coded(found.schedule).tolist() == candidate.codes.tolist()
         program = step.program(found.schedule, missing={**found.missing}, held={**found.held})

@@ -17,7 +17,15 @@ from fxremat.passes.emit.program import Program, keep_all
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.handed import handed_over, staying
 from fxremat.planner.pool import Candidate
-from tests.harness import Captured, bare, capture, captured, measured_peak_bytes, periodic
+from tests.harness import (
+    Captured,
+    bare,
+    capture,
+    captured,
+    held_bits,
+    measured_peak_bytes,
+    periodic,
+)
 from tests.models import ZOO
 from tests.models.zoo import seeded
 from tests.plain_sweep import sweep
@@ -140,7 +148,7 @@ def check(step: Captured, seed: int, added: frozenset[int]) -> None:
     """The evaluator, the sweep and the allocator agree."""
     evaluator = step.evaluator(replace(bare(step.joint), added=added))
     codes, held = random_decision(step, seed)
-    swept(evaluator, step, evaluator.candidate(codes, evaluator.held_bits(held)))
+    swept(evaluator, step, evaluator.candidate(codes, held_bits(evaluator, held)))
     nothing_held = evaluator.candidate(codes)
     program = swept(evaluator, step, nothing_held)
     handed = handed_over(step.line, evaluator.surroundings)
