@@ -15,7 +15,7 @@ import fxremat
 from fxremat.errors import TransferError
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.runtime import streams
-from fxremat.runtime.arena import Arena, lease_of
+from fxremat.runtime.arena import Arena, HostLimit, lease_of
 from tests.fake_streams import fake_device
 from tests.moving import CPU, bits, ops, there_and_back
 
@@ -132,7 +132,7 @@ def test_no_operation_of_a_step_works_in_a_child(late: str):
 
 
 def test_a_child_has_the_limit_for_itself_and_gives_back_what_it_takes():
-    arena = Arena.create(4096, device=CPU, host_limit_bytes=4096)
+    arena = Arena.create(4096, device=CPU, limit=HostLimit(4096))
     host = arena.open()
 
     def run() -> list[object]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.frontend.compiled import CompiledModule
-from fxremat.runtime.arena import Arena
+from fxremat.runtime.arena import Arena, HostLimit
 from tests.moving import CPU, bits, ops, there_and_back
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
@@ -113,7 +113,7 @@ def test_many_steps_are_interrupted():
 
 def test_an_interrupt_never_loses_host_memory():
     """At instants of lending alone, with one block and no more."""
-    arena = Arena.create(4096, device=CPU, host_limit_bytes=4096)
+    arena = Arena.create(4096, device=CPU, limit=HostLimit(4096))
     x = torch.randn(256)
     draw = random.Random(1)
 

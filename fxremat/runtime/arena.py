@@ -167,7 +167,6 @@ class Arena:
         *,
         device: torch.device | str,
         host_dir: str | os.PathLike[str] | None = None,
-        host_limit_bytes: int | None = None,
         limit: HostLimit | None = None,
     ) -> Arena:
         """Allocate ``nbytes`` of host memory for the steps of one compiled module.
@@ -178,8 +177,8 @@ class Arena:
             nbytes: what one step needs.
             device: from where tensors are moved.
             host_dir: folder of the file, by default the system's for temporary files.
-            host_limit_bytes: most bytes to allocate, for all steps that overlap together.
-            limit: in its place, one that other arenas keep to as well.
+            limit: the most host memory, which other arenas may keep to as well; ``None``: a limit
+                of its own that refuses nothing.
 
         Raises:
             HostMemoryError: the memory cannot be had, or is more than the limit.
@@ -188,7 +187,7 @@ class Arena:
         if nbytes <= 0:
             raise ValueError(f"an arena of {nbytes} bytes: must be at least 1")
         device = _supported(torch.device(device))
-        pool = _Pool(nbytes, device, folder_of(host_dir), limit or HostLimit(host_limit_bytes))
+        pool = _Pool(nbytes, device, folder_of(host_dir), limit or HostLimit())
         pool.limit.pools.add(pool)
         pool.grow()
         return Arena(pool)

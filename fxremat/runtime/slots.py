@@ -23,12 +23,12 @@ class Slots:
     total_bytes: int
 
 
-def slot_bytes(nbytes: int, *, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
+def slot_bytes(nbytes: int) -> int:
     """What a tensor of ``nbytes`` takes in host memory."""
-    return -(-nbytes // alignment_bytes) * alignment_bytes
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def assign_slots(sizes_bytes: Sequence[int], *, alignment_bytes: int = ALIGNMENT_BYTES) -> Slots:
+def assign_slots(sizes_bytes: Sequence[int]) -> Slots:
     """Place tensors of these sizes one after the other.
 
     Whatever travels is on the host at the turn, so no two tensors of a step can share a byte,
@@ -40,6 +40,5 @@ def assign_slots(sizes_bytes: Sequence[int], *, alignment_bytes: int = ALIGNMENT
     for index, nbytes in enumerate(sizes_bytes):
         if nbytes < 0:
             raise ValueError(f"size {index} is {nbytes} bytes: it must not be negative")
-    sizes = (slot_bytes(nbytes, alignment_bytes=alignment_bytes) for nbytes in sizes_bytes)
-    *offsets, total_bytes = accumulate(sizes, initial=0)
+    *offsets, total_bytes = accumulate(map(slot_bytes, sizes_bytes), initial=0)
     return Slots(tuple(offsets), total_bytes)

@@ -135,7 +135,7 @@ def test_a_lease_ends_with_the_last_tensor_on_it():
 
 
 def test_the_limit_counts_all_steps_that_overlap():
-    arena = Arena.create(8 * KIB, device=CPU, host_limit_bytes=20 * KIB)
+    arena = Arena.create(8 * KIB, device=CPU, limit=HostLimit(20 * KIB))
     held = [arena.open(), arena.open()]
     with pytest.raises(HostMemoryError, match=r"while 2 others .* 24.0 KiB .*host_limit=") as info:
         arena.open()
@@ -166,9 +166,9 @@ def test_arenas_of_a_module_keep_to_one_limit_together():
 def test_a_limit_below_the_need_is_an_error_when_made():
     message = r"needs 8.0 KiB \(8192 bytes\) .* host_limit= allows 8.0 KiB \(8191\)"
     with pytest.raises(HostMemoryError, match=message) as info:
-        Arena.create(8 * KIB, device=CPU, host_limit_bytes=8 * KIB - 1)
+        Arena.create(8 * KIB, device=CPU, limit=HostLimit(8 * KIB - 1))
     assert info.value.asked_bytes == 8 * KIB
-    Arena.create(8 * KIB, device=CPU, host_limit_bytes=8 * KIB)
+    Arena.create(8 * KIB, device=CPU, limit=HostLimit(8 * KIB))
 
 
 @pytest.mark.parametrize(
