@@ -29,7 +29,7 @@ from fxremat.ir import (
     Solved,
     Wait,
 )
-from fxremat.solvers.offload.answer import infeasible
+from fxremat.solvers.offload.emit import infeasible
 from fxremat.solvers.offload.line import Line, activations, line_of
 from fxremat.solvers.offload.phases import forward_phase, suffices, turned
 from fxremat.solvers.offload.vdnn import ratios

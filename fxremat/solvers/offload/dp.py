@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 
 from fxremat.ir import Problem, Solution
 from fxremat.solvers.numbers import Floats, Ints
-from fxremat.solvers.offload.answer import answer, infeasible
+from fxremat.solvers.offload.emit import answer, infeasible
 from fxremat.solvers.offload.greedy import eager
 from fxremat.solvers.offload.line import Line, line_of
 from fxremat.solvers.offload.phases import plan

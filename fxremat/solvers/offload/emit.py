@@ -1,11 +1,24 @@
-"""From the times of a plan to a schedule: a sequence that a no-wait replay runs as planned."""
+"""From what is offloaded to a solution: a schedule that a no-wait replay runs as planned."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from fxremat.ir import Backward, Forward, Free, Keep, Offload, Op, Prefetch, Schedule, Wait
+from fxremat.ir import (
+    Backward,
+    Forward,
+    Free,
+    Infeasible,
+    Keep,
+    Offload,
+    Op,
+    Prefetch,
+    Schedule,
+    Solved,
+    Wait,
+)
+from fxremat.solvers.offload import phases
 from fxremat.solvers.offload.line import Line, activations
 from fxremat.solvers.offload.phases import Plan, Transferred
 
@@ -13,6 +26,19 @@ _TOLERANCE = 2.0**-46
 """Relative to the makespan: times that are nearer than this are taken to be the same.
 
 What the link moves meanwhile has to stay below what a fluid replay takes for rounding."""
+
+
+def answer(line: Line, amounts: Sequence[float], *, whole: bool) -> Solved:
+    """The ordered no-wait schedule that offloads ``amounts``, which must be enough."""
+    planned = phases.plan(line, amounts, whole=whole)
+    assert planned is not None
+    return Solved(emit(line, planned), planned.makespan_s)
+
+
+def infeasible(line: Line) -> Infeasible | None:
+    """Whether no amount of offloading is enough."""
+    least = line.least_budget_bytes
+    return Infeasible(least) if line.budget < least else None
 
 
 def emit(line: Line, plan: Plan) -> Schedule:

@@ -15,7 +15,7 @@ what is on the host grows until the operation of the peak, and shrinks after it.
 from __future__ import annotations
 
 from fxremat.ir import Problem, Solution
-from fxremat.solvers.offload.answer import answer, infeasible
+from fxremat.solvers.offload.emit import answer, infeasible
 from fxremat.solvers.offload.line import Line, line_of
 
 

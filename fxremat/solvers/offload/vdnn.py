@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxremat.ir import Problem, Solution
-from fxremat.solvers.offload.answer import answer, infeasible
+from fxremat.solvers.offload.emit import answer, infeasible
 from fxremat.solvers.offload.line import Line, line_of
 from fxremat.solvers.offload.phases import plan
 
