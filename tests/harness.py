@@ -31,7 +31,7 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool
 from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.decision import Tensors
+from fxremat.planner.evaluation import Tensors
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import Generator

@@ -19,7 +19,7 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.decision import Tensors
+from fxremat.planner.evaluation import Tensors
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena

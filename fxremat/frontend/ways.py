@@ -21,8 +21,7 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.decision import Tensors
-from fxremat.planner.evaluation import Evaluation
+from fxremat.planner.evaluation import Evaluation, Tensors
 from fxremat.planner.overlap import may_overlap, overlap_within
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search, generators_of

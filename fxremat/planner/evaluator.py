@@ -17,8 +17,7 @@ from fxremat.passes.emit.program import Program, build_program, keep_all
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.decision import Decision, Tensors
-from fxremat.planner.evaluation import Evaluation, Life
+from fxremat.planner.evaluation import Decision, Evaluation, Life, Tensors
 from fxremat.planner.handed import handed_over
 from fxremat.planner.places import MODES, Flags, Floats, Ints
 from fxremat.planner.pool import Candidate

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from numba import njit
 
-from fxremat.planner.hashed import find, mixed
 from fxremat.planner.places import (
     AGAIN,
     BACK,
@@ -26,6 +25,8 @@ from fxremat.planner.places import (
     Floats,
     Ints,
     Packed,
+    find,
+    mixed,
 )
 
 MADE, NODES, INPUTS, DIRECT, READS, END, REBUILDS = range(7)

@@ -17,8 +17,7 @@ from fxremat.planner.extract import (
     READS,
     STAMP,
 )
-from fxremat.planner.hashed import find, mixed
-from fxremat.planner.places import AGAIN, COLUMNS, UNKNOWN, At, Ints
+from fxremat.planner.places import AGAIN, COLUMNS, UNKNOWN, At, Ints, find, mixed
 
 
 @njit(inline="always")

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import torch
 from torch import fx
 
 from fxremat.passes.emit.travel import Move
+from fxremat.passes.joint.graph import JointGraph
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.step import Step
 from fxremat.runtime.slots import slot_bytes
@@ -182,3 +184,21 @@ def moved(evaluation: Evaluation, moves: Sequence[Move]) -> Evaluation:
         held_bytes=tuple(map(operator.sub, evaluation.held_bytes, away)),
         turn_bytes=evaluation.turn_bytes - sum(m.nbytes for m in moves),
     )
+
+
+def conv_inputs(joint: JointGraph) -> frozenset[int]:
+    """Storages that a convolution or a pooling of the forward reads.
+
+    The policy of Hascoet et al., "Reducing the memory cost of training convolutional neural
+    networks by CPU offloading": they are large, and take long enough to be copied beside.
+    """
+    read = (n for node in joint.forward if _slides(node) for n in node.all_input_nodes)
+    return joint.storages.of(read)
+
+
+def _slides(node: fx.Node) -> bool:
+    """Whether ``node`` moves a window over its input."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = str(node.target)
+    return "conv" in name or "pool" in name

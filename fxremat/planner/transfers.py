@@ -23,8 +23,7 @@ from fxremat.planner import bases
 from fxremat.planner.allocations import Allocated
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.moves import Movable, moved
-from fxremat.planner.policy import conv_inputs
+from fxremat.planner.moves import Movable, conv_inputs, moved
 from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
 from fxremat.planner.timing import makespan_s, replay

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fxremat.ir.coded import coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.travel import Move
-from fxremat.planner.moves import Movable, moved
+from fxremat.planner.moves import Movable, conv_inputs, moved
 from tests.harness import captured, periodic, random_schedule
 
 NAMES = ("gpt", "resnet50", "unet")
@@ -125,3 +125,19 @@ def test_random_memory_is_kept_within_any_budget(data: st.DataObject):
     check_places(program, moves)
     assert moved(evaluation, moves).peak_bytes <= budget
     assert least <= 0 or found.moves(least - 1) is None
+
+
+def test_inputs_of_convolutions_and_poolings_travel():
+    joint = captured("resnet50").joint
+    table = joint.storages
+    expected = set()
+    for node in joint.forward:
+        if str(node.target).startswith(("aten.convolution", "aten.max_pool")):
+            expected |= table.of(node.all_input_nodes)
+    found = conv_inputs(joint)
+    assert found == expected
+    assert len(found - table.of(joint.given)) > 20
+
+
+def test_a_transformer_has_no_inputs_of_convolutions():
+    assert not conv_inputs(captured("gpt").joint)

@@ -17,8 +17,7 @@ from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.joint.storage import is_tensor
-from fxremat.planner.decision import Tensors
-from fxremat.planner.evaluation import Evaluation
+from fxremat.planner.evaluation import Evaluation, Tensors
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.extract import make_room
 from fxremat.planner.places import TABLE
