@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fxremat.ir import (
@@ -83,6 +83,38 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossCheck:
+    """A plan's seconds beside those of the fastest schedule that CP-SAT finds for its stages.
+
+    CP-SAT looks at memory-persistent schedules of the plan's chain within its budget, by the bytes
+    and seconds of ``plan.costs``. Those bytes are estimates of whole stages, while a plan is
+    evaluated operation by operation: a schedule that is found may not quite fit, and a plan may be
+    faster. So the gap says how far planner and solver are apart, not that such a plan exists.
+
+    Attributes:
+        plan_s: seconds of a step that follows the plan.
+        seconds: of a step by the schedule that was found; ``None``: there is none.
+        proven: whether CP-SAT proved that none of those schedules is faster.
+        why_not: why nothing was found; empty if something was.
+    """
+
+    plan_s: float
+    seconds: float | None = None
+    proven: bool = False
+    why_not: str = ""
+
+    @property
+    def gap(self) -> float | None:
+        """By what share of ``seconds`` the plan takes longer; negative where it is faster."""
+        return self.plan_s / self.seconds - 1 if self.seconds else None
+
+    def delayed(self, seconds: float) -> CrossCheck:
+        """The figures of a step that takes ``seconds`` more, whatever its schedule."""
+        found_s = None if self.seconds is None else self.seconds + seconds
+        return replace(self, plan_s=self.plan_s + seconds, seconds=found_s)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanFacts:
     """The schedule of a training step under a byte budget.
 
@@ -130,6 +162,7 @@ class PlanFacts:
         kept: the step with everything kept, for comparison; ``None`` where it is not known.
         measured_peak_bytes: the peak of the latest step that followed the plan and was watched,
             counted as ``predicted_held_bytes`` is; ``None``: none was.
+        cross_check: how far CP-SAT is from the plan; ``None`` where nobody asked for it.
     """
 
     budget_bytes: int
@@ -167,6 +200,7 @@ class PlanFacts:
     arguments: tuple[tuple[str, str], ...] = ()
     kept: Outline | None = field(default=None, repr=False)
     measured_peak_bytes: int | None = field(default=None, compare=False)
+    cross_check: CrossCheck | None = field(default=None, compare=False)
 
     @property
     def counted_bytes(self) -> int:

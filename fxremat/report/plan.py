@@ -31,6 +31,7 @@ class Plan(PlanFacts):
             baseline_s=self.baseline_s + more,
             lower_bound_s=self.lower_bound_s + more,
             frontier=self.frontier.delayed(more),
+            cross_check=self.cross_check and self.cross_check.delayed(more),
         )
 
     def explain(self) -> str:

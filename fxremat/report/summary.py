@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fxremat.ir import Copy, Free, Lane, Offload, Prefetch, Wait
-from fxremat.report.facts import Figures, PlanFacts
+from fxremat.report.facts import CrossCheck, Figures, PlanFacts
 from fxremat.report.stages import StageStory, tell_stages
 from fxremat.units import format_bytes, format_seconds
 
@@ -82,6 +82,8 @@ def summarize(plan: PlanFacts, stories: Sequence[StageStory]) -> Iterator[tuple[
         yield "of that beside", f"{exactly(nbytes)} for {what}"
     yield "predicted time", compared(plan)
     yield "lower bound", _bound(plan)
+    if plan.cross_check is not None:
+        yield "cross-check", _checked(plan.cross_check)
     if plan.arguments:
         yield "batch", batch_of(plan)
     if plan.host_bytes:
@@ -137,6 +139,16 @@ def _bound(plan: PlanFacts) -> str:
     if gained >= 0.0005:  # else it would say 0.0%
         text += f"; local search gained {gained:.1%}"
     return text
+
+
+def _checked(check: CrossCheck) -> str:
+    """What CP-SAT found, and how far the plan is from it."""
+    if check.seconds is None:
+        return f"none by CP-SAT: {check.why_not}"
+    known = "proven optimal by the stages' costs" if check.proven else "not proven optimal"
+    gap = check.gap or 0.0
+    far = "as fast" if abs(gap) < 0.0005 else f"{abs(gap):.1%} {'slower' if gap > 0 else 'faster'}"
+    return f"{format_seconds(check.seconds)} by CP-SAT, {known}: this plan is {far}"
 
 
 def _host(plan: PlanFacts) -> str:
