@@ -18,7 +18,7 @@ from fxremat.frontend.arguments import Arguments, Optimizer
 from fxremat.frontend.attention import as_on_gpu
 from fxremat.frontend.batches import Batching, Dim, read_dims
 from fxremat.frontend.budget import Budget
-from fxremat.frontend.losses import Compared, target_bytes
+from fxremat.frontend.losses import Compared, LossOfOutputs, own_loss, target_bytes
 from fxremat.frontend.outputs import Unused, forward_of
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.record import roles_of
@@ -33,7 +33,7 @@ from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
-from fxremat.report.estimate import Estimate
+from fxremat.report.estimate import Estimate, LossOf
 from fxremat.report.plan import Plan
 
 WHOLE = Budget(1.0, share=1.0)
@@ -341,7 +341,19 @@ def estimate_step(
         workspace_bytes=dry.planner.step.aside_bytes(dry.situation.sizes),
         library_bytes=asked.device.library_bytes,
         memory_bytes=asked.device.memory_bytes,
+        optimizer=_name_of(asked.options.optimizer),
+        loss=_loss_of(asked.options.loss),
     )
+
+
+def _name_of(optimizer: Optimizer | None) -> str | None:
+    if optimizer is None:
+        return None
+    return (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__
+
+
+def _loss_of(loss: LossOfOutputs | None) -> LossOf:
+    return "unknown" if loss is None else "own" if loss is own_loss else "told"
 
 
 def _within(dry: Dry, asked: Asked) -> Plan | None:

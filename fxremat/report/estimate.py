@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 from fxremat.report.batches import Batches
 from fxremat.report.frontier import Frontier
+from fxremat.report.memory import Kind
 from fxremat.report.plan import Plan
 from fxremat.units import Counted, format_bytes, format_seconds
+
+LossOf = Literal["own", "told", "unknown"]
+"""Which loss is counted: the model's own, that of ``loss=``, or one that nobody told of."""
+
+LIBRARIES, CACHE = "libraries", "cache of the allocator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,9 @@ class Estimate:
             they run, which no shape tells.
         library_bytes: part of every peak, too: what libraries hold from their first call on.
         memory_bytes: of the device; ``None``: it is not known.
+        optimizer: name of the class whose state is counted; ``None``: none was named, none is.
+        loss: ``"own"``: the model returns its loss; ``"told"``: what ``loss=`` takes is counted;
+            ``"unknown"``: nobody told, and as much is set aside as a cross entropy takes.
         verified: the plan as it was followed here; ``None``: nobody asked.
     """
 
@@ -70,6 +79,8 @@ class Estimate:
     workspace_bytes: int
     library_bytes: int
     memory_bytes: int | None
+    optimizer: str | None
+    loss: LossOf
     verified: Verified | None = None
 
     @property
@@ -98,6 +109,22 @@ class Estimate:
         limit = self.budget_bytes or self.memory_bytes
         return limit is None or self.least_budget_bytes <= limit
 
+    def at_peak(self, plan: Plan) -> dict[str, int]:
+        """Bytes at the peak of a plan, by what they are held for; their sum is the peak.
+
+        Args:
+            plan: ``kept`` or ``plan``.
+
+        Returns bytes by name, such as ``"parameters"``, ``"activations"`` or ``"workspaces"``;
+        ``"beside the step"`` is a loss's target, and tensors of the model that no graph reads.
+        """
+        found = {kind.value: nbytes for kind, nbytes in plan.memory.at_peak().items()}
+        found[Kind.OTHER.value] -= self.workspace_bytes + self.library_bytes
+        found[Kind.WORKSPACES.value] += self.workspace_bytes
+        found[LIBRARIES] = self.library_bytes
+        found[CACHE] = plan.counted_bytes - plan.predicted_peak_bytes
+        return found
+
     def facts(self) -> dict[str, Any]:
         """All figures of the estimate as a dict that ``json`` can write: bytes and seconds."""
         plan = self.plan
@@ -111,6 +138,12 @@ class Estimate:
             "predicted_s": self.predicted_s,
             "workspace_bytes": self.workspace_bytes,
             "library_bytes": self.library_bytes,
+            "optimizer": self.optimizer,
+            "loss": self.loss,
+            "at_peak": {
+                "kept": self.at_peak(self.kept),
+                "plan": self.plan and self.at_peak(self.plan),
+            },
             "frontier": [[p.peak_bytes, p.predicted_s] for p in self.frontier.points],
             "verified": self.verified
             and {
@@ -172,13 +205,33 @@ class Estimate:
                 f"{format_bytes(self.verified.plan.predicted_peak_bytes)} predicted, "
                 f"{format_bytes(self.verified.reserved_bytes)} reserved"
             )
-        told += [
-            f"of each peak {format_bytes(self.workspace_bytes)} are set aside for workspaces, "
-            "which no shape tells,",
-            f"and {format_bytes(self.library_bytes)} for what libraries hold; "
-            "seconds are by the device's figures: compare plans by them",
+        return [
+            *told,
+            *self._counted(),
+            "seconds, and what libraries hold, are by the device's figures: compare plans by them",
         ]
-        return told
+
+    def _counted(self) -> list[str]:
+        """A table of what is held at the peaks, and what was assumed of it."""
+        plans = [self.kept] if self.plan is None else [self.kept, self.plan]
+        heads = ("all kept", "the plan")[: len(plans)]
+        notes = {
+            Kind.OPTIMIZER.value: self.optimizer or "none was named: optimizer=, --optimizer AdamW",
+            Kind.LOSS.value: {
+                "own": "the model returns it",
+                "told": "as loss= takes",
+                "unknown": "as a cross entropy's: loss=, --loss",
+            }[self.loss],
+            Kind.WORKSPACES.value: "set aside: no shape tells" if self.workspace_bytes else "",
+        }
+        rows = [f"{'  at the peak':<26}" + "".join(f"{head:>12}" for head in heads)]
+        columns = [self.at_peak(plan) for plan in plans]
+        for what in columns[0]:
+            numbers = [column[what] for column in columns]
+            if any(numbers) or what == Kind.OPTIMIZER.value:
+                cells = "".join(f"{format_bytes(nbytes):>12}" for nbytes in numbers)
+                rows.append(f"    {what:<22}{cells}   {notes.get(what, '')}".rstrip())
+        return rows
 
     def show(self) -> str:
         """Print the estimate as a table; returns the text that was printed."""

@@ -134,3 +134,15 @@ class StepMemory:
     def peak_bytes(self) -> int:
         """Most bytes at any instant."""
         return max(self.held_bytes(), default=0)
+
+    def at_peak(self) -> dict[Kind, int]:
+        """Bytes of each kind at the first instant at which most is held."""
+        held = self.held_bytes()
+        found = dict.fromkeys(Kind, 0)
+        if held:
+            peak = held.index(max(held))
+            for life in self.lives:
+                if life.begin <= peak < life.end:
+                    tensor = self.tensors[life.tensor]
+                    found[tensor.kind] += tensor.nbytes
+        return found

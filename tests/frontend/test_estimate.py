@@ -260,6 +260,42 @@ def test_what_is_told_is_in_the_facts() -> None:
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
+@pytest.mark.parametrize("device", ["cpu", "H100"])
+@pytest.mark.parametrize("budget_on", ["allocated", "reserved"])
+def test_what_is_held_at_a_peak_adds_up_to_it(device: str, budget_on: str) -> None:
+    model = on_meta(deep)
+    parameters = sum(p.nbytes for p in model.parameters())
+    on = (device, budget_on)
+    more = {"optimizer": torch.optim.AdamW, "reserve": 1 << 20, "budget_on": budget_on}
+    found = fxremat.estimate(model, torch.empty(512, 64), device=device, budget="min", **more)
+    assert found.plan is not None
+    kept, least = found.at_peak(found.kept), found.at_peak(found.plan)
+    assert sum(kept.values()) == found.peak_bytes
+    assert sum(least.values()) == found.plan.counted_bytes
+    for peak in (kept, least):
+        assert all(nbytes >= 0 for nbytes in peak.values())
+        assert peak["reserve"] == 1 << 20
+        assert peak["workspaces"] == found.workspace_bytes
+        assert peak["libraries"] == found.library_bytes
+        assert peak["parameters"] >= parameters
+        assert peak["optimizer state"] >= 2 * parameters
+        assert (peak["cache of the allocator"] > 0) == (on == ("H100", "reserved"))
+    assert least["activations"] < kept["activations"]
+
+
+def test_what_was_assumed_is_told() -> None:
+    model, x = mlp(), torch.randn(32, 8)
+    bare = fxremat.estimate(model, x)
+    assert (bare.optimizer, bare.loss) == (None, "unknown")
+    assert "none was named" in repr(bare)
+    for optimizer in (torch.optim.AdamW, torch.optim.AdamW(model.parameters())):
+        told = fxremat.estimate(model, x, optimizer=optimizer, loss=torch.sum)
+        assert (told.optimizer, told.loss) == ("AdamW", "told")
+        assert "none was named" not in repr(told)
+    own = nn.Sequential(model, nn.Flatten(0), nn.Linear(256, 1))
+    assert fxremat.estimate(own, x, loss="own").loss == "own"
+
+
 class Breaking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * x.sum().item() if x.sum() > 0 else x
