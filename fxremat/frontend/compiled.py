@@ -22,6 +22,7 @@ from fxremat.errors import BudgetWarning, FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.losses import own_loss
 from fxremat.frontend.raised import shortened
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.runner import Runner
@@ -176,7 +177,10 @@ class CompiledModule(nn.Module):
         state = self._state
         asked, kept = self._of_copies()
         needs = state.runner.needs if state.runner is not None else state.needs
-        asked = replace(asked, loss=None)
+        if asked.loss not in (None, own_loss):
+            if state.runner is None:
+                warnings.warn(_unsaved_loss(state.original), BudgetWarning, stacklevel=2)
+            asked = replace(asked, loss=None)
         return _restored, (state.original, asked, kept, state.assigned, needs)
 
     def __copy__(self) -> CompiledModule:
@@ -195,6 +199,16 @@ class CompiledModule(nn.Module):
         if runner.compiler.regions.several:  # a plan is one region's
             return replace(asked, budget=runner.compiler.budget), None
         return replace(asked, budget=runner.compiler.budget, kept=None), self.plans[0]
+
+
+def _unsaved_loss(model: nn.Module) -> str:
+    name = type(model).__name__
+    return (
+        f"{name} is saved before its first training step, and without loss=, which may be of any "
+        "kind: what the loss takes is not known yet, and who loads the module plans as if nobody "
+        "had told of it. Save after a step, give compile a sample, or pass what was loaded to "
+        "fxremat.compile with loss="
+    )
 
 
 def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> CompiledModule:

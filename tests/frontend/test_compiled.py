@@ -242,11 +242,21 @@ def test_a_loss_of_any_kind_is_no_part_of_what_is_saved(copied, rows):
         assert other.plan == compiled.plan
 
 
-def test_what_was_never_planned_is_saved_without_its_loss():
+def test_what_was_never_planned_is_saved_without_its_loss_and_says_so():
     loss = {"loss": lambda out: out[0], "drop_unused": True}
     compiled = fxremat.compile(TwoOutputs(), budget="1 GiB", **loss)
-    assert saved(compiled)(X)[1] is not None
+    with pytest.warns(fxremat.BudgetWarning, match="TwoOutputs"):
+        loaded = saved(compiled)
+    assert loaded(X)[1] is not None
     assert copy.copy(compiled)(X)[1] is None
+    assert fxremat.compile(loaded, budget="1 GiB", **loss)(X)[1] is None
+
+
+def test_the_models_own_loss_is_saved_before_any_step():
+    compiled = fxremat.compile(TwoOutputs(), budget="1 GiB", loss="own", drop_unused=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        assert saved(compiled)(X)[1] is None
 
 
 def test_a_copy_of_another_step_is_planned_anew(pair):
