@@ -215,7 +215,11 @@ class Estimate:
         """A table of what is held at the peaks, and what was assumed of it."""
         plans = [self.kept] if self.plan is None else [self.kept, self.plan]
         heads = ("all kept", "the plan")[: len(plans)]
+        always = (Kind.GRADIENTS.value, Kind.OPTIMIZER.value)
         notes = {
+            Kind.GRADIENTS.value: (
+                f"{format_bytes(self.kept.memory.most_bytes(Kind.GRADIENTS))} at the most"
+            ),
             Kind.OPTIMIZER.value: self.optimizer or "none was named: optimizer=, --optimizer AdamW",
             Kind.LOSS.value: {
                 "own": "the model returns it",
@@ -228,7 +232,7 @@ class Estimate:
         columns = [self.at_peak(plan) for plan in plans]
         for what in columns[0]:
             numbers = [column[what] for column in columns]
-            if any(numbers) or what == Kind.OPTIMIZER.value:
+            if any(numbers) or what in always:
                 cells = "".join(f"{format_bytes(nbytes):>12}" for nbytes in numbers)
                 rows.append(f"    {what:<22}{cells}   {notes.get(what, '')}".rstrip())
         return rows

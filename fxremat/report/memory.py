@@ -135,6 +135,11 @@ class StepMemory:
         """Most bytes at any instant."""
         return max(self.held_bytes(), default=0)
 
+    def most_bytes(self, kind: Kind) -> int:
+        """Most bytes of one kind at any instant."""
+        own = tuple(life for life in self.lives if self.tensors[life.tensor].kind is kind)
+        return max(self.held_bytes(own), default=0)
+
     def at_peak(self) -> dict[Kind, int]:
         """Bytes of each kind at the first instant at which most is held."""
         held = self.held_bytes()

@@ -281,6 +281,9 @@ def test_what_is_held_at_a_peak_adds_up_to_it(device: str, budget_on: str) -> No
         assert peak["optimizer state"] >= 2 * parameters
         assert (peak["cache of the allocator"] > 0) == (on == ("H100", "reserved"))
     assert least["activations"] < kept["activations"]
+    made = found.kept.memory.most_bytes(Kind.GRADIENTS)
+    assert parameters <= made
+    assert made > kept["gradients"]  # the peak is before all of them are made
 
 
 def test_what_was_assumed_is_told() -> None:
