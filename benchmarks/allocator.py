@@ -26,8 +26,9 @@ from fxremat.planner.allocations import Allocated, Allocations, Requests, reques
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
+from fxremat.progress import silent
 from fxremat.units import format_bytes
-from tests.harness import capture, silent
+from tests.harness import capture
 from tests.models.reference import call_without_trace
 
 RULES = {

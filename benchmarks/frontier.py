@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 import fxremat
 from benchmarks.common import RESULTS, interleave, ratios, save, show
@@ -247,9 +246,9 @@ def main() -> None:
     executor = options.executor
     folder = "frontier" if executor == "eager" else "frontier-inductor"
     for name in options.models or (BLOCKS if executor == "eager" else FUSED):
-        points = tqdm(list(policies(name, executor)), desc=name, disable=None)
-        own = []
+        points, own = list(policies(name, executor)), []
         for policy in points:
+            print(f"{name}: point {len(own) + 1} of {len(points)}", flush=True)
             own.append(compare(name, policy, options.rounds, executor))
             save(f"{folder}/{name}", {"threads": options.threads, "points": own})
         if executor == "eager":

@@ -27,8 +27,9 @@ from fxremat.planner.generators import Generator, chain_schedules
 from fxremat.planner.joining import equivalent_schedules
 from fxremat.planner.pool import Candidate
 from fxremat.planner.search import GENERATORS, Search
+from fxremat.progress import silent
 from fxremat.units import format_bytes
-from tests.harness import Captured, capture, silent
+from tests.harness import Captured, capture
 
 MODELS = (
     "bench_siamese_resnet",

@@ -24,8 +24,9 @@ from fxremat.ir import RecordedCosts
 from fxremat.passes.joint.digest import digest
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Caller, surroundings_of
+from fxremat.progress import silent
 from fxremat.report.codec import decode, encode
-from tests.harness import Captured, capture, silent
+from tests.harness import Captured, capture
 from tests.models.zoo import ZooModel
 
 FOLDER = RESULTS / "quality"

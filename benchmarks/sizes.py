@@ -34,7 +34,8 @@ from fxremat.passes.stages.resize import resize
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Caller, surroundings_of
-from tests.harness import Captured, silent
+from fxremat.progress import silent
+from tests.harness import Captured
 from tests.sized import capture_sized, tensors_in
 
 MODELS = ("gpt16", "gpt16_dropout", "llama16")

@@ -34,6 +34,7 @@ from fxremat.frontend.surplus import check_optimizer
 from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.frontend.verified import check_verifiable, verified
 from fxremat.planner.search import DEFAULT_GENERATORS
+from fxremat.progress import shown
 from fxremat.report.batches import Batches
 from fxremat.report.estimate import Estimate
 from fxremat.report.frontier import Frontier
@@ -294,17 +295,17 @@ def max_batch(
         ) from None
     (family,) = made._compiler.families
     (situation,) = family.plans
-    found = Batching(
-        family.planner.schedules,
-        read.nbytes,
-        situation,
-        model,
-        call,
-        made.plans[0].overhead_s,
-        limit,
-    )
-    with generators_restored(), in_training(model), torch.enable_grad():
-        return found.over(asked)
+    with generators_restored(), in_training(model), torch.enable_grad(), shown() as progress:
+        return Batching(
+            family.planner.schedules,
+            read.nbytes,
+            situation,
+            model,
+            call,
+            made.plans[0].overhead_s,
+            limit,
+            progress,
+        ).over(asked)
 
 
 _NOT_ESTIMATED = {"dynamic", "plan", "executor", "fullgraph", "regions", "in_flight", "ranks"}
@@ -378,7 +379,8 @@ def estimate(
     )
     check_optimizer(asked.options.optimizer, model, call)
     with generators_restored():
-        found = estimate_step(model, call, asked, dim, limit)
+        with shown() as progress:
+            found = estimate_step(model, call, asked, dim, limit, progress)
         if not verify:
             return found
         inner = torch_compat.wrapped_by(model)

@@ -15,7 +15,7 @@ _LACKS = {
         logging.WARNING,
         "plans have no bound on their time, and what large stages keep is found by a heuristic",
     ),
-    "tqdm": (logging.INFO, "planning shows no progress"),
+    "rich": (logging.INFO, "progress is logged, and tables cannot be printed"),
 }
 """What is lost without a package, and how loudly that is said."""
 

@@ -37,6 +37,7 @@ from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import Generator
 from fxremat.planner.search import GENERATORS, Search
 from fxremat.planner.surroundings import Caller, Surroundings, surroundings_of
+from fxremat.progress import silent
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
 from tests.plain_sweep import Sweep, sweep
@@ -145,10 +146,6 @@ class Captured:
 
     def sweep(self, program: Program) -> Sweep:
         return sweep(program, self.footprints, bare(self.joint))
-
-
-def silent(_what: str, _done: int, _total: int) -> None:
-    """No progress."""
 
 
 def bare(joint: JointGraph) -> Surroundings:

@@ -22,7 +22,8 @@ from fxremat.passes.joint.sizes import Size, layouts_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
-from tests.harness import SEED, Captured, Made, Ran, bare, capture, silent
+from fxremat.progress import silent
+from tests.harness import SEED, Captured, Made, Ran, bare, capture
 from tests.models import ZOO
 from tests.plain_sweep import sweep
 

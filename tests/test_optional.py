@@ -67,7 +67,7 @@ try:
 except ImportError as error:
     text = str(error)
 logs = [(record.levelname, record.getMessage()) for record in records]
-loaded = sorted(name for name in ("ortools", "rich", "tqdm") if sys.modules.get(name))
+loaded = sorted(name for name in ("ortools", "rich") if sys.modules.get(name))
 print(json.dumps({"rows": rows, "text": text, "logs": logs, "loaded": loaded}))
 """
 
@@ -84,7 +84,7 @@ def trained(*hidden: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("hidden", [("ortools",), ("ortools", "rich", "tqdm")])
+@pytest.mark.parametrize("hidden", [("ortools",), ("ortools", "rich")])
 def test_a_model_trains_without(hidden: tuple[str, ...]):
     told = trained(*hidden)
     assert set(told["loaded"]).isdisjoint(hidden)
@@ -101,7 +101,7 @@ def test_a_model_trains_without(hidden: tuple[str, ...]):
 
 
 def test_importing_needs_none_of_them():
-    names = ("ortools", "rich", "tqdm", "matplotlib")
+    names = ("ortools", "rich", "matplotlib")
     code = HIDE.format(hidden=names) + "import fxremat\nfxremat.compile\nfxremat.TransferError"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -109,5 +109,5 @@ def test_importing_needs_none_of_them():
 def test_what_is_installed_is_found(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.DEBUG, logger="fxremat"):
         assert optional.find("ortools.linear_solver.pywraplp").__name__.endswith("pywraplp")
-        assert optional.find("tqdm") is sys.modules["tqdm"]
+        assert optional.find("rich") is sys.modules["rich"]
     assert not caplog.records

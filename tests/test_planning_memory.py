@@ -20,8 +20,9 @@ from fxremat.costs.cost import Measured, boundary_after, measure_line, stage_blo
 from fxremat.costs.measure import resident_bytes
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.planner.footprint import requests_of, run, steps_of
+from fxremat.progress import silent
 from fxremat.report.plan import Plan
-from tests.harness import captured, search_quickly, silent
+from tests.harness import captured, search_quickly
 from tests.models import ZOO
 
 _AllocationLog = torch_compat.AllocationLog

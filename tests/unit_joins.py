@@ -22,7 +22,8 @@ from fxremat.planner.generators import chain_schedules
 from fxremat.planner.joining import equivalent_schedules, join_schedules
 from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
-from tests.harness import Captured, bare, capture, silent
+from fxremat.progress import silent
+from tests.harness import Captured, bare, capture
 from tests.reference.join_units import UnitTable
 
 UNIT = 1 << 12

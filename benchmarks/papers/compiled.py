@@ -17,7 +17,8 @@ from benchmarks.steps import static_bytes
 from fxremat.ir import MeasuredLink
 from fxremat.planner.search import Search
 from fxremat.planner.transfers import HostMemory, Transfers
-from tests.harness import capture, silent
+from fxremat.progress import silent
+from tests.harness import capture
 from tests.models.zoo import ZooModel
 
 WAYS = ("recomputing", "moving", "both")

@@ -6,15 +6,18 @@ What is here needs no torch, which takes seconds to load: help is there at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import logging
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import fxremat
 from fxremat.errors import ArgumentError, BudgetError, FxrematError, PlanError
+from fxremat.progress import on_terminal, wanted
 
 FITS, TOO_LARGE, WRONG, FAILED = range(4)
 
@@ -32,13 +35,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run: Callable[[argparse.Namespace], int]
         run = getattr(importlib.import_module("fxremat.command.run"), asked.command)
-        return run(asked)
+        with _logged():
+            return run(asked)
     except BudgetError as error:
         return _told(asked, error, WRONG if error.least_budget_bytes is None else TOO_LARGE)
     except (ArgumentError, PlanError) as error:
         return _told(asked, error, WRONG)
     except Exception as error:
         return _told(asked, error, FAILED)
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """What the package logs is on the standard error output, where no bar is: nobody else has
+    asked for it.
+    """
+    if on_terminal() or not wanted():
+        yield
+        return
+    logger, handler = logging.getLogger("fxremat"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _told(asked: argparse.Namespace, error: Exception, code: int) -> int:

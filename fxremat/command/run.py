@@ -11,6 +11,7 @@ import torch
 from fxremat import api
 from fxremat.command import FITS, TOO_LARGE
 from fxremat.command.source import Step, refuse, step_of
+from fxremat.progress import shown
 from fxremat.report.estimate import Estimate
 from fxremat.report.plan import Plan
 
@@ -18,7 +19,7 @@ from fxremat.report.plan import Plan
 def estimate(asked: argparse.Namespace) -> int:
     """``fxremat estimate``; its exit code."""
     with torch.device("meta"):  # nothing is allocated
-        step = step_of(asked)
+        step = _loaded(asked)
     found = api.estimate(
         step.model,
         step.sample,
@@ -46,7 +47,7 @@ def _tell(asked: argparse.Namespace, found: Estimate) -> None:
 def plan(asked: argparse.Namespace) -> int:
     """``fxremat plan``; its exit code."""
     with _here(asked.device):
-        step = step_of(asked)
+        step = _loaded(asked)
     found = api.plan(step.model, step.sample, asked.budget, **_options(asked, step))
     if asked.save is not None:
         found.save(asked.save)
@@ -58,6 +59,13 @@ def report(asked: argparse.Namespace) -> int:
     """``fxremat report``; its exit code."""
     _print_plan(asked, Plan.load(asked.source))
     return FITS
+
+
+def _loaded(asked: argparse.Namespace) -> Step:
+    """The model and its sample; libraries that they need may take long to load."""
+    with shown() as progress:
+        progress("load")
+        return step_of(asked)
 
 
 def _here(written: str) -> torch.device:

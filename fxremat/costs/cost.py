@@ -30,9 +30,7 @@ from fxremat.passes.stages.block import Block, Mode, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.signature import Key
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is done, how much of it, and of how much."""
+from fxremat.progress import MEASURE, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +165,9 @@ def measure_line(
     stages = []
     with undisturbed(line.joint.device):
         for index in range(len(line.stages)):
-            progress("measuring", index, len(line.stages))
+            progress(MEASURE, index, len(line.stages))
             stages.append(walk.stage(index))
-        progress("measuring", len(line.stages), len(line.stages))
+        progress(MEASURE, len(line.stages), len(line.stages))
     return Measured.of(line, walk.costs(stages))
 
 

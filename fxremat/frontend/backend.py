@@ -13,7 +13,6 @@ from fxremat import torch_compat
 from fxremat.errors import ArgumentError, FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import StepCompiler
-from fxremat.frontend.captured import silent
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.frontend.losses import target_bytes
 from fxremat.frontend.runner import compiler_of
@@ -21,6 +20,7 @@ from fxremat.frontend.sample import Sample
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
 from fxremat.planner.surroundings import Caller
+from fxremat.progress import silent
 from fxremat.report.plan import Plan
 from fxremat.report.step_plan import StepPlan
 

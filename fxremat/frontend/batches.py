@@ -16,6 +16,7 @@ from fxremat.frontend.dimensions import Dimension, Taken, resized, taken_sizes
 from fxremat.frontend.sample import Sample, call_without_data, places_of
 from fxremat.frontend.schedules import MOST_SIZE, Schedules
 from fxremat.planner.situation import Situation
+from fxremat.progress import Progress
 from fxremat.report.batches import Batches, BatchPoint
 from fxremat.units import format_bytes
 
@@ -146,6 +147,7 @@ class Batching:
         sample: of the capture.
         overhead_s: what a step takes beside its calls.
         most: the largest size that is asked for.
+        progress: told how far the search for sizes has come.
     """
 
     schedules: Schedules
@@ -155,6 +157,7 @@ class Batching:
     sample: Sample
     overhead_s: float
     most: int
+    progress: Progress
 
     def over(self, asked: Sequence[Asked]) -> Batches:
         """The sizes that fit.
@@ -164,6 +167,7 @@ class Batching:
             ArgumentError: a dimension does not vary, or only with another of the same argument.
         """
         groups = [self._group(one) for one in asked]
+        self.progress("find the largest batch")
         points = self._curve(groups[0]) if len(groups) == 1 else self._frontier(groups)
         names = tuple(one.name for one in asked)
         return Batches(self.budget_bytes, names, tuple(points))
@@ -208,8 +212,12 @@ class Batching:
         if largest <= 0:
             raise self._nothing([group])
         sizes = sorted({taken.near(largest * i // CURVE) for i in range(CURVE + 1)})
-        found = {size: self._point([group], (size,), run=size == largest) for size in sizes}
-        for _ in range(CLOSER):
+        found: dict[int, BatchPoint] = {}
+        for size in sizes:
+            self.progress("predict batches", len(found), len(sizes) + CLOSER)
+            found[size] = self._point([group], (size,), run=size == largest)
+        for closer in range(CLOSER):
+            self.progress("predict batches", len(sizes) + closer, len(sizes) + CLOSER)
             known = sorted(found)
             best = known.index(min(known, key=lambda size: found[size].seconds_a_sample))
             near = known[max(0, best - 1) : best + 2]
@@ -235,7 +243,9 @@ class Batching:
             near = self._taken(smallest, group).near
             spread.append(sorted({near(round(top ** ((i + 1) / count))) for i in range(count)}))
         points = []
-        for sizes in itertools.product(*spread):
+        choices = list(itertools.product(*spread))
+        for done, sizes in enumerate(choices):
+            self.progress("predict batches", done, len(choices))
             largest = self._largest(self._at(others, sizes), first)
             if largest is not None:
                 points.append(self._point(groups, (largest, *sizes)))

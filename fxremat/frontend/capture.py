@@ -16,7 +16,6 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.costs.calls import call_s
-from fxremat.costs.cost import Progress
 from fxremat.errors import BackwardError, CaptureError, SizesError
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.family import Compiled, Family
@@ -30,6 +29,7 @@ from fxremat.frontend.told import NOT_CAPTURED
 from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.planner.surroundings import Caller, spread_gradient_bytes
 from fxremat.planner.transfers import HostMemory
+from fxremat.progress import Progress
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.levels import Watcher
@@ -164,6 +164,7 @@ class StepCompiler:
         if planned.rehearsal is None:
             self.overhead_s = planned.plan.overhead_s
         else:
+            self.progress("measure overhead")
             self.overhead_s = planned.rehearsal.overhead_s(call)
             planned.note_overhead(self.overhead_s)
         if self.peers is not None:

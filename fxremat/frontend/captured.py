@@ -13,7 +13,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.costs.cache import cost_cache
 from fxremat.costs.collectives import late_bytes, speeds_of, with_collectives
-from fxremat.costs.cost import Measured, Progress, measure_line
+from fxremat.costs.cost import Measured, measure_line
 from fxremat.costs.devices import Device
 from fxremat.costs.library import with_workspaces
 from fxremat.costs.roofline import aside_bytes, estimate_line
@@ -41,6 +41,7 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller, Surroundings, settled, surroundings_of
+from fxremat.progress import Progress, silent
 
 LOG = logging.getLogger("fxremat")
 
@@ -234,9 +235,9 @@ class CapturedStep:
         module = fuse(line, units)
         if self._target is None:
             for done, unit in enumerate(units):
-                self.progress("compiling", done, len(units))
+                self.progress("compile kernels", done, len(units))
                 unit.compile()
-            self.progress("compiling", len(units), len(units))
+            self.progress("compile kernels", len(units), len(units))
         return linearize(rebuilt(line.joint, module, mutated_primals=self._mutated))
 
     def take(self, graph: StepGraph, costs: RecordedCosts | None = None) -> None:
@@ -374,7 +375,3 @@ class CapturedStep:
         )
         self._store.put("costs", key, RecordedCosts, measured.costs)
         return measured
-
-
-def silent(_what: str, _done: int, _total: int) -> None:
-    """No progress: later plans are made inside a training step."""

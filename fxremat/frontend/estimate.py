@@ -33,6 +33,7 @@ from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.situation import Situation
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
+from fxremat.progress import CAPTURE, PLAN, Progress
 from fxremat.report.estimate import Estimate, LossOf
 from fxremat.report.plan import Plan
 
@@ -175,7 +176,13 @@ class Dry:
 
 
 def plan_dry(
-    model: nn.Module, sample: Sample, asked: Asked, shells: Shells, *, dynamic: bool
+    model: nn.Module,
+    sample: Sample,
+    asked: Asked,
+    shells: Shells,
+    progress: Progress,
+    *,
+    dynamic: bool,
 ) -> Dry:
     """Capture a step and plan it, everything kept; model and sample are shells.
 
@@ -183,6 +190,7 @@ def plan_dry(
         CaptureError, GraphError, CostError, ArgumentError: as :func:`fxremat.estimate` says.
         Exception: what the model itself raises.
     """
+    progress(CAPTURE)
     inner = torch_compat.wrapped_by(model)
     outputs = call_without_data(inner, sample)
     caller, unused = _caller(inner, sample, asked, shells, outputs)
@@ -202,7 +210,7 @@ def plan_dry(
         inputs={i: _placed(t, device) for i, t in captured.inputs.items()},
         budget=WHOLE,
         caller=caller,
-        progress=silent,
+        progress=progress,
         places=places,
         roles=roles_of(captured.inputs, torch_compat.tensors_of_module(inner), places),
         host=_host(asked),
@@ -292,24 +300,26 @@ def _optimizer_bytes(
     return tuple(allocated_bytes(n, device) for n in optimizer_bytes(optimizer, parameters))
 
 
-def silent(_what: str, _done: int, _total: int) -> None:
-    """No progress: nothing is measured, which takes the time."""
-
-
 def estimate_step(
-    model: nn.Module, sample: Sample, asked: Asked, dim: Dim | list[Dim] | None, most: int
+    model: nn.Module,
+    sample: Sample,
+    asked: Asked,
+    dim: Dim | list[Dim] | None,
+    most: int,
+    progress: Progress,
 ) -> Estimate:
     """All that :func:`fxremat.estimate` returns."""
     shells = Shells()
     dims = () if dim is None else read_dims(model, sample, dim)
     shape = sample.map(shells.of)
     with shells.inside(model), in_training(model), torch.enable_grad():
-        dry = plan_dry(model, shape, asked, shells, dynamic=False)
+        dry = plan_dry(model, shape, asked, shells, progress, dynamic=False)
+        progress(PLAN)
         plan = _within(dry, asked)
         batches = None
         if dims and asked.budget is not None and asked.budget.nbytes is not None:
             try:
-                sized = plan_dry(model, shape, asked, shells, dynamic=True)
+                sized = plan_dry(model, shape, asked, shells, progress, dynamic=True)
             except SizesError as error:
                 raise SizesError(
                     error.found,
@@ -324,6 +334,7 @@ def estimate_step(
                 shape,
                 asked.overhead_s,
                 most,
+                progress,
             )
             with contextlib.suppress(BudgetError):  # none fits
                 batches = batching.over(dims)

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.cost import Progress
 from fxremat.costs.devices import Device
 from fxremat.costs.overhead import Around, Rehearsal
 from fxremat.costs.synthetic import Synthesizer
@@ -35,6 +34,7 @@ from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.planner.situation import NO_LESSON, Lesson, Situation
 from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
+from fxremat.progress import WRITE, Progress
 from fxremat.report.memory import Kind
 from fxremat.report.plan import Plan
 from fxremat.units import format_bytes
@@ -441,6 +441,7 @@ class Planner:
             beside=situation.described(self.step.joint),
         )
         way, found = fastest(ways, resolved)
+        self.step.progress(WRITE)
         plan, emitted, complete = emit(
             way,
             found,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +14,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fxremat import optional, torch_compat
-from fxremat.costs.cost import Progress
+from fxremat import torch_compat
 from fxremat.costs.measure import device_of
 from fxremat.errors import CaptureError, CostError, FxrematError
 from fxremat.frontend.agreed import agreed_arguments
 from fxremat.frontend.apart import Apart
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import PlannedOnly, RefusedError, StepCompiler
-from fxremat.frontend.captured import silent
 from fxremat.frontend.entry import Backend, Entry
 from fxremat.frontend.losses import target_bytes
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
@@ -39,6 +37,7 @@ from fxremat.frontend.untouched import (
     in_training,
 )
 from fxremat.planner.surroundings import Caller, model_bytes
+from fxremat.progress import CAPTURE, Progress, shown, silent
 from fxremat.runtime import cuda_graph
 
 
@@ -142,7 +141,9 @@ class Runner:
             generators_restored(model, (call.args, call.kwargs)),
             in_training(model),
             torch.enable_grad(),
+            shown(here=peers is None or peers.leads) as progress,
         ):
+            progress(CAPTURE)
             needs = _needs_of_loss(torch_compat.wrapped_by(model), call, asked, needs)
             caller = Caller(
                 reserve_bytes=asked.reserve_bytes,
@@ -154,25 +155,24 @@ class Runner:
                 target_bytes=target_bytes(asked.loss, model, call, device_of(model)),
                 budget_on=asked.budget_on,
             )
-            with _progress() as progress:
-                compiler = compiler_of(asked, caller, progress, peers)
-                unused = needs.unused if needs else None
-                if unused is not None:
-                    unused = replace(unused, dropped=asked.drop_unused)
-                runner = Runner(
-                    model,
-                    compiler,
-                    unused,
-                    dynamic=asked.dynamic,
-                    whole=asked.fullgraph,
-                    regions=regions,
-                )
-                runner.needs = needs
-                try:
-                    runner._plan_only(call, hooked=hooked)
-                except BaseException:
-                    runner.release()  # it is in circles, and would hold the model
-                    raise
+            compiler = compiler_of(asked, caller, progress, peers)
+            unused = needs.unused if needs else None
+            if unused is not None:
+                unused = replace(unused, dropped=asked.drop_unused)
+            runner = Runner(
+                model,
+                compiler,
+                unused,
+                dynamic=asked.dynamic,
+                whole=asked.fullgraph,
+                regions=regions,
+            )
+            runner.needs = needs
+            try:
+                runner._plan_only(call, hooked=hooked)
+            except BaseException:
+                runner.release()  # it is in circles, and would hold the model
+                raise
             compiler.progress = silent
             # Other captures get the same bytes, also where the budget was a share or "min".
             if asked.kept is None and not compiler.regions.several:
@@ -465,20 +465,3 @@ def _resident(model: nn.Module, call: Sample) -> tuple[torch.Tensor, ...]:
     arguments = tree_leaves((call.args, call.kwargs))
     given = (value for value in arguments if isinstance(value, torch.Tensor))
     return (*torch_compat.tensors_of_module(model), *given)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, nothing elsewhere or without tqdm."""
-    found = optional.find("tqdm")
-    if found is None:
-        yield silent
-        return
-    with found.tqdm(disable=None, leave=False, unit="stage") as bar:
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.set_description_str(f"fxremat: {what}", refresh=False)
-            bar.total, bar.n = total, done
-            bar.refresh()
-
-        yield show

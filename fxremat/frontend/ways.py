@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from fxremat.costs.cost import Measured, Progress
+from fxremat.costs.cost import Measured
 from fxremat.frontend.emission import Graphs, record_decision, write_graphs
 from fxremat.frontend.record import describe_peak, record_memory
 from fxremat.ir import MeasuredLink, Origin, RecordedCosts
@@ -27,6 +27,7 @@ from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search, generators_of
 from fxremat.planner.surroundings import Surroundings
 from fxremat.planner.transfers import HostMemory, Moved, Sent, Transfers
+from fxremat.progress import Progress
 from fxremat.report.facts import Fused
 from fxremat.report.frontier import frontier_of
 from fxremat.report.memory import Kind, Outline, StepMemory

@@ -19,7 +19,6 @@ from functools import wraps
 
 import numpy as np
 
-from fxremat.costs.cost import Progress
 from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved, StageCosts
 from fxremat.ir.coded import ALL, BACKWARD, KINDS, Codes, coded
 from fxremat.passes.stages.linearize import Line
@@ -53,11 +52,11 @@ class Setting:
     kept: Evaluation
 
 
-Generator = Callable[[Setting, Progress], Iterator[Codes]]
+Generator = Callable[[Setting], Iterator[Codes]]
 """Gives schedules for budgets from the least to all that can be used."""
 
 
-def chain_schedules(setting: Setting, progress: Progress) -> Iterator[Codes]:
+def chain_schedules(setting: Setting) -> Iterator[Codes]:
     """Optimal persistent schedules of the line, by rotor."""
     # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers import store_all  # noqa: PLC0415
@@ -67,8 +66,7 @@ def chain_schedules(setting: Setting, progress: Progress) -> Iterator[Codes]:
     full_bytes = store_all.peak_bytes(chain, costs)
     least_bytes, least = least_budget(chain, costs)
     yield coded(least)
-    for done, ceiling in enumerate(ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
-        progress("solving", done, done + 1)
+    for ceiling in ceilings(full_bytes, least_bytes, costs.fixed_bytes):
         table = RotorTable.build(chain, costs, max_budget_bytes=ceiling, slots=SLOTS)
         yield from map(table.codes, table.distinct_budgets())
 
@@ -80,7 +78,7 @@ def solved_by(name: str) -> Generator:
     keeping everything.
     """
 
-    def schedules(setting: Setting, progress: Progress) -> Iterator[Codes]:
+    def schedules(setting: Setting) -> Iterator[Codes]:
         from fxremat.solvers import store_all  # noqa: PLC0415
         from fxremat.solvers.named import solve  # noqa: PLC0415
 
@@ -89,7 +87,6 @@ def solved_by(name: str) -> Generator:
         least_bytes = least.least_budget_bytes if isinstance(least, Infeasible) else 0
         more_bytes = max(0, store_all.peak_bytes(chain, costs) - least_bytes)
         for step in range(BUDGETS):
-            progress(f"solving by {name}", step, BUDGETS)
             budget_bytes = least_bytes + more_bytes * step // (BUDGETS - 1)
             found = solve(name, Problem(chain, costs, budget_bytes))
             if isinstance(found, Solved):
@@ -114,11 +111,11 @@ def kept_over_turn(generator: Generator) -> Generator:
     """
 
     @wraps(generator)
-    def schedules(setting: Setting, progress: Progress) -> Iterator[Codes]:
+    def schedules(setting: Setting) -> Iterator[Codes]:
         if not _turn_counts(setting):
             return
         turn = (len(setting.chain) - 1) * KINDS
-        for codes in generator(_without_turn(setting), progress):
+        for codes in generator(_without_turn(setting)):
             first = int(np.argmax(codes % KINDS == BACKWARD))
             yield np.insert(codes, first, [turn + ALL, turn + BACKWARD])
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fxremat.costs.cost import Progress
 from fxremat.ir import (
     Compute,
     Forward,
@@ -35,16 +34,13 @@ CHAIN_SLOTS = 500
 """Slots of each table of the equivalent chain."""
 
 
-def join_schedules(
-    setting: Setting, progress: Progress, *, most_choices: int = MOST_CHOICES
-) -> Iterator[Codes]:
+def join_schedules(setting: Setting, *, most_choices: int = MOST_CHOICES) -> Iterator[Codes]:
     """Schedules of the join solver, for budgets from the least to all that can be used.
 
     Stages have the numbers that they have on the line. Nothing where the line is no join.
 
     Args:
         setting: what schedules are asked for.
-        progress: told of each table.
         most_choices: looked at to fill a table; where that is too few for the stages as they
             are, neighbours are merged.
     """
@@ -54,16 +50,14 @@ def join_schedules(
         from fxremat.solvers.join.coarse import with_turn  # noqa: PLC0415
 
         join, costs = _join_of(setting, branching)
-        yield from _in_orders(line, _solve_join(join, costs, branching, progress, most_choices))
+        yield from _in_orders(line, _solve_join(join, costs, branching, most_choices))
         if len(join.trunk) > 1 and branching.ends[-1] == line.branch_ends[-1]:
             turn = with_turn(join, costs, extra_bytes=_turn_bytes(setting))
-            found = _solve_join(
-                turn.join, turn.costs, branching, progress, most_choices, refine=turn.refine
-            )
+            found = _solve_join(turn.join, turn.costs, branching, most_choices, refine=turn.refine)
             yield from _in_orders(line, found)
 
 
-def equivalent_schedules(setting: Setting, progress: Progress) -> Iterator[Codes]:
+def equivalent_schedules(setting: Setting) -> Iterator[Codes]:
     """Those of the chain whose stages are the branches' stages as far from the trunk.
 
     Nothing where the line is no join.
@@ -72,7 +66,7 @@ def equivalent_schedules(setting: Setting, progress: Progress) -> Iterator[Codes
     for branching in branchings_of(line):
         join, costs = _join_of(setting, branching)
         coder = _Coder(branching.on_line)
-        yield from _in_orders(line, map(coder.codes, _solve_equivalent(join, costs, progress)))
+        yield from _in_orders(line, map(coder.codes, _solve_equivalent(join, costs)))
 
 
 def _join_of(setting: Setting, branching: Branching) -> tuple[Join, JoinCosts]:
@@ -114,7 +108,6 @@ def _solve_join(
     join: Join,
     costs: JoinCosts,
     branching: Branching,
-    progress: Progress,
     most_choices: int,
     *,
     refine: Callable[[Schedule], Schedule] = lambda schedule: schedule,
@@ -130,8 +123,7 @@ def _solve_join(
     least_bytes, least = least_budget(coarse.join, coarse.costs)
     yield coder.codes(least.computations)
     full_bytes = kept_bytes(join, costs)
-    for done, ceiling in enumerate(ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
-        progress("solving the join", done, done + 1)
+    for ceiling in ceilings(full_bytes, least_bytes, costs.fixed_bytes):
         plans = JoinPlans.build(coarse.join, coarse.costs, max_budget_bytes=ceiling, slots=slots)
         for budget_bytes in plans.distinct_budgets():
             yield coder.codes(plans.operations(budget_bytes))
@@ -146,9 +138,7 @@ def _slots(join: Join, most_choices: int) -> int:
     return max(min(room, most_choices // work_of(lengths), MOST_SLOTS), min(LEAST_SLOTS, room), 1)
 
 
-def _solve_equivalent(
-    join: Join, costs: JoinCosts, progress: Progress
-) -> Iterator[Sequence[Compute]]:
+def _solve_equivalent(join: Join, costs: JoinCosts) -> Iterator[Sequence[Compute]]:
     from fxremat.solvers import store_all  # noqa: PLC0415
     from fxremat.solvers.join.equiv import as_join_schedule, equivalent_chain  # noqa: PLC0415
     from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
@@ -158,8 +148,7 @@ def _solve_equivalent(
     least_bytes, least = least_budget(level.chain, level.costs)
     yield as_join_schedule(problem, least).computations
     full_bytes = store_all.peak_bytes(level.chain, level.costs)
-    for done, ceiling in enumerate(ceilings(full_bytes, least_bytes, costs.fixed_bytes)):
-        progress("solving the equivalent chain", done, done + 1)
+    for ceiling in ceilings(full_bytes, least_bytes, costs.fixed_bytes):
         table = RotorTable.build(
             level.chain, level.costs, max_budget_bytes=ceiling, slots=CHAIN_SLOTS
         )

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import fx
 
-from fxremat.costs.cost import Measured, Progress
+from fxremat.costs.cost import Measured
 from fxremat.costs.options import find_options
 from fxremat.ir import Chain, Costs
 from fxremat.passes.joint.storage import tensors_of
@@ -29,6 +29,7 @@ from fxremat.planner.generators import (
 from fxremat.planner.joining import equivalent_schedules, join_schedules
 from fxremat.planner.pool import Candidate, Pool
 from fxremat.planner.surroundings import Surroundings
+from fxremat.progress import PLAN, Progress
 from fxremat.units import Counted
 
 POINTS = 32
@@ -110,12 +111,14 @@ class Search:
             measured: the line and its costs.
             blocks: of the line.
             surroundings: memory beside the graphs.
-            progress: told how far solving has come.
+            progress: told how far the search has come.
             generators: of schedules.
             allocator: the rules of the device's; ``None``: it hands out what is asked for.
             budget_on: what the budget is for.
             known: a search of the same step at another size, which is to know what is found.
         """
+        parts = 2 * len(generators) + 1
+        progress(PLAN, 0, parts)
         line = measured.line
         footprints = Footprints(line, measured.workspace_bytes, measured.asked)
         masks = known.evaluator.options.masks if known else None
@@ -127,9 +130,16 @@ class Search:
         kept = evaluator.evaluation(baseline)
         setting = Setting(line, chain, costs, surroundings, kept)
         climbs = _Climbs(evaluator, baseline)
-        found = [climbs.candidates(generator, setting, progress) for generator in generators]
+        found = []
+        for generator in generators:
+            found.append(climbs.candidates(generator, setting))
+            progress(PLAN, len(found), parts)
         every = list(dict.fromkeys(candidate for own in found for candidate in own))
-        best, *alone = (climbs.pool(own) for own in (every, *found))
+        pools = []
+        for own in (every, *found):
+            pools.append(climbs.pool(own))
+            progress(PLAN, len(found) + len(pools), parts)
+        best, *alone = pools
         return Search(
             measured,
             setting,
@@ -286,12 +296,10 @@ class _Climbs:
     known: dict[bytes, Candidate] = field(default_factory=dict)
     done: dict[Candidate, list[Candidate]] = field(default_factory=dict)
 
-    def candidates(
-        self, generator: Generator, setting: Setting, progress: Progress
-    ) -> list[Candidate]:
+    def candidates(self, generator: Generator, setting: Setting) -> list[Candidate]:
         """Those of a generator, each once."""
         found: dict[Candidate, None] = {}
-        for codes in generator(setting, progress):
+        for codes in generator(setting):
             key = codes.tobytes()
             if key not in self.known:
                 self.known[key] = self.evaluator.candidate(codes)

@@ -55,6 +55,12 @@ def no_pair() -> object:
     return small()[0]
 
 
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong is all that is told."""
+    monkeypatch.setenv("FXREMAT_PROGRESS", "0")
+
+
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     return found

@@ -30,7 +30,8 @@ from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.block import Block, Mode, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.signature import node_key
-from tests.harness import Captured, capture, captured, silent
+from fxremat.progress import silent
+from tests.harness import Captured, capture, captured
 from tests.models.bits import assert_bitwise_equal
 
 CPU = torch.device("cpu")
@@ -258,8 +259,8 @@ def test_progress_is_told():
     told: list[tuple[str, int, int]] = []
     measure(step, CostCache(), lambda *what: told.append(what))
     count = len(step.line.stages)
-    assert told[0] == ("measuring", 0, count)
-    assert told[-1] == ("measuring", count, count)
+    assert told[0] == ("measure", 0, count)
+    assert told[-1] == ("measure", count, count)
     assert all(a[1] < b[1] for a, b in pairwise(told))
 
 

@@ -29,7 +29,7 @@ if [ ! -e "$folder/installed" ]; then
     rm -rf "$folder/wheel"
     # Without torch's own requirements: they are the libraries that are stood in for.
     "$python" -m pip install -q filelock 'typing-extensions>=4.10' sympy networkx jinja2 fsspec \
-        numpy 'setuptools>=77' numba ortools rich tqdm 'pytest>=8' 'pytest-xdist>=3.5' hypothesis \
+        numpy 'setuptools>=77' numba ortools rich 'pytest>=8' 'pytest-xdist>=3.5' hypothesis \
         'transformers>=5' psutil pyyaml packaging safetensors huggingface-hub
     "$python" -m pip install -q --no-deps 'accelerate>=1.1' 'lightning>=2.5' pytorch-lightning \
         lightning-utilities torchmetrics 'peft>=0.17'

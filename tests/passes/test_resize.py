@@ -10,7 +10,7 @@ from fxremat.passes.joint.sizes import layouts_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
-from tests.harness import silent
+from fxremat.progress import silent
 from tests.sized import AtSize, static, symbolic
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import fxremat
 from benchmarks.frontier import BLOCKS
 from benchmarks.least import compare, entries, holds
-from fxremat.costs.cost import Progress
 from fxremat.ir import Backward, Problem
 from fxremat.ir.coded import Codes, decoded
 from fxremat.planner.generators import (
@@ -33,7 +32,6 @@ from tests.harness import (
     run_traced,
     search_of,
     searched,
-    silent,
 )
 from tests.models.bits import assert_bitwise_equal
 from tests.models.hf import qwen
@@ -80,7 +78,7 @@ def searched_wide(towers: int, *, only_kept: bool = False) -> Search:
 
 def peaks(search: Search, generator: Generator) -> list[int]:
     """Of its schedules, as the solvers see them."""
-    found = map(decoded, generator(search.setting, silent))
+    found = map(decoded, generator(search.setting))
     return [simulate(search.chain, search.costs, schedule).peak_bytes for schedule in found]
 
 
@@ -127,7 +125,7 @@ def test_nothing_is_slower_than_what_keeps_the_last_stage_over_the_turn(towers: 
 def test_schedules_of_the_merged_line_are_carried_out_on_the_whole(towers: int):
     search, step = searched_wide(towers), wide(towers)
     truth, last = run_traced(step), len(search.chain) - 1
-    found = [codes for g in EACH for codes in kept_over_turn(g)(search.setting, silent)]
+    found = [codes for g in EACH for codes in kept_over_turn(g)(search.setting)]
     schedules = list({codes.tobytes(): decoded(codes) for codes in found}.values())
     assert len(schedules) > 10
     for schedule in schedules[:: len(schedules) // 6]:
@@ -142,11 +140,11 @@ def seen_by_generator(search: Search) -> Setting:
     """What a generator is given in place of the whole line."""
     seen: list[Setting] = []
 
-    def spy(setting: Setting, progress: Progress) -> Iterator[Codes]:
+    def spy(setting: Setting) -> Iterator[Codes]:
         seen.append(setting)
-        yield from chain_schedules(setting, progress)
+        yield from chain_schedules(setting)
 
-    assert list(kept_over_turn(spy)(search.setting, silent))
+    assert list(kept_over_turn(spy)(search.setting))
     (found,) = seen
     return found
 
@@ -167,8 +165,8 @@ def test_the_merged_line_is_charged_with_the_turn(towers: int):
 @pytest.mark.parametrize("name", ["gpt", "inplace"])  # loss inside; last backward needs more
 def test_nothing_is_planned_twice_where_the_turn_does_not_count(name: str):
     search = search_of(name)
-    assert list(chain_schedules(search.setting, silent))
-    assert not list(kept_over_turn(chain_schedules)(search.setting, silent))
+    assert list(chain_schedules(search.setting))
+    assert not list(kept_over_turn(chain_schedules)(search.setting))
 
 
 def test_no_more_memory_than_a_checkpoint_around_each_block():

@@ -29,7 +29,6 @@ from tests.harness import (
     run_traced,
     search_of,
     searched,
-    silent,
 )
 from tests.models.bits import assert_bitwise_equal
 from tests.passes.test_branches import JOINS, NESTED, Fused
@@ -113,7 +112,7 @@ def test_branches_of_branches_that_draw_nothing_run_forward_in_any_order():
     assert line.segments.depth == 2
     assert any_order(line)
     search = searched(step, generators=(join_schedules,))
-    found = list(join_schedules(search.setting, silent))
+    found = list(join_schedules(search.setting))
     schedules = list(map(decoded, found))
     assert any(ordered(line, schedule) != schedule for schedule in schedules)
     for codes in found[:: max(len(found) // 12, 1)]:
@@ -168,7 +167,7 @@ def search(request: pytest.FixtureRequest) -> Search:
 def test_candidates_of_all_kinds_can_be_carried_out(search: Search):
     evaluator = search.evaluator
     for generator in (join_schedules, equivalent_schedules):
-        found = {codes.tobytes(): codes for codes in generator(search.setting, silent)}
+        found = {codes.tobytes(): codes for codes in generator(search.setting)}
         schedules = list(found.values())
         assert len(schedules) > 5
         for codes in schedules[:: max(len(schedules) // 5, 1)]:
@@ -179,7 +178,7 @@ def test_candidates_of_all_kinds_can_be_carried_out(search: Search):
 
 def test_no_slower_than_the_line_nor_the_equivalent_chain(search: Search):
     for generator in (chain_schedules, equivalent_schedules, join_schedules):
-        for codes in generator(search.setting, silent):
+        for codes in generator(search.setting):
             other = search.evaluator.candidate(codes)
             if other.peak_bytes < search.baseline.peak_bytes:
                 assert search.least.peak_bytes <= other.peak_bytes

@@ -32,7 +32,6 @@ from tests.harness import (
     periodic,
     random_schedule,
     search_of,
-    silent,
 )
 from tests.models import ZOO
 from tests.passes.test_invert import X, network
@@ -153,7 +152,7 @@ def test_what_generators_give_is_as_its_programs(name: str):
     step, search = captured(name), search_of(name)
     draw = random.Random(0)
     for generator in GENERATORS:
-        found = list(generator(search.setting, silent))
+        found = list(generator(search.setting))
         for codes in draw.sample(found, min(3, len(found))):
             check(step, search.evaluator, codes, some_held(step, draw))
 

@@ -15,7 +15,8 @@ from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.resized import least_bytes_at, search_at
 from fxremat.planner.search import Search
 from fxremat.planner.surroundings import Caller, surroundings_of
-from tests.harness import bare, random_schedule, search_quickly, silent
+from fxremat.progress import silent
+from tests.harness import bare, random_schedule, search_quickly
 from tests.sized import AtSize, at_size, symbolic
 
 SIZES = [("gpt", (3, 24), (5, 17)), ("gpt", (3, 24), (2, 64)), ("unet", (3, 32, 64), (2, 64, 32))]

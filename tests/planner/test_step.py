@@ -8,7 +8,7 @@ import pytest
 from fxremat.planner import step as steps
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.generators import chain_schedules
-from tests.harness import captured, searched, silent
+from tests.harness import captured, searched
 
 
 def test_evaluations_are_the_same_however_little_room_there_is(monkeypatch: pytest.MonkeyPatch):
@@ -20,7 +20,7 @@ def test_evaluations_are_the_same_however_little_room_there_is(monkeypatch: pyte
     )
     assert little.step.data.size < search.evaluator.step.data.size
     before = little.step.data.size
-    for codes in chain_schedules(search.setting, silent):
+    for codes in chain_schedules(search.setting):
         candidate, expected = little.candidate(codes), search.evaluator.candidate(codes)
         assert candidate.peak_bytes == expected.peak_bytes
         assert candidate.total_s == expected.total_s

@@ -1,0 +1,210 @@
+"""How far planning has come, on the standard error output or in the log: one line a phase."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fxremat import optional
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+LOG = logging.getLogger("fxremat")
+
+CAPTURE, MEASURE, PLAN, WRITE = "capture", "measure", "plan", "write"
+
+COMPILE = "compiling the planner, once"
+"""While numba compiles loops of the planner: the cache folder of numba keeps them."""
+
+REFRESH_S = 0.1
+"""The least between two states of a bar."""
+
+
+class Progress(Protocol):
+    """Is told that a phase goes on; another name than before ends the phase before."""
+
+    def __call__(self, what: str, done: int = 0, total: int = 0, /) -> None:
+        """Show it.
+
+        Args:
+            what: name of the phase.
+            done: how many of its parts are.
+            total: how many there are; 0: nobody knows.
+        """
+
+
+def silent(_what: str, _done: int = 0, _total: int = 0, /) -> None:
+    """No progress: as of plans that are made inside a training step."""
+
+
+def wanted() -> bool:
+    """Whether progress is shown at all: ``FXREMAT_PROGRESS=0`` turns it off."""
+    return os.environ.get("FXREMAT_PROGRESS") != "0"
+
+
+def on_terminal() -> bool:
+    """Whether people see the standard error output while it is written."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def shown(*, here: bool = True) -> Iterator[Progress]:
+    """Show phases: bars of rich on a terminal, else records of the logger ``"fxremat"``.
+
+    A phase that fails has no line: its error tells.
+
+    Args:
+        here: ``False``: another process shows them.
+    """
+    if not (here and wanted()):
+        yield silent
+        return
+    line: _Logged = _Logged()
+    if on_terminal() and optional.find("rich.live") is not None:
+        line = _Bar()
+    phases = _Phases(line)
+    try:
+        yield phases
+        phases.end()
+    finally:
+        phases.close()
+
+
+class _Logged:
+    """A line that is written when its phase has ended."""
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """A phase goes on."""
+
+    def end(self, what: str, seconds: float) -> None:
+        """A phase has ended."""
+        LOG.info("%s: %.1f s", what, seconds)
+
+    def close(self) -> None:
+        """Nothing goes on."""
+
+
+class _Bar(_Logged):
+    """A line of a terminal that changes while its phase goes on.
+
+    No thread draws it, which would be in the way of what is measured. Being one line, it wipes
+    nothing out that others write meanwhile.
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console  # noqa: PLC0415  # an import of fxremat loads no rich
+
+        self._console = Console(stderr=True)
+        self._live: Any = None
+        self._what, self._next_s = "", 0.0
+
+    def show(self, what: str, done: int, total: int) -> None:
+        from rich.live import Live  # noqa: PLC0415
+
+        now_s = time.perf_counter()
+        if what == self._what and now_s < self._next_s:
+            return
+        self._what, self._next_s = what, now_s + REFRESH_S
+        if self._live is None:
+            self._live = Live(
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        self._live.update(_row(what, done, total), refresh=True)
+
+    def end(self, what: str, seconds: float) -> None:
+        self.close()
+        self._console.print(f"fxremat: {what}: {seconds:.1f} s", markup=False, highlight=False)
+
+    def close(self) -> None:
+        live, self._live, self._what = self._live, None, ""
+        if live is not None:
+            live.stop()
+
+
+def _row(what: str, done: int, total: int) -> RenderableType:
+    """What is seen of a phase that goes on."""
+    from rich.progress_bar import ProgressBar  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    row = Table.grid(padding=(0, 1))
+    cells: list[RenderableType] = [Text(f"fxremat: {what}", no_wrap=True)]
+    if total:
+        cells += [ProgressBar(total, done, width=30), Text(f"{done}/{total}", no_wrap=True)]
+    row.add_row(*cells)
+    return row
+
+
+class _Phases:
+    """Times phases, and apart from them what numba takes for loops that it has not compiled yet."""
+
+    def __init__(self, line: _Logged) -> None:
+        self._line = line
+        self._now: tuple[str, int, int] | None = None
+        self._begun_s = self._compiling_s = self._compiled_s = 0.0
+        self._depth = 0  # loops that call others are compiled around those
+        self._listening = contextlib.ExitStack()
+
+    def __call__(self, what: str, done: int = 0, total: int = 0, /) -> None:
+        if self._now is None or self._now[0] != what:
+            self.end()
+            self._begun_s = time.perf_counter()
+            if what == PLAN:
+                self._listen()
+        self._now = what, done, total
+        self._line.show(*self._now)
+
+    def end(self) -> None:
+        """The phase has ended."""
+        if self._now is None:
+            return
+        seconds = time.perf_counter() - self._begun_s
+        if self._compiled_s:
+            self._line.end(COMPILE, self._compiled_s)
+        self._line.end(self._now[0], seconds - self._compiled_s)
+        self._now, self._compiled_s = None, 0.0
+
+    def close(self) -> None:
+        """Nothing is told any more."""
+        self._listening.close()
+        self._line.close()
+
+    def _listen(self) -> None:
+        """Hear of what numba compiles: planning, which needs it anyway, may be what loads it."""
+        self._listening.close()
+        from numba.core import event  # noqa: PLC0415
+
+        phases = self
+
+        class Listener(event.Listener):
+            def on_start(self, event: Any) -> None:
+                phases.compiling(event, 1)
+
+            def on_end(self, event: Any) -> None:
+                phases.compiling(event, -1)
+
+        self._listening.enter_context(event.install_listener("numba:compile", Listener()))
+
+    def compiling(self, event: Any, more: int) -> None:
+        """Compiling a loop begins or, ``more`` being -1, ends."""
+        module = event.data["dispatcher"].py_func.__module__
+        if self._now is None or not module.startswith("fxremat."):
+            return
+        self._depth += more
+        if more > 0 and self._depth == 1:
+            self._compiling_s = time.perf_counter()
+            self._line.show(COMPILE, 0, 0)
+        elif self._depth == 0:
+            self._compiled_s += time.perf_counter() - self._compiling_s
+            self._line.show(*self._now)
