@@ -117,7 +117,7 @@ class CostError(FxrematError):
 
 
 class ScheduleError(FxrematError):
-    """A schedule is not valid for its chain, or exceeds its budget."""
+    """A schedule reads what none of its operations has computed."""
 
 
 class PlanError(FxrematError):
