@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fxremat.frontend.compiled import CompiledModule
     from fxremat.frontend.ranks import Ranks
     from fxremat.frontend.sample import Sample
+    from fxremat.frontend.written import Options
     from fxremat.report.batches import Batches, BatchPoint
     from fxremat.report.estimate import Estimate
     from fxremat.report.frontier import Frontier
@@ -82,6 +83,7 @@ _HOMES = {
     "StepPlan": "report.step_plan",
     "Ranks": "frontend.ranks",
     "Sample": "frontend.sample",
+    "Options": "frontend.written",
 }
 
 __all__ = [
@@ -102,6 +104,7 @@ __all__ = [
     "GraphError",
     "HostMemoryError",
     "NoGradientError",
+    "Options",
     "Plan",
     "PlanError",
     "RankError",

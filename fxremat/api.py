@@ -49,7 +49,7 @@ def compile(
     budget: Readable | None = None,
     *,
     reserve: int | str = 0,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | str | None = None,
     loss: Loss | None = None,
     target: Any = None,
     drop_unused: bool = False,
@@ -79,8 +79,8 @@ def compile(
             ``"50%"``, or ``"min"``, the least that is feasible. A share means the bytes of the
             first plan from then on; ``"min"`` becomes more where a later call needs more.
         reserve: bytes of the budget to leave alone.
-        optimizer: an optimizer of the model, or its class; the state that it keeps is
-            counted.
+        optimizer: an optimizer of the model, its class, or the name of one of ``torch.optim``, as
+            ``"AdamW"``: the state that it keeps is counted.
         loss: computes a scalar from the outputs, or from the outputs and ``target``, outside
             the model; what it needs is measured, and outputs that it does not use get no
             gradient (a backward through one raises). ``"own"`` for a model that computes its

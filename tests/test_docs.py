@@ -69,7 +69,7 @@ def check_keywords(call: ast.Call) -> None:
     names = set(inspect.signature(called).parameters)
     if "options" in names:
         names |= set(inspect.signature(fxremat.compile).parameters)
-    assert {keyword.arg for keyword in call.keywords} <= names, name_of(call)
+    assert {keyword.arg for keyword in call.keywords if keyword.arg} <= names, name_of(call)
 
 
 def test_the_reference_has_every_public_name() -> None:

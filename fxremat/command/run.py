@@ -107,13 +107,8 @@ def _print_json(facts: dict[str, Any]) -> None:
 
 def _options(asked: argparse.Namespace, step: Step) -> dict[str, Any]:
     """Those of ``compile``."""
-    optimizer = None
-    if asked.optimizer is not None:
-        optimizer = getattr(torch.optim, asked.optimizer, None)
-        if optimizer is None:
-            refuse("--optimizer", asked.optimizer, "the name of a class of torch.optim, as AdamW")
     return {
-        "optimizer": optimizer,
+        "optimizer": asked.optimizer,
         "loss": "own" if step.own_loss else None,
         "drop_unused": asked.drop_unused,
         "accumulate": asked.accumulate,

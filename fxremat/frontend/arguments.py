@@ -86,7 +86,7 @@ class Arguments:
         budget: Readable | None,
         *,
         reserve: int | str = 0,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | str | None = None,
         loss: Loss | None = None,
         target: Any = None,
         drop_unused: bool = False,
@@ -268,9 +268,11 @@ def _read_bytes(argument: str, value: object, *, most: int | None = None) -> int
 def _read_optimizer(value: object) -> Optimizer | None:
     if value is None or isinstance(value, torch.optim.Optimizer):
         return value
-    if not (isinstance(value, type) and issubclass(value, torch.optim.Optimizer)):
-        _refuse("optimizer", value, "an optimizer of torch.optim, its class, or None")
-    return value
+    found = getattr(torch.optim, value, None) if isinstance(value, str) else value
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        must_be = "an optimizer, its class, the name of one of torch.optim as 'AdamW', or None"
+        _refuse("optimizer", value, must_be)
+    return found
 
 
 def _read_names(argument: str, value: object) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from fxremat.errors import ArgumentError
 from fxremat.frontend.budget import Readable
 from fxremat.frontend.compiled import CompiledModule
+from fxremat.frontend.written import Options
 from fxremat.integrations.in_place import InPlace, check_options
 
 try:
@@ -50,6 +52,19 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
         self._budget, self._options = budget, options
         self._training: InPlace | None = None
         self._optimizer: object = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> FxrematCallback:
+        """A callback of what a section of a configuration file says.
+
+        Args:
+            values: by the names of the attributes of :class:`fxremat.Options`; ``budget`` must be
+                among them.
+
+        Raises:
+            BudgetError, ArgumentError: a name is none of them, or a value cannot be read.
+        """
+        return cls(**Options.from_dict(values).arguments())
 
     @property
     def model(self) -> CompiledModule | None:

@@ -105,6 +105,20 @@ def test_a_model_that_checkpoints_already_is_refused(tmp_path: Path) -> None:
         trainer(model, tmp_path, FxrematCallback(BUDGET)).train()
 
 
+def test_a_trainer_takes_a_section_of_a_file(tmp_path: Path) -> None:
+    callback = FxrematCallback.from_dict({"budget": "24MiB", "loss": "own", "optimizer": "none"})
+    trainer(gpt2(), tmp_path, callback).train()
+    assert callback.model is not None
+    assert callback.model.plan.budget_bytes == 24 << 20
+    counted = FxrematCallback(BUDGET, loss="own")
+    trainer(gpt2(), tmp_path, counted).train()
+    assert counted.model is not None
+    assert callback.model.plan.least_budget_bytes < counted.model.plan.least_budget_bytes
+    with pytest.raises(fxremat.ArgumentError) as caught:
+        FxrematCallback.from_dict({"budget": "24MiB", "budgte": 1})
+    assert caught.value.argument == "budgte"
+
+
 def test_options_are_read_when_the_callback_is_made() -> None:
     for make in (FxrematCallback, LightningCallback):
         with pytest.raises(fxremat.BudgetError):
