@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,16 @@ def test_a_dict_plans_as_arguments_do(budget: str | float) -> None:
 def test_bytes_are_decimal_or_binary(written: str, nbytes: int) -> None:
     arguments = fxremat.Options(written).arguments()
     assert Arguments.read(**arguments).budget.nbytes == nbytes
+
+
+def test_the_file_of_the_docs_is_read() -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    options = fxremat.Options.from_dict(yaml.safe_load(block)["fxremat"])
+    assert Arguments.read(**options.arguments()) == Arguments.read(
+        "20GiB", loss="own", offload="auto"
+    )
 
 
 def test_no_optimizer_can_be_told() -> None:
