@@ -57,7 +57,7 @@ def search_of(name: str) -> Search:
         call_without_trace(entry, model)
     with entry.context("cpu"):
         step = capture(model, args, kwargs)
-    return Search.over(step.measured, step.blocks, step.surroundings, progress=silent)
+    return Search.over(step.measured, step.blocks, step.context_bytes, progress=silent)
 
 
 def larger(requests: Requests) -> Requests:
@@ -91,7 +91,7 @@ def row(search: Search, chosen: Candidate, rules: str) -> dict[str, Any]:
     """The bytes of one plan."""
     found = search.allocations
     program = search.evaluator.program(chosen)
-    requests = requests_of_step(program, found.surroundings, found.footprints)
+    requests = requests_of_step(program, found.context_bytes, found.footprints)
     taken, steady, microseconds = replayed(requests, RULES[rules])
     large, large_steady, _ = replayed(larger(requests), RULES[rules])
     held = chosen.peak_bytes
@@ -117,7 +117,7 @@ def measure(name: str) -> list[dict[str, Any]]:
     for rules, settings in RULES.items():
         found = plain.allocations
         search = replace(
-            plain, allocations=Allocations(found.footprints, found.surroundings, settings)
+            plain, allocations=Allocations(found.footprints, found.context_bytes, settings)
         )
         begin = time.perf_counter()
         least, full = search.least_bytes, search.counted_bytes(search.baseline)

@@ -96,7 +96,7 @@ def compare(name: str) -> Compared:
         way: Search.over(
             step.measured,
             step.blocks,
-            step.surroundings,
+            step.context_bytes,
             progress=silent,
             generators=generators,
         )

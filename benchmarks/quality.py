@@ -22,8 +22,8 @@ from benchmarks.steps import entry_of
 from fxremat.costs.cost import Measured
 from fxremat.ir import RecordedCosts
 from fxremat.passes.joint.digest import digest
+from fxremat.planner.context_bytes import Caller, context_bytes_of
 from fxremat.planner.search import Search
-from fxremat.planner.surroundings import Caller, surroundings_of
 from fxremat.progress import silent
 from fxremat.report.codec import decode, encode
 from tests.harness import Captured, capture
@@ -61,8 +61,8 @@ def searched(step: Captured, costs: RecordedCosts) -> Search:
     """All schedules of a step that costs this."""
     real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
     measured = Measured.of(step.line, costs)
-    surroundings = surroundings_of(measured.line.joint, real, Caller())
-    return Search.over(measured, step.blocks, surroundings, progress=silent)
+    context_bytes = context_bytes_of(measured.line.joint, real, Caller())
+    return Search.over(measured, step.blocks, context_bytes, progress=silent)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from benchmarks.common import save, show
 from fxremat.frontend.agreed import agreed_costs
 from fxremat.frontend.ranks import Peers
 from fxremat.ir import Origin, RecordedCosts, StageSeconds
-from fxremat.planner.surroundings import Surroundings
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.torch_compat import SharedStore
 
 COUNTS = (2, 8, 32, 128, 512, 1000)
@@ -88,7 +88,7 @@ def simulate(count: int, stages: int) -> dict[str, Any]:
         peers, costs = Peers(range(count), rank, store, timeout_s=60.0), recorded(stages, rank)
         began = perf_counter()
         with contextlib.suppress(_SentError):
-            agreed_costs(peers, origin, costs, Surroundings(rank, 0, 0))
+            agreed_costs(peers, origin, costs, ContextBytes(rank, 0, 0))
             peers.follow("a plan", str, lambda: plan)
         return perf_counter() - began
 

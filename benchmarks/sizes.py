@@ -31,9 +31,9 @@ from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, Values
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.resize import resize
+from fxremat.planner.context_bytes import Caller, context_bytes_of
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
-from fxremat.planner.surroundings import Caller, surroundings_of
 from fxremat.progress import silent
 from tests.harness import Captured
 from tests.sized import capture_sized, tensors_in
@@ -86,7 +86,7 @@ class Family:
         search = Search.over(
             measured,
             step.blocks,
-            surroundings_of(measured.line.joint, {}, CALLER),
+            context_bytes_of(measured.line.joint, {}, CALLER),
             progress=silent,
         )
         low, high = search.least_bytes, search.baseline.peak_bytes
@@ -105,7 +105,7 @@ class Family:
             costs = with_convolutions(self.costs.at(values), step.line, values, cost_cache())
         with clock.part("numbers"):
             measured = self.search.measured.at(costs)
-            around = surroundings_of(measured.line.joint, {}, CALLER, values=values)
+            around = context_bytes_of(measured.line.joint, {}, CALLER, values=values)
         with clock.part("search"):
             search = search_at(self.search, measured, around, budget_bytes=self.budget_bytes)
         if search.least_bytes > self.budget_bytes:
@@ -127,7 +127,7 @@ class Family:
         blocks = BlockCache(line)
         costs = with_convolutions(self.costs.at(values), self.step.line, values, cost_cache())
         measured = Measured.of(line, costs)
-        around = surroundings_of(measured.line.joint, {}, CALLER, values=values)
+        around = context_bytes_of(measured.line.joint, {}, CALLER, values=values)
         search = Search.over(measured, blocks, around, progress=silent)
         return search.fastest_within(max(self.budget_bytes, search.least_bytes)).total_s
 

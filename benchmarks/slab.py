@@ -105,13 +105,13 @@ def measure(name: str) -> list[dict[str, Any]]:
     rows = []
     for rules, settings in RULES.items():
         found = plain.allocations
-        allocations = Allocations(found.footprints, found.surroundings, settings)
+        allocations = Allocations(found.footprints, found.context_bytes, settings)
         search = replace(plain, allocations=allocations)
         least, full = search.least_bytes, search.counted_bytes(search.baseline)
         for share in SHARES:
             chosen = search.fastest_within(least + int(share * (full - least)))
             program = search.evaluator.program(chosen)
-            requests = requests_of_step(program, found.surroundings, found.footprints)
+            requests = requests_of_step(program, found.context_bytes, found.footprints)
             about = {"model": name, "rules": rules, "share": share}
             rows.append({**about, "times": 1, **row(requests, rules)})
             rows.append({**about, "times": 64, **row(larger(requests), rules)})

@@ -314,7 +314,7 @@ def _attempt(
             "differs": next((d for d in differs if d), None),
             "differing_steps": [n for n, d in enumerate(differs) if d],
             "plans": len(call.plans),
-            "families": len(call._compiler.families),
+            "plan_caches": len(call._compiler.plan_caches),
         }
         if timed:
             row |= _timed(entry, run)

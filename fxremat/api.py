@@ -293,13 +293,13 @@ def max_batch(
             "plan of each size by itself, fxremat.plan(model, sample, budget) for a sample of that "
             "size; it raises a BudgetError where the size does not fit",
         ) from None
-    (family,) = made._compiler.families
-    (situation,) = family.plans
+    (family,) = made._compiler.plan_caches
+    (context,) = family.plans
     with generators_restored(), in_training(model), torch.enable_grad(), shown() as progress:
         return Batching(
             family.planner.schedules,
             read.nbytes,
-            situation,
+            context,
             model,
             call,
             made.plans[0].overhead_s,

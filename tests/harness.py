@@ -31,12 +31,12 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of
 from fxremat.planner.evaluation import Tensors
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import Generator
 from fxremat.planner.search import GENERATORS, Search
-from fxremat.planner.surroundings import Caller, Surroundings, surroundings_of
 from fxremat.progress import silent
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
@@ -121,16 +121,16 @@ class Captured:
         return find_options(self.estimated, self.blocks)
 
     @property
-    def surroundings(self) -> Surroundings:
+    def context_bytes(self) -> ContextBytes:
         """As of a caller who holds nothing and computes no loss."""
         return self.around(NOTHING_ELSE)
 
-    def around(self, caller: Caller) -> Surroundings:
+    def around(self, caller: Caller) -> ContextBytes:
         """What is held around the graphs."""
         real = {self.joint.primals[i]: t for i, t in self.real.items()}
-        return surroundings_of(self.measured.line.joint, real, caller)
+        return context_bytes_of(self.measured.line.joint, real, caller)
 
-    def evaluator(self, around: Surroundings | None = None) -> Evaluator:
+    def evaluator(self, around: ContextBytes | None = None) -> Evaluator:
         """Of decisions, with tangents and nothing else around them if not told otherwise."""
         around = around or bare(self.joint)
         return Evaluator.of(self.estimated, self.blocks, self.options, around)
@@ -148,10 +148,10 @@ class Captured:
         return sweep(program, self.footprints, bare(self.joint))
 
 
-def bare(joint: JointGraph) -> Surroundings:
+def bare(joint: JointGraph) -> ContextBytes:
     """Tangents and nothing else: parameters and inputs are not counted."""
     tangent_bytes = joint.storages.total(joint.storages.of(joint.tangents))
-    return Surroundings(given_bytes=0, turn_bytes=tangent_bytes, tangent_bytes=tangent_bytes)
+    return ContextBytes(given_bytes=0, turn_bytes=tangent_bytes, tangent_bytes=tangent_bytes)
 
 
 class _EnoughError(Exception):

@@ -12,8 +12,8 @@ from fxremat.costs.options import Options
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.stages.block import Mode
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.footprint import Footprints
-from fxremat.planner.surroundings import Surroundings
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ class Sweep:
         return max((self.turn_bytes, self.end_bytes, *self.peaks_bytes))
 
 
-def sweep(program: Program, footprints: Footprints, surroundings: Surroundings) -> Sweep:
+def sweep(program: Program, footprints: Footprints, context_bytes: ContextBytes) -> Sweep:
     """Replay ``program``."""
-    now = turn = surroundings.given_bytes
+    now = turn = context_bytes.given_bytes
     nbytes = program.line.joint.storages.nbytes
     peaks: list[int] = []
     held: list[int] = []
     for index, call in enumerate(program.calls):
         if index == program.turn:
-            turn = now + surroundings.turn_bytes
-            now += surroundings.tangent_bytes
+            turn = now + context_bytes.turn_bytes
+            now += context_bytes.tangent_bytes
         footprint = footprints.of(call.block, kept=call.kept)
         peaks.append(now + footprint.peak_bytes)
         now += footprint.change_bytes - sum(nbytes[i] for i in call.handed)
         held.append(now)
-    return Sweep(tuple(peaks), tuple(held), turn, now + surroundings.end_bytes)
+    return Sweep(tuple(peaks), tuple(held), turn, now + context_bytes.end_bytes)
 
 
 def seconds(program: Program, measured: Measured, options: Options) -> list[float]:

@@ -157,8 +157,8 @@ def test_what_does_not_go_with_it() -> None:
 def test_the_least_of_all_is_no_less_than_that_of_one_beside_others_that_hold_more() -> None:
     model, sample = torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.randn(8, 16)
     compiled: Any = fxremat.compile(model, sample, "min", in_flight=2)
-    family = compiled._compiler.families[0]
-    (situation,) = family.plans
-    waits = replace(situation, waiting=1, waiting_bytes=1 << 30)
-    least_bytes = family.planner.step.around(waits).given_bytes + 1
-    assert family.planner._of_all(waits, least_bytes) >= least_bytes
+    plan_cache = compiled._compiler.plan_caches[0]
+    (context,) = plan_cache.plans
+    waits = replace(context, waiting=1, waiting_bytes=1 << 30)
+    least_bytes = plan_cache.planner.step.around(waits).given_bytes + 1
+    assert plan_cache.planner._of_all(waits, least_bytes) >= least_bytes

@@ -31,7 +31,7 @@ def plans(entry: ZooModel, shares: tuple[float, ...]) -> list[Row]:
     model = entry.build()
     args, kwargs = entry.sample(0)
     step = capture(model, args, kwargs)
-    search = Search.over(step.measured, step.blocks, step.surroundings, progress=silent)
+    search = Search.over(step.measured, step.blocks, step.context_bytes, progress=silent)
     static, work = static_bytes(model), work_of(entry)
     both = Transfers.of(search, HostMemory())
     only = Transfers.of(search, HostMemory(only=True))

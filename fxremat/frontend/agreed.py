@@ -14,8 +14,8 @@ from fxremat.frontend.origin import differences, key_of
 from fxremat.frontend.ranks import Budgets, Peers
 from fxremat.ir import MeasuredLink, Origin, RecordedCosts, RecordedDecision
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.situation import NO_LESSON, Beside, Lesson
-from fxremat.planner.surroundings import Surroundings
+from fxremat.planner.context import NO_CORRECTION, Correction, RegionContext
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.report.codec import encode
 from fxremat.report.plan import Plan
 from fxremat.solvers.knapsack import Choice
@@ -48,14 +48,14 @@ class _Step:
 
     Attributes:
         origin: what its costs hold for.
-        outline: of its graph.
+        structure_digest: of its graph.
         costs: of it.
         around_bytes: ``given_bytes``, ``turn_bytes``, ``tangent_bytes`` and ``end_bytes`` of what
             is around it.
     """
 
     origin: Origin
-    outline: str
+    structure_digest: str
     costs: RecordedCosts
     around_bytes: tuple[int, int, int, int]
 
@@ -89,7 +89,7 @@ class Chosen:
     """
 
     choices: tuple[Choice, ...]
-    besides: tuple[Beside, ...]
+    besides: tuple[RegionContext, ...]
     budget_bytes: int
     least_bytes: int
     full_bytes: int
@@ -163,14 +163,14 @@ def _one_of_asked(told: Mapping[int, _Asked], budgets: Budgets) -> _Asked:
 
 
 def agreed_costs(
-    peers: Peers, origin: Origin, outline: str, costs: RecordedCosts, around: Surroundings
-) -> tuple[RecordedCosts, Surroundings]:
+    peers: Peers, origin: Origin, structure_digest: str, costs: RecordedCosts, around: ContextBytes
+) -> tuple[RecordedCosts, ContextBytes]:
     """What a captured step costs all, and what most have around it.
 
     Args:
         peers: the processes.
         origin: of the step that this one has captured.
-        outline: of its graph.
+        structure_digest: of its graph.
         costs: of it.
         around: around it.
 
@@ -178,7 +178,7 @@ def agreed_costs(
         RankError: they captured different ones.
     """
     base = around.given_bytes, around.turn_bytes, around.tangent_bytes, around.end_bytes
-    own = _Step(origin, outline, costs, base)
+    own = _Step(origin, structure_digest, costs, base)
     found = peers.agree("the captured step", _Step, own, _slowest)
     given_bytes, turn_bytes, tangent_bytes, end_bytes = found.around_bytes
     most = replace(
@@ -229,8 +229,8 @@ def _slowest(told: Mapping[int, _Step]) -> _Step:
     one = told[first]
     for rank in others:
         # Costs are the slowest's, and a shard's place is a constant of its own.
-        own = replace(told[rank].origin, device=one.origin.device, code=told[rank].outline)
-        then = replace(one.origin, code=one.outline)
+        own = replace(told[rank].origin, device=one.origin.device, code=told[rank].structure_digest)
+        then = replace(one.origin, code=one.structure_digest)
         for difference in differences(then, own, of=f"rank {first}'s"):
             raise RankError(
                 f"rank {rank} has captured another step than rank {first}: on it {difference}. "
@@ -242,17 +242,17 @@ def _slowest(told: Mapping[int, _Step]) -> _Step:
     return replace(one, costs=costs, around_bytes=around)
 
 
-def agreed_graphs(peers: Peers, outline: str) -> None:
+def agreed_graphs(peers: Peers, structure_digest: str) -> None:
     """Make sure that one plan has led all processes to the same graphs.
 
     Args:
         peers: the processes.
-        outline: of the graphs of this one.
+        structure_digest: of the graphs of this one.
 
     Raises:
         RankError: another one's run other operations.
     """
-    peers.agree("the graphs of a plan", str, outline, _same_graphs)
+    peers.agree("the graphs of a plan", str, structure_digest, _same_graphs)
 
 
 def _same_graphs(told: Mapping[int, str]) -> str:
@@ -268,7 +268,7 @@ def _same_graphs(told: Mapping[int, str]) -> str:
     return told[first]
 
 
-def agreed_situation(peers: Peers, found: str) -> None:
+def agreed_context(peers: Peers, found: str) -> None:
     """Make sure that all processes are at the same call.
 
     Args:
@@ -298,20 +298,20 @@ def _the_same(told: Mapping[int, str]) -> str:
 class _Taught:
     """What steps have taught a process, by sizes."""
 
-    lessons: tuple[tuple[Values, Lesson], ...]
+    corrections: tuple[tuple[Values, Correction], ...]
 
 
-def agreed_lessons(peers: Peers, own: Mapping[Values, Lesson]) -> dict[Values, Lesson]:
+def agreed_corrections(peers: Peers, own: Mapping[Values, Correction]) -> dict[Values, Correction]:
     """What steps have taught any process, by sizes."""
     taught = _Taught(tuple(own.items()))
-    return dict(peers.agree("what steps have taught", _Taught, taught, _all_taught).lessons)
+    return dict(peers.agree("what steps have taught", _Taught, taught, _all_taught).corrections)
 
 
 def _all_taught(told: Mapping[int, _Taught]) -> _Taught:
-    found: dict[Values, Lesson] = {}
+    found: dict[Values, Correction] = {}
     for taught in told.values():
-        for sizes, lesson in taught.lessons:
-            found[sizes] = found.get(sizes, NO_LESSON) | lesson
+        for sizes, correction in taught.corrections:
+            found[sizes] = found.get(sizes, NO_CORRECTION) | correction
     return _Taught(tuple(found.items()))
 
 

@@ -19,7 +19,7 @@ from fxremat.frontend.runner import compiler_of
 from fxremat.frontend.sample import Sample
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
-from fxremat.planner.surroundings import Caller
+from fxremat.planner.context_bytes import Caller
 from fxremat.progress import silent
 from fxremat.report.plan import Plan
 from fxremat.report.step_plan import StepPlan

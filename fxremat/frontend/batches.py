@@ -15,7 +15,7 @@ from fxremat.errors import ArgumentError, BudgetError
 from fxremat.frontend.dimensions import Dimension, Taken, resized, taken_sizes
 from fxremat.frontend.sample import Sample, call_without_data, places_of
 from fxremat.frontend.schedules import MOST_SIZE, Schedules
-from fxremat.planner.situation import Situation
+from fxremat.planner.context import StepContext
 from fxremat.progress import Progress
 from fxremat.report.batches import Batches, BatchPoint
 from fxremat.units import format_bytes
@@ -142,7 +142,7 @@ class Batching:
     Attributes:
         schedules: of the step.
         budget_bytes: what is not to be exceeded.
-        situation: what the captured call found.
+        context: what the captured call found.
         model: what was captured.
         sample: of the capture.
         overhead_s: what a step takes beside its calls.
@@ -152,7 +152,7 @@ class Batching:
 
     schedules: Schedules
     budget_bytes: int
-    situation: Situation
+    context: StepContext
     model: nn.Module
     sample: Sample
     overhead_s: float
@@ -191,22 +191,22 @@ class Batching:
                 )
         return group
 
-    def _at(self, groups: Sequence[Sequence[Dimension]], sizes: Sequence[int]) -> Situation:
-        values = self.situation.sizes
+    def _at(self, groups: Sequence[Sequence[Dimension]], sizes: Sequence[int]) -> StepContext:
+        values = self.context.sizes
         for group, size in zip(groups, sizes, strict=True):
             values = resized(values, group, size)
-        return replace(self.situation, sizes=values)
+        return replace(self.context, sizes=values)
 
     def _point(
         self, groups: Sequence[Sequence[Dimension]], sizes: tuple[int, ...], *, run: bool = True
     ) -> BatchPoint:
-        situation = self._at(groups, sizes)
-        least, seconds = self.schedules.predicted(situation, self.budget_bytes, run=run)
+        context = self._at(groups, sizes)
+        least, seconds = self.schedules.predicted(context, self.budget_bytes, run=run)
         return BatchPoint(sizes, least, seconds + self.overhead_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
-        taken = self._taken(self.situation, group)
-        largest = self._largest(self.situation, group) or 0
+        taken = self._taken(self.context, group)
+        largest = self._largest(self.context, group) or 0
         while largest > 0 and self._needs_others(self._at([group], [largest])):
             largest -= taken.step
         if largest <= 0:
@@ -226,14 +226,14 @@ class Batching:
                 found[size] = self._point([group], (size,), run=False)
         return [found[size] for size in sorted(found)]
 
-    def _needs_others(self, situation: Situation) -> bool:
+    def _needs_others(self, context: StepContext) -> bool:
         """Whether a call fits only by what was found at other sizes: alone it would not."""
-        return self.schedules.alone_bytes(situation) > self.budget_bytes
+        return self.schedules.alone_bytes(context) > self.budget_bytes
 
     def _frontier(self, groups: Sequence[Sequence[Dimension]]) -> list[BatchPoint]:
         """For sizes of all but the first dimension the largest of the first."""
         first, *others = groups
-        smallest = self._at([first], [self._taken(self.situation, first).least])
+        smallest = self._at([first], [self._taken(self.context, first).least])
         spread = []
         count = max(2, round(FRONTIER ** (1 / len(others))))
         for group in others:
@@ -251,39 +251,39 @@ class Batching:
                 points.append(self._point(groups, (largest, *sizes)))
         return points
 
-    def _largest(self, situation: Situation, group: Sequence[Dimension]) -> int | None:
+    def _largest(self, context: StepContext, group: Sequence[Dimension]) -> int | None:
         """The largest size of ``group`` that fits, and that the model takes."""
 
         def is_taken(size: int) -> bool:
-            return self._is_taken(replace(situation, sizes=resized(situation.sizes, group, size)))
+            return self._is_taken(replace(context, sizes=resized(context.sizes, group, size)))
 
-        largest = self.schedules.largest(situation, group, self.budget_bytes, most=self.most)
+        largest = self.schedules.largest(context, group, self.budget_bytes, most=self.most)
         if largest is None or is_taken(largest):
             return largest
-        taken = self._taken(situation, group)
+        taken = self._taken(context, group)
         high = taken.count(largest)
         for count in range(high - 1, max(0, high - NEAR), -1):  # such as multiples of something
             if is_taken(taken[count - 1]):
                 return taken[count - 1]
-        low = taken.count(situation.sizes[group[0].symbol])
+        low = taken.count(context.sizes[group[0].symbol])
         low = low if low < high else 0  # the sample itself need not fit
         while high - low > 1:  # such as what a table of positions has room for
             middle = (low + high) // 2
             low, high = (middle, high) if is_taken(taken[middle - 1]) else (low, middle)
         return taken[low - 1] if low else None
 
-    def _taken(self, situation: Situation, group: Sequence[Dimension]) -> Taken:
+    def _taken(self, context: StepContext, group: Sequence[Dimension]) -> Taken:
         """Sizes for which the captured step holds, beside others for which it does."""
-        found = taken_sizes(self.schedules.step.sizes, situation.sizes, group)
+        found = taken_sizes(self.schedules.step.sizes, context.sizes, group)
         assert found is not None
         return found
 
     def _nothing(self, groups: Sequence[Sequence[Dimension]]) -> BudgetError:
-        situation, smallest = self.situation, []
+        context, smallest = self.context, []
         for group in groups:
-            smallest.append(self._taken(situation, group).least)
-            situation = self._at(groups[: len(smallest)], smallest)
-        least, budget = self.schedules.roughly(situation), self.budget_bytes
+            smallest.append(self._taken(context, group).least)
+            context = self._at(groups[: len(smallest)], smallest)
+        least, budget = self.schedules.roughly(context), self.budget_bytes
         named = zip(groups, smallest, strict=True)
         told = ", ".join(f"{group[0].name} is {size}" for group, size in named)
         return BudgetError(
@@ -292,11 +292,11 @@ class Batching:
             least_budget_bytes=least,
         )
 
-    def _is_taken(self, situation: Situation) -> bool:
+    def _is_taken(self, context: StepContext) -> bool:
         """Whether the model takes arguments of such sizes, such as its table of positions does."""
         hints = self.schedules.step.sizes.hints
-        new = {(d.place, d.dim): situation.sizes[d.symbol] for d in self.schedules.step.dimensions}
-        if situation.sizes == hints:
+        new = {(d.place, d.dim): context.sizes[d.symbol] for d in self.schedules.step.dimensions}
+        if context.sizes == hints:
             return True
         made: dict[int, torch.Tensor] = {}  # one tensor may be given in several places
         for place, tensor in places_of(self.sample.args, self.sample.kwargs):

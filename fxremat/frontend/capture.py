@@ -18,21 +18,21 @@ from fxremat import torch_compat
 from fxremat.costs.calls import call_s
 from fxremat.errors import BackwardError, CaptureError, SizesError
 from fxremat.frontend.budget import Budget
-from fxremat.frontend.family import Compiled, Family
+from fxremat.frontend.notices import NOT_CAPTURED
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.plan_cache import Compiled, PlanCache
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.regions import Regions
 from fxremat.frontend.slack import Slack
 from fxremat.frontend.store import Store
-from fxremat.frontend.told import NOT_CAPTURED
+from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
 from fxremat.planner.search import DEFAULT_GENERATORS
-from fxremat.planner.surroundings import Caller, spread_gradient_bytes
 from fxremat.planner.transfers import HostMemory
 from fxremat.progress import Progress
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
-from fxremat.runtime.levels import Watcher
+from fxremat.runtime.profile import Watcher
 from fxremat.runtime.steps import InFlight, Step, latest_step
 
 LOG = logging.getLogger("fxremat")
@@ -74,7 +74,7 @@ class StepCompiler:
     Attributes:
         budget, caller: what to plan for.
         progress: told how far planning has come.
-        families: of all graphs captured so far, in order.
+        plan_caches: of all graphs captured so far, in order.
         latest: the plan of the step that ran last.
         dry: compiled graphs raise :class:`PlannedOnly` instead of running.
         resident: tensors that the step being captured holds, used or not.
@@ -104,7 +104,7 @@ class StepCompiler:
     budget: Budget
     caller: Caller
     progress: Progress
-    families: list[Family] = field(default_factory=list)
+    plan_caches: list[PlanCache] = field(default_factory=list)
     latest: Compiled | None = None
     dry: bool = False
     resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
@@ -144,13 +144,15 @@ class StepCompiler:
     def _settle_budget(self, budget: Budget) -> None:
         """The budget means so many bytes from now on."""
         self.budget = budget
-        for family in self.families:
-            family.planner.budget = budget
+        for plan_cache in self.plan_caches:
+            plan_cache.planner.budget = budget
 
     @property
     def compiled(self) -> list[Compiled]:
         """All plans that are in use."""
-        found = (compiled for family in self.families for compiled in family.plans.values())
+        found = (
+            compiled for plan_cache in self.plan_caches for compiled in plan_cache.plans.values()
+        )
         return list(dict.fromkeys(found))
 
     def measure_overhead(self, call: Callable[[], object]) -> None:
@@ -174,8 +176,8 @@ class StepCompiler:
                 self.overhead_s,
                 lambda told: max(told.values()),
             )
-        for family in self.families:
-            family.know_overhead(self.overhead_s)
+        for plan_cache in self.plan_caches:
+            plan_cache.know_overhead(self.overhead_s)
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
@@ -195,7 +197,7 @@ class StepCompiler:
         call_s()  # measured before torch's tracers slow modules down
         me = self._seen_by_graphs()
         given = [example_inputs]  # AOTAutograd keeps what it is made with
-        place: int | None = None  # of the graph's family
+        place: int | None = None  # of the graph's plan cache
 
         def partition(
             joint: fx.GraphModule, _joint_inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
@@ -203,7 +205,7 @@ class StepCompiler:
             nonlocal place
             own = _there(me)
             try:
-                family = own._family(joint, given[0], num_fwd_outputs)
+                plan_cache = own._plan_cache(joint, given[0], num_fwd_outputs)
             except SizesError:
                 raise
             except Exception as error:
@@ -211,9 +213,9 @@ class StepCompiler:
                 if refused is error:
                     raise  # from itself it would be in a circle
                 raise refused from error
-            place = next(i for i, known in enumerate(own.families) if known is family)
+            place = next(i for i, known in enumerate(own.plan_caches) if known is plan_cache)
             if broken is not None:
-                own.regions.told.broken_at(broken)
+                own.regions.notices.broken_at(broken)
             return torch_compat.stub_graphs(joint, forward_output_count=num_fwd_outputs)
 
         def compile_forward(_stub: object, _inputs: object) -> Callable[..., Any]:
@@ -273,7 +275,7 @@ class StepCompiler:
         steps = self.again.setdefault(code, set())
         steps.add(self.regions.steps)
         if len(steps) == MOST_AGAIN:
-            self.regions.told.captured_again(
+            self.regions.notices.captured_again(
                 f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}", MOST_AGAIN
             )
 
@@ -295,7 +297,7 @@ class StepCompiler:
         Raises:
             CaptureError: something is.
         """
-        self.regions.told.why = self.regions.told.why or broken
+        self.regions.notices.why = self.regions.notices.why or broken
         several = "in_flight=" if self.caller.in_flight > 1 else ""
         asked = "plan=" if self.kept else several
         if asked:
@@ -311,22 +313,24 @@ class StepCompiler:
             if arena is not None:
                 arena.close()
 
-    def _family(
+    def _plan_cache(
         self, joint: fx.GraphModule, example_inputs: Sequence[Any], output_count: int
-    ) -> Family:
+    ) -> PlanCache:
         """Plan a graph for the call that it was captured from."""
         together = any(map(torch_compat.is_collective, joint.graph.nodes))
         if self.regions.several:
-            together |= any(family.planner.step.has_collectives for family in self.families)
+            together |= any(
+                plan_cache.planner.step.has_collectives for plan_cache in self.plan_caches
+            )
         if self.peers is None or not (together or self._first_step()):
-            return self._family_of(joint, example_inputs, output_count, None)
+            return self._plan_cache_of(joint, example_inputs, output_count, None)
         with self.peers.telling():
-            family = self._family_of(joint, example_inputs, output_count, self.peers)
+            plan_cache = self._plan_cache_of(joint, example_inputs, output_count, self.peers)
         if together and self.regions.several:
             self.regions.together = True
-            for own in self.families:
+            for own in self.plan_caches:
                 own.planner.bind(self.peers)
-        return family
+        return plan_cache
 
     def _caller(self) -> Caller:
         """What is needed beside the graph that is captured now.
@@ -334,21 +338,21 @@ class StepCompiler:
         Loss and target are told for the first one; of a step of several nobody knows whose.
         """
         first = None
-        if self.families and not self.regions.several:
-            first = self.families[0].planner.step.caller.outputs_bytes
+        if self.plan_caches and not self.regions.several:
+            first = self.plan_caches[0].planner.step.caller.outputs_bytes
         return replace(self.caller, resident=self.resident(), outputs_bytes=first)
 
     def _first_step(self) -> bool:
         """Whether what is captured is part of a step that all processes run."""
-        return not self.families or (self.regions.several and self.regions.steps < 2)
+        return not self.plan_caches or (self.regions.several and self.regions.steps < 2)
 
-    def _family_of(
+    def _plan_cache_of(
         self,
         joint: fx.GraphModule,
         example_inputs: Sequence[Any],
         output_count: int,
         peers: Peers | None,
-    ) -> Family:
+    ) -> PlanCache:
         inputs = _real_inputs(joint, example_inputs)
         with torch_compat.without_autotuning():
             planner = Planner(
@@ -367,12 +371,12 @@ class StepCompiler:
                 model=self.model,
                 generators=self.generators,
             )
-            again = (own for own in self.families if own.planner.step.is_same(planner.step))
+            again = (own for own in self.plan_caches if own.planner.step.is_same(planner.step))
             known = next(again, None) if self.regions.several and peers is None else None
             if known is not None:  # what Dynamo guards has changed, but not the graph
                 self._captured_again(torch_compat.compiled_now())
                 return known
-            family = Family.of(
+            plan_cache = PlanCache.of(
                 planner,
                 joint,
                 [inputs.get(i) for i in range(len(torch_compat.primal_values(joint, ())))],
@@ -389,11 +393,11 @@ class StepCompiler:
                 slack_bytes=lambda: self.slack_bytes(planner.step.device),
             )
         if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
-            family.know_overhead(self.overhead_s)
-        self.families.append(family)
+            plan_cache.know_overhead(self.overhead_s)
+        self.plan_caches.append(plan_cache)
         self.regions.captured = True
-        (self.latest,) = family.plans.values()
-        return family
+        (self.latest,) = plan_cache.plans.values()
+        return plan_cache
 
 
 def _there(compiler: Callable[[], StepCompiler | None]) -> StepCompiler:
@@ -406,14 +410,14 @@ def _there(compiler: Callable[[], StepCompiler | None]) -> StepCompiler:
 def _forward(
     compiler: Callable[[], StepCompiler | None], place: int, ended_by: str
 ) -> Callable[..., Any]:
-    """The forward of a graph, whose family is at ``place`` among the compiler's."""
+    """The forward of a graph, whose plan cache is at ``place`` among the compiler's."""
 
     def forward(args: list[Any]) -> Any:
         own = _there(compiler)
         if own.dry:
             raise PlannedOnly
-        family = own.families[place]
-        results, own.latest = family.forward(args, ended_by=ended_by, on_new=own.on_new)
+        plan_cache = own.plan_caches[place]
+        results, own.latest = plan_cache.forward(args, ended_by=ended_by, on_new=own.on_new)
         return results
 
     return torch_compat.boxed(forward)
@@ -421,8 +425,8 @@ def _forward(
 
 def _backward(args: list[Any]) -> Sequence[Any]:
     """The backward of whichever graph it is, as its step tells."""
-    family: Family = Step.of(args[0]).plan.family
-    return family.backward(args)
+    plan_cache: PlanCache = Step.of(args[0]).plan.plan_cache
+    return plan_cache.backward(args)
 
 
 def _inference(
@@ -460,7 +464,7 @@ def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
         held = _Graph(step if torch_compat.saved_elsewhere() else None)
         torch_compat.before_backward(outputs, lambda: check_backward(settings, held))
         if step is not None:
-            step.plan.family.watcher.until_gone(held, step)
+            step.plan.plan_cache.watcher.until_gone(held, step)
         return outputs
 
     return call

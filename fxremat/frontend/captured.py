@@ -24,14 +24,14 @@ from fxremat.frontend.dimensions import Dimension, dimensions_of
 from fxremat.frontend.origin import key_of, origin_of_costs
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.store import Store
-from fxremat.frontend.ways import StepGraph
+from fxremat.frontend.variants import StepGraph
 from fxremat.ir import RecordedCosts
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.fuse.twice import computed_twice
 from fxremat.passes.fuse.units import Units
 from fxremat.passes.joint.build import build_joint_graph, rebuilt
-from fxremat.passes.joint.digest import digest, outline
+from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.joint.settle import place, settle
@@ -39,8 +39,8 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
-from fxremat.planner.situation import Situation
-from fxremat.planner.surroundings import Caller, Surroundings, settled, surroundings_of
+from fxremat.planner.context import StepContext
+from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of, settled
 from fxremat.progress import Progress, silent
 
 LOG = logging.getLogger("fxremat")
@@ -55,12 +55,12 @@ class Costed:
 
     graph: StepGraph
     measured: Measured
-    base: Surroundings
+    base: ContextBytes
     scaled: ScaledCosts | None = None
 
-    def around(self, situation: Situation) -> Surroundings:
+    def around(self, context: StepContext) -> ContextBytes:
         """What is beside it at a call."""
-        return situation.around(self.base, self.measured.line.joint)
+        return context.around(self.base, self.measured.line.joint)
 
 
 class CapturedStep:
@@ -186,8 +186,8 @@ class CapturedStep:
         return self._graphs
 
     @property
-    def lesson_key(self) -> str:
-        """What lessons of its steps are kept by."""
+    def correction_key(self) -> str:
+        """What corrections of its steps are kept by."""
         origin = origin_of_costs(self._digests, self.device, self.executor, self._target)
         return key_of(origin, loss=(self.caller.loss_bytes, self.caller.loss_small_bytes))
 
@@ -255,8 +255,8 @@ class CapturedStep:
         self._resized.clear()
 
     def _agreed(
-        self, peers: Peers, graph: StepGraph, measured: Measured, base: Surroundings, *, new: bool
-    ) -> tuple[Measured, Surroundings]:
+        self, peers: Peers, graph: StepGraph, measured: Measured, base: ContextBytes, *, new: bool
+    ) -> tuple[Measured, ContextBytes]:
         """What ``graph`` costs the slowest of several processes, and the most that is around it.
 
         Args:
@@ -268,7 +268,7 @@ class CapturedStep:
         """
         own_bytes = base.given_bytes
         costs, most = agreed_costs(
-            peers, graph.origin, outline(graph.line.joint.module), measured.costs, base
+            peers, graph.origin, structure_digest(graph.line.joint.module), measured.costs, base
         )
         if not self._graphs:
             if self.has_collectives:
@@ -308,18 +308,18 @@ class CapturedStep:
             return self.at(values)
         return [self._resize(own, values, run=False) for own in self.graphs]
 
-    def around(self, situation: Situation) -> Surroundings:
+    def around(self, context: StepContext) -> ContextBytes:
         """What is beside the step at a call."""
-        return self.at(situation.sizes)[0].around(situation)
+        return self.at(context.sizes)[0].around(context)
 
-    def given_bytes(self, situation: Situation) -> int:
+    def given_bytes(self, context: StepContext) -> int:
         """What is held throughout a call."""
-        costed = self.at(situation.sizes)[0]
-        return situation.given_bytes(costed.base, costed.measured.line.joint)
+        costed = self.at(context.sizes)[0]
+        return context.given_bytes(costed.base, costed.measured.line.joint)
 
-    def turn_bytes(self, situation: Situation) -> int:
+    def turn_bytes(self, context: StepContext) -> int:
         """What the step's own loss needs at a call."""
-        return situation.turn_bytes(self.at(situation.sizes)[0].base)
+        return context.turn_bytes(self.at(context.sizes)[0].base)
 
     def tangent_bytes(self, values: Values) -> int:
         """Of the gradients of the outputs, at sizes ``values``."""
@@ -351,10 +351,10 @@ class CapturedStep:
         real: Mapping[fx.Node, torch.Tensor],
         caller: Caller,
         values: Values | None = None,
-    ) -> Surroundings:
+    ) -> ContextBytes:
         if self._target is not None and self.costs is None:
             caller = replace(caller, reserve_bytes=caller.reserve_bytes + aside_bytes(joint))
-        return surroundings_of(joint, real, caller, values=values)
+        return context_bytes_of(joint, real, caller, values=values)
 
     def _measured(self, graph: StepGraph) -> Measured:
         """What ``graph`` costs: given, known, or measured now."""

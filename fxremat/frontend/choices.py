@@ -9,8 +9,8 @@ from dataclasses import replace
 from fxremat.frontend.agreed import Chosen
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planner
-from fxremat.frontend.ways import Way
-from fxremat.planner.situation import Beside, Situation
+from fxremat.frontend.variants import Variant
+from fxremat.planner.context import RegionContext, StepContext
 from fxremat.planner.transfers import Sent
 from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
@@ -22,22 +22,24 @@ SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
 """Of all that a region ever allocates: so much else is at the turn where plans are looked for."""
 
 
-def least_beside(planner: Planner, situation: Situation, host_bytes: int | None = None) -> Beside:
+def least_region_context(
+    planner: Planner, context: StepContext, host_bytes: int | None = None
+) -> RegionContext:
     """Beside a call that is to leave least, whatever else that takes.
 
     Args:
         planner: of its graph.
-        situation: what it finds.
+        context: what it finds.
         host_bytes: of host memory, left for it; ``None``: as much as it takes.
     """
-    table = planner.step.at(situation.sizes)[0].measured.line.joint.storages
-    return Beside(0, sum(table.nbytes), 0, host_bytes)
+    table = planner.step.at(context.sizes)[0].measured.line.joint.storages
+    return RegionContext(0, sum(table.nbytes), 0, host_bytes)
 
 
-def alone(situation: Situation, beside: Beside) -> Situation:
+def alone(context: StepContext, beside: RegionContext) -> StepContext:
     """What a call finds; all that is beside its graph is in ``beside``."""
     return replace(
-        situation,
+        context,
         waiting=0,
         waiting_bytes=0,
         kept_bytes=0,
@@ -48,30 +50,30 @@ def alone(situation: Situation, beside: Beside) -> Situation:
 
 
 def leaving_least(
-    planner: Planner, situation: Situation, host_bytes: int | None = None
-) -> Situation:
-    """A call that is to leave least; arguments are those of :func:`least_beside`."""
-    return alone(situation, least_beside(planner, situation, host_bytes))
+    planner: Planner, context: StepContext, host_bytes: int | None = None
+) -> StepContext:
+    """A call that is to leave least; arguments are those of :func:`least_region_context`."""
+    return alone(context, least_region_context(planner, context, host_bytes))
 
 
-def choices_of(planner: Planner, situation: Situation) -> tuple[Choice, ...]:
+def choices_of(planner: Planner, context: StepContext) -> tuple[Choice, ...]:
     """Plans of a graph that no other beats in all of bytes held, both peaks, seconds and, where
     that is limited, host memory.
 
     What travels in them is known to the planner from then on. The last one keeps everything.
     """
-    whole_bytes = least_beside(planner, situation).turn_bytes
+    whole_bytes = least_region_context(planner, context).turn_bytes
     found: dict[Choice, tuple[int, Sent]] = {}
     for share in SHARES:
-        beside = Beside(0, int(share * whole_bytes), 0)
-        ways = planner.schedules.searched(replace(situation, waiting_bytes=0, beside=beside))
+        beside = RegionContext(0, int(share * whole_bytes), 0)
+        ways = planner.schedules.searched(replace(context, waiting_bytes=0, beside=beside))
         for graph, way in enumerate(ways):
             for sent in way.graded():
                 found.setdefault(_choice(way, sent), (graph, sent))
         kept = _choice(ways[0], ways[0].kept)
     found.pop(kept, None)
     best = [choice for choice in found if not any(_beats(other, choice) for other in found)]
-    planner.schedules.sent[situation.sizes] = tuple(
+    planner.schedules.sent[context.sizes] = tuple(
         tuple(sent for graph, sent in map(found.__getitem__, best) if graph == place and sent.moves)
         for place in range(len(ways))
     )
@@ -118,7 +120,7 @@ def chosen_for(
         format_bytes(budget_bytes),
     )
     besides = (
-        Beside(
+        RegionContext(
             call.forward_bytes,
             room - call.forward_bytes,
             call.backward_bytes - call.forward_bytes,
@@ -152,8 +154,8 @@ def _needed_by(
     )
 
 
-def _choice(way: Way, sent: Sent) -> Choice:
-    evaluation, around = sent.evaluation, way.search.setting.surroundings
+def _choice(way: Variant, sent: Sent) -> Choice:
+    evaluation, around = sent.evaluation, way.search.setting.context_bytes
     turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
     return Choice(
         evaluation.turn_bytes - around.given_bytes - around.turn_bytes,

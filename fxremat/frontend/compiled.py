@@ -83,7 +83,7 @@ class CompiledModule(nn.Module):
     Attributes:
         plan: the plan of the step that ran last (of the sample, before any step); of all its
             graphs, where it is captured in several.
-        plans: one plan for each situation met so far, in order.
+        plans: one plan for each context met so far, in order.
     """
 
     __slots__ = ("_state",)
@@ -108,7 +108,7 @@ class CompiledModule(nn.Module):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """One plan for each situation met so far."""
+        """One plan for each context met so far."""
         if self._state.runner is None:
             return ()
         plans = (compiled.plan for compiled in self._compiler.compiled)

@@ -14,7 +14,7 @@ from fxremat.passes.emit.program import Program, build_program
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.emit.shifts import Shift, shifted
 from fxremat.passes.emit.travel import Move, Travel
-from fxremat.passes.joint.digest import outline
+from fxremat.passes.joint.digest import structure_digest
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
@@ -44,9 +44,9 @@ class Graphs:
     host_bytes: int = 0
 
     @property
-    def outline(self) -> str:
-        """Of what they run: see :func:`fxremat.passes.joint.digest.outline`."""
-        return outline(self.forward.graphs, self.backward.graphs)
+    def structure_digest(self) -> str:
+        """Of what they run: see :func:`fxremat.passes.joint.digest.structure_digest`."""
+        return structure_digest(self.forward.graphs, self.backward.graphs)
 
     @property
     def both(self) -> tuple[Emitted, Emitted]:

@@ -18,20 +18,20 @@ from fxremat.frontend.arguments import Arguments, Optimizer
 from fxremat.frontend.attention import as_on_gpu
 from fxremat.frontend.batches import Batching, Dim, read_dims
 from fxremat.frontend.budget import Budget
+from fxremat.frontend.fake_copies import HOME, FakeCopies
 from fxremat.frontend.losses import Compared, LossOfOutputs, own_loss, target_bytes
 from fxremat.frontend.outputs import Unused, forward_of
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, places_of
-from fxremat.frontend.shells import HOME, Shells
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import in_training
 from fxremat.ir import MeasuredLink, RecordedCosts
 from fxremat.passes.joint.storage import allocated_bytes
 from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.situation import Situation
-from fxremat.planner.surroundings import Caller
+from fxremat.planner.context import StepContext
+from fxremat.planner.context_bytes import Caller
 from fxremat.planner.transfers import HostMemory
 from fxremat.progress import CAPTURE, PLAN, Progress
 from fxremat.report.estimate import Estimate, LossOf
@@ -166,12 +166,12 @@ class Dry:
 
     Attributes:
         planner: of it.
-        situation: of its calls.
+        context: of its calls.
         kept: the plan that keeps everything.
     """
 
     planner: Planner
-    situation: Situation
+    context: StepContext
     kept: Plan
 
 
@@ -179,7 +179,7 @@ def plan_dry(
     model: nn.Module,
     sample: Sample,
     asked: Asked,
-    shells: Shells,
+    shells: FakeCopies,
     progress: Progress,
     *,
     dynamic: bool,
@@ -222,9 +222,9 @@ def plan_dry(
         generators=options.generators,
     )
     existing = captured.gradients if options.accumulate else frozenset()
-    situation = Situation(planner.step.sizes.hints, existing, existing)
-    planned = planner.first(situation, rehearse=False).completed()
-    return Dry(planner, situation, planned.plan.with_overhead(asked.overhead_s))
+    context = StepContext(planner.step.sizes.hints, existing, existing)
+    planned = planner.first(context, rehearse=False).completed()
+    return Dry(planner, context, planned.plan.with_overhead(asked.overhead_s))
 
 
 def _host(asked: Asked) -> HostMemory | None:
@@ -239,7 +239,7 @@ def _host(asked: Asked) -> HostMemory | None:
 
 
 def _caller(
-    model: nn.Module, sample: Sample, asked: Asked, shells: Shells, outputs: object
+    model: nn.Module, sample: Sample, asked: Asked, shells: FakeCopies, outputs: object
 ) -> tuple[Caller, Unused | None]:
     """What is needed beside the step, and outputs without a gradient."""
     options, device = asked.options, torch.device(asked.device.kind)
@@ -279,7 +279,7 @@ def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _optimizer_bytes(
-    optimizer: Optimizer | None, model: nn.Module, device: torch.device, shells: Shells
+    optimizer: Optimizer | None, model: nn.Module, device: torch.device, shells: FakeCopies
 ) -> tuple[int, ...]:
     """Of each tensor that an optimizer would keep on ``device``."""
 
@@ -309,7 +309,7 @@ def estimate_step(
     progress: Progress,
 ) -> Estimate:
     """All that :func:`fxremat.estimate` returns."""
-    shells = Shells()
+    shells = FakeCopies()
     dims = () if dim is None else read_dims(model, sample, dim)
     shape = sample.map(shells.of)
     with shells.inside(model), in_training(model), torch.enable_grad():
@@ -329,7 +329,7 @@ def estimate_step(
             batching = Batching(
                 sized.planner.schedules,
                 asked.budget.nbytes,
-                sized.situation,
+                sized.context,
                 torch_compat.wrapped_by(model),
                 shape,
                 asked.overhead_s,
@@ -349,7 +349,7 @@ def estimate_step(
         budget_bytes=budget_bytes,
         plan=plan,
         batches=batches,
-        workspace_bytes=dry.planner.step.aside_bytes(dry.situation.sizes),
+        workspace_bytes=dry.planner.step.aside_bytes(dry.context.sizes),
         library_bytes=asked.device.library_bytes,
         memory_bytes=asked.device.memory_bytes,
         optimizer=_name_of(asked.options.optimizer),
@@ -373,7 +373,7 @@ def _within(dry: Dry, asked: Asked) -> Plan | None:
         return None
     dry.planner.budget = asked.budget
     try:
-        planned = dry.planner.again(dry.situation)
+        planned = dry.planner.again(dry.context)
     except BudgetError:
         return None
     return planned.completed().plan.with_overhead(asked.overhead_s)

@@ -8,8 +8,8 @@ from difflib import SequenceMatcher
 
 from fxremat.frontend.pipeline import Planner
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.situation import Beside, Situation
-from fxremat.runtime.levels import Levels
+from fxremat.planner.context import RegionContext, StepContext
+from fxremat.runtime.profile import MemoryProfile
 from fxremat.solvers.knapsack import Call, Choice, peak_bytes
 
 MOST_KNOWN = 64
@@ -38,7 +38,7 @@ class Called:
 
     Attributes:
         planner: of its graph.
-        situation: what it found, with nothing that steps before have shown.
+        context: what it found, with nothing that steps before have shown.
         ended_by: the user's line after which the step leaves the graph, and why.
         held_bytes: that its forward has left.
         back_bytes: what all calls held when its backward began; ``None``: it has not.
@@ -47,17 +47,17 @@ class Called:
     """
 
     planner: Planner
-    situation: Situation
+    context: StepContext
     ended_by: str = ""
     held_bytes: int = 0
     back_bytes: int | None = None
-    levels: Levels | None = None
+    levels: MemoryProfile | None = None
     times_s: list[float] = field(default_factory=list)
 
     @property
     def key(self) -> Key:
         """What makes it the call of a step that is known."""
-        return id(self.planner), self.situation.sizes, self.situation.existing
+        return id(self.planner), self.context.sizes, self.context.existing
 
     def covers(self, key: Key) -> bool:
         """Whether a call is one like this, of sizes that are no larger."""
@@ -67,12 +67,12 @@ class Called:
 
     def or_larger(self, other: Called) -> Called:
         """A call of the same graph as both, that covers them."""
-        sizes = tuple(map(max, self.situation.sizes, other.situation.sizes))
-        return Called(self.planner, replace(self.situation, sizes=sizes), self.ended_by)
+        sizes = tuple(map(max, self.context.sizes, other.context.sizes))
+        return Called(self.planner, replace(self.context, sizes=sizes), self.ended_by)
 
 
 @dataclass(slots=True, eq=False)
-class Known:
+class KnownStep:
     """A step that was watched, or an envelope: a step that leads to each of several such steps
     where some of its calls are left out, and others are smaller.
 
@@ -101,7 +101,7 @@ class Known:
     envelope: bool = False
     first_bytes: int = 0
     more_bytes: int = 0
-    besides: list[Beside] = field(default_factory=list)
+    besides: list[RegionContext] = field(default_factory=list)
     choices: tuple[Choice, ...] = ()
     there_bytes: int = 0
     least_bytes: int = 0
@@ -167,7 +167,7 @@ class Known:
         shared = own.keys() & other.keys()
         return bool(shared) and all(own[graph] == other[graph] for graph in shared)
 
-    def around(self, calls: Sequence[Called], levels: Sequence[Row]) -> Known | None:
+    def around(self, calls: Sequence[Called], levels: Sequence[Row]) -> KnownStep | None:
         """The envelope of this step and another one; ``None``: they are too different.
 
         Args:
@@ -190,7 +190,7 @@ class Known:
         if len(found) > LONGEST * max(len(own), len(others)):
             return None
         merged, rows = zip(*found, strict=True)
-        return Known(tuple(merged), list(rows), True, self.first_bytes, self.more_bytes)
+        return KnownStep(tuple(merged), list(rows), True, self.first_bytes, self.more_bytes)
 
 
 def _found_by(calls: Sequence[Called]) -> dict[int, set[frozenset[int]]]:
@@ -205,28 +205,28 @@ class KnownSteps:
     """Those of one model, the one that was watched last at the front."""
 
     def __init__(self) -> None:
-        self._steps: list[Known] = []
+        self._steps: list[KnownStep] = []
 
-    def __iter__(self) -> Iterator[Known]:
+    def __iter__(self) -> Iterator[KnownStep]:
         return iter(self._steps)
 
     @property
-    def latest(self) -> Known | None:
+    def latest(self) -> KnownStep | None:
         """The one that was watched last."""
         return next(iter(self), None)
 
-    def find(self, keys: tuple[Key, ...]) -> Known | None:
+    def find(self, keys: tuple[Key, ...]) -> KnownStep | None:
         """The one that has just these calls."""
         return next((own for own in self if own.keys == keys and not own.envelope), None)
 
-    def add(self, known: Known) -> None:
+    def add(self, known: KnownStep) -> None:
         """Know it, as the latest; more than there may be are forgotten."""
         others = [own for own in self if own is not known]
         self._steps = [known, *others[: MOST_KNOWN - 1]]
 
     def learn(
         self, calls: Sequence[Called], levels: Sequence[Row], *, envelopes: bool
-    ) -> list[Known]:
+    ) -> list[KnownStep]:
         """A step was watched; returns those of which it was one, known from now on at the latest.
 
         Args:
@@ -240,7 +240,7 @@ class KnownSteps:
             self.add(own)
             return [own]
         alike = [known for known in self if envelopes and known.is_alike(calls)]
-        found: list[Known] = []
+        found: list[KnownStep] = []
         if alike:
             wide = next((known for known in alike if known.envelope), alike[0])
             envelope = wide.around(calls, levels)
@@ -252,7 +252,7 @@ class KnownSteps:
                 self.add(envelope)
                 found.append(envelope)
         if len(alike) < FEW or not found:
-            own = Known(tuple(calls), list(levels))
+            own = KnownStep(tuple(calls), list(levels))
             self.add(own)
             found.append(own)
         return found

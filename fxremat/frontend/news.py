@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxremat.frontend.agreed import Seen, agreed_levels, agreed_step
-from fxremat.frontend.known import Called, Key, Known, KnownSteps
+from fxremat.frontend.known import Called, Key, KnownStep, KnownSteps
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.walk import Walk
@@ -83,7 +83,7 @@ class News:
             step.besides = []
         if most.levels:
             if latest is None:
-                latest = Known(tuple(before.calls), [])
+                latest = KnownStep(tuple(before.calls), [])
                 known.add(latest)
             latest.see(most.levels)
 

@@ -14,7 +14,7 @@ from torch import nn
 from fxremat import torch_compat
 from fxremat.errors import BudgetWarning
 from fxremat.passes.joint.storage import allocated_bytes
-from fxremat.runtime.levels import Levels, Watcher
+from fxremat.runtime.profile import MemoryProfile, Watcher
 from fxremat.units import format_bytes
 
 MOST_SEEN = 2
@@ -42,7 +42,7 @@ class Optimizers:
     _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    _told: list[Levels] = field(default_factory=list)
+    _told: list[MemoryProfile] = field(default_factory=list)
     _model: Callable[[], nn.Module | None] = lambda: None
     _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

@@ -21,7 +21,7 @@ from fxremat.ir import Origin
 from fxremat.ir.recorded import Facts
 from fxremat.passes.joint.digest import Digests
 from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.surroundings import Surroundings
+from fxremat.planner.context_bytes import ContextBytes
 
 
 def origin_of_costs(
@@ -50,7 +50,7 @@ def origin_of_plan(
     costs: Origin,
     *,
     options: Mapping[str, object],
-    surroundings: Surroundings,
+    context_bytes: ContextBytes,
     allocator: AllocatorSettings | None,
 ) -> Origin:
     """What a plan holds for that rests on such costs.
@@ -58,15 +58,15 @@ def origin_of_plan(
     Args:
         costs: of the same step.
         options: what was asked for beside a budget.
-        surroundings: what the caller of the step holds.
+        context_bytes: what the caller of the step holds.
         allocator: rules of the device's.
     """
     held = {
-        "through the step": surroundings.given_bytes,
-        "of that, tensor by tensor": surroundings.given_each_bytes,
-        "at the turn": surroundings.turn_bytes,
-        "as gradients of outputs": (surroundings.tangent_bytes, *surroundings.tangent_each_bytes),
-        "at the end": surroundings.end_bytes,
+        "through the step": context_bytes.given_bytes,
+        "of that, tensor by tensor": context_bytes.given_each_bytes,
+        "at the turn": context_bytes.turn_bytes,
+        "as gradients of outputs": (context_bytes.tangent_bytes, *context_bytes.tangent_each_bytes),
+        "at the end": context_bytes.end_bytes,
         "the allocator's rules": None if allocator is None else asdict(allocator),
     }
     return replace(costs, options=_facts(options), held=_facts(held))

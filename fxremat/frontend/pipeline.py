@@ -14,7 +14,7 @@ from fxremat.costs.devices import Device
 from fxremat.costs.overhead import Around, Rehearsal
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import BudgetError, PlanError
-from fxremat.frontend.agreed import agreed_graphs, agreed_situation
+from fxremat.frontend.agreed import agreed_context, agreed_graphs
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.captured import CapturedStep, Costed
 from fxremat.frontend.dimensions import arguments_of
@@ -24,15 +24,15 @@ from fxremat.frontend.ranks import Peers
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.schedules import Schedules
 from fxremat.frontend.store import Store
-from fxremat.frontend.ways import StepGraph, emit, fastest
+from fxremat.frontend.variants import StepGraph, emit, fastest
 from fxremat.ir import Origin, RecordedCosts
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.signature import tensor_key
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
+from fxremat.planner.context_bytes import Caller
 from fxremat.planner.search import DEFAULT_GENERATORS
-from fxremat.planner.situation import NO_LESSON, Lesson, Situation
-from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory
 from fxremat.progress import WRITE, Progress
 from fxremat.report.memory import Kind
@@ -158,7 +158,7 @@ class Planner:
 
     def first(
         self,
-        situation: Situation,
+        context: StepContext,
         *,
         kept: Plan | None = None,
         rehearse: bool = True,
@@ -167,7 +167,7 @@ class Planner:
         """The plan for the call that was captured.
 
         Args:
-            situation: what that call finds.
+            context: what that call finds.
             kept: a plan to follow.
             rehearse: tell how to find what the step takes beside its calls.
             least: that of the least peak; what the budget means is not known yet.
@@ -179,11 +179,11 @@ class Planner:
             CostError: an operation cannot be measured.
         """
         if kept:
-            planned = self._followed(kept, situation)
+            planned = self._followed(kept, context)
         else:
             if self._peers is not None:
                 self.schedules.agree_link(self._peers)
-            planned = self._shared(lambda: self._found(situation, least=least))
+            planned = self._shared(lambda: self._found(context, least=least))
         self._started = True
         if kept is None and rehearse:
             planned = self._with_overhead(planned)
@@ -192,15 +192,15 @@ class Planner:
         self.step.settle()
         return planned
 
-    def _found(self, situation: Situation, *, least: bool) -> Planned:
+    def _found(self, context: StepContext, *, least: bool) -> Planned:
         """That plan, looked for."""
         try:
-            return self.again(situation, least=least)
+            return self.again(context, least=least)
         except BudgetError as error:
             if not self.grown(error):
                 self.step.settle()
-                raise self.schedules.advised(error, situation, self.budget.nbytes) from None
-            return self.again(situation)
+                raise self.schedules.advised(error, context, self.budget.nbytes) from None
+            return self.again(context)
 
     def _shared(self, find: Callable[[], Planned]) -> Planned:
         """What ``find`` leads to in the first of several processes.
@@ -223,7 +223,7 @@ class Planner:
         with self._peers.telling():
             plan = self._peers.follow("a plan", Plan, make)
             planned = found[0] if plan is None else self._as_first(plan, graph)
-            agreed_graphs(self._peers, planned.graphs.outline if planned else "none")
+            agreed_graphs(self._peers, planned.graphs.structure_digest if planned else "none")
         assert planned is not None  # the others' differ from none
         return planned
 
@@ -257,11 +257,11 @@ class Planner:
         """
         self._peers, self._bound = peers, True
 
-    def again(self, situation: Situation, *, least: bool = False) -> Planned:
+    def again(self, context: StepContext, *, least: bool = False) -> Planned:
         """The plan for a later call.
 
         Args:
-            situation: what the call finds.
+            context: what the call finds.
             least: that of the least peak, be it above the budget.
 
         Raises:
@@ -271,42 +271,42 @@ class Planner:
         """
         budget = LEAST if least else self.budget
         if self.together is None or not self._started:
-            return self._planned(situation, budget)
-        agreed_situation(self.together, repr((situation, least)))
-        return self._shared(lambda: self._planned(situation, budget))
+            return self._planned(context, budget)
+        agreed_context(self.together, repr((context, least)))
+        return self._shared(lambda: self._planned(context, budget))
 
-    def shared_out(self, situation: Situation) -> Situation:
+    def shared_out(self, context: StepContext) -> StepContext:
         """A call, with what is left alone for others that may wait beside it.
 
         What the budget leaves beside the model is the same for each of so many steps in flight, so
         that each may be the next whose backward runs.
         """
         count = self.step.caller.in_flight
-        if count == 1 or situation.waiting >= count:
-            return situation
-        given_bytes = self.step.given_bytes(situation) - situation.waiting_bytes
+        if count == 1 or context.waiting >= count:
+            return context
+        given_bytes = self.step.given_bytes(context) - context.waiting_bytes
         if self.budget.nbytes is None:  # a share of what so many take, or the least of it
-            first, *_ = ways = self.schedules.within(situation, None)
+            first, *_ = ways = self.schedules.within(context, None)
             full_bytes = first.search.counted_bytes(first.search.baseline)
             least_bytes = min(way.least_bytes for way in ways)
             nbytes = self.budget.bytes_of(
-                full_bytes=self._of_all(situation, full_bytes),
-                least_bytes=self._of_all(situation, least_bytes),
+                full_bytes=self._of_all(context, full_bytes),
+                least_bytes=self._of_all(context, least_bytes),
             )
             if self._peers is not None:
                 nbytes = self._peers.agree("the budget", int, nbytes, lambda n: max(n.values()))
             self.budget = replace(self.budget, nbytes=nbytes, share=None)
         assert self.budget.nbytes is not None
         others_bytes = (count - 1) * ((self.budget.nbytes - given_bytes) // count)
-        return replace(situation, others_bytes=max(0, others_bytes - situation.waiting_bytes))
+        return replace(context, others_bytes=max(0, others_bytes - context.waiting_bytes))
 
-    def _of_all(self, situation: Situation, nbytes: int) -> int:
+    def _of_all(self, context: StepContext, nbytes: int) -> int:
         """The peak of all that may be in flight, where that of one with all else is ``nbytes``."""
         count = self.step.caller.in_flight
-        if count == 1 or situation.waiting >= count:
+        if count == 1 or context.waiting >= count:
             return nbytes
-        given_bytes = self.step.given_bytes(situation)
-        beside_bytes = situation.waiting_bytes + situation.others_bytes
+        given_bytes = self.step.given_bytes(context)
+        beside_bytes = context.waiting_bytes + context.others_bytes
         alike_bytes = given_bytes - beside_bytes + count * (nbytes - given_bytes)
         return max(nbytes, alike_bytes)  # those that wait may hold more than this one
 
@@ -323,31 +323,31 @@ class Planner:
         self.budget = replace(self.budget, nbytes=nbytes)
         return True
 
-    def fits(self, situation: Situation, *, thorough: bool = True) -> bool:
+    def fits(self, context: StepContext, *, thorough: bool = True) -> bool:
         """Whether a call can keep to the budget: see :meth:`Schedules.fits`."""
         assert self.budget.nbytes is not None
-        return self.schedules.fits(situation, self.budget.nbytes, thorough=thorough)
+        return self.schedules.fits(context, self.budget.nbytes, thorough=thorough)
 
-    def known_lesson(self) -> Lesson:
+    def known_correction(self) -> Correction:
         """What steps of the sizes of the capture have taught another process."""
-        return self._store.get("lesson", self.step.lesson_key, Lesson) or NO_LESSON
+        return self._store.get("correction", self.step.correction_key, Correction) or NO_CORRECTION
 
-    def keep_lesson(self, lesson: Lesson) -> None:
+    def keep_lesson(self, correction: Correction) -> None:
         """Let other processes know it."""
-        self._store.put("lesson", self.step.lesson_key, Lesson, lesson)
+        self._store.put("correction", self.step.correction_key, Correction, correction)
 
-    def _planned(self, situation: Situation, budget: Budget) -> Planned:
+    def _planned(self, context: StepContext, budget: Budget) -> Planned:
         """Find the best plan, or know it."""
-        origin = self._origin(self.step.at(situation.sizes)[0], situation)
-        searched = self.schedules.known or situation.sizes != self.step.sizes.hints
+        origin = self._origin(self.step.at(context.sizes)[0], context)
+        searched = self.schedules.known or context.sizes != self.step.sizes.hints
         found = None if searched else self._known(origin, budget)
-        found = found or self._made(situation, origin, budget)
+        found = found or self._made(context, origin, budget)
         step = self.step
-        sizes = step.sizes.named(situation.sizes)
+        sizes = step.sizes.named(context.sizes)
         arguments = arguments_of(step.joint.primals, sizes, self._places)
         return replace(found, plan=replace(found.plan, model=self._model, arguments=arguments))
 
-    def _followed(self, kept: Plan, situation: Situation) -> Planned:
+    def _followed(self, kept: Plan, context: StepContext) -> Planned:
         """Follow a plan that was kept.
 
         Raises:
@@ -359,7 +359,7 @@ class Planner:
         now = replace(graph.origin, options=kept.origin.options, held=kept.origin.held)
         if now == kept.origin:
             self.step.take(graph, kept.measured)
-            now = self._origin(self.step.graphs[0], situation)
+            now = self._origin(self.step.graphs[0], context)
         told = tuple(differences(kept.origin, now))
         if told:
             raise PlanError(
@@ -375,7 +375,7 @@ class Planner:
             plan, graph.line, graph.blocks, self._modules, device=graph.device, host=self._host
         )
 
-    def _origin(self, costed: Costed, situation: Situation) -> Origin:
+    def _origin(self, costed: Costed, context: StepContext) -> Origin:
         """What a plan would hold for."""
         host, caller = self._host, self.step.caller
         options = {
@@ -393,7 +393,7 @@ class Planner:
         return origin_of_plan(
             costed.graph.origin,
             options=options,
-            surroundings=costed.around(situation),
+            context_bytes=costed.around(context),
             allocator=self.schedules.rules(costed.graph),
         )
 
@@ -425,20 +425,20 @@ class Planner:
             self._modules = BlockModules()
             self.step.forget_blocks()
 
-    def _made(self, situation: Situation, origin: Origin, budget: Budget) -> Planned:
+    def _made(self, context: StepContext, origin: Origin, budget: Budget) -> Planned:
         """Search for the best plan, among schedules that are known where there are some."""
         self._make_room()
         known = bool(self.schedules.known)
-        ways = self.schedules.within(situation, budget.nbytes)
+        ways = self.schedules.within(context, budget.nbytes)
         first = ways[0].search
         full_bytes = first.counted_bytes(first.baseline)
         least = min(ways, key=lambda way: way.least_bytes)
-        least_bytes = self._of_all(situation, least.least_bytes)
+        least_bytes = self._of_all(context, least.least_bytes)
         resolved = budget.resolve(
-            full_bytes=self._of_all(situation, full_bytes),
+            full_bytes=self._of_all(context, full_bytes),
             least_bytes=least_bytes,
             needed_by=least.describe_least,
-            beside=situation.described(self.step.joint),
+            beside=context.described(self.step.joint),
         )
         way, found = fastest(ways, resolved)
         self.step.progress(WRITE)
@@ -452,19 +452,19 @@ class Planner:
             baseline_bytes=full_bytes,
             host=self._host,
             origin=origin,
-            beside=situation.described(self.step.joint),
-            sizes=situation.sizes,
+            beside=context.described(self.step.joint),
+            sizes=context.sizes,
             roles=self._roles,
             held={
-                Kind.GRADIENTS: sum(situation.gradient_bytes(self.step.joint)),
-                Kind.OPTIMIZER: self._optimizer_bytes + situation.state_bytes,
+                Kind.GRADIENTS: sum(context.gradient_bytes(self.step.joint)),
+                Kind.OPTIMIZER: self._optimizer_bytes + context.state_bytes,
                 Kind.RESERVE: self.step.caller.reserve_bytes,
             },
         )
         if self.step.joint.device.type == "cuda" and self.step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
         planned = Planned(plan, emitted, complete=complete)
-        if self.step.costs is None and not known and situation.sizes == self.step.sizes.hints:
+        if self.step.costs is None and not known and context.sizes == self.step.sizes.hints:
             planned = planned.completed()
             self._store.put("plan", self._plan_key(origin, budget), Plan, planned.plan)
         return planned

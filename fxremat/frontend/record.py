@@ -17,8 +17,8 @@ from fxremat.passes.emit.travel import Move
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocations import TANGENTS, requests_of_step
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.footprint import WORKSPACE, Footprints, Request
-from fxremat.planner.surroundings import Surroundings
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
 from fxremat.report.modules import common_module
 
@@ -63,7 +63,7 @@ def roles_of(
 
 def record_memory(
     program: Program,
-    surroundings: Surroundings,
+    context_bytes: ContextBytes,
     footprints: Footprints,
     moves: tuple[Move, ...],
     *,
@@ -74,7 +74,7 @@ def record_memory(
 
     Args:
         program: the calls.
-        surroundings: what is held beside them.
+        context_bytes: what is held beside them.
         footprints: of its line.
         moves: what travels.
         roles: what primals are, where known.
@@ -85,38 +85,38 @@ def record_memory(
         evaluation has for it.
     """
     line = program.line
-    requests = requests_of_step(program, surroundings, footprints, moves)
+    requests = requests_of_step(program, context_bytes, footprints, moves)
     record = _Record(line)
-    for tensor in _given(line.joint, surroundings, roles, beside):
+    for tensor in _given(line.joint, context_bytes, roles, beside):
         record.take(tensor, (tensor.kind, 0))
     calls: list[int] = []
     turn = 0
     for index, (call, asked) in enumerate(zip(program.calls, requests.calls, strict=True)):
         if index == program.turn:
-            turn = record.turn(requests.turn, surroundings)
+            turn = record.turn(requests.turn, context_bytes)
         released = sum(m.release == index < program.turn for m in moves)
         record.follow(asked[:released])
         calls.append(record.next())
         record.follow(asked[released:], _workspaces(call, footprints))
         record.next()
     if program.turn == len(program.calls):
-        turn = record.turn(requests.turn, surroundings)
+        turn = record.turn(requests.turn, context_bytes)
     end = record.next()
     record.follow(requests.end, [Tensor("copy of a gradient", 0, Kind.WORKSPACES)])
     modules = tuple(common_module(map(module_of, s.forward or s.backward)) for s in line.stages)
     return StepMemory(*record.done(), tuple(calls), turn, end, modules)
 
 
-def describe_peak(program: Program, surroundings: Surroundings, footprints: Footprints) -> str:
+def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Footprints) -> str:
     """What the peak of ``program`` is needed for, as ``"addmm in module blocks.3.mlp, at
     model.py:23 (operation B 13)"``.
 
     Args:
         program: the calls.
-        surroundings: what is held beside them.
+        context_bytes: what is held beside them.
         footprints: of its line.
     """
-    memory = record_memory(program, surroundings, footprints, (), roles={}, beside={})
+    memory = record_memory(program, context_bytes, footprints, (), roles={}, beside={})
     held = memory.held_bytes()
     instant = held.index(max(held))
     if instant == memory.turn:
@@ -144,7 +144,7 @@ def _line_of(node: fx.Node) -> str:
 
 def _given(
     joint: JointGraph,
-    surroundings: Surroundings,
+    context_bytes: ContextBytes,
     roles: Mapping[int, Kind],
     beside: Mapping[Kind, int],
 ) -> Iterator[Tensor]:
@@ -165,7 +165,7 @@ def _given(
         yield Tensor(f"{len(own)} {kind.value}", table.total(own), kind)
     for kind, nbytes in beside.items():
         yield Tensor(_BESIDE[kind], nbytes, kind)
-    other = surroundings.given_bytes - table.total(seen) - sum(beside.values())
+    other = context_bytes.given_bytes - table.total(seen) - sum(beside.values())
     yield Tensor("what else is held", other, Kind.OTHER)
 
 
@@ -238,14 +238,14 @@ class _Record:
             else:
                 self.take(self._of(key), (None, key))
 
-    def turn(self, requests: tuple[Request, ...], surroundings: Surroundings) -> int:
+    def turn(self, requests: tuple[Request, ...], context_bytes: ContextBytes) -> int:
         """The turn; returns its instant."""
         released = sum(key >= 0 for key, _ in requests)
         self.follow(requests[:released])
         instant = self.next()
         self.follow(requests[released:])
         # Gradients that are there in the forward only are taken off those of the outputs.
-        gone = sum(surroundings.tangent_each_bytes) - surroundings.tangent_bytes
+        gone = sum(context_bytes.tangent_each_bytes) - context_bytes.tangent_bytes
         if gone > 0:
             tensor = self.give((Kind.GRADIENTS, 0))
             left = replace(tensor, nbytes=tensor.nbytes - gone)

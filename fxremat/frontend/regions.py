@@ -23,17 +23,17 @@ from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, Chosen
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.choices import alone, choices_of, chosen_for, leaving_least
-from fxremat.frontend.known import Called, Key, Known, KnownSteps
-from fxremat.frontend.lessons import warn_counted
+from fxremat.frontend.corrections import warn_counted
+from fxremat.frontend.known import Called, Key, KnownStep, KnownSteps
 from fxremat.frontend.news import News
+from fxremat.frontend.notices import Notices
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.told import Told
 from fxremat.frontend.walk import Ran, Walk, between, seen_levels
-from fxremat.planner.situation import Beside, Situation
+from fxremat.planner.context import RegionContext, StepContext
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.counted import Count
-from fxremat.runtime.levels import Levels, Watcher, Whole
+from fxremat.runtime.profile import MemoryProfile, Watcher, Whole
 from fxremat.runtime.steps import Step
 from fxremat.solvers.knapsack import Call, Choice
 
@@ -70,7 +70,7 @@ class Regions:
     watcher: Watcher
     budget: Callable[[], Budget]
     settle_budget: Callable[[Budget], None]
-    told: Told = field(default_factory=Told)
+    notices: Notices = field(default_factory=Notices)
     several: bool = False
     called: bool = False
     known: KnownSteps = field(default_factory=KnownSteps)
@@ -142,15 +142,15 @@ class Regions:
     def enter(
         self,
         planner: Planner,
-        situation: Situation,
+        context: StepContext,
         values: Sequence[object],
         ended_by: str = "",
-    ) -> tuple[Situation, bool]:
+    ) -> tuple[StepContext, bool]:
         """A call of a region begins.
 
         Args:
             planner: of its graph.
-            situation: what it finds.
+            context: what it finds.
             values: with which.
             ended_by: the user's line after which the step leaves the graph, and why.
 
@@ -162,22 +162,22 @@ class Regions:
         """
         self._now.inner = torch_compat.current_backward() >= 0
         if self._now.inner:  # its step is over before the backward goes on, which was watched so
-            return self.situation_unknown(planner, situation), False
+            return self.context_unknown(planner, context), False
         if not self.called:
             read = (p for p in values if isinstance(p, torch.nn.Parameter))
             self.parameters.update({id(p): weakref.ref(p) for p in read})
-        walk, called = self._going_on() or self._next(), Called(planner, situation, ended_by)
+        walk, called = self._going_on() or self._next(), Called(planner, context, ended_by)
         self._late_bytes = max(self._late_bytes, planner.step.late_bytes)
         if walk.base_bytes is None:  # nobody tells of calls of the model
-            given_bytes = planner.step.given_bytes(situation)
-            walk.base_bytes = given_bytes - situation.waiting_bytes + self._others_bytes(values)
+            given_bytes = planner.step.given_bytes(context)
+            walk.base_bytes = given_bytes - context.waiting_bytes + self._others_bytes(values)
             if not self.called:
                 self._begin_watch(walk, planner.step.joint.device)
         elif not walk.calls:  # what else was found, beside what the model holds
-            walk.base_bytes += situation.kept_bytes + sum(situation.bucket_bytes)
+            walk.base_bytes += context.kept_bytes + sum(context.bucket_bytes)
         self._news.number(planner)
         if not walk.calls:
-            self._agree_on_begin(called, walk.base_bytes + situation.waiting_bytes)
+            self._agree_on_begin(called, walk.base_bytes + context.waiting_bytes)
             walk.begin(self.known)
         places = self._with_room(walk, called)
         self._watch(called, walk)
@@ -186,30 +186,30 @@ class Regions:
         walk.found = tuple(places), read_by
         if not places:
             walk.unknown = True
-            return self.situation_unknown(planner, situation), False
-        held_bytes = situation.waiting_bytes - walk.calls[0].situation.waiting_bytes
-        own_bytes = planner.step.given_bytes(situation) - situation.others_there_bytes
+            return self.context_unknown(planner, context), False
+        held_bytes = context.waiting_bytes - walk.calls[0].context.waiting_bytes
+        own_bytes = planner.step.given_bytes(context) - context.others_there_bytes
         besides = [known.besides[place] for known, place in places]
         begins = (
             known.there_bytes + known.more_bytes + known.besides[place].more_bytes
             for known, place in places
         )
-        beside = Beside(
+        beside = RegionContext(
             held_bytes - own_bytes + max(begins),
             max(beside.turn_bytes for beside in besides),
             max(beside.tangent_bytes for beside in besides),
             self._host_bytes(max(known.later_host_bytes[place] for known, place in places)),
         )
-        return alone(situation, beside), True
+        return alone(context, beside), True
 
-    def chooses(self, planner: Planner, situation: Situation) -> bool:
+    def chooses(self, planner: Planner, context: StepContext) -> bool:
         """Whether a step that begins with this call has plans chosen anew, for what is there."""
         walk = self._going_on()
         if walk is None or walk.calls or walk.base_bytes is None:
             return False
-        there_bytes = walk.base_bytes + situation.waiting_bytes + situation.kept_bytes
-        there_bytes += sum(situation.bucket_bytes) + self._aside_bytes
-        key = Called(planner, situation).key
+        there_bytes = walk.base_bytes + context.waiting_bytes + context.kept_bytes
+        there_bytes += sum(context.bucket_bytes) + self._aside_bytes
+        key = Called(planner, context).key
         known = (known for known in self.known if known.keys[:1] == (key,))
         return not all(self._leaves_room(own, there_bytes) for own in known)
 
@@ -218,7 +218,7 @@ class Regions:
         self._now.walk.unknown = True
         self._now.walk.found = (), ()
 
-    def _with_room(self, walk: Walk, called: Called) -> list[tuple[Known, int]]:
+    def _with_room(self, walk: Walk, called: Called) -> list[tuple[KnownStep, int]]:
         """Known steps that the one that goes on may be, and the call's places in them, each with
         plans chosen together.
 
@@ -226,7 +226,7 @@ class Regions:
             BudgetError: it is one of some steps that are known, and no plans fit any of them.
         """
         first = walk.calls[0] if walk.calls else called
-        there_bytes = (walk.base_bytes or 0) + first.situation.waiting_bytes
+        there_bytes = (walk.base_bytes or 0) + first.context.waiting_bytes
         found, failed = [], None
         for known, place in walk.follow(called.key):
             if self.together and known not in walk.begun:
@@ -249,9 +249,9 @@ class Regions:
             return self.peers.telling()
         return contextlib.nullcontext()
 
-    def situation_unknown(self, planner: Planner, situation: Situation) -> Situation:
+    def context_unknown(self, planner: Planner, context: StepContext) -> StepContext:
         """A call of a step that is not known: it is to leave least."""
-        return leaving_least(planner, situation, self._host_bytes())
+        return leaving_least(planner, context, self._host_bytes())
 
     def begin(self) -> None:
         """The forward of the call that was entered last begins."""
@@ -260,7 +260,7 @@ class Regions:
         walk: Walk = self._now.walk
         called = walk.calls[-1]
         if walk.count is None and not walk.watched:
-            there_bytes = (walk.base_bytes or 0) + called.situation.waiting_bytes
+            there_bytes = (walk.base_bytes or 0) + called.context.waiting_bytes
             walk.count = Count.begin(called.planner.step.joint.device, lambda: there_bytes)
         called.times_s.append(perf_counter())
 
@@ -289,7 +289,7 @@ class Regions:
             return
         called = walk.calls[walk.steps[step]]
         walk.last = walk.steps[step]
-        waiting_bytes = walk.calls[0].situation.waiting_bytes
+        waiting_bytes = walk.calls[0].context.waiting_bytes
         called.back_bytes = sum(other.held_bytes for other in in_flight) - waiting_bytes
         called.times_s.append(perf_counter())
 
@@ -321,7 +321,7 @@ class Regions:
     def _much_bytes(self) -> float:
         return MUCH * (self.budget().nbytes or 0)
 
-    def _leaves_room(self, known: Known, there_bytes: int) -> bool:
+    def _leaves_room(self, known: KnownStep, there_bytes: int) -> bool:
         """Whether plans were chosen for what is there when a step begins, or for little more."""
         host_bytes = self._host_bytes()
         more_bytes = (host_bytes or 0) - (known.host_bytes or 0)
@@ -366,7 +366,7 @@ class Regions:
         if not walk.watched:
             walk.unseen = "another profiler is on in its thread"
 
-    def _may_teach(self, known: Known) -> bool:
+    def _may_teach(self, known: KnownStep) -> bool:
         """Whether steps are watched: where they differ, all whose like may come near the budget."""
         if not known.envelope or not known.choices:
             return bool(known.watches) or known.envelope
@@ -408,7 +408,7 @@ class Regions:
             self._before = walk
         if walk is not None:
             self._end(walk)
-        self.told.refuse(self.budget())
+        self.notices.refuse(self.budget())
         walk = self._now.walk = Walk()
         return walk
 
@@ -420,18 +420,18 @@ class Regions:
             self._watches -= bool(self._watches)
         if walk.failed or not (walk.done or walk.last is not None):
             return
-        self.told.followed(walk)
+        self.notices.followed(walk)
         timed = all(len(call.times_s) == 4 for call in walk.calls)
         if timed and not walk.watched and not walk.unknown:
             for known in walk.begun:
                 if len(known.calls) == len(walk.calls):
                     known.seconds = known.seconds or tuple(between(walk))
-                    self.told.broken(known)
+                    self.notices.broken(known)
 
     def _watch(self, called: Called, walk: Walk) -> None:
         """Have a call watched where its step is."""
 
-        def tell(seen: Levels) -> None:
+        def tell(seen: MemoryProfile) -> None:
             called.levels = seen
 
         if walk.watched:
@@ -441,9 +441,9 @@ class Regions:
         """A step was watched, as far as it could be."""
         if walk.failed or self.captured or not (seen.done or walk.calls):
             return  # capturing measures, and that may be in the log
-        base_bytes = (walk.base_bytes or 0) + sum(c.situation.waiting_bytes for c in walk.calls[:1])
+        base_bytes = (walk.base_bytes or 0) + sum(c.context.waiting_bytes for c in walk.calls[:1])
         peak_bytes = base_bytes + seen.peak_bytes
-        if self.told.peak(peak_bytes, self.budget(), walk):
+        if self.notices.peak(peak_bytes, self.budget(), walk):
             self._watches = 2  # as long as steps are over, they are watched
         walk.done = seen.done
         levels = seen_levels(walk)
@@ -451,7 +451,7 @@ class Regions:
             walk.unseen = walk.unseen or "their backwards had not ended when the next ones began"
             return
         if walk.unseen:
-            self.told.half_seen(walk)
+            self.notices.half_seen(walk)
         self._news.learned = True
         followed = [known for known in walk.begun or walk.places if not walk.unknown]
         for known in self.known.learn(walk.calls, levels, envelopes=not self.together):
@@ -465,7 +465,7 @@ class Regions:
             if not known.choices or there_bytes + known.planned_bytes > budget_bytes:
                 known.besides = []
 
-    def _choose(self, known: Known, there_bytes: int) -> None:
+    def _choose(self, known: KnownStep, there_bytes: int) -> None:
         """Choose plans for all calls of a step together, if that is to be done.
 
         Args:
@@ -498,7 +498,7 @@ class Regions:
         takes = [choice.host_bytes for choice in found.choices]
         known.later_host_bytes = [sum(takes[place + 1 :]) for place in range(len(takes))]
 
-    def _chosen(self, known: Known, there_bytes: int, host_bytes: int | None) -> Chosen:
+    def _chosen(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> Chosen:
         calls = [
             Call(self._choices_of(call), *levels)
             for call, levels in zip(known.calls, known.levels, strict=True)
@@ -513,7 +513,7 @@ class Regions:
 
     def _choices_of(self, call: Called) -> tuple[Choice, ...]:
         if call.key not in self._choices:
-            self._choices[call.key] = choices_of(call.planner, call.situation)
+            self._choices[call.key] = choices_of(call.planner, call.context)
         return self._choices[call.key]
 
 

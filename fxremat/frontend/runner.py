@@ -18,7 +18,6 @@ from fxremat import torch_compat
 from fxremat.costs.measure import device_of
 from fxremat.errors import CaptureError, CostError, FxrematError
 from fxremat.frontend.agreed import agreed_arguments
-from fxremat.frontend.apart import Apart
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import PlannedOnly, RefusedError, StepCompiler
 from fxremat.frontend.entry import Backend, Entry
@@ -28,6 +27,7 @@ from fxremat.frontend.raised import let_go, shortened
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
+from fxremat.frontend.separate_capture import SeparateCapture
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import (
@@ -36,7 +36,7 @@ from fxremat.frontend.untouched import (
     hooks_of,
     in_training,
 )
-from fxremat.planner.surroundings import Caller, model_bytes
+from fxremat.planner.context_bytes import Caller, model_bytes
 from fxremat.progress import CAPTURE, Progress, shown, silent
 from fxremat.runtime import cuda_graph
 
@@ -85,7 +85,7 @@ class Runner:
             self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._run))
         self._regions = tuple(regions)
         if regions:
-            compiler.regions.told.breaks = None  # they are asked for
+            compiler.regions.notices.breaks = None  # they are asked for
             self._take_apart()
         self._device = device_of(original)
         # Dynamo keeps compiled code for longer than this lives.
@@ -264,7 +264,7 @@ class Runner:
     def _take_apart(self) -> None:
         """Capture the model in pieces from now on."""
         self.compiler.regions.several = True
-        self._apart = Apart(self._inner, self._regions)
+        self._apart = SeparateCapture(self._inner, self._regions)
         dynamic, compiler = self._dynamic, self.compiler
         self._pieces = Entry(self._forward, Backend(compiler), dynamic=dynamic, whole=False)
 

@@ -17,14 +17,14 @@ from fxremat.frontend.largest import largest_fitting
 from fxremat.frontend.origin import key_of
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.store import Store
-from fxremat.frontend.ways import StepGraph, Way, fastest
+from fxremat.frontend.variants import StepGraph, Variant, fastest
 from fxremat.ir import MeasuredLink
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.allocations import settings_of
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.context import StepContext
 from fxremat.planner.resized import least_bytes_at
 from fxremat.planner.search import DEFAULT_GENERATORS
-from fxremat.planner.situation import Situation
 from fxremat.planner.transfers import HostMemory, Sent
 
 MOST_SIZE = 1 << 20
@@ -57,7 +57,7 @@ class Schedules:
     allocator: AllocatorSettings | None
     store: Store
     generators: tuple[str, ...] = DEFAULT_GENERATORS
-    known: list[Way] = field(default_factory=list)
+    known: list[Variant] = field(default_factory=list)
     sent: dict[Values, tuple[tuple[Sent, ...], ...]] = field(default_factory=dict)
     link: MeasuredLink | None = None
 
@@ -65,116 +65,114 @@ class Schedules:
         """Those of the device's allocator."""
         return self.allocator or settings_of(graph.device)
 
-    def within(self, situation: Situation, budget_bytes: int | None) -> list[Way]:
+    def within(self, context: StepContext, budget_bytes: int | None) -> list[Variant]:
         """All ways of the step, with what a call finds beside it.
 
         Schedules that are known are taken; where none fits, others are looked for.
 
         Args:
-            situation: what the call finds.
+            context: what the call finds.
             budget_bytes: within which they are to be; ``None``: those that are known will do.
         """
-        first_size = situation.sizes == self.step.sizes.hints
-        new = self._look(situation) and first_size
+        first_size = context.sizes == self.step.sizes.hints
+        new = self._look(context) and first_size
         ways = []
-        for way, own in zip(self.known, self.step.at(situation.sizes), strict=True):
-            around = own.around(situation)
+        for way, own in zip(self.known, self.step.at(context.sizes), strict=True):
+            around = own.around(context)
             if first_size:
                 ways.append(way.within(around))
             else:
                 most = MOST_BYTES if budget_bytes is None else budget_bytes
                 ways.append(way.at(own.measured, around, budget_bytes=most))
-        ways = self._with_sent(situation.sizes, ways)
+        ways = self._with_sent(context.sizes, ways)
         if new or budget_bytes is None or min(w.least_bytes for w in ways) <= budget_bytes:
             return ways
-        found = self._search(situation)
+        found = self._search(context)
         self.known = [way.knowing(own) for way, own in zip(self.known, found, strict=True)]
-        return self._with_sent(situation.sizes, found)
+        return self._with_sent(context.sizes, found)
 
-    def searched(self, situation: Situation) -> list[Way]:
+    def searched(self, context: StepContext) -> list[Variant]:
         """All ways of the step, looked for anew; what is found is known from then on."""
-        found = self._search(situation)
+        found = self._search(context)
         known = self.known or found
         self.known = [way.knowing(own) for way, own in zip(known, found, strict=True)]
         return found
 
-    def fits(self, situation: Situation, budget_bytes: int, *, thorough: bool = True) -> bool:
+    def fits(self, context: StepContext, budget_bytes: int, *, thorough: bool = True) -> bool:
         """Whether any does at a call: of those that are known, or ``thorough``, any."""
-        return self.least_bytes(situation, budget_bytes if thorough else None) <= budget_bytes
+        return self.least_bytes(context, budget_bytes if thorough else None) <= budget_bytes
 
-    def least_bytes(self, situation: Situation, budget_bytes: int | None) -> int:
+    def least_bytes(self, context: StepContext, budget_bytes: int | None) -> int:
         """The least budget of a call: see :meth:`within`."""
-        return min(way.least_bytes for way in self.within(situation, budget_bytes))
+        return min(way.least_bytes for way in self.within(context, budget_bytes))
 
-    def roughly(self, situation: Situation) -> int:
+    def roughly(self, context: StepContext) -> int:
         """The least budget of a call, by schedules that are known; nothing is run for it."""
-        self._look(situation)
+        self._look(context)
         found = []
-        for way, own in zip(self.known, self.step.roughly_at(situation.sizes), strict=True):
-            around = own.around(situation)
+        for way, own in zip(self.known, self.step.roughly_at(context.sizes), strict=True):
+            around = own.around(context)
             if way.transfers is None:
                 found.append(least_bytes_at(way.search, own.measured, around))
             else:
                 found.append(way.at(own.measured, around, budget_bytes=MOST_BYTES).least_bytes)
         return min(found)
 
-    def alone_bytes(self, situation: Situation) -> int:
+    def alone_bytes(self, context: StepContext) -> int:
         """The least budget of a call where it alone is compiled, with nothing known beforehand."""
-        costed = self.step.at(situation.sizes)
-        return min(self._way(own, situation, None).least_bytes for own in costed)
+        costed = self.step.at(context.sizes)
+        return min(self._way(own, context, None).least_bytes for own in costed)
 
     def predicted(
-        self, situation: Situation, budget_bytes: int, *, run: bool = True
+        self, context: StepContext, budget_bytes: int, *, run: bool = True
     ) -> tuple[int, float]:
         """The least budget of a call that fits, and the seconds of its plan's calls.
 
         Args:
-            situation: what the call finds.
+            context: what the call finds.
             budget_bytes: what must not be exceeded.
             run: what no law tells of; else it may be a little off.
         """
         ways = (
-            self.within(situation, budget_bytes)
-            if run
-            else self._rough_ways(situation, budget_bytes)
+            self.within(context, budget_bytes) if run else self._rough_ways(context, budget_bytes)
         )
         _, found = fastest(ways, max(budget_bytes, min(way.least_bytes for way in ways)))
         return min(way.least_bytes for way in ways), found.total_s
 
-    def _rough_ways(self, situation: Situation, budget_bytes: int) -> list[Way]:
+    def _rough_ways(self, context: StepContext, budget_bytes: int) -> list[Variant]:
         """Ways that are known, where nothing is run for it."""
-        costed = self.step.roughly_at(situation.sizes)
+        costed = self.step.roughly_at(context.sizes)
         return [
-            way.at(own.measured, own.around(situation), budget_bytes=budget_bytes)
+            way.at(own.measured, own.around(context), budget_bytes=budget_bytes)
             for way, own in zip(self.known, costed, strict=True)
         ]
 
-    def room_bytes(self, situation: Situation) -> int:
+    def room_bytes(self, context: StepContext) -> int:
         """The least that a step allocates beyond what is there whatever its plan."""
-        ways = self.within(situation, None)
-        return min(w.least_bytes - w.search.setting.surroundings.given_bytes for w in ways)
+        ways = self.within(context, None)
+        return min(w.least_bytes - w.search.setting.context_bytes.given_bytes for w in ways)
 
     def largest(
-        self, situation: Situation, group: Sequence[Dimension], budget_bytes: int, *, most: int
+        self, context: StepContext, group: Sequence[Dimension], budget_bytes: int, *, most: int
     ) -> int | None:
         """The largest size that fits, of some dimensions that follow each other.
 
         Only sizes for which the captured step holds are tried, see :func:`taken_sizes`.
 
         Args:
-            situation: what a call finds beside it.
+            context: what a call finds beside it.
             group: the dimensions.
             budget_bytes: what must not be exceeded.
             most: the largest that is tried.
 
         Returns ``None`` where not even the smallest fits.
         """
-        taken = taken_sizes(self.step.sizes, situation.sizes, group)
+        taken = taken_sizes(self.step.sizes, context.sizes, group)
         if taken is None:
             return None
 
-        def at(count: int) -> Situation:
-            return replace(situation, sizes=resized(situation.sizes, group, taken[count - 1]))
+        def at(count: int) -> StepContext:
+            return replace(context, sizes=resized(context.sizes, group, taken[count - 1]))
 
         tried = False
 
@@ -188,14 +186,14 @@ class Schedules:
         count = largest_fitting(
             lambda count: self.roughly(at(count)),
             least_at,
-            first=taken.count(taken.near(situation.sizes[group[0].symbol])),
+            first=taken.count(taken.near(context.sizes[group[0].symbol])),
             budget_bytes=budget_bytes,
             most=taken.count(most),
         )
         return None if count is None else taken[count - 1]
 
     def advised(
-        self, error: BudgetError, situation: Situation, budget_bytes: int | None
+        self, error: BudgetError, context: StepContext, budget_bytes: int | None
     ) -> BudgetError:
         """``error``, that a call does not fit, with the largest sizes that do."""
         if error.least_budget_bytes is None or budget_bytes is None:
@@ -203,9 +201,9 @@ class Schedules:
         largest: dict[str, int] = {}
         told = []
         sizes = self.step.sizes
-        for group in groups_of(self.step.dimensions, sizes.hints, situation.sizes):
+        for group in groups_of(self.step.dimensions, sizes.hints, context.sizes):
             most = min(sizes.most[d.symbol] or MOST_SIZE for d in group)
-            found = self.largest(situation, group, budget_bytes, most=most)
+            found = self.largest(context, group, budget_bytes, most=most)
             if found is not None:
                 largest |= {d.name: found for d in group}
                 told.append(f"{found} for {' = '.join(d.name for d in group)}")
@@ -217,32 +215,32 @@ class Schedules:
             largest=largest,
         )
 
-    def _with_sent(self, sizes: Values, ways: list[Way]) -> list[Way]:
+    def _with_sent(self, sizes: Values, ways: list[Variant]) -> list[Variant]:
         """The same, knowing what travels in plans that were found apart from them."""
         if sizes not in self.sent:
             return ways
         return [way.with_sent(own) for way, own in zip(ways, self.sent[sizes], strict=True)]
 
-    def _look(self, situation: Situation) -> bool:
+    def _look(self, context: StepContext) -> bool:
         """Let some schedules be known, those at the sizes of the capture; were none?"""
         new = not self.known
         if new:
-            self.known = self._search(replace(situation, sizes=self.step.sizes.hints))
+            self.known = self._search(replace(context, sizes=self.step.sizes.hints))
         return new
 
-    def _search(self, situation: Situation) -> list[Way]:
+    def _search(self, context: StepContext) -> list[Variant]:
         """All ways of the step."""
         if not self.exact:
             self.step.undo_norms()
-        costed = self.step.at(situation.sizes)
-        known: Sequence[Way | None] = self.known or [None] * len(costed)
-        return [self._way(own, situation, way) for own, way in zip(costed, known, strict=True)]
+        costed = self.step.at(context.sizes)
+        known: Sequence[Variant | None] = self.known or [None] * len(costed)
+        return [self._way(own, context, way) for own, way in zip(costed, known, strict=True)]
 
-    def _way(self, costed: Costed, situation: Situation, known: Way | None) -> Way:
-        return Way.of(
+    def _way(self, costed: Costed, context: StepContext, known: Variant | None) -> Variant:
+        return Variant.of(
             costed.graph,
             costed.measured,
-            costed.around(situation),
+            costed.around(context),
             host=self.host,
             progress=self.step.progress,
             allocator=self.rules(costed.graph),

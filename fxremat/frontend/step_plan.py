@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fxremat.errors import PlanError
 from fxremat.frontend.capture import StepCompiler
-from fxremat.frontend.known import Known
+from fxremat.frontend.known import KnownStep
+from fxremat.frontend.notices import NOT_CAPTURED
 from fxremat.frontend.regions import Regions
-from fxremat.frontend.told import NOT_CAPTURED
 from fxremat.frontend.walk import Ran
 from fxremat.report.modules import block_of, common_module, named
 from fxremat.report.plan import Plan
@@ -75,7 +75,7 @@ def step_plan(regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepP
     )
 
 
-def _followed(ran: Sequence[Ran]) -> tuple[Known, list[int]] | None:
+def _followed(ran: Sequence[Ran]) -> tuple[KnownStep, list[int]] | None:
     """The step that calls were taken for, and their places in it."""
     for known in dict(ran[0].places) if ran else ():
         places = [dict(call.places).get(known) for call in ran]
@@ -87,7 +87,7 @@ def _followed(ran: Sequence[Ran]) -> tuple[Known, list[int]] | None:
 
 def _row(
     regions: Regions,
-    known: Known,
+    known: KnownStep,
     place: int,
     ran: Ran,
     names: Mapping[int, str],
@@ -133,7 +133,7 @@ def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
 
 def _why_none(regions: Regions) -> str:
     """Why there is no plan of the last step."""
-    told = regions.told
+    told = regions.notices
     why = next(iter(told.breaks or ()), "") or _shortly(told.why)
     if told.breaks is None:
         why = why or "as regions= asks for"

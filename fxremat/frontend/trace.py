@@ -12,7 +12,7 @@ import torch
 
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.emission import Emitted
-from fxremat.frontend.family import Compiled
+from fxremat.frontend.plan_cache import Compiled
 from fxremat.ir import Copy, Event, Lane, Timeline
 from fxremat.runtime.watch import TransferRecord, record_transfers
 from fxremat.torch_compat import BoxedCallable

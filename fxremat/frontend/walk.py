@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fxremat.frontend.known import Called, Key, Known, Row
+from fxremat.frontend.known import Called, Key, KnownStep, Row
 from fxremat.report.plan import Plan
 from fxremat.runtime.counted import Count
 from fxremat.runtime.steps import Step
@@ -34,7 +34,7 @@ class Ran:
     """
 
     compiled: HasPlan
-    places: tuple[tuple[Known, int], ...]
+    places: tuple[tuple[KnownStep, int], ...]
     parameters: tuple[int, ...]
     held_bytes: int
     peak_bytes: int
@@ -65,8 +65,8 @@ class Walk:
     base_bytes: int | None = None
     calls: list[Called] = field(default_factory=list)
     steps: weakref.WeakKeyDictionary[Step, int] = field(default_factory=weakref.WeakKeyDictionary)
-    begun: list[Known] = field(default_factory=list)
-    places: dict[Known, int] = field(default_factory=dict)
+    begun: list[KnownStep] = field(default_factory=list)
+    places: dict[KnownStep, int] = field(default_factory=dict)
     open: bool = False
     last: int | None = None
     done: bool = False
@@ -75,7 +75,7 @@ class Walk:
     count: Count | None = None
     unseen: str = ""
     failed: bool = False
-    found: tuple[tuple[tuple[Known, int], ...], tuple[int, ...]] = ((), ())
+    found: tuple[tuple[tuple[KnownStep, int], ...], tuple[int, ...]] = ((), ())
     ran: list[Ran] = field(default_factory=list)
 
     @property
@@ -93,19 +93,19 @@ class Walk:
                 there_bytes = max(known.there_bytes + known.more_bytes for known, _ in ran.places)
                 yield ran.peak_bytes - there_bytes
 
-    def begin(self, known: Iterable[Known]) -> None:
+    def begin(self, known: Iterable[KnownStep]) -> None:
         """Let it be compared with steps that are known."""
         self.begun = list(known)
         self.places = dict.fromkeys(self.begun, -1)
 
-    def follow(self, key: Key) -> list[tuple[Known, int]]:
+    def follow(self, key: Key) -> list[tuple[KnownStep, int]]:
         """A call begins: the known steps in which it comes next, and its places in them.
 
         Those that were called alike so far, if there are any; else those that have room for it.
         """
         at = len(self.calls)
         self.begun = [k for k in self.begun if at < len(k.calls) and k.calls[at].key == key]
-        found: list[tuple[Known, int]] = []
+        found: list[tuple[KnownStep, int]] = []
         for known, place in self.places.items():
             later = range(place + 1, len(known.calls))
             at_next = next((i for i in later if known.calls[i].covers(key)), None)
@@ -123,7 +123,7 @@ def seen_levels(walk: Walk) -> list[Row] | None:
         if seen is None or not (walk.done or walk.last is not None):
             return None
         first, *_ = walk.calls
-        held_bytes = call.situation.waiting_bytes - first.situation.waiting_bytes
+        held_bytes = call.context.waiting_bytes - first.context.waiting_bytes
         forward = seen.begin_bytes - held_bytes
         after = seen.begin_bytes + seen.after_bytes - held_bytes - call.held_bytes
         back, before = after, forward

@@ -22,8 +22,8 @@ from fxremat.planner.allocator import (
     AllocatorSettings,
     CachingAllocator,
 )
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.footprint import WORKSPACE, Footprints, Request
-from fxremat.planner.surroundings import Surroundings
 from fxremat.units import Counted
 
 STEPS = 2
@@ -91,7 +91,10 @@ class Requests:
 
 
 def requests_of_step(
-    program: Program, surroundings: Surroundings, footprints: Footprints, moves: Sequence[Move] = ()
+    program: Program,
+    context_bytes: ContextBytes,
+    footprints: Footprints,
+    moves: Sequence[Move] = (),
 ) -> Requests:
     """What the graphs of ``program`` ask for.
 
@@ -109,20 +112,20 @@ def requests_of_step(
         handed = [(s, -nbytes[s]) for s in sorted(call.handed)]
         calls.append((*released, *fetched, *asked, *handed))
     at_turn = [(m.storage, -m.nbytes) for m in moves if m.release == program.turn]
-    each = surroundings.tangent_each_bytes
-    tangents = _whole((*each, max(0, surroundings.tangent_bytes - sum(each))))
+    each = context_bytes.tangent_each_bytes
+    tangents = _whole((*each, max(0, context_bytes.tangent_bytes - sum(each))))
     made = [(TANGENTS - i, nbytes) for i, nbytes in enumerate(tangents)]
-    loss_bytes = surroundings.turn_bytes - sum(tangents)
+    loss_bytes = context_bytes.turn_bytes - sum(tangents)
     small = sum(nbytes for nbytes in tangents if nbytes <= MOST_SMALL_BYTES)
-    small_bytes = min(max(surroundings.turn_small_bytes - small, 0), loss_bytes)
-    given = surroundings.given_each_bytes
+    small_bytes = min(max(context_bytes.turn_small_bytes - small, 0), loss_bytes)
+    given = context_bytes.given_each_bytes
     return Requests(
         given_bytes=_whole(given),
         calls=tuple(calls),
         turn=(*at_turn, *made, *_at_once(loss_bytes, small_bytes)),
         turn_index=program.turn,
-        end=_at_once(surroundings.end_bytes),
-        unplaced_bytes=surroundings.given_bytes - sum(given),
+        end=_at_once(context_bytes.end_bytes),
+        unplaced_bytes=context_bytes.given_bytes - sum(given),
     )
 
 
@@ -184,14 +187,14 @@ class Allocations:
 
     Attributes:
         footprints: of the line.
-        surroundings: of the step.
+        context_bytes: of the step.
         settings: the rules of the device's allocator; ``None``: it hands out what is asked
             for, and takes no more from the device.
         budget_on: what the budget is for.
     """
 
     footprints: Footprints
-    surroundings: Surroundings
+    context_bytes: ContextBytes
     settings: AllocatorSettings | None = None
     budget_on: Counted = "allocated"
     known: dict[tuple[Hashable, tuple[Move, ...]], Allocated] = field(default_factory=dict)
@@ -214,7 +217,7 @@ class Allocations:
         if self.settings is None:
             return Allocated(peak_bytes, peak_bytes)
         if (key, moves) not in self.known:
-            requests = requests_of_step(program(), self.surroundings, self.footprints, moves)
+            requests = requests_of_step(program(), self.context_bytes, self.footprints, moves)
             taken = replay_requests(requests, self.settings)
             self.known[key, moves] = replace(
                 taken, reserved_bytes=taken.reserved_bytes + SPARE_BYTES

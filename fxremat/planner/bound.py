@@ -22,8 +22,8 @@ from fxremat.costs.cost import Measured, backward_results
 from fxremat.passes.stages.block import Mode, dependencies, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.handed import staying
-from fxremat.planner.surroundings import Surroundings
 
 MOST_MOMENTS = 12
 """Moments of the backward that are looked at beside the turn."""
@@ -68,11 +68,11 @@ class Relaxation:
     nbytes: tuple[int, ...]
 
     @staticmethod
-    def of(measured: Measured, blocks: BlockCache, surroundings: Surroundings) -> Relaxation:
+    def of(measured: Measured, blocks: BlockCache, context_bytes: ContextBytes) -> Relaxation:
         """Find the moments at which memory is fullest."""
         operations = _operations(measured)
         made = frozenset(s for operation in operations for s in operation.makes)
-        moments = _moments(measured, blocks, surroundings, made)
+        moments = _moments(measured, blocks, context_bytes, made)
         nbytes = measured.line.joint.storages.nbytes
         return Relaxation(tuple(operations), tuple(moments), nbytes)
 
@@ -135,20 +135,20 @@ class _Programs:
 def _moments(
     measured: Measured,
     blocks: BlockCache,
-    surroundings: Surroundings,
+    context_bytes: ContextBytes,
     rebuildable: frozenset[int],
 ) -> list[Moment]:
     """The turn, and the fullest operations of the backward, one a stage."""
     line = measured.line
     table = line.joint.storages
-    stays = staying(line, surroundings)
+    stays = staying(line, context_bytes)
     given = table.of(line.joint.given)
     pinned = table.of(line.pinned) - given
     # What else is pinned goes after its last reader; a recorded state may never be made.
     outputs = table.of(n for n in line.joint.forward_outputs if isinstance(n, fx.Node)) & pinned
     always = given | outputs | table.of(line.joint.tangents)
     kept = pinned - always
-    constant_bytes = surroundings.given_bytes + table.total(outputs)
+    constant_bytes = context_bytes.given_bytes + table.total(outputs)
     fullest: dict[int, Moment] = {}
     for part in _parts(line):
         later = set(table.of(_read_by(part.after)))
@@ -159,7 +159,7 @@ def _moments(
             for node in reversed(_own_backward(line, index)):
                 finished -= set(table.of_node[node])
                 touched = table.of((node, *node.all_input_nodes)) - always
-                occupied = constant_bytes + surroundings.tangent_bytes
+                occupied = constant_bytes + context_bytes.tangent_bytes
                 occupied += table.total(touched | finished | (later & kept))
                 if node in block.nodes and not is_getitem(node):
                     occupied += measured.workspace_bytes(node, block)
@@ -169,7 +169,7 @@ def _moments(
                     fullest[index] = moment
                 later |= table.of(node.all_input_nodes)
     later = set(table.of(_read_by(line.joint.backward)))
-    occupied = constant_bytes + table.total(later & kept) + surroundings.turn_bytes
+    occupied = constant_bytes + table.total(later & kept) + context_bytes.turn_bytes
     turn = Moment(rebuildable & later, frozenset(), occupied)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
     return [turn, *chosen[:MOST_MOMENTS]]

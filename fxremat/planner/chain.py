@@ -66,7 +66,7 @@ def build_costs(
         options: with the stages' save options.
     """
     line = measured.line
-    gradients = _gradient_bytes(line, staying(line, evaluator.surroundings))
+    gradients = _gradient_bytes(line, staying(line, evaluator.context_bytes))
     number = _numbering(line, evaluator.options if options else None)
     stages = []
     for index in range(len(chain)):
@@ -76,7 +76,7 @@ def build_costs(
             kept = tuple(number[s] for s in parts.kept_storages(mask))
             found.append(stage.option(len(found) + 1, kept, parts.recompute_s(mask)))
         stages.append(stage.costs(gradients[index], tuple(found)))
-    fixed_bytes = evaluator.surroundings.given_bytes + _pinned_bytes(line)
+    fixed_bytes = evaluator.context_bytes.given_bytes + _pinned_bytes(line)
     return Costs(tuple(stages), fixed_bytes)
 
 
@@ -98,7 +98,7 @@ class _Stage:
         rebuild = self.evaluator.alone(index, Mode.AGAIN, saved, kept=True)
         alone_bytes = self._backward_extra(0)
         last = index == len(chain) - 1
-        tangent_bytes = self.evaluator.surroundings.tangent_bytes
+        tangent_bytes = self.evaluator.context_bytes.tangent_bytes
         return StageCosts(
             forward_s=seconds.forward_s,
             backward_s=seconds.backward_s,
@@ -152,7 +152,7 @@ class _Stage:
     def _backward_extra(self, option: int) -> int:
         extra = self._backward(option).peak_bytes
         if self.index == len(self.chain) - 1:
-            around = self.evaluator.surroundings
+            around = self.evaluator.context_bytes
             extra = max(extra + around.tangent_bytes, around.turn_bytes)
         return extra
 

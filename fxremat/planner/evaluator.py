@@ -17,12 +17,12 @@ from fxremat.passes.emit.program import Program, build_program, keep_all
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Decision, Evaluation, Life, Tensors
 from fxremat.planner.handed import handed_over
 from fxremat.planner.places import MODES, Flags, Floats, Ints
 from fxremat.planner.pool import Candidate
 from fxremat.planner.step import Numbers, Step, step_of
-from fxremat.planner.surroundings import Surroundings
 
 MOST_BYTES = 1 << 62
 """More than any step needs."""
@@ -54,7 +54,7 @@ class Evaluator:
         line: the stages.
         blocks: of ``line``.
         options: what stages may keep.
-        surroundings: memory beside the graphs.
+        context_bytes: memory beside the graphs.
         numbers: of the size that is meant.
         room: all of that as numbers; those of other sizes work in it, too.
     """
@@ -62,7 +62,7 @@ class Evaluator:
     line: Line
     blocks: BlockCache
     options: Options
-    surroundings: Surroundings
+    context_bytes: ContextBytes
     numbers: Numbers
     room: Step
 
@@ -71,26 +71,26 @@ class Evaluator:
         measured: Measured,
         blocks: BlockCache,
         options: Options,
-        surroundings: Surroundings,
+        context_bytes: ContextBytes,
     ) -> Evaluator:
         """That of a measured line."""
         room = step_of(measured, options)
-        return Evaluator(measured.line, blocks, options, surroundings, room.numbers, room)
+        return Evaluator(measured.line, blocks, options, context_bytes, room.numbers, room)
 
-    def within(self, surroundings: Surroundings) -> Evaluator:
+    def within(self, context_bytes: ContextBytes) -> Evaluator:
         """That of the same line where something else is held beside it; both share their room."""
-        return replace(self, surroundings=surroundings)
+        return replace(self, context_bytes=context_bytes)
 
-    def at(self, measured: Measured, surroundings: Surroundings) -> Evaluator:
+    def at(self, measured: Measured, context_bytes: ContextBytes) -> Evaluator:
         """That of the same line at another size: decisions are the same, numbers are not.
 
         Args:
             measured: the line as it was measured, or scaled, at that size.
-            surroundings: at that size.
+            context_bytes: at that size.
         """
         options = self.options.at(measured)
         numbers = Numbers.of(measured, options, self.room.number)
-        return Evaluator(measured.line, self.blocks, options, surroundings, numbers, self.room)
+        return Evaluator(measured.line, self.blocks, options, context_bytes, numbers, self.room)
 
     @property
     def step(self) -> Step:
@@ -191,7 +191,7 @@ class Evaluator:
     def program(self, candidate: Candidate) -> Program:
         """The calls that carry a candidate out."""
         found = self.decision(candidate)
-        handed = handed_over(self.line, self.surroundings)
+        handed = handed_over(self.line, self.context_bytes)
         return build_program(
             self.line, found.schedule, self.blocks, found.missing, found.held, handed
         )
@@ -231,8 +231,8 @@ class Evaluator:
         return found
 
     def _put_surroundings(self) -> None:
-        """Let the step's numbers be those of this evaluator's surroundings."""
-        step, at, now = self.step, self.step.at, self.surroundings
+        """Let the step's numbers be those of this evaluator's context bytes."""
+        step, at, now = self.step, self.step.at, self.context_bytes
         if step.around is now:
             return
         nbytes = now.given_bytes, now.turn_bytes, now.tangent_bytes, now.end_bytes

@@ -22,8 +22,8 @@ import numpy as np
 from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved, StageCosts
 from fxremat.ir.coded import ALL, BACKWARD, KINDS, Codes, coded
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Evaluation
-from fxremat.planner.surroundings import Surroundings
 
 SLOTS = 500
 """Slots of each table; a few tables with ever lower ceilings keep rounding small."""
@@ -41,14 +41,14 @@ class Setting:
         line: the stages.
         chain: these and their storages.
         costs: of the stages.
-        surroundings: memory beside the graphs.
+        context_bytes: memory beside the graphs.
         kept: the evaluation of keeping everything.
     """
 
     line: Line
     chain: Chain
     costs: Costs
-    surroundings: Surroundings
+    context_bytes: ContextBytes
     kept: Evaluation
 
 
@@ -129,13 +129,13 @@ def _turn_counts(setting: Setting) -> bool:
     if not line.ends_at_turn or len(line.stages) - first < 2:
         return False
     last = setting.costs.stages[-2]
-    return _meets_turn(last, setting.surroundings) != _beside(last)
+    return _meets_turn(last, setting.context_bytes) != _beside(last)
 
 
 def _without_turn(setting: Setting) -> Setting:
     """``setting`` of the line without its turn, which its last stage then is charged with."""
     *others, last, _turn = setting.costs.stages
-    stages = (*others, _meets_turn(last, setting.surroundings))
+    stages = (*others, _meets_turn(last, setting.context_bytes))
     chain = setting.chain
     return replace(
         setting,
@@ -160,9 +160,9 @@ def _beside(last: StageCosts) -> StageCosts:
     )
 
 
-def _meets_turn(last: StageCosts, surroundings: Surroundings) -> StageCosts:
+def _meets_turn(last: StageCosts, context_bytes: ContextBytes) -> StageCosts:
     """The same, with the loss computed while its saved set is held."""
-    alone, turn_bytes = _beside(last), surroundings.turn_bytes
+    alone, turn_bytes = _beside(last), context_bytes.turn_bytes
     return replace(
         alone,
         backward_extra_bytes=max(alone.backward_extra_bytes, turn_bytes),

@@ -8,26 +8,26 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.surroundings import Surroundings
+from fxremat.planner.context_bytes import ContextBytes
 
 
-def handed_over(line: Line, surroundings: Surroundings) -> frozenset[fx.Node]:
+def handed_over(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:
     """Gradients whose memory is given back by the call that makes them, or right after it.
 
     They are added to gradients that exist. One whose primal is read by a later backward is
     handed over only then: it counts as if it stayed.
     """
     outputs = line.joint.backward_outputs
-    readers = _readers(line) if surroundings.added else {}
-    added = {outputs[i] for i in surroundings.added if not _is_read_after(line, i, readers)}
-    others = (node for i, node in enumerate(outputs) if i not in surroundings.added)
+    readers = _readers(line) if context_bytes.added else {}
+    added = {outputs[i] for i in context_bytes.added if not _is_read_after(line, i, readers)}
+    others = (node for i, node in enumerate(outputs) if i not in context_bytes.added)
     return frozenset(n for n in added.difference(others) if isinstance(n, fx.Node))
 
 
-def staying(line: Line, surroundings: Surroundings) -> frozenset[fx.Node]:
+def staying(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:
     """Gradients that are there from when they are made to the end of the step."""
     made = {n for n in line.joint.backward_outputs if isinstance(n, fx.Node)}
-    return frozenset(made - handed_over(line, surroundings))
+    return frozenset(made - handed_over(line, context_bytes))
 
 
 def _readers(line: Line) -> Mapping[tuple[int, ...], set[int]]:

@@ -16,8 +16,8 @@ from torch import fx
 
 from fxremat.ir import Chain, Costs, Join, JoinCosts, Schedule, StageCosts
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.handed import staying
-from fxremat.planner.surroundings import Surroundings
 
 TRUNK = -1
 """In place of the number of a branch."""
@@ -96,10 +96,10 @@ def build_join(chain: Chain, branching: Branching) -> Join:
 
 
 def build_join_costs(
-    costs: Costs, line: Line, branching: Branching, surroundings: Surroundings
+    costs: Costs, line: Line, branching: Branching, context_bytes: ContextBytes
 ) -> JoinCosts:
     """The costs of ``line``'s chain, with the gradients that each branch holds for itself."""
-    held = _Gradients.of(line, branching, staying(line, surroundings))
+    held = _Gradients.of(line, branching, staying(line, context_bytes))
     own = [costs.stages[stage] for stage in branching.stages]
     branches: list[tuple[StageCosts, ...]] = []
     done = []
@@ -117,7 +117,7 @@ def build_join_costs(
         trunk=tuple(own[branching.ends[-1] :]),
         fixed_bytes=costs.fixed_bytes,
         done_bytes=tuple(done),
-        trunk_done_bytes=max(0, surroundings.tangent_bytes + held.left_by_trunk()),
+        trunk_done_bytes=max(0, context_bytes.tangent_bytes + held.left_by_trunk()),
     )
 
 

@@ -70,14 +70,14 @@ def equivalent_schedules(setting: Setting) -> Iterator[Codes]:
 
 
 def _join_of(setting: Setting, branching: Branching) -> tuple[Join, JoinCosts]:
-    costs = build_join_costs(setting.costs, setting.line, branching, setting.surroundings)
+    costs = build_join_costs(setting.costs, setting.line, branching, setting.context_bytes)
     return build_join(setting.chain, branching), costs
 
 
 def _turn_bytes(setting: Setting) -> int:
     """Peak of the trunk, forward and back, beyond what is held before, with everything kept."""
     start, kept = setting.line.branch_ends[-1], setting.kept
-    held_bytes, peaks = setting.surroundings.given_bytes, [kept.turn_bytes]
+    held_bytes, peaks = setting.context_bytes.given_bytes, [kept.turn_bytes]
     for op, peak, held in zip(kept.ops, kept.peaks_bytes, kept.held_bytes, strict=True):
         if op.stage >= start:
             peaks.append(peak)

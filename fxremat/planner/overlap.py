@@ -144,7 +144,7 @@ class _Overlap:
         """Nothing is changed yet."""
         evaluation = moved.evaluation
         joint, calls = program.line.joint, list(program.calls)
-        handed = handed_over(program.line, search.setting.surroundings)
+        handed = handed_over(program.line, search.setting.context_bytes)
         results = (*joint.forward_outputs, *(n for n in joint.backward_outputs if n not in handed))
         own_s = zip(calls, evaluation.seconds, strict=True)
         state = _Overlap(

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 
 from fxremat.costs.cost import Measured
 from fxremat.planner.allocations import Allocations
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.pool import Candidate, Pool
 from fxremat.planner.search import Search
-from fxremat.planner.surroundings import Surroundings
 
 SPARE = 16
-"""Members of what was found in another situation that are evaluated, evenly over all."""
+"""Members of what was found in another context that are evaluated, evenly over all."""
 
 SPREAD = 32
 """Members that are evaluated whatever the budget, evenly over all."""
@@ -36,14 +36,14 @@ CLIMBS = 2
 
 
 def search_at(
-    search: Search, measured: Measured, surroundings: Surroundings, *, budget_bytes: int
+    search: Search, measured: Measured, context_bytes: ContextBytes, *, budget_bytes: int
 ) -> Search:
     """``search`` at another size.
 
     Args:
         search: of the size of the capture.
         measured: of the other size, ``search.measured.at(costs)``.
-        surroundings: at the other size.
+        context_bytes: at the other size.
         budget_bytes: what the peak may reach there.
 
     Returns the same with the candidates that can matter within the budget; the least among
@@ -52,11 +52,11 @@ def search_at(
 
     Only one of all searches of a step can be asked at a time.
     """
-    evaluator = search.evaluator.at(measured, surroundings)
+    evaluator = search.evaluator.at(measured, context_bytes)
     members = _Members(evaluator, search.pool.members)
     allocations = Allocations(
         Footprints(measured.line, measured.workspace_bytes, measured.asked),
-        surroundings,
+        context_bytes,
         search.allocations.settings,
         search.allocations.budget_on,
     )
@@ -76,7 +76,7 @@ def search_at(
         setting=replace(
             search.setting,
             line=measured.line,
-            surroundings=surroundings,
+            context_bytes=context_bytes,
             kept=evaluator.evaluation(baseline),
         ),
         evaluator=evaluator,
@@ -88,15 +88,15 @@ def search_at(
     )
 
 
-def least_bytes_at(search: Search, measured: Measured, surroundings: Surroundings) -> int:
+def least_bytes_at(search: Search, measured: Measured, context_bytes: ContextBytes) -> int:
     """The least peak at another size of what is known; as requests are asked for.
 
     Args:
         search: of the size of the capture.
         measured: of the other size, ``search.measured.at(costs)``.
-        surroundings: at the other size.
+        context_bytes: at the other size.
     """
-    evaluator = search.evaluator.at(measured, surroundings)
+    evaluator = search.evaluator.at(measured, context_bytes)
     members = _Members(evaluator, search.pool.members)
     lowest = [members.at(i) for i in range(min(LOWEST, len(members.known)))]
     lowest += [members.at(len(members.known) - 1), *_spare(evaluator, search, 2)]
@@ -104,7 +104,7 @@ def least_bytes_at(search: Search, measured: Measured, surroundings: Surrounding
 
 
 def _spare(evaluator: Evaluator, search: Search, most: int) -> list[Candidate]:
-    """Of each pool of another situation the lowest, and so many over all, evaluated."""
+    """Of each pool of another context the lowest, and so many over all, evaluated."""
     found: list[Candidate] = []
     for pool in search.spare:
         chosen = dict.fromkeys((*pool.members[:LOWEST], *pool.thinned(most)))

@@ -17,6 +17,7 @@ from fxremat.planner.allocations import Allocated, Allocations
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.bound import Relaxation
 from fxremat.planner.chain import build_chain, build_costs
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import (
@@ -28,7 +29,6 @@ from fxremat.planner.generators import (
 )
 from fxremat.planner.joining import equivalent_schedules, join_schedules
 from fxremat.planner.pool import Candidate, Pool
-from fxremat.planner.surroundings import Surroundings
 from fxremat.progress import PLAN, Progress
 from fxremat.units import Counted
 
@@ -36,7 +36,7 @@ POINTS = 32
 """Candidates of a frontier whose peaks are replayed to tell of it."""
 
 MOST_SPARE = 4
-"""Pools of other situations that are known."""
+"""Pools of other contexts that are known."""
 
 GENERATORS_BY_NAME: Mapping[str, Generator] = {
     "rotor": chain_schedules,
@@ -80,7 +80,7 @@ class Search:
         pool: the same with what local search found.
         alone: the same for each generator alone, had the others found nothing.
         allocations: what the device's allocator hands out for each.
-        spare: of what was found in other situations, the latest first.
+        spare: of what was found in other contexts, the latest first.
     """
 
     measured: Measured
@@ -97,7 +97,7 @@ class Search:
     def over(
         measured: Measured,
         blocks: BlockCache,
-        surroundings: Surroundings,
+        context_bytes: ContextBytes,
         *,
         progress: Progress,
         generators: Sequence[Generator] = GENERATORS,
@@ -110,7 +110,7 @@ class Search:
         Args:
             measured: the line and its costs.
             blocks: of the line.
-            surroundings: memory beside the graphs.
+            context_bytes: memory beside the graphs.
             progress: told how far the search has come.
             generators: of schedules.
             allocator: the rules of the device's; ``None``: it hands out what is asked for.
@@ -124,11 +124,11 @@ class Search:
         masks = known.evaluator.options.masks if known else None
         options = find_options(measured, blocks, masks=masks)
         chain = build_chain(line, blocks, options)
-        evaluator = Evaluator.of(measured, blocks, options, surroundings)
+        evaluator = Evaluator.of(measured, blocks, options, context_bytes)
         costs = build_costs(measured, chain, evaluator)
         baseline = evaluator.keep_all()
         kept = evaluator.evaluation(baseline)
-        setting = Setting(line, chain, costs, surroundings, kept)
+        setting = Setting(line, chain, costs, context_bytes, kept)
         climbs = _Climbs(evaluator, baseline)
         found = []
         for generator in generators:
@@ -144,19 +144,19 @@ class Search:
             measured,
             setting,
             evaluator,
-            partial(Relaxation.of, measured, blocks, surroundings),
+            partial(Relaxation.of, measured, blocks, context_bytes),
             solved=Pool.of(baseline, every),
             pool=Pool.of(baseline, (c for own in (best, *alone) for c in own.members)),
             alone=tuple(alone),
-            allocations=Allocations(footprints, surroundings, allocator, budget_on),
+            allocations=Allocations(footprints, context_bytes, allocator, budget_on),
         )
 
-    def within(self, surroundings: Surroundings) -> Search:
+    def within(self, context_bytes: ContextBytes) -> Search:
         """The same schedules where something else is held beside the graphs.
 
         They are evaluated anew; nothing is solved or looked for again.
         """
-        evaluator = self.evaluator.within(surroundings)
+        evaluator = self.evaluator.within(context_bytes)
         known: dict[Candidate, Candidate] = {}
 
         def again(candidate: Candidate) -> Candidate:
@@ -169,17 +169,17 @@ class Search:
 
         return replace(
             self,
-            setting=replace(self.setting, surroundings=surroundings),
+            setting=replace(self.setting, context_bytes=context_bytes),
             evaluator=evaluator,
-            relaxation=partial(Relaxation.of, self.measured, evaluator.blocks, surroundings),
+            relaxation=partial(Relaxation.of, self.measured, evaluator.blocks, context_bytes),
             solved=again_all(self.solved),
             pool=again_all(self.pool, [c for pool in self.spare for c in pool.members]),
             alone=tuple(map(again_all, self.alone)),
-            allocations=replace(self.allocations, surroundings=surroundings, known={}),
+            allocations=replace(self.allocations, context_bytes=context_bytes, known={}),
         )
 
     def knowing(self, other: Search) -> Search:
-        """The same with the schedules of ``other``, of the same step in another situation."""
+        """The same with the schedules of ``other``, of the same step in another context."""
         return replace(self, spare=(other.pool, *self.spare)[:MOST_SPARE])
 
     @property
@@ -207,7 +207,7 @@ class Search:
         results = (*joint.forward_outputs, *joint.backward_outputs)
         returned = (n for n in results if isinstance(n, fx.Node))
         fixed = table.of((*joint.given, *joint.tangents, *line.pinned, *returned))
-        device = self.setting.surroundings.device
+        device = self.setting.context_bytes.device
         elsewhere = (n for n in joint.forward if any(t.device != device for t in tensors_of(n)))
         return fixed | table.of(elsewhere) | self.measured.displaced
 

@@ -67,7 +67,7 @@ class Step:
         number: of each node.
         nodes: by number.
         storages: of the value of each forward node.
-        around: the surroundings that ``data`` holds now.
+        around: the context bytes that ``data`` holds now.
         numbers: those of ``data`` and ``seconds`` that are of one size.
     """
 
@@ -171,7 +171,7 @@ def numbering(line: Line) -> dict[fx.Node, int]:
 
 
 def step_of(measured: Measured, options: Options) -> Step:
-    """The numbers of a measured line, but for its surroundings."""
+    """The numbers of a measured line, but for its context bytes."""
     line = measured.line
     number = numbering(line)
     nodes = tuple(number)

@@ -152,7 +152,7 @@ class Transfers:
         settled: storages that stay.
         movable: what of each candidate.
         candidates: those of the search that ``host`` allows.
-        known: what was found for other surroundings.
+        known: what was found for other context bytes.
     """
 
     search: Search
@@ -178,7 +178,7 @@ class Transfers:
         """
         link = host.link or link
         if link is None:
-            device = search.setting.surroundings.device
+            device = search.setting.context_bytes.device
             with torch_compat.real_execution(), torch.no_grad():
                 link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
         pools = (search.pool, *search.alone)
@@ -202,11 +202,11 @@ class Transfers:
     @property
     def _limit_bytes(self) -> int | None:
         """Of host memory."""
-        limits = self.host.limit_bytes, self.search.setting.surroundings.host_bytes
+        limits = self.host.limit_bytes, self.search.setting.context_bytes.host_bytes
         return min((limit for limit in limits if limit is not None), default=None)
 
     def knowing(self, found: Iterable[Sent]) -> Transfers:
-        """The same with what was found for other surroundings, as far as host memory allows."""
+        """The same with what was found for other context bytes, as far as host memory allows."""
         evaluator, limit = self.search.evaluator, self._limit_bytes
         known = []
         for sent in found:
@@ -411,7 +411,7 @@ class Transfers:
         return Moved.of(sent.candidate, evaluation, self._line, sent.moves, self.link)
 
     def _as_known(self, budget_bytes: int) -> Moved | None:
-        """The fastest that fits of what was found for other surroundings."""
+        """The fastest that fits of what was found for other context bytes."""
         for sent in self.known:
             if self._counted_bytes(sent.candidate, sent.evaluation, sent.moves) <= budget_bytes:
                 return self._moved_as(sent)

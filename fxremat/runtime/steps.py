@@ -50,7 +50,7 @@ class Step:
     Args:
         plan: whose graphs run.
         backward: the one of them that is to come.
-        situation: in which the forward ran.
+        context: in which the forward ran.
         saved: what the backward graph takes first; tensors.
         outputs: what the forward returns to its caller, which may hold it for long.
         held_bytes: device memory of all that, beside what others hold.
@@ -59,7 +59,7 @@ class Step:
         missing: primals whose gradient is planned for as if it were there, and is not.
 
     Attributes:
-        plan, backward, situation, held_bytes, passed, count, missing: as given.
+        plan, backward, context, held_bytes, passed, count, missing: as given.
         number: larger for later ones.
         leaves: by primal, whose gradients it computes.
     """
@@ -69,6 +69,7 @@ class Step:
         "_saved",
         "_versions",
         "backward",
+        "context",
         "count",
         "held_bytes",
         "leaves",
@@ -77,7 +78,6 @@ class Step:
         "outputs",
         "passed",
         "plan",
-        "situation",
     )
 
     def __init__(
@@ -87,7 +87,7 @@ class Step:
         saved: list[Tensor],
         outputs: Sequence[object],
         *,
-        situation: Any,
+        context: Any,
         held_bytes: int,
         leaves: Sequence[Any],
         passed: Mapping[int, object] = MappingProxyType({}),
@@ -98,7 +98,7 @@ class Step:
         self.count = count
         self.missing = missing
         self.backward = backward
-        self.situation = situation
+        self.context = context
         self.held_bytes = held_bytes
         self.leaves = leaves
         self.passed = passed

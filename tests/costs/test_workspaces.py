@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxremat import torch_compat
 from fxremat.costs import workspaces
 from fxremat.costs.workspaces import library_workspaces, multiply
-from fxremat.planner.surroundings import Caller, surroundings_of
+from fxremat.planner.context_bytes import Caller, context_bytes_of
 from tests.harness import captured
 
 MIB = 1 << 20
@@ -77,8 +77,8 @@ def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch
 
 def test_they_are_given(monkeypatch: pytest.MonkeyPatch):
     joint = captured("gpt").joint
-    without = surroundings_of(joint, {}, Caller())
+    without = context_bytes_of(joint, {}, Caller())
     monkeypatch.setattr("fxremat.planner.surroundings.library_workspaces", lambda device: 64 * MIB)
-    with_them = surroundings_of(joint, {}, Caller())
+    with_them = context_bytes_of(joint, {}, Caller())
     assert with_them.given_bytes - without.given_bytes == 64 * MIB
     assert with_them.turn_bytes == without.turn_bytes

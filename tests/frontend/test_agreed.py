@@ -18,19 +18,19 @@ from fxremat.errors import ArgumentError, BudgetError, PlanError, RankError
 from fxremat.frontend.agreed import (
     Seen,
     agreed_arguments,
+    agreed_context,
+    agreed_corrections,
     agreed_costs,
     agreed_graphs,
-    agreed_lessons,
     agreed_levels,
     agreed_link,
-    agreed_situation,
     agreed_step,
 )
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.ranks import Peers, Ranks
 from fxremat.ir import MeasuredLink, Origin, RecordedCosts, StageSeconds
-from fxremat.planner.situation import Lesson
-from fxremat.planner.surroundings import Surroundings
+from fxremat.planner.context import Correction
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.torch_compat import SharedStore
 
 MEMBERS = (3, 5, 8)
@@ -162,7 +162,7 @@ def costs(scale: float) -> RecordedCosts:
 
 def test_costs_and_what_is_around_are_the_most_of_all() -> None:
     def run(peers: Peers, rank: int) -> Any:
-        around = Surroundings(100 - rank, rank, 2, 1)
+        around = ContextBytes(100 - rank, rank, 2, 1)
         origin = replace(ORIGIN, device=str(rank), code=f"with constants of {rank}")
         return agreed_costs(peers, origin, "outline", costs(rank / 4), around)
 
@@ -185,7 +185,7 @@ def test_other_steps_are_refused() -> None:
     def run(peers: Peers, rank: int) -> Any:
         inputs = (f"float32[{2 + (rank == 5)}]",)
         return agreed_costs(
-            peers, replace(ORIGIN, inputs=inputs), "outline", costs(1), Surroundings(0, 0, 0, 0)
+            peers, replace(ORIGIN, inputs=inputs), "outline", costs(1), ContextBytes(0, 0, 0, 0)
         )
 
     for error in outcomes(run).values():
@@ -195,7 +195,7 @@ def test_other_steps_are_refused() -> None:
 
 def test_graphs_that_differ_in_more_than_places_of_shards_are_refused() -> None:
     def run(peers: Peers, rank: int) -> Any:
-        return agreed_costs(peers, ORIGIN, f"{rank == 8}", costs(1), Surroundings(0, 0, 0, 0))
+        return agreed_costs(peers, ORIGIN, f"{rank == 8}", costs(1), ContextBytes(0, 0, 0, 0))
 
     for error in outcomes(run).values():
         assert isinstance(error, RankError) and error.ranks == (8,)
@@ -252,7 +252,7 @@ def test_other_calls_are_refused_by_all(settled: bool, calls: tuple[str, ...]) -
 def test_nobody_waits_for_one_that_has_something_else_to_say() -> None:
     def run(peers: Peers, rank: int) -> Any:
         if rank == 8:
-            return agreed_situation(peers, "one")
+            return agreed_context(peers, "one")
         return agreed_step(peers, Seen(1), settled=True)
 
     began = time.monotonic()
@@ -282,17 +282,23 @@ def test_the_most_that_was_seen_of_the_same_calls() -> None:
 
 def test_lessons_of_all_are_learned_by_all() -> None:
     def run(peers: Peers, rank: int) -> Any:
-        return agreed_lessons(peers, {(rank % 2,): Lesson(turn_bytes=rank), (7,): Lesson(1, rank)})
+        return agreed_corrections(
+            peers, {(rank % 2,): Correction(turn_bytes=rank), (7,): Correction(1, rank)}
+        )
 
-    expected = {(1,): Lesson(turn_bytes=5), (0,): Lesson(turn_bytes=8), (7,): Lesson(1, 8)}
+    expected = {
+        (1,): Correction(turn_bytes=5),
+        (0,): Correction(turn_bytes=8),
+        (7,): Correction(1, 8),
+    }
     assert list(outcomes(run).values()) == [expected] * 3
 
 
 def test_another_call_is_refused() -> None:
-    found = outcomes(lambda peers, rank: agreed_situation(peers, "two" if rank == 8 else "one"))
+    found = outcomes(lambda peers, rank: agreed_context(peers, "two" if rank == 8 else "one"))
     for error in found.values():
         assert isinstance(error, RankError) and error.ranks == (8,)
-    assert set(outcomes(lambda peers, _: agreed_situation(peers, "one")).values()) == {None}
+    assert set(outcomes(lambda peers, _: agreed_context(peers, "one")).values()) == {None}
 
 
 def test_who_is_slow_still_finds_what_was_said() -> None:

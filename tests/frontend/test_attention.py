@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import fxremat
 from fxremat.frontend.estimate import capture
+from fxremat.frontend.fake_copies import FakeCopies
 from fxremat.frontend.sample import Sample
-from fxremat.frontend.shells import Shells
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -41,7 +41,7 @@ def tensors(
 
 def kernels(sample: tuple[Tensor, ...], *, gpu: bool = True, **options: Any) -> list[str]:
     """Names of the operations of attention in a captured step."""
-    shells, model = Shells(), Attention(**options)
+    shells, model = FakeCopies(), Attention(**options)
     step = capture(model, Sample(sample).map(shells.of), dynamic=False, gpu=gpu)
     (output,) = step.joint.graph.output_node().args
     assert output[0].meta["val"].shape == sample[0].shape  # type: ignore[union-attr, index]

@@ -12,8 +12,8 @@ from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.ir import Backward, Forward, Keep
 from fxremat.ir.coded import decoded
 from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.situation import Situation
-from fxremat.planner.surroundings import Caller
+from fxremat.planner.context import StepContext
+from fxremat.planner.context_bytes import Caller
 from fxremat.progress import silent
 from fxremat.units import Counted
 from tests.harness import captured, search_of, searched
@@ -31,7 +31,7 @@ def planned(name: str, budget: int | float | str) -> Planned:
         budget=Budget.read(budget),
         caller=Caller(),
         progress=silent,
-    ).first(Situation())
+    ).first(StepContext())
 
 
 @by_model
@@ -101,7 +101,7 @@ def test_measuring_and_solving_are_told_of():
         budget=Budget.read(1.0),
         caller=Caller(),
         progress=lambda what, done=0, total=0: seen.append(f"{what} {done <= total}"),
-    ).first(Situation())
+    ).first(StepContext())
     assert {"plan True", "write True"} <= set(seen)
     assert not [entry for entry in seen if entry.endswith("False")]
 
@@ -131,7 +131,7 @@ def planned_with(name: str, budget: int | str | float, caller: Caller, rules: st
         caller=caller,
         progress=silent,
         allocator=ALLOCATORS[rules],
-    ).first(Situation())
+    ).first(StepContext())
 
 
 REPLAYED: list[tuple[str, str, Counted]] = [
@@ -179,7 +179,7 @@ def test_without_an_allocator_of_its_own_a_device_hands_out_what_is_asked_for():
                 caller=Caller(budget_on=counted),
                 progress=silent,
             )
-            .first(Situation())
+            .first(StepContext())
             .plan
         )
         assert plan.predicted_peak_bytes == plan.predicted_held_bytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.passes.joint.digest import Digests, digest, outline
+from fxremat.passes.joint.digest import Digests, digest, structure_digest
 from fxremat.passes.joint.settle import settle
 from tests.harness import capture
 from tests.sized import capture_sized
@@ -133,7 +133,7 @@ class _Shard(nn.Module):
 
 
 def _outline_of(model: nn.Module) -> str:
-    return outline(capture(model, (torch.arange(4) + 8,)).traced)
+    return structure_digest(capture(model, (torch.arange(4) + 8,)).traced)
 
 
 def test_places_of_shards_make_no_difference_to_an_outline():
@@ -147,6 +147,8 @@ def test_other_constants_do(other: dict[str, float]):
 
 def test_an_outline_is_of_sizes_and_operations():
     first, longer = capture(Model(), (X,)).traced, capture(Model(), (torch.randn(6, 8),)).traced
-    assert outline(first) != outline(longer)
-    assert outline(first) != outline(capture(Model(tanh=True), (X,)).traced)
-    assert outline(first) == outline(capture(Model(), (torch.randn(4, 8),)).traced)
+    assert structure_digest(first) != structure_digest(longer)
+    assert structure_digest(first) != structure_digest(capture(Model(tanh=True), (X,)).traced)
+    assert structure_digest(first) == structure_digest(
+        capture(Model(), (torch.randn(4, 8),)).traced
+    )

@@ -15,10 +15,10 @@ from fxremat.passes.emit.travel import Move
 from fxremat.planner import allocations
 from fxremat.planner.allocations import Allocations, replay_requests, requests_of_step, settings_of
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.footprint import Request
 from fxremat.planner.moves import Movable, moved
-from fxremat.planner.surroundings import Surroundings
 from tests.harness import Captured, captured, periodic, random_schedule
 
 models = pytest.mark.parametrize("name", ["gpt_logits", "siamese", "unet", "buffers"])
@@ -56,9 +56,9 @@ def carried_out(name: str) -> list[Carried]:
     return found
 
 
-def around(step: Captured) -> Surroundings:
+def around(step: Captured) -> ContextBytes:
     """With a loss that needs something, something reserved, and a copy at the end."""
-    found = step.surroundings
+    found = step.context_bytes
     return replace(
         found,
         given_bytes=found.given_bytes + 12_345,

@@ -23,7 +23,7 @@ def chain_of(step: Captured) -> Chain:
 
 
 def costs_of(step: Captured, chain: Chain) -> Costs:
-    return build_costs(step.measured, chain, step.evaluator(step.surroundings), options=False)
+    return build_costs(step.measured, chain, step.evaluator(step.context_bytes), options=False)
 
 
 @every_model
@@ -62,7 +62,7 @@ def test_the_solvers_model_is_near_the_exact_sweep(name: str):
     schedules += [random_schedule(count, seed) for seed in range(4)]
     for schedule in schedules:
         modelled = simulate(chain, costs, schedule).peak_bytes
-        exact = sweep(step.program(schedule), step.footprints, step.surroundings).peak_bytes
+        exact = sweep(step.program(schedule), step.footprints, step.context_bytes).peak_bytes
         assert 0.95 * exact <= modelled <= 1.5 * exact
 
 
@@ -83,7 +83,7 @@ def test_what_is_given_and_pinned_is_fixed():
     table = line.joint.storages
     pinned = table.of(line.pinned) - table.of(line.joint.given)
     costs = costs_of(step, chain_of(step))
-    assert costs.fixed_bytes == step.surroundings.given_bytes + table.total(pinned)
+    assert costs.fixed_bytes == step.context_bytes.given_bytes + table.total(pinned)
 
 
 def test_parameter_gradients_pile_up_towards_the_first_stage():
@@ -99,7 +99,7 @@ def test_parameter_gradients_pile_up_towards_the_first_stage():
 def test_the_turn_is_charged_with_the_loss_and_nothing_else():
     step = captured("lora")
     chain = chain_of(step)
-    around = replace(step.surroundings, turn_bytes=3 * step.surroundings.tangent_bytes)
+    around = replace(step.context_bytes, turn_bytes=3 * step.context_bytes.tangent_bytes)
     costs = build_costs(step.measured, chain, step.evaluator(around), options=False)
     *_, last, turn = costs.stages
     assert chain.stages[-1].name == "turn"

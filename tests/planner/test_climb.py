@@ -74,7 +74,7 @@ def test_what_is_held_is_never_computed_again(name: str):
 def test_the_same_bits_at_the_evaluated_peak(name: str):
     step, evaluator, found = captured(name), search_of(name).evaluator, climbed(name)
     expected = run_emitted(step, evaluator.program(evaluator.keep_all()))
-    around = step.surroundings.given_bytes  # which a run of the graphs alone does not allocate
+    around = step.context_bytes.given_bytes  # which a run of the graphs alone does not allocate
     for candidate in (found[len(found) // 2], found[-1]):
         program = evaluator.program(candidate)
         assert_bitwise_equal(run_emitted(step, program), expected)

@@ -42,7 +42,7 @@ def charged_alike(step: Captured) -> Evaluator:
         for part in step.options.parts
     )
     options = replace(step.options, parts=parts)
-    return Evaluator.of(step.estimated, step.blocks, options, step.surroundings)
+    return Evaluator.of(step.estimated, step.blocks, options, step.context_bytes)
 
 
 def effects_of(evaluator: Evaluator, candidate: Candidate) -> list[Effect]:

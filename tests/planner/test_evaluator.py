@@ -49,7 +49,7 @@ def test_an_operation_of_unknown_workspace_is_named_each_time():
     missing = next(known for known in costs.workspace_bytes if known[1] == Mode.BACKWARD.value)
     known = tuple(other for other in costs.workspace_bytes if other != missing)
     measured = Measured.of(step.line, replace(costs, workspace_bytes=known))
-    evaluator = Evaluator.of(measured, step.blocks, step.options, step.surroundings)
+    evaluator = Evaluator.of(measured, step.blocks, step.options, step.context_bytes)
     for _ in range(2):
         with pytest.raises(CostError, match=nodes[missing[0]].name):
             evaluator.keep_all()
@@ -61,7 +61,7 @@ def test_an_operation_that_was_never_timed_is_named_each_time():
         replace(part, charges=replace(part.charges, alone_s={})) for part in step.options.parts
     )
     options = replace(step.options, parts=parts)
-    evaluator = Evaluator.of(step.estimated, step.blocks, options, step.surroundings)
+    evaluator = Evaluator.of(step.estimated, step.blocks, options, step.context_bytes)
     assert evaluator.keep_all().total_s > 0
     names = [node.name for node in step.estimated.again_s]
     for _ in range(2):

@@ -15,6 +15,7 @@ from benchmarks.frontier import BLOCKS
 from benchmarks.least import compare, entries, holds
 from fxremat.ir import Backward, Problem
 from fxremat.ir.coded import Codes, decoded
+from fxremat.planner.context_bytes import Caller
 from fxremat.planner.generators import (
     Generator,
     Setting,
@@ -24,7 +25,6 @@ from fxremat.planner.generators import (
 )
 from fxremat.planner.joining import equivalent_schedules, join_schedules
 from fxremat.planner.search import GENERATORS, GENERATORS_BY_NAME, Search, generators_of
-from fxremat.planner.surroundings import Caller
 from tests.harness import (
     Captured,
     capture,
@@ -71,7 +71,7 @@ def wide(towers: int) -> Captured:
 def searched_wide(towers: int, *, only_kept: bool = False) -> Search:
     """Of a step whose loss takes much."""
     step = wide(towers)
-    caller = Caller(loss_bytes=5 * step.surroundings.tangent_bytes)
+    caller = Caller(loss_bytes=5 * step.context_bytes.tangent_bytes)
     generators = tuple(map(kept_over_turn, EACH)) if only_kept else GENERATORS
     return searched(step, caller=caller, generators=generators)
 
@@ -156,7 +156,7 @@ def test_the_merged_line_is_charged_with_the_turn(towers: int):
     Problem(setting.chain, setting.costs, 0)  # validates
     assert len(setting.chain) == len(setting.line.stages) == len(search.chain) - 1
     last = setting.costs.stages[-1]
-    turn_bytes = setting.surroundings.turn_bytes
+    turn_bytes = setting.context_bytes.turn_bytes
     assert last.gradient_bytes == 0
     assert min(o.backward_extra_bytes for o in (last, *last.options)) >= turn_bytes
     assert setting.costs.stages[:-1] == search.costs.stages[:-2]

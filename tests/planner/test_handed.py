@@ -136,7 +136,7 @@ def random_set(step: Captured, draw: random.Random) -> frozenset[int]:
 def swept(evaluator: Evaluator, step: Captured, candidate: Candidate) -> Program:
     """The program of a decision, of which the evaluator says what a sweep finds."""
     program, evaluation = evaluator.program(candidate), evaluator.evaluation(candidate)
-    found = sweep(program, step.footprints, evaluator.surroundings)
+    found = sweep(program, step.footprints, evaluator.context_bytes)
     assert evaluation.peaks_bytes == found.peaks_bytes
     assert evaluation.held_bytes == found.held_bytes
     assert (evaluation.turn_bytes, evaluation.end_bytes) == (found.turn_bytes, found.end_bytes)
@@ -151,7 +151,7 @@ def check(step: Captured, seed: int, added: frozenset[int]) -> None:
     swept(evaluator, step, evaluator.candidate(codes, held_bits(evaluator, held)))
     nothing_held = evaluator.candidate(codes)
     program = swept(evaluator, step, nothing_held)
-    handed = handed_over(step.line, evaluator.surroundings)
+    handed = handed_over(step.line, evaluator.context_bytes)
     dropped = frozenset(i for i, node in gradients_of(step).items() if node in handed)
     measured = measured_peak_bytes(step, program, dropped=dropped)
     assert measured == nothing_held.peak_bytes
@@ -229,7 +229,7 @@ def test_handing_over_lowers_what_is_there_at_the_end(name: str):
         )
         table = step.joint.storages
         gone = table.of(all_added(step)) - table.of(step.joint.tangents)
-        gone -= table.of(staying(step.line, added.surroundings))
+        gone -= table.of(staying(step.line, added.context_bytes))
         gone -= table.of(n for n in step.joint.forward_outputs if isinstance(n, fx.Node))
         assert all_of - rest == table.total(gone)
         assert all_of > rest

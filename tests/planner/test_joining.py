@@ -189,7 +189,7 @@ def test_the_join_of_a_model_is_valid_and_close_to_what_is_evaluated(search: Sea
     line = search.measured.line
     branching = branchings_of(line)[0]
     join = build_join(search.chain, branching)
-    costs = build_join_costs(search.costs, line, branching, search.setting.surroundings)
+    costs = build_join_costs(search.costs, line, branching, search.setting.context_bytes)
     JoinProblem(join, costs, 0)  # validates
     assert [len(b) for b in join.branches] == [b - a for a, b in pairwise((0, *line.branch_ends))]
     for seed in range(5):

@@ -47,7 +47,7 @@ def test_bytes_are_those_of_a_run(step: Captured, search: Search, way: str, room
     before, found = beside(search, way, room)
     assert found.shifts
     assert found.moved.evaluation.peak_bytes <= room * before.evaluation.peak_bytes
-    given_bytes = search.setting.surroundings.given_bytes
+    given_bytes = search.setting.context_bytes.given_bytes
     swept = step.sweep(found.program)
     assert found.moved.evaluation.peaks_bytes == tuple(n + given_bytes for n in swept.peaks_bytes)
     assert found.moved.evaluation.held_bytes == tuple(n + given_bytes for n in swept.held_bytes)

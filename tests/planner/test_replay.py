@@ -17,12 +17,12 @@ from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.joint.storage import is_tensor
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Evaluation, Tensors
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.extract import make_room
 from fxremat.planner.places import TABLE
 from fxremat.planner.search import GENERATORS
-from fxremat.planner.surroundings import Surroundings
 from tests.harness import (
     Captured,
     capture,
@@ -41,9 +41,9 @@ from tests.planner.test_joining import random_join_schedule
 evaluator_of = functools.cache(lambda name: captured(name).evaluator(around(captured(name))))
 
 
-def around(step: Captured) -> Surroundings:
+def around(step: Captured) -> ContextBytes:
     """Something of everything."""
-    found = step.surroundings
+    found = step.context_bytes
     return replace(found, turn_bytes=found.turn_bytes + 100_000, end_bytes=54_321)
 
 
@@ -60,7 +60,7 @@ def check(step: Captured, evaluator: Evaluator, codes: Codes, held: Tensors) -> 
     """An evaluation says what a sweep of the program finds."""
     candidate = evaluator.candidate(codes, held_bits(evaluator, held))
     found, program = evaluator.evaluation(candidate), evaluator.program(candidate)
-    swept = sweep(program, step.footprints, evaluator.surroundings)
+    swept = sweep(program, step.footprints, evaluator.context_bytes)
     assert found.ops == tuple(call.op for call in program.calls)
     assert found.turn == program.turn
     assert found.peaks_bytes == swept.peaks_bytes
@@ -219,22 +219,22 @@ def test_workspaces_are_counted():
     costs = step.estimated.costs
     none = tuple((node, mode, 0) for node, mode, _ in costs.workspace_bytes)
     without = Measured.of(step.line, replace(costs, workspace_bytes=none))
-    other = Evaluator.of(without, step.blocks, step.options, evaluator.surroundings)
+    other = Evaluator.of(without, step.blocks, step.options, evaluator.context_bytes)
     assert other.keep_all().peak_bytes < predicted
 
 
-def evaluated(around: Surroundings) -> Evaluation:
+def evaluated(around: ContextBytes) -> Evaluation:
     """Everything kept of a step whose loss is outside."""
     evaluator = captured("gpt_logits").evaluator(around)
     return evaluator.evaluation(evaluator.keep_all())
 
 
 def test_what_surrounds_the_step_is_there_from_when_it_is_on():
-    none = Surroundings(0, turn_bytes=0, tangent_bytes=0)
+    none = ContextBytes(0, turn_bytes=0, tangent_bytes=0)
     plain, huge = evaluated(none), 1 << 30
     count, turn = len(plain.ops), plain.turn
 
-    def more(around: Surroundings) -> tuple[list[int], list[int], int, int]:
+    def more(around: ContextBytes) -> tuple[list[int], list[int], int, int]:
         found = evaluated(around)
         return (
             [b - a for a, b in zip(plain.peaks_bytes, found.peaks_bytes, strict=True)],

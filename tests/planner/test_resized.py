@@ -11,10 +11,10 @@ from fxremat.costs.options import find_options
 from fxremat.costs.scaled import Anchor, ScaledCosts
 from fxremat.ir.coded import coded
 from fxremat.passes.stages.blocks import BlockCache
+from fxremat.planner.context_bytes import Caller, context_bytes_of
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.resized import least_bytes_at, search_at
 from fxremat.planner.search import Search
-from fxremat.planner.surroundings import Caller, surroundings_of
 from fxremat.progress import silent
 from tests.harness import bare, random_schedule, search_quickly
 from tests.sized import AtSize, at_size, symbolic
@@ -43,10 +43,10 @@ def test_evaluations_are_those_of_the_line_at_that_size(name, hints, sizes):
     at = at_size(name, hints, sizes)
     there = Measured.of(at.line, at.costs)
     blocks = BlockCache(at.line)
-    surroundings = bare(there.line.joint)
-    truth = Evaluator.of(there, blocks, find_options(there, blocks), surroundings)
+    context_bytes = bare(there.line.joint)
+    truth = Evaluator.of(there, blocks, find_options(there, blocks), context_bytes)
     own = search_of(name, hints).evaluator
-    other = own.at(search_of(name, hints).measured.at(at.costs), surroundings)
+    other = own.at(search_of(name, hints).measured.at(at.costs), context_bytes)
     for seed in range(8):
         codes = coded(random_schedule(len(at.line.stages), seed))
         before = own.candidate(codes)
@@ -100,10 +100,10 @@ def test_surroundings_follow_the_size():
     costs = ScaledCosts.of(step.line, step.blocks, [anchor]).at(at.values)
     joint = step.measured.at(costs).line.joint
     for caller in (Caller(), Caller(loss_bytes=0, accumulate=True, reserve_bytes=7)):
-        found = surroundings_of(joint, {}, caller, values=at.values)
-        assert found == surroundings_of(at.line.joint, {}, caller)
-        assert found == surroundings_of(at.static.joint, {}, caller)
-        assert found != surroundings_of(step.joint, {}, caller)
+        found = context_bytes_of(joint, {}, caller, values=at.values)
+        assert found == context_bytes_of(at.line.joint, {}, caller)
+        assert found == context_bytes_of(at.static.joint, {}, caller)
+        assert found != context_bytes_of(step.joint, {}, caller)
 
 
 def test_what_a_search_at_another_size_finds_is_known_from_then_on():

@@ -16,7 +16,7 @@ def test_evaluations_are_the_same_however_little_room_there_is(monkeypatch: pyte
     search = searched(step, generators=(chain_schedules,))
     monkeypatch.setattr(steps, "ARENA", 256)
     little = Evaluator.of(
-        search.measured, step.blocks, search.evaluator.options, search.setting.surroundings
+        search.measured, step.blocks, search.evaluator.options, search.setting.context_bytes
     )
     assert little.step.data.size < search.evaluator.step.data.size
     before = little.step.data.size

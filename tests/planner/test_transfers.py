@@ -10,10 +10,10 @@ import pytest
 from fxremat.ir import Copy, Forward, MeasuredLink
 from fxremat.ir.coded import decoded
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.context_bytes import Caller
 from fxremat.planner.generators import chain_schedules
 from fxremat.planner.moves import Movable
 from fxremat.planner.search import Search
-from fxremat.planner.surroundings import Caller
 from fxremat.planner.transfers import HostMemory, Moved, Transfers
 from fxremat.runtime.slots import slot_bytes
 from fxremat.units import Counted

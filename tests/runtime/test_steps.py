@@ -352,7 +352,7 @@ def made(*, saved: int = 1, outputs: tuple[Tensor, ...] = (), held_bytes: int = 
     """A step of no model."""
     tensors = [torch.ones(2) for _ in range(saved)]
     return Step(
-        None, lambda _: None, tensors, outputs, situation=None, held_bytes=held_bytes, leaves=()
+        None, lambda _: None, tensors, outputs, context=None, held_bytes=held_bytes, leaves=()
     )
 
 

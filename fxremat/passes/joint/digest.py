@@ -55,7 +55,7 @@ def digest(
     )
 
 
-def outline(*modules: fx.GraphModule) -> str:
+def structure_digest(*modules: fx.GraphModule) -> str:
     """A digest of graphs, the same where they differ in nothing but some integers.
 
     These are integers that an operation computes with, and those that say which part of a tensor
@@ -76,7 +76,7 @@ def _lines(writer: _Writer, module: fx.GraphModule) -> Iterator[str]:
         yield whole
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(called, fx.GraphModule):
-            yield outline(called)
+            yield structure_digest(called)
 
 
 def _sum(lines: Iterable[str]) -> str:
@@ -87,7 +87,7 @@ class _Writer:
     """Writes nodes in their order: nodes, storages, devices and the like by first mention.
 
     Args:
-        parts: with all integers, and with names; else see :func:`outline`.
+        parts: with all integers, and with names; else see :func:`structure_digest`.
     """
 
     def __init__(self, *, parts: bool = True) -> None:

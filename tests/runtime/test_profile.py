@@ -17,7 +17,7 @@ import fxremat
 from fxremat import torch_compat
 from fxremat.errors import BudgetWarning
 from fxremat.frontend.compiled import CompiledModule
-from fxremat.runtime.levels import Levels, Watcher
+from fxremat.runtime.profile import MemoryProfile, Watcher
 from tests.models.zoo import seeded
 
 CPU = torch.device("cpu")
@@ -39,17 +39,17 @@ def in_a_backward(run: Callable[[], object]) -> None:
     y.backward(torch.ones(1))
 
 
-class Told:
+class Notices:
     """Who is told what was seen."""
 
     def __init__(self) -> None:
-        self.seen: list[Levels] = []
+        self.seen: list[MemoryProfile] = []
 
-    def __call__(self, levels: Levels) -> None:
+    def __call__(self, levels: MemoryProfile) -> None:
         self.seen.append(levels)
 
 
-def watched_forward(watcher: Watcher, told: Told) -> tuple[Step, list[Tensor]]:
+def watched_forward(watcher: Watcher, told: Notices) -> tuple[Step, list[Tensor]]:
     """150 KiB at most, of which 100 are left."""
     assert watcher.begin(CPU, told)
     kept = [some(100)]
@@ -69,7 +69,7 @@ def watched_backward(watcher: Watcher, step: Step, *, gone: tuple[int, ...] = ()
     in_a_backward(run)
 
 
-EXPECTED = Levels(
+EXPECTED = MemoryProfile(
     forward_bytes=150 * KIB,
     left_bytes=100 * KIB,
     turn_bytes=130 * KIB,
@@ -78,7 +78,7 @@ EXPECTED = Levels(
 )
 
 
-def nearly(found: Levels, expected: Levels) -> bool:
+def nearly(found: MemoryProfile, expected: MemoryProfile) -> bool:
     """But for the few numbers of the backward that runs around."""
     pairs = zip(
         (found.forward_bytes, found.left_bytes, found.turn_bytes, found.backward_bytes),
@@ -92,7 +92,7 @@ def nearly(found: Levels, expected: Levels) -> bool:
 
 
 def test_each_phase_has_its_most():
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     step, kept = watched_forward(watcher, told)
     kept.append(some(30))
     watched_backward(watcher, step)
@@ -107,7 +107,7 @@ def test_each_phase_has_its_most():
 
 
 def test_what_was_there_before_and_goes_unseen_is_told():
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     step, kept = watched_forward(watcher, told)
     kept.append(some(30))
     watched_backward(watcher, step, gone=(12 * KIB, 8 * KIB))
@@ -123,7 +123,7 @@ def test_what_was_there_before_and_goes_unseen_is_told():
 
 
 def test_what_an_earlier_watch_has_seen_made_goes_once():
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     step, kept = watched_forward(watcher, told)
     before = [some(20)]
     watched_backward(watcher, step)
@@ -145,7 +145,7 @@ def test_what_an_earlier_watch_has_seen_made_goes_once():
 
 
 def test_a_step_without_a_backward_has_a_forward_and_a_turn():
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     _step, kept = watched_forward(watcher, told)
     kept.append(some(30))
     watcher.end()
@@ -154,7 +154,7 @@ def test_a_step_without_a_backward_has_a_forward_and_a_turn():
 
 
 def test_a_forward_alone_is_told_too():
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     assert watcher.begin(CPU, told)
     kept = some(100)
     watcher.end()
@@ -163,7 +163,7 @@ def test_a_forward_alone_is_told_too():
 
 
 def test_one_is_watched_at_a_time_and_each_is_told_once():
-    watcher, told, other = Watcher(), Told(), Told()
+    watcher, told, other = Watcher(), Notices(), Notices()
     step, _kept = watched_forward(watcher, told)
     assert not watcher.begin(CPU, other)
     watcher.left(Step())  # another's
@@ -178,7 +178,7 @@ def test_one_is_watched_at_a_time_and_each_is_told_once():
 
 def test_two_models_do_not_watch_at_once():
     """A thread has one profiler: the later watch ends the earlier one."""
-    first, told, second, other = Watcher(), Told(), Watcher(), Told()
+    first, told, second, other = Watcher(), Notices(), Watcher(), Notices()
     watched_forward(first, told)
     watched_forward(second, other)
     assert len(told.seen) == 1
@@ -189,7 +189,7 @@ def test_two_models_do_not_watch_at_once():
 
 
 def test_it_ends_when_the_graph_is_gone():
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     step, _kept = watched_forward(watcher, told)
     graph = Step()
     watcher.until_gone(graph, step)
@@ -203,7 +203,7 @@ def test_it_ends_when_the_graph_is_gone():
 
 
 def test_a_graph_that_goes_late_ends_nobody_elses():
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     step, _kept = watched_forward(watcher, told)
     graph = Step()
     watcher.until_gone(graph, step)
@@ -215,7 +215,7 @@ def test_a_graph_that_goes_late_ends_nobody_elses():
 
 
 def test_inside_a_backward_none_begins_and_none_ends():
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     began: list[bool] = []
     in_a_backward(lambda: began.append(watcher.begin(CPU, told)))
     assert began == [False]
@@ -243,7 +243,7 @@ def in_a_thread(run: Callable[[], object]) -> None:
 
 
 def test_other_threads_leave_it_alone():
-    watcher, told, other = Watcher(), Told(), Told()
+    watcher, told, other = Watcher(), Notices(), Notices()
     step, kept = watched_forward(watcher, told)
     began: list[bool] = []
 
@@ -265,7 +265,7 @@ def test_other_threads_leave_it_alone():
 
 
 def test_threads_have_watchers_of_their_own():
-    first, told, second, other = Watcher(), Told(), Watcher(), Told()
+    first, told, second, other = Watcher(), Notices(), Watcher(), Notices()
     watched_forward(first, told)
 
     def run() -> None:
@@ -280,7 +280,7 @@ def test_threads_have_watchers_of_their_own():
 
 
 def test_the_profile_of_a_user_ends_it_and_sees_all_of_its_own():
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     watched_forward(watcher, told)
     with profile(activities=[ProfilerActivity.CPU]) as found:
         torch.ones(3).add(1)
@@ -291,7 +291,7 @@ def test_the_profile_of_a_user_ends_it_and_sees_all_of_its_own():
 
 
 def test_beside_a_profile_of_the_user_nothing_is_watched():
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     with profile(activities=[ProfilerActivity.CPU]) as found:
         assert not watcher.begin(CPU, told)
         watcher.left(Step())
@@ -306,7 +306,7 @@ def test_beside_a_profile_of_the_user_nothing_is_watched():
 
 def test_threads_do_not_stand_in_each_others_way():
     """Profiles begin in the thread whose watch is the later, when the earlier has ended."""
-    first, told, second, other = Watcher(), Told(), Watcher(), Told()
+    first, told, second, other = Watcher(), Notices(), Watcher(), Notices()
     watched_forward(first, told)
     begun, ended = threading.Event(), threading.Event()
     keys: set[str] = set()
@@ -330,7 +330,7 @@ def test_threads_do_not_stand_in_each_others_way():
 
 
 def test_a_thread_that_is_gone_takes_its_watch_along():
-    watcher, told, other = Watcher(), Told(), Told()
+    watcher, told, other = Watcher(), Notices(), Notices()
     in_a_thread(lambda: watched_forward(watcher, told))
     assert watcher.begin(CPU, other)
     kept = some(100)
@@ -344,7 +344,7 @@ def test_torchs_own_profiler_is_left_as_it_was():
         found = vars(torch.autograd.profiler).items()
         return [name for name, v in found if "fxremat" in (getattr(v, "__module__", "") or "")]
 
-    watcher, told = Watcher(), Told()
+    watcher, told = Watcher(), Notices()
     watched_forward(watcher, told)
     watcher.end()
     in_a_thread(lambda: watched_forward(watcher, told))
@@ -493,7 +493,7 @@ def test_of_a_step_that_was_watched_nothing_stays():
 
 def test_each_call_of_a_step_is_told_its_own():
     """Two calls, then their backwards in the opposite order, with something between all."""
-    watcher, first, second = Watcher(), Told(), Told()
+    watcher, first, second = Watcher(), Notices(), Notices()
     one, kept = watched_forward(watcher, first)
     kept.append(some(30))
     assert watcher.join(second)
@@ -514,8 +514,10 @@ def test_each_call_of_a_step_is_told_its_own():
     in_a_backward(backwards)
     watcher.end()
     (seen,), (other,) = first.seen, second.seen
-    assert nearly(seen, Levels(150 * KIB, 100 * KIB, (148 + 70) * KIB, 148 * KIB, (148 + 40) * KIB))
-    assert nearly(other, Levels(7 * KIB, 7 * KIB, 31 * KIB, 18 * KIB, 88 * KIB))
+    assert nearly(
+        seen, MemoryProfile(150 * KIB, 100 * KIB, (148 + 70) * KIB, 148 * KIB, (148 + 40) * KIB)
+    )
+    assert nearly(other, MemoryProfile(7 * KIB, 7 * KIB, 31 * KIB, 18 * KIB, 88 * KIB))
     begins = seen.begin_bytes, other.begin_bytes
     assert begins[0] == 0
     assert abs(begins[1] - 130 * KIB) < KIB

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat.frontend.apart import Apart
+from fxremat.frontend.separate_capture import SeparateCapture
 
 
 def test_forwards_are_others_inside_and_their_own_again_after() -> None:
@@ -15,7 +15,7 @@ def test_forwards_are_others_inside_and_their_own_again_after() -> None:
     assigned.forward = own  # type: ignore[method-assign]
     x = torch.ones(1, 2)
     before = plain(x), assigned(x)
-    apart = Apart(nn.ModuleList([plain, assigned]), [plain, assigned])
+    apart = SeparateCapture(nn.ModuleList([plain, assigned]), [plain, assigned])
     with pytest.raises(KeyError), apart, apart:
         assert "forward" in vars(plain)
         assert assigned.forward is not own
@@ -37,7 +37,7 @@ def test_each_is_captured_by_itself() -> None:
     layers = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)]
     model = nn.Sequential(*layers)
     torch._dynamo.reset()
-    with Apart(model, layers):
+    with SeparateCapture(model, layers):
         torch.compile(model, backend=backend)(torch.ones(1, 2))
     torch._dynamo.reset()
     assert len(graphs) >= 2

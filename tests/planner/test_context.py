@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.planner.situation import NO_LESSON, Lesson, Situation
-from fxremat.planner.surroundings import Surroundings
+from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
+from fxremat.planner.context_bytes import ContextBytes
 from tests.harness import Captured, bare, captured
 from tests.sized import at_size, symbolic
 
-BASE = Surroundings(
+BASE = ContextBytes(
     given_bytes=1_000, turn_bytes=500, tangent_bytes=300, given_each_bytes=(600, 400)
 )
 
@@ -33,17 +33,17 @@ def bytes_of(primals: list[int]) -> tuple[int, ...]:
     return tuple(step().primals[i].nbytes for i in primals)
 
 
-def around(situation: Situation, base: Surroundings = BASE) -> Surroundings:
-    return situation.around(base, step().joint)
+def around(context: StepContext, base: ContextBytes = BASE) -> ContextBytes:
+    return context.around(base, step().joint)
 
 
 def test_nothing_found_changes_nothing():
-    assert around(Situation()) == BASE
+    assert around(StepContext()) == BASE
 
 
 def test_gradients_that_exist_are_given_one_by_one():
     some = weights()[:3]
-    found = around(Situation(existing=frozenset(some)))
+    found = around(StepContext(existing=frozenset(some)))
     assert found.given_bytes == BASE.given_bytes + sum(bytes_of(some))
     assert found.given_each_bytes == (*BASE.given_each_bytes, *bytes_of(some))
     assert (found.turn_bytes, found.tangent_bytes) == (BASE.turn_bytes, BASE.tangent_bytes)
@@ -52,15 +52,15 @@ def test_gradients_that_exist_are_given_one_by_one():
 
 def test_those_that_are_added_to_are_given_back_as_they_are_made():
     some = frozenset(weights()[:3])
-    found = around(Situation(existing=some, added=some))
+    found = around(StepContext(existing=some, added=some))
     assert found.added == some
-    assert found.given_bytes == around(Situation(existing=some)).given_bytes
+    assert found.given_bytes == around(StepContext(existing=some)).given_bytes
 
 
 def test_those_that_are_cleared_are_there_in_the_forward_only():
     some = weights()[:3]
     total = sum(bytes_of(some))
-    found = around(Situation(existing=frozenset(some), added=frozenset(some), cleared=True))
+    found = around(StepContext(existing=frozenset(some), added=frozenset(some), cleared=True))
     assert found.given_bytes == BASE.given_bytes + total
     assert found.turn_bytes == BASE.turn_bytes
     assert found.given_bytes + found.tangent_bytes == BASE.given_bytes + BASE.tangent_bytes
@@ -69,69 +69,69 @@ def test_those_that_are_cleared_are_there_in_the_forward_only():
 
 @pytest.mark.parametrize("name", ["waiting_bytes", "kept_bytes", "state_bytes", "spread_bytes"])
 def test_what_others_hold_is_given(name: str):
-    found = around(Situation(waiting=2, **{name: 77}))
+    found = around(StepContext(waiting=2, **{name: 77}))
     assert found == replace(BASE, given_bytes=BASE.given_bytes + 77)
 
 
 def test_buckets_are_given_one_by_one():
-    found = around(Situation(bucket_bytes=(7, 9)))
+    found = around(StepContext(bucket_bytes=(7, 9)))
     each = (*BASE.given_each_bytes, 7, 9)
     assert found == replace(BASE, given_bytes=BASE.given_bytes + 16, given_each_bytes=each)
 
 
 @pytest.mark.parametrize(
-    ("lesson", "given", "turn", "tangents"),
+    ("correction", "given", "turn", "tangents"),
     [
-        (Lesson(turn_bytes=800), 1_000, 800, 300),
-        (Lesson(turn_bytes=400), 1_000, 500, 300),
-        (Lesson(room_bytes=70), 1_000, 570, 300),
-        (Lesson(turn_bytes=800, room_bytes=70), 1_000, 870, 300),
-        (Lesson(left_bytes=310), 1_000, 500, 310),
-        (Lesson(left_bytes=290), 1_000, 500, 300),
-        (Lesson(more_bytes=5), 1_005, 500, 300),
+        (Correction(turn_bytes=800), 1_000, 800, 300),
+        (Correction(turn_bytes=400), 1_000, 500, 300),
+        (Correction(room_bytes=70), 1_000, 570, 300),
+        (Correction(turn_bytes=800, room_bytes=70), 1_000, 870, 300),
+        (Correction(left_bytes=310), 1_000, 500, 310),
+        (Correction(left_bytes=290), 1_000, 500, 300),
+        (Correction(more_bytes=5), 1_005, 500, 300),
     ],
 )
 def test_lessons_leave_room_where_it_was_needed(
-    lesson: Lesson, given: int, turn: int, tangents: int
+    correction: Correction, given: int, turn: int, tangents: int
 ):
-    found = around(Situation(lesson=lesson))
+    found = around(StepContext(correction=correction))
     assert (found.given_bytes, found.turn_bytes, found.tangent_bytes) == (given, turn, tangents)
 
 
 def test_what_was_learned_twice_is_the_most_of_both():
-    one, other = Lesson(1, 5, 2, 8), Lesson(3, 4, 6, 7)
-    assert one | other == other | one == Lesson(3, 5, 6, 8)
-    assert one | NO_LESSON == one
+    one, other = Correction(1, 5, 2, 8), Correction(3, 4, 6, 7)
+    assert one | other == other | one == Correction(3, 5, 6, 8)
+    assert one | NO_CORRECTION == one
 
 
 def test_lessons_grow_with_outputs_and_are_rounded_up():
-    assert Lesson(10, 0, 3, 7).times(1.5) == Lesson(15, 0, 5, 11)
-    assert Lesson(10, 0, 3, 7).times(1.0) == Lesson(10, 0, 3, 7)
+    assert Correction(10, 0, 3, 7).times(1.5) == Correction(15, 0, 5, 11)
+    assert Correction(10, 0, 3, 7).times(1.0) == Correction(10, 0, 3, 7)
 
 
 def test_all_that_is_found_is_told_of_and_nothing_else():
     some = frozenset(weights()[:2])
     numbers = {"waiting_bytes": 11, "kept_bytes": 12, "state_bytes": 13}
-    lesson = Lesson(14, 15, 16, 17)
-    found = Situation(
-        existing=some, waiting=3, bucket_bytes=(18, 19), lesson=lesson, **numbers
+    correction = Correction(14, 15, 16, 17)
+    found = StepContext(
+        existing=some, waiting=3, bucket_bytes=(18, 19), correction=correction, **numbers
     ).described(step().joint)
     gradients = sum(bytes_of(sorted(some)))
     assert sorted(n for _, n in found) == sorted([gradients, 18 + 19, *range(11, 18)])
     assert len({what for what, _ in found}) == len(found)
-    assert Situation().described(step().joint) == ()
+    assert StepContext().described(step().joint) == ()
 
 
 def test_steps_are_of_a_kind_by_others_and_gradients():
     some = frozenset(weights()[:2])
     kinds = [
-        Situation().kind,
-        Situation(existing=some).kind,
-        Situation(waiting=1).kind,
-        Situation(waiting=1, existing=some).kind,
+        StepContext().kind,
+        StepContext(existing=some).kind,
+        StepContext(waiting=1).kind,
+        StepContext(waiting=1, existing=some).kind,
     ]
     assert len(set(kinds)) == 4
-    assert Situation(existing=some, kept_bytes=5, lesson=Lesson(1)).kind == kinds[1]
+    assert StepContext(existing=some, kept_bytes=5, correction=Correction(1)).kind == kinds[1]
 
 
 @pytest.mark.parametrize("sizes", [(5, 17), (2, 64)])
@@ -140,9 +140,9 @@ def test_gradients_of_inputs_are_as_large_as_at_the_call(sizes: tuple[int, int])
     other = at_size("gpt", (3, 24), sizes)
     joint = symbolic("gpt", (3, 24)).joint
     tensors = [i for i, p in enumerate(other.primals) if isinstance(p, torch.Tensor)]
-    found = Situation(sizes=other.values, existing=frozenset(tensors)).gradient_bytes(joint)
+    found = StepContext(sizes=other.values, existing=frozenset(tensors)).gradient_bytes(joint)
     assert found == tuple(other.primals[i].nbytes for i in tensors)
-    first = Situation(sizes=joint.sizes.hints, existing=frozenset(tensors)).gradient_bytes(joint)
+    first = StepContext(sizes=joint.sizes.hints, existing=frozenset(tensors)).gradient_bytes(joint)
     assert first != found
 
 
@@ -152,21 +152,21 @@ def test_evaluations_follow_what_is_found():
     some = frozenset(weights())
     total = sum(bytes_of(sorted(some)))
 
-    def held(situation: Situation) -> tuple[int, int, int]:
-        evaluator = own.evaluator(around(situation, bare(own.joint)))
+    def held(context: StepContext) -> tuple[int, int, int]:
+        evaluator = own.evaluator(around(context, bare(own.joint)))
         found = evaluator.evaluation(evaluator.keep_all())
         return found.held_bytes[0], found.turn_bytes, found.end_bytes
 
-    begin, turn, end = held(Situation())
-    assert held(Situation(existing=some)) == (begin + total, turn + total, end + total)
-    assert held(Situation(existing=some, cleared=True)) == (begin + total, turn + total, end)
-    assert held(Situation(existing=some, added=some)) == (begin + total, turn + total, end)
+    begin, turn, end = held(StepContext())
+    assert held(StepContext(existing=some)) == (begin + total, turn + total, end + total)
+    assert held(StepContext(existing=some, cleared=True)) == (begin + total, turn + total, end)
+    assert held(StepContext(existing=some, added=some)) == (begin + total, turn + total, end)
 
 
 def test_every_number_of_a_situation_counts():
     """A field that is added must be counted, and told of."""
-    plain = Situation()
-    for field in fields(Situation):
+    plain = StepContext()
+    for field in fields(StepContext):
         if not field.name.endswith("bytes"):
             continue
         value = (5,) if isinstance(getattr(plain, field.name), tuple) else 5

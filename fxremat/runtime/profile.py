@@ -26,7 +26,7 @@ _Events = list[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class MemoryProfile:
     """Bytes that a call had allocated, over those at its begin.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Watched:
         ended: its backward has.
     """
 
-    tell: Callable[[Levels], None]
+    tell: Callable[[MemoryProfile], None]
     step: weakref.ref[object] | None = None
     gone: tuple[int, ...] = ()
     ended: bool = False
@@ -108,7 +108,7 @@ class Watcher:
     def begin(
         self,
         device: torch.device,
-        tell: Callable[[Levels], None] | None = None,
+        tell: Callable[[MemoryProfile], None] | None = None,
         *,
         whole: Callable[[Whole], None] | None = None,
         until_closed: bool = False,
@@ -138,7 +138,7 @@ class Watcher:
             self._call(tell)
         return True
 
-    def join(self, tell: Callable[[Levels], None]) -> bool:
+    def join(self, tell: Callable[[MemoryProfile], None]) -> bool:
         """A call of the step that is watched begins; whether one is, in this thread."""
         if not self._is_here() or len(self._calls) >= MOST_CALLS:
             return False
@@ -233,7 +233,7 @@ class Watcher:
         self._graphs += 1
         weakref.finalize(graph, self._end_of, self._log).atexit = False
 
-    def _call(self, tell: Callable[[Levels], None]) -> None:
+    def _call(self, tell: Callable[[MemoryProfile], None]) -> None:
         self._calls.append(_Watched(tell))
         self._mark(len(self._calls) - 1, FORWARD)
 
@@ -305,7 +305,7 @@ def _whole(events: _Events) -> Whole:
     return Whole(first, peak if done else most, done)
 
 
-def _levels(events: _Events, place: int) -> Levels:
+def _levels(events: _Events, place: int) -> MemoryProfile:
     """What one call had allocated."""
     names = {_name(place, phase): phase for phase in (FORWARD, TURN, BACKWARD, AFTER)}
     own, phase, now, begin = "", "", 0, 0
@@ -323,7 +323,7 @@ def _levels(events: _Events, place: int) -> Levels:
             during[own] = max(during.get(own, now), now)
     left = next((first[p] for p in (TURN, BACKWARD, AFTER) if p in first), now)
     taken = first.get(BACKWARD, first.get(AFTER))
-    return Levels(
+    return MemoryProfile(
         forward_bytes=during.get(FORWARD, begin) - begin,
         left_bytes=left - begin,
         turn_bytes=most.get(TURN, left) - begin,

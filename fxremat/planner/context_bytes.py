@@ -27,7 +27,7 @@ before it, and their like."""
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ContextBytes:
     """Memory of a step that no block allocates.
 
     Attributes:
@@ -108,13 +108,13 @@ class Caller:
         )
 
 
-def surroundings_of(
+def context_bytes_of(
     joint: JointGraph,
     real: Mapping[fx.Node, torch.Tensor],
     caller: Caller,
     *,
     values: Values | None = None,
-) -> Surroundings:
+) -> ContextBytes:
     """Add up what is held around the graphs.
 
     Args:
@@ -140,7 +140,7 @@ def surroundings_of(
         *filter(None, (library_bytes,)),
         *[allocated_bytes(SCALAR_BYTES, joint.device)] * SCALARS,
     )
-    return Surroundings(
+    return ContextBytes(
         given_bytes=sum(given) + caller.reserve_bytes,
         turn_bytes=max(loss_bytes, sum(tangents)),
         tangent_bytes=sum(tangents),

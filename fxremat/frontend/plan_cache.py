@@ -17,27 +17,27 @@ from torch import Tensor, fx
 from fxremat import torch_compat
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import BudgetError
-from fxremat.frontend.agreed import AGREED, agreed_lessons
+from fxremat.frontend.agreed import AGREED, agreed_corrections
+from fxremat.frontend.corrections import Corrections, warn, warn_counted
 from fxremat.frontend.emission import Emitted
-from fxremat.frontend.lessons import Lessons, warn, warn_counted
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.frontend.regions import Regions
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.situation import Lesson, Situation
-from fxremat.planner.surroundings import made_outputs, own_gradients
+from fxremat.planner.context import Correction, StepContext
+from fxremat.planner.context_bytes import made_outputs, own_gradients
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.counted import Count
 from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_among, with_gradients
-from fxremat.runtime.levels import Levels, Watcher
+from fxremat.runtime.profile import MemoryProfile, Watcher
 from fxremat.runtime.steps import InFlight, Step
 from fxremat.units import format_bytes, format_seconds
 
 LOG = logging.getLogger("fxremat")
 
 MOST_PLANS = 512
-"""Plans of a family that are kept; that which was used longest ago goes first."""
+"""Plans of a plan cache that are kept; that which was used longest ago goes first."""
 
 
 class _LessHeldError(Exception):
@@ -50,21 +50,21 @@ class Compiled:
 
     Attributes:
         planned: the plan, its graphs and its host memory.
-        family: to which it belongs.
-        situation: that it was made for.
+        plan_cache: to which it belongs.
+        context: that it was made for.
         watches: so many steps of it are watched, or until one was seen to its end.
     """
 
     planned: Planned
-    family: Family
-    situation: Situation
+    plan_cache: PlanCache
+    context: StepContext
     watches: int = 4
     _runs: tuple[Values, tuple[torch_compat.BoxedCallable, ...]] | None = None
 
     @property
     def plan(self) -> Plan:
         """The plan, for people: all that a step does not need is found when somebody asks."""
-        with self.family.planning:
+        with self.plan_cache.planning:
             self.planned = self.planned.completed()
             return self.planned.plan
 
@@ -74,19 +74,19 @@ class Compiled:
         if runs is None or runs[0] != values:
             graphs: tuple[Emitted, ...] = self.planned.graphs.both
             if values != tuple(n for _, n in self.planned.plan.sizes):
-                names = self.family.planner.step.sizes.named(values)
+                names = self.plan_cache.planner.step.sizes.named(values)
                 graphs = tuple(graph.at(names) for graph in graphs)
             runs = self._runs = values, tuple(emitted(graph.forward) for graph in graphs)
         return runs[1]
 
 
 @dataclass(slots=True)
-class Family:
-    """One captured graph, and a plan for each situation in which it was called.
+class PlanCache:
+    """One captured graph, and a plan for each context in which it was called.
 
     Attributes:
         planner: makes plans.
-        lessons: that its steps have taught.
+        corrections: that its steps have taught.
         in_flight: steps of the whole model whose backward has not run.
         watcher: of one step of the whole model at a time.
         regions: of the whole model.
@@ -94,8 +94,8 @@ class Family:
         accumulate: gradients exist at every call, or will.
         output_count: how many results of the forward go to its caller.
         gradients: primals that get a gradient, and which of the tensors that go in each is.
-        planning: is held by whoever plans, for any family of the model.
-        plans: by situation, the one used last at the end.
+        planning: is held by whoever plans, for any plan cache of the model.
+        plans: by context, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
         overhead_s: what a step takes beside its calls.
         spread_bytes: tells of gradients that exist of tensors that several processes share.
@@ -105,7 +105,7 @@ class Family:
     """
 
     planner: Planner
-    lessons: Lessons
+    corrections: Corrections
     in_flight: InFlight
     watcher: Watcher
     regions: Regions
@@ -114,7 +114,7 @@ class Family:
     output_count: int
     gradients: dict[int, int]
     planning: threading.RLock
-    plans: dict[Situation, Compiled] = field(default_factory=dict)
+    plans: dict[StepContext, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
     overhead_s: float = 0.0
     spread_bytes: Callable[[], int] = int
@@ -141,7 +141,7 @@ class Family:
         rehearse: bool = True,
         spread_bytes: Callable[[], int] = int,
         slack_bytes: Callable[[], int] = int,
-    ) -> Family:
+    ) -> PlanCache:
         """That of a graph, with its first plan.
 
         Args:
@@ -164,10 +164,10 @@ class Family:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
         """
         gradients = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
-        lessons = Lessons.of(planner, planning)
-        family = Family(
+        corrections = Corrections.of(planner, planning)
+        plan_cache = PlanCache(
             planner,
-            lessons,
+            corrections,
             in_flight,
             watcher,
             regions,
@@ -180,14 +180,14 @@ class Family:
             slack_bytes=slack_bytes,
             passed=torch_compat.passed_primals(joint, forward_output_count=output_count),
         )
-        situation, _ = family._find(values, planner.step.sizes.hints)
+        context, _ = plan_cache._find(values, planner.step.sizes.hints)
         if regions.several:
-            situation = regions.situation_unknown(planner, situation)
-        planned = planner.first(situation, kept=kept, rehearse=rehearse, least=regions.several)
-        family._own = own_gradients(planner.step.joint)
-        family._made = made_outputs(planner.step.joint)
-        family.plans[situation] = Compiled(planned, family, situation)
-        return family
+            context = regions.context_unknown(planner, context)
+        planned = planner.first(context, kept=kept, rehearse=rehearse, least=regions.several)
+        plan_cache._own = own_gradients(planner.step.joint)
+        plan_cache._made = made_outputs(planner.step.joint)
+        plan_cache.plans[context] = Compiled(planned, plan_cache, context)
+        return plan_cache
 
     def know_overhead(self, seconds: float) -> None:
         """Let it be in all plans; no rehearsal stays, and with it no batch."""
@@ -220,20 +220,20 @@ class Family:
         number = next(self.calls)
         together = self.planner.together
         if together is not None and 1 < number <= AGREED:
-            self.lessons.seen = agreed_lessons(together, self.lessons.seen)
+            self.corrections.seen = agreed_corrections(together, self.corrections.seen)
         values = self.planner.step.sizes.values(args)
         sizes = self._shaping(values)
         compiled = None
         while compiled is None:
-            situation, leaves = self._find(args, sizes)
+            context, leaves = self._find(args, sizes)
             if self.regions.several:
-                if situation.kept_bytes and self.regions.chooses(self.planner, situation):
+                if context.kept_bytes and self.regions.chooses(self.planner, context):
                     gc.collect()  # what nobody can see any more
-                    situation, leaves = self._find(args, sizes)
-                situation, compiled = self._region(situation, args, ended_by, on_new)
+                    context, leaves = self._find(args, sizes)
+                context, compiled = self._region(context, args, ended_by, on_new)
                 break
             with contextlib.suppress(_LessHeldError):  # less each time
-                situation, compiled = self._plan_for(situation, on_new)
+                context, compiled = self._plan_for(context, on_new)
         plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
@@ -242,10 +242,10 @@ class Family:
             teaches
             and not self.regions.several
             and compiled.watches
-            and self.lessons.are_watched(sizes)
+            and self.corrections.are_watched(sizes)
         ):
             compiled.watches -= self.watcher.begin(
-                self.planner.step.joint.device, lambda seen: _learn(situation, compiled, seen)
+                self.planner.step.joint.device, lambda seen: _learn(context, compiled, seen)
             )
         forward, backward = compiled.at(values)
         count = None
@@ -255,7 +255,7 @@ class Family:
             traced = self.planner.step
             count = Count.begin(
                 traced.joint.device,
-                lambda: traced.given_bytes(situation) - traced.late_bytes,
+                lambda: traced.given_bytes(context) - traced.late_bytes,
             )
         passed = {place: args[primal] for place, primal in self.passed.items()}
         results = list(forward(args))
@@ -264,18 +264,18 @@ class Family:
         # Autograd makes the results lead to the step: it must not lead to them.
         returned = set(map(id, results))
         saved = [t.detach() if id(t) in returned else t for t in saved]
-        held_bytes = plan.waiting_bytes + self.planner.step.turn_bytes(situation)
+        held_bytes = plan.waiting_bytes + self.planner.step.turn_bytes(context)
         step = Step(
             compiled,
             backward,
             saved,
             [results[i] for i in self._made],
-            situation=situation,
+            context=context,
             held_bytes=held_bytes,
             leaves=leaves,
             passed=passed,
             count=count,
-            missing=situation.existing - with_gradients(leaves) if self.accumulate else frozenset(),
+            missing=context.existing - with_gradients(leaves) if self.accumulate else frozenset(),
         )
         self.in_flight.add(step)
         if self.regions.several:
@@ -328,7 +328,7 @@ class Family:
         budget_bytes = step.plan.planned.plan.budget_bytes
         if peak_bytes is None or peak_bytes <= budget_bytes or self.watcher.is_watching(step):
             return
-        if step.situation.waiting or step.number != self.in_flight.latest:
+        if step.context.waiting or step.number != self.in_flight.latest:
             return  # of several at once it tells of none
         step.plan.watches += 1
         warn_counted(peak_bytes, budget_bytes)
@@ -337,25 +337,25 @@ class Family:
         """A backward begins: what is there that was not when its forward ran?"""
         if self.regions.several:
             self.regions.back(step, self.in_flight)
-        situation: Situation = step.situation
+        context: StepContext = step.context
         now = with_gradients(step.leaves)
         if self.watcher.is_watching(step):
-            gone = situation.existing - now
+            gone = context.existing - now
             nbytes = [
-                replace(situation, existing=those).gradient_bytes(self.planner.step.joint)
+                replace(context, existing=those).gradient_bytes(self.planner.step.joint)
                 for those in (gone, gone & step.missing)
             ]
             self.watcher.back(step, gone=nbytes[0], never=nbytes[1])
         if self.regions.several:
             return
-        if now & situation.existing:
-            self.lessons.gradients_stayed(situation)
-        came: list[Set[int]] = [now - situation.existing]
+        if now & context.existing:
+            self.corrections.gradients_stayed(context)
+        came: list[Set[int]] = [now - context.existing]
         if self.contributors.summing == torch_compat.current_backward():
             # Autograd holds those of other steps, which may be all that was planned for.
-            came.append(self.gradients.keys() - (situation.existing - now))
+            came.append(self.gradients.keys() - (context.existing - now))
         if any(came):
-            self.lessons.gradients_came(situation, came)
+            self.corrections.gradients_came(context, came)
 
     def _shaping(self, values: Values) -> Values:
         """``values``, without those that no tensor follows: a counter is none of a plan's sizes."""
@@ -365,7 +365,7 @@ class Family:
 
     def _find(
         self, values: Sequence[object], sizes: Values
-    ) -> tuple[Situation, list[Tensor | None]]:
+    ) -> tuple[StepContext, list[Tensor | None]]:
         """What a call with these primals finds, and the leaves among them that get gradients."""
         waiting = list(self.in_flight)
         made, accumulate = self.gradients, self.accumulate
@@ -382,7 +382,7 @@ class Family:
                     added.append(primal)
             elif primal not in made:
                 leaves[primal] = None
-        situation = Situation(
+        context = StepContext(
             sizes,
             frozenset(existing),
             frozenset(added),
@@ -397,29 +397,29 @@ class Family:
         )
         with self.planning:
             if self.regions.several:
-                return situation, leaves
-            situation = self.planner.shared_out(situation)
+                return context, leaves
+            context = self.planner.shared_out(context)
             many = len(waiting) >= self.planner.step.caller.in_flight
-            if many and any(step.situation.kind == situation.kind for step in waiting):
-                self._leave_room(situation)
-            return self.lessons.applied(situation), leaves
+            if many and any(step.context.kind == context.kind for step in waiting):
+                self._leave_room(context)
+            return self.corrections.applied(context), leaves
 
     def _workspace_bytes(self) -> int:
         """What libraries hold beyond what they did when the graph was captured."""
         step = self.planner.step
         return library_workspaces(step.device) - step.caller.library_bytes_on(step.device)
 
-    def _leave_room(self, situation: Situation) -> None:
+    def _leave_room(self, context: StepContext) -> None:
         """A step like this one still waits: a further one will come while this one does."""
-        known = self.lessons.of_kind(situation)
+        known = self.corrections.of_kind(context)
         if known.room_bytes:
             return
-        room = Lesson(room_bytes=self.planner.schedules.room_bytes(situation))
-        if self.planner.fits(replace(situation, lesson=known | room)):
-            self.lessons.teach(situation, room)
+        room = Correction(room_bytes=self.planner.schedules.room_bytes(context))
+        if self.planner.fits(replace(context, correction=known | room)):
+            self.corrections.teach(context, room)
 
-    def _new_plan(self, situation: Situation) -> tuple[Situation, Planned]:
-        """A plan for a situation.
+    def _new_plan(self, context: StepContext) -> tuple[StepContext, Planned]:
+        """A plan for a context.
 
         Where nothing fits beside gradients that exist, but would if they were gone before the
         backward, they are taken to be, until a backward shows otherwise.
@@ -429,65 +429,65 @@ class Family:
         can, and they leave room for it from now on.
         """
         try:
-            return situation, self.planner.again(situation)
+            return context, self.planner.again(context)
         except BudgetError as error:
-            cleared = replace(situation, cleared=True)
-            may_clear = not self.accumulate and self.lessons.may_clear(situation)
+            cleared = replace(context, cleared=True)
+            may_clear = not self.accumulate and self.corrections.may_clear(context)
             if may_clear and self.planner.fits(cleared):
-                self.lessons.clear(situation)
+                self.corrections.clear(context)
                 return cleared, self.planner.again(cleared)
-            if situation.waiting or situation.kept_bytes:
+            if context.waiting or context.kept_bytes:
                 torch_compat.drop_failed_backward()
                 gc.collect()  # what nobody can run backwards, or see, any more
                 waiting = list(self.in_flight)
                 held_bytes = sum(step.held_bytes for step in waiting)
                 held_bytes += self.in_flight.kept_bytes(waiting)
-                if held_bytes < situation.waiting_bytes + situation.kept_bytes:
+                if held_bytes < context.waiting_bytes + context.kept_bytes:
                     raise _LessHeldError from None
-            if not self._taught_waiting(situation):
+            if not self._taught_waiting(context):
                 if self.planner.grown(error):
-                    return situation, self.planner.again(situation)
+                    return context, self.planner.again(context)
                 budget_bytes = self.planner.budget.nbytes
-                raise self.planner.schedules.advised(error, situation, budget_bytes) from None
-        planned = self.planner.again(situation, least=True)
+                raise self.planner.schedules.advised(error, context, budget_bytes) from None
+        planned = self.planner.again(context, least=True)
         plan = planned.plan
         budget_bytes = self.planner.budget.nbytes or 0
         over = plan.counted_bytes - budget_bytes
         warn(
             f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more than "
-            f"its budget of {budget_bytes}: {situation.waiting} earlier ones hold "
-            f"{situation.waiting_bytes} bytes for their backward, and were planned without "
+            f"its budget of {budget_bytes}: {context.waiting} earlier ones hold "
+            f"{context.waiting_bytes} bytes for their backward, and were planned without "
             "knowing of this one. From now on they leave room for it"
         )
-        return situation, planned
+        return context, planned
 
-    def _taught_waiting(self, situation: Situation) -> bool:
+    def _taught_waiting(self, context: StepContext) -> bool:
         """Whether steps that wait could leave room for a further one; then they will."""
-        room = self.planner.schedules.room_bytes(situation)
-        lessons: list[tuple[Step, Lesson]] = []
+        room = self.planner.schedules.room_bytes(context)
+        corrections: list[tuple[Step, Correction]] = []
         for step in sorted(self.in_flight, key=lambda step: step.number, reverse=True):
-            family: Family = step.plan.family
-            lesson = family.lessons.of_kind(step.situation) | Lesson(room_bytes=room)
-            alone = replace(step.situation, lesson=lesson)
-            if not family.planner.fits(alone):
+            plan_cache: PlanCache = step.plan.plan_cache
+            correction = plan_cache.corrections.of_kind(step.context) | Correction(room_bytes=room)
+            alone = replace(step.context, correction=correction)
+            if not plan_cache.planner.fits(alone):
                 return False
-            lessons.append((step, lesson))
+            corrections.append((step, correction))
             room += step.held_bytes
-        for step, lesson in lessons:
-            step.plan.family.lessons.teach(step.situation, lesson)
-        return bool(lessons)
+        for step, correction in corrections:
+            step.plan.plan_cache.corrections.teach(step.context, correction)
+        return bool(corrections)
 
-    def _as_good(self, situation: Situation) -> Compiled | None:
+    def _as_good(self, context: StepContext) -> Compiled | None:
         """A plan for a call that found less and still fits, or one that recomputes nothing.
 
         No other is faster. Where the allocator's blocks are replayed, sums say nothing.
         """
         if self.planner.step.joint.device.type == "cuda":
             return None
-        now = self.planner.step.around(situation)
+        now = self.planner.step.around(context)
         for compiled in reversed(self.plans.values()):
-            plan, made_for = compiled.planned.plan, compiled.situation
-            if made_for.sizes != situation.sizes or made_for.added != situation.added:
+            plan, made_for = compiled.planned.plan, compiled.context
+            if made_for.sizes != context.sizes or made_for.added != context.added:
                 continue
             then = self.planner.step.around(made_for)
             differences = (
@@ -504,14 +504,14 @@ class Family:
 
     def _region(
         self,
-        situation: Situation,
+        context: StepContext,
         values: Sequence[object],
         ended_by: str,
         on_new: Callable[[Compiled], None] | None,
-    ) -> tuple[Situation, Compiled]:
+    ) -> tuple[StepContext, Compiled]:
         """The plan for a call of one of several regions."""
         with self.planning, self.regions.telling():
-            found, known = self.regions.enter(self.planner, situation, values, ended_by)
+            found, known = self.regions.enter(self.planner, context, values, ended_by)
             compiled = self.plans.pop(found, None)
             if compiled is None:
                 try:
@@ -521,7 +521,7 @@ class Family:
                         raise
                     # More is there than in the steps that were watched: it leaves what it can.
                     self.regions.no_room()
-                    found = self.regions.situation_unknown(self.planner, situation)
+                    found = self.regions.context_unknown(self.planner, context)
                     planned = self.planner.again(found, least=True)
                 compiled = Compiled(planned.with_overhead(self.overhead_s), self, found)
                 _tell(planned.plan)
@@ -530,39 +530,39 @@ class Family:
             self._keep(found, compiled)
             return found, compiled
 
-    def _keep(self, situation: Situation, compiled: Compiled) -> None:
+    def _keep(self, context: StepContext, compiled: Compiled) -> None:
         if len(self.plans) >= MOST_PLANS:
             self.plans.pop(next(iter(self.plans)))
-        self.plans[situation] = compiled
+        self.plans[context] = compiled
 
     def _plan_for(
-        self, situation: Situation, on_new: Callable[[Compiled], None] | None
-    ) -> tuple[Situation, Compiled]:
-        """The plan for a situation, one that is there or a new one; and what it takes for true."""
+        self, context: StepContext, on_new: Callable[[Compiled], None] | None
+    ) -> tuple[StepContext, Compiled]:
+        """The plan for a context, one that is there or a new one; and what it takes for true."""
         with self.planning:
-            compiled = self.plans.pop(situation, None) or self._as_good(situation)
+            compiled = self.plans.pop(context, None) or self._as_good(context)
             if compiled is None:
-                situation, planned = self._new_plan(situation)
+                context, planned = self._new_plan(context)
                 planned = planned.with_overhead(self.overhead_s)
-                compiled = Compiled(planned, self, situation)
+                compiled = Compiled(planned, self, context)
                 _tell(planned.plan)
                 if on_new is not None:
                     on_new(compiled)
                 if planned.plan.counted_bytes > (self.planner.budget.nbytes or 0):
-                    return situation, compiled  # for this time only
-            self._keep(situation, compiled)
-            return situation, compiled
+                    return context, compiled  # for this time only
+            self._keep(context, compiled)
+            return context, compiled
 
 
-def _learn(situation: Situation, compiled: Compiled, seen: Levels) -> None:
+def _learn(context: StepContext, compiled: Compiled, seen: MemoryProfile) -> None:
     """A step was watched to its end."""
     if seen.taken_bytes is not None:
         compiled.watches = 0
-    family = compiled.family
-    given_bytes = family.planner.step.given_bytes(compiled.situation)
+    plan_cache = compiled.plan_cache
+    given_bytes = plan_cache.planner.step.given_bytes(compiled.context)
     plan = compiled.planned.plan
-    peak_bytes = family.lessons.learn(situation, plan, given_bytes, seen)
-    with family.planning:
+    peak_bytes = plan_cache.corrections.learn(context, plan, given_bytes, seen)
+    with plan_cache.planning:
         if seen.taken_bytes is not None and peak_bytes != plan.measured_peak_bytes:
             plan = replace(compiled.planned.plan, measured_peak_bytes=peak_bytes)
             compiled.planned = replace(compiled.planned, plan=plan)

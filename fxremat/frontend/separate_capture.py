@@ -10,7 +10,7 @@ from torch import nn
 from fxremat import torch_compat
 
 
-class Apart:
+class SeparateCapture:
     """A context in which modules are captured where their callers are not.
 
     Calls of some are never part of their caller's graph. Those of torch's own containers, which

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from fxremat.errors import BudgetError, GraphBreakWarning
 from fxremat.frontend.budget import Budget
-from fxremat.frontend.known import Known
-from fxremat.frontend.lessons import warn
+from fxremat.frontend.corrections import warn
+from fxremat.frontend.known import KnownStep
 from fxremat.frontend.walk import Walk
 from fxremat.units import format_bytes, format_seconds
 
@@ -28,7 +28,7 @@ NOT_CAPTURED = "is not captured with it"
 
 
 @dataclass(slots=True)
-class Told:
+class Notices:
     """Of one model.
 
     Attributes:
@@ -130,7 +130,7 @@ class Told:
             f"It is taken to be what its forward took{self._lines()}",
         )
 
-    def broken(self, known: Known) -> None:
+    def broken(self, known: KnownStep) -> None:
         """A step has run as it was planned."""
         if self.breaks is None or known.told:
             return

@@ -19,7 +19,7 @@ HOME = torch.device("cpu")
 
 
 @dataclass(slots=True)
-class Shells:
+class FakeCopies:
     """Stand-ins for tensors: each gets one, and those of one storage share one.
 
     Attributes:

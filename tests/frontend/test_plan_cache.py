@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.errors import BudgetError, BudgetWarning
-from fxremat.frontend import family
+from fxremat.frontend import plan_cache
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.planner.bound import Relaxation
 from fxremat.report.plan import Plan
@@ -315,7 +315,7 @@ def test_what_was_met_before_is_not_planned_again(
 
 def test_there_are_only_so_many_plans(monkeypatch: pytest.MonkeyPatch):
     """Those that are used stay; which was used longest ago goes."""
-    monkeypatch.setattr(family, "MOST_PLANS", 4)
+    monkeypatch.setattr(plan_cache, "MOST_PLANS", 4)
     call = tight()
     cleared(call)
     alone = call.plan

@@ -1,4 +1,4 @@
-"""What the steps of a family have taught: how those to come are planned."""
+"""What the steps of a plan cache have taught: how those to come are planned."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from fxremat.errors import BudgetWarning
 from fxremat.frontend.pipeline import Planner
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.situation import NO_LESSON, Lesson, Situation
-from fxremat.planner.surroundings import SCALARS, Surroundings
+from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
+from fxremat.planner.context_bytes import SCALARS, ContextBytes
 from fxremat.report.plan import Plan
-from fxremat.runtime.levels import Levels
+from fxremat.runtime.profile import MemoryProfile
 from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import format_bytes
 
@@ -27,118 +27,118 @@ _Kind = tuple[int, bool]
 
 
 @dataclass(slots=True)
-class Lessons:
-    """Of one family.
+class Corrections:
+    """Of one plan cache.
 
     Attributes:
-        planner: of the family.
+        planner: of the plan cache.
         planning: is held by whoever plans, or asks what would fit.
         seen: what steps that were watched have taught, by sizes.
-        several: of several steps at once, by kind of situation.
+        several: of several steps at once, by kind of context.
         cleared: kinds whose gradients must be gone before the backward, or nothing fits.
         kept: kinds whose gradients were not.
     """
 
     planner: Planner
     planning: threading.RLock
-    seen: dict[Values, Lesson] = field(default_factory=dict)
-    several: dict[_Kind, Lesson] = field(default_factory=dict)
+    seen: dict[Values, Correction] = field(default_factory=dict)
+    several: dict[_Kind, Correction] = field(default_factory=dict)
     cleared: set[_Kind] = field(default_factory=set)
     kept: set[_Kind] = field(default_factory=set)
 
     @staticmethod
-    def of(planner: Planner, planning: threading.RLock) -> Lessons:
+    def of(planner: Planner, planning: threading.RLock) -> Corrections:
         """With what other processes have learned."""
         if planner.together is not None:  # others may know of others
-            return Lessons(planner, planning)
-        known = planner.known_lesson()
-        seen = {planner.step.sizes.hints: known} if known != NO_LESSON else {}
-        return Lessons(planner, planning, seen)
+            return Corrections(planner, planning)
+        known = planner.known_correction()
+        seen = {planner.step.sizes.hints: known} if known != NO_CORRECTION else {}
+        return Corrections(planner, planning, seen)
 
-    def applied(self, situation: Situation) -> Situation:
-        """``situation`` with what is known of its like."""
-        lesson = self._seen_at(situation.sizes) | self.of_kind(situation)
-        cleared = situation.kind in self.cleared
-        if cleared or lesson != NO_LESSON:
-            return replace(situation, lesson=lesson, cleared=cleared)
-        return situation
+    def applied(self, context: StepContext) -> StepContext:
+        """``context`` with what is known of its like."""
+        correction = self._seen_at(context.sizes) | self.of_kind(context)
+        cleared = context.kind in self.cleared
+        if cleared or correction != NO_CORRECTION:
+            return replace(context, correction=correction, cleared=cleared)
+        return context
 
-    def of_kind(self, situation: Situation) -> Lesson:
+    def of_kind(self, context: StepContext) -> Correction:
         """What several steps at once have taught of its kind."""
-        return self.several.get(situation.kind, NO_LESSON)
+        return self.several.get(context.kind, NO_CORRECTION)
 
-    def teach(self, situation: Situation, lesson: Lesson) -> None:
-        """Let steps of its kind be planned for ``lesson`` too from now on."""
+    def teach(self, context: StepContext, correction: Correction) -> None:
+        """Let steps of its kind be planned for ``correction`` too from now on."""
         with self.planning:
-            self.several[situation.kind] = self.of_kind(situation) | lesson
+            self.several[context.kind] = self.of_kind(context) | correction
 
     def are_watched(self, sizes: Values) -> bool:
         """Whether steps of these sizes may teach."""
         return sizes in self.seen or len(self.seen) < MOST_WATCHED
 
-    def may_clear(self, situation: Situation) -> bool:
+    def may_clear(self, context: StepContext) -> bool:
         """Whether gradients that a call finds may be gone before its backward."""
-        return bool(situation.existing) and situation.kind not in self.kept
+        return bool(context.existing) and context.kind not in self.kept
 
-    def clear(self, situation: Situation) -> None:
+    def clear(self, context: StepContext) -> None:
         """Take gradients that such calls find to be gone before the backward."""
         with self.planning:
-            self.cleared.add(situation.kind)
+            self.cleared.add(context.kind)
 
-    def gradients_stayed(self, situation: Situation) -> None:
+    def gradients_stayed(self, context: StepContext) -> None:
         """Gradients that a forward found were still there when its backward began."""
         with self.planning:
-            self.kept.add(situation.kind)
-            self.cleared.discard(situation.kind)
-        if situation.cleared:
-            more = sum(situation.gradient_bytes(self.planner.step.joint))
+            self.kept.add(context.kind)
+            self.cleared.discard(context.kind)
+        if context.cleared:
+            more = sum(context.gradient_bytes(self.planner.step.joint))
             warn(
                 f"this step may take {more} bytes ({format_bytes(more)}) more than its budget of "
                 f"{self.planner.budget.nbytes}: gradients that exist during its forward are still "
                 "there in its backward. From the next step on they are planned for"
             )
 
-    def gradients_came(self, situation: Situation, came: Sequence[Set[int]]) -> None:
+    def gradients_came(self, context: StepContext, came: Sequence[Set[int]]) -> None:
         """Gradients that a forward had not found were there when its backward began.
 
         Args:
-            situation: in which it ran.
+            context: in which it ran.
             came: of which primals: those that have one, and those of which autograd holds another.
         """
         step = self.planner.step
-        found = [replace(situation, existing=frozenset(primals)) for primals in came]
+        found = [replace(context, existing=frozenset(primals)) for primals in came]
         more = sum(sum(each.gradient_bytes(step.joint)) for each in found)
-        around = step.around(replace(situation, lesson=NO_LESSON))
-        self.teach(situation, Lesson(left_bytes=around.tangent_bytes + more))
+        around = step.around(replace(context, correction=NO_CORRECTION))
+        self.teach(context, Correction(left_bytes=around.tangent_bytes + more))
 
-    def learn(self, situation: Situation, plan: Plan, given_bytes: int, seen: Levels) -> int:
+    def learn(self, context: StepContext, plan: Plan, given_bytes: int, seen: MemoryProfile) -> int:
         """A step was watched to its end; returns its peak.
 
         What stayed within the budget teaches nothing that would forbid it.
 
         Args:
-            situation: what its call found.
+            context: what its call found.
             plan: what it followed.
             given_bytes: what was there beside it where the plan was made.
             seen: what it took.
         """
-        around = self.planner.step.around(situation)
+        around = self.planner.step.around(context)
         late_bytes = self.planner.step.late_bytes  # of what is given; there is seen of it what is
         planned_bytes = plan.predicted_held_bytes - given_bytes + late_bytes
-        lesson = _lesson_of(seen, planned_bytes, around)
+        correction = _correction_of(seen, planned_bytes, around)
         peak_bytes = around.given_bytes - late_bytes + seen.peak_bytes
         over = peak_bytes - plan.budget_bytes
         with self.planning:
-            known = self._seen_at(situation.sizes)
-            if known | lesson == known:
+            known = self._seen_at(context.sizes)
+            if known | correction == known:
                 return peak_bytes
-            taught = replace(situation, lesson=situation.lesson | lesson)
+            taught = replace(context, correction=context.correction | correction)
             if over <= 0 and not self.planner.fits(taught, thorough=False):
                 return peak_bytes
-            self.seen[situation.sizes] = known | lesson
-        if situation.sizes == self.planner.step.sizes.hints:
-            self.planner.keep_lesson(known | lesson)
-        told = _told(lesson)
+            self.seen[context.sizes] = known | correction
+        if context.sizes == self.planner.step.sizes.hints:
+            self.planner.keep_lesson(known | correction)
+        told = _told(correction)
         LOG.info(
             "a step was watched: %s at its peak of %s planned; %s",
             format_bytes(peak_bytes),
@@ -152,19 +152,19 @@ class Lessons:
             )
         return peak_bytes
 
-    def _seen_at(self, sizes: Values) -> Lesson:
+    def _seen_at(self, sizes: Values) -> Correction:
         """What watched steps have taught: of other sizes, as their outputs are larger."""
         if not self.seen or sizes in self.seen:
-            return self.seen.get(sizes, NO_LESSON)
-        found, step = NO_LESSON, self.planner.step
+            return self.seen.get(sizes, NO_CORRECTION)
+        found, step = NO_CORRECTION, self.planner.step
         own = step.tangent_bytes(sizes)
-        for other, lesson in self.seen.items():
-            if lesson != NO_LESSON:
-                found |= lesson.times(own / max(step.tangent_bytes(other), 1))
+        for other, correction in self.seen.items():
+            if correction != NO_CORRECTION:
+                found |= correction.times(own / max(step.tangent_bytes(other), 1))
         return found
 
 
-def _lesson_of(seen: Levels, planned: int, around: Surroundings) -> Lesson:
+def _correction_of(seen: MemoryProfile, planned: int, around: ContextBytes) -> Correction:
     """What a step needed beyond its plan, by which it was to allocate ``planned`` bytes."""
     slack = SCALARS * SCALAR_BYTES
     left = 0 if seen.taken_bytes is None else seen.taken_bytes - seen.left_bytes
@@ -172,18 +172,18 @@ def _lesson_of(seen: Levels, planned: int, around: Surroundings) -> Lesson:
     own = max(seen.forward_bytes, seen.backward_bytes)
     if left > around.tangent_bytes + slack:
         own -= left - around.tangent_bytes
-    return Lesson(
+    return Correction(
         turn_bytes=turn if turn > around.turn_bytes + slack else 0,
         left_bytes=left if left > around.tangent_bytes + slack else 0,
         more_bytes=own - planned if own > planned + slack else 0,
     )
 
 
-def _told(lesson: Lesson) -> str:
+def _told(correction: Correction) -> str:
     named = (
-        (lesson.turn_bytes, "were allocated between forward and backward"),
-        (lesson.left_bytes, "of that were still there in the backward"),
-        (lesson.more_bytes, "more than was planned were allocated in the graphs"),
+        (correction.turn_bytes, "were allocated between forward and backward"),
+        (correction.left_bytes, "of that were still there in the backward"),
+        (correction.more_bytes, "more than was planned were allocated in the graphs"),
     )
     return ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in named if nbytes)
 

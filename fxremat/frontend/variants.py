@@ -21,11 +21,11 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Evaluation, Tensors
 from fxremat.planner.overlap import may_overlap, overlap_within
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search, generators_of
-from fxremat.planner.surroundings import Surroundings
 from fxremat.planner.transfers import HostMemory, Moved, Sent, Transfers
 from fxremat.progress import Progress
 from fxremat.report.facts import Fused
@@ -63,7 +63,7 @@ class StepGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Variant:
     """Schedules of one graph of the step.
 
     Attributes:
@@ -80,22 +80,22 @@ class Way:
     def of(
         graph: StepGraph,
         measured: Measured,
-        surroundings: Surroundings,
+        context_bytes: ContextBytes,
         *,
         host: HostMemory | None,
         progress: Progress,
         allocator: AllocatorSettings | None,
         budget_on: Counted,
         generators: Iterable[str],
-        known: Way | None = None,
+        known: Variant | None = None,
         link: MeasuredLink | None = None,
-    ) -> Way:
+    ) -> Variant:
         """Those of ``graph``.
 
         Args:
             graph: what to schedule.
             measured: what it costs.
-            surroundings: what is held beside it.
+            context_bytes: what is held beside it.
             host: memory to which storages may travel; ``None``: none may.
             progress: told how far solving has come.
             allocator: the rules of the device's.
@@ -110,38 +110,38 @@ class Way:
         search = Search.over(
             measured,
             graph.blocks,
-            surroundings,
+            context_bytes,
             progress=progress,
             generators=generators_of(generators),
             allocator=allocator,
             budget_on=budget_on,
             known=known.search if known else None,
         )
-        return Way(search, Transfers.of(search, host, link) if host else None, graph.exact)
+        return Variant(search, Transfers.of(search, host, link) if host else None, graph.exact)
 
-    def within(self, surroundings: Surroundings) -> Way:
+    def within(self, context_bytes: ContextBytes) -> Variant:
         """The same schedules where something else is held beside the graph."""
-        if self.search.setting.surroundings == surroundings:
+        if self.search.setting.context_bytes == context_bytes:
             return self
-        search = self.search.within(surroundings)
-        return Way(search, self._transfers(search), self.exact)
+        search = self.search.within(context_bytes)
+        return Variant(search, self._transfers(search), self.exact)
 
-    def at(self, measured: Measured, surroundings: Surroundings, *, budget_bytes: int) -> Way:
+    def at(self, measured: Measured, context_bytes: ContextBytes, *, budget_bytes: int) -> Variant:
         """The same schedules at another size, those that can matter within a budget."""
-        search = search_at(self.search, measured, surroundings, budget_bytes=budget_bytes)
-        return Way(search, self._transfers(search), self.exact)
+        search = search_at(self.search, measured, context_bytes, budget_bytes=budget_bytes)
+        return Variant(search, self._transfers(search), self.exact)
 
     def _transfers(self, search: Search) -> Transfers | None:
         """The same of another search of the graph."""
         own = self.transfers
         return Transfers.of(search, own.host, own.link) if own is not None else None
 
-    def knowing(self, other: Way) -> Way:
-        """The same with the schedules of ``other``, of the same graph with other surroundings."""
+    def knowing(self, other: Variant) -> Variant:
+        """The same with the schedules of ``other``, of the same graph with other context bytes."""
         return replace(self, search=self.search.knowing(other.search))
 
-    def with_sent(self, found: Iterable[Sent]) -> Way:
-        """The same, knowing what travels in plans for other surroundings."""
+    def with_sent(self, found: Iterable[Sent]) -> Variant:
+        """The same, knowing what travels in plans for other context bytes."""
         if self.transfers is None:
             return self
         return replace(self, transfers=self.transfers.knowing(found))
@@ -182,7 +182,7 @@ class Way:
         search = self.search
         return describe_peak(
             search.evaluator.program(search.least),
-            search.setting.surroundings,
+            search.setting.context_bytes,
             search.allocations.footprints,
         )
 
@@ -193,7 +193,7 @@ class Way:
         return Moved.stays(self.search.fastest_within(budget_bytes), self.search.evaluator)
 
 
-def fastest(ways: Sequence[Way], budget_bytes: int) -> tuple[Way, Moved]:
+def fastest(ways: Sequence[Variant], budget_bytes: int) -> tuple[Variant, Moved]:
     """The fastest within a budget, and the way it goes; the exact one where it is as fast."""
     fitting = [way for way in ways if way.least_bytes <= budget_bytes]
     found = [(way, way.fastest_within(budget_bytes)) for way in fitting]
@@ -204,7 +204,7 @@ def fastest(ways: Sequence[Way], budget_bytes: int) -> tuple[Way, Moved]:
 
 
 def emit(
-    way: Way,
+    way: Variant,
     found: Moved,
     budget_bytes: int,
     modules: BlockModules,
@@ -241,7 +241,7 @@ def emit(
     """
     search, chosen, baseline = way.search, found.candidate, traced.baseline
     line = search.measured.line
-    around = search.setting.surroundings
+    around = search.setting.context_bytes
     decision = search.evaluator.decision(chosen)
     link = way.transfers.link if way.transfers else None
     overlapped = overlap_within(
@@ -328,8 +328,8 @@ def _completed(
     if bound is not None:
         plan = replace(plan, lower_bound_s=min(bound(), total_s) + plan.overhead_s)
     found = kept()
-    outline = Outline(found.seconds, found.peaks_bytes, found.turn, found.turn_bytes)
-    return replace(plan, memory=record(), kept=outline)
+    structure_digest = Outline(found.seconds, found.peaks_bytes, found.turn, found.turn_bytes)
+    return replace(plan, memory=record(), kept=structure_digest)
 
 
 def _fused(program: Program) -> tuple[Fused, ...]:

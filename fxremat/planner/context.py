@@ -8,12 +8,12 @@ from dataclasses import astuple, dataclass, replace
 
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.surroundings import Surroundings, tensor_bytes
+from fxremat.planner.context_bytes import ContextBytes, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """What earlier steps in like situations needed beyond what was planned for.
+class Correction:
+    """What earlier steps in like contexts needed beyond what was planned for.
 
     Attributes:
         turn_bytes: at the turn, as by a loss outside the model.
@@ -27,13 +27,13 @@ class Lesson:
     left_bytes: int = 0
     more_bytes: int = 0
 
-    def times(self, factor: float) -> Lesson:
+    def times(self, factor: float) -> Correction:
         """For outputs ``factor`` times as large."""
-        return Lesson(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
+        return Correction(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
 
-    def __or__(self, other: Lesson) -> Lesson:
+    def __or__(self, other: Correction) -> Correction:
         """Both."""
-        return Lesson(
+        return Correction(
             max(self.turn_bytes, other.turn_bytes),
             max(self.room_bytes, other.room_bytes),
             max(self.left_bytes, other.left_bytes),
@@ -41,11 +41,11 @@ class Lesson:
         )
 
 
-NO_LESSON = Lesson()
+NO_CORRECTION = Correction()
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class RegionContext:
     """What is beside a call of one region of a step, as steps before have shown.
 
     Attributes:
@@ -63,7 +63,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class StepContext:
     """What is true at a call, beside what is true at every call of the graph.
 
     Attributes:
@@ -80,7 +80,7 @@ class Situation:
         slack_bytes: by how much blocks of what is there are larger than what lies in them.
         others_bytes: of the budget, for steps that may wait beside those that do.
         spread_bytes: parts of gradients that exist, of tensors that several processes share.
-        lesson: from earlier steps.
+        correction: from earlier steps.
         cleared: the gradients that exist will be gone when the backward begins, as torch's own
             tutorial clears them.
         beside: where the call is one region's.
@@ -98,13 +98,13 @@ class Situation:
     slack_bytes: int = 0
     others_bytes: int = 0
     spread_bytes: int = 0
-    lesson: Lesson = NO_LESSON
+    correction: Correction = NO_CORRECTION
     cleared: bool = False
-    beside: Beside | None = None
+    beside: RegionContext | None = None
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """Situations of one kind teach each other."""
+        """Contexts of one kind teach each other."""
         return self.waiting, bool(self.existing)
 
     def gradient_bytes(self, joint: JointGraph) -> tuple[int, ...]:
@@ -112,18 +112,18 @@ class Situation:
         sizes = joint.sizes.named(self.sizes)
         return tuple(tensor_bytes(joint.primals[i], sizes) for i in sorted(self.existing))
 
-    def turn_bytes(self, base: Surroundings) -> int:
+    def turn_bytes(self, base: ContextBytes) -> int:
         """What the step's own loss needs at the turn."""
         if self.beside is not None:
             return 0  # it is none of the region's
-        return max(base.turn_bytes, self.lesson.turn_bytes)
+        return max(base.turn_bytes, self.correction.turn_bytes)
 
     @property
     def others_there_bytes(self) -> int:
         """What is there of others than the call's own graph."""
         return self.waiting_bytes + self.kept_bytes + self.state_bytes + self.spread_bytes
 
-    def given_bytes(self, base: Surroundings, joint: JointGraph) -> int:
+    def given_bytes(self, base: ContextBytes, joint: JointGraph) -> int:
         """What is held throughout the call; arguments are those of :meth:`around`."""
         return (
             base.given_bytes
@@ -133,12 +133,12 @@ class Situation:
             + self.slack_bytes
             + self.others_there_bytes
             + self.others_bytes
-            + self.lesson.more_bytes
+            + self.correction.more_bytes
             + (self.beside.more_bytes if self.beside is not None else 0)
         )
 
-    def around(self, base: Surroundings, joint: JointGraph) -> Surroundings:
-        """The surroundings of the call.
+    def around(self, base: ContextBytes, joint: JointGraph) -> ContextBytes:
+        """The context bytes of the call.
 
         Args:
             base: those of every call of these sizes.
@@ -146,14 +146,14 @@ class Situation:
         """
         gradients = self.gradient_bytes(joint)
         more = (*gradients, *self.bucket_bytes, *filter(None, (self.workspace_bytes,)))
-        held_bytes = max(base.tangent_bytes, self.lesson.left_bytes)
+        held_bytes = max(base.tangent_bytes, self.correction.left_bytes)
         turn_bytes = self.turn_bytes(base)
         if self.beside is not None:
             turn_bytes, held_bytes = self.beside.turn_bytes, self.beside.tangent_bytes
         return replace(
             base,
             given_bytes=self.given_bytes(base, joint),
-            turn_bytes=turn_bytes + self.lesson.room_bytes,
+            turn_bytes=turn_bytes + self.correction.room_bytes,
             tangent_bytes=held_bytes - sum(gradients) * self.cleared,
             given_each_bytes=(*base.given_each_bytes, *more),
             added=frozenset() if self.cleared else self.added,
@@ -172,9 +172,9 @@ class Situation:
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("workspaces of libraries for another thread or stream", self.workspace_bytes),
             ("blocks that are larger than what lies in them", self.slack_bytes),
-            ("what was seen between forward and backward", self.lesson.turn_bytes),
-            ("further steps", self.lesson.room_bytes),
-            ("what was seen to be left of that in the backward", self.lesson.left_bytes),
-            ("what else was seen", self.lesson.more_bytes),
+            ("what was seen between forward and backward", self.correction.turn_bytes),
+            ("further steps", self.correction.room_bytes),
+            ("what was seen to be left of that in the backward", self.correction.left_bytes),
+            ("what else was seen", self.correction.more_bytes),
         )
         return tuple((what, nbytes) for what, nbytes in named if nbytes)

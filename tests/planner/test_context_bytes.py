@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.planner.surroundings import (
+from fxremat.planner.context_bytes import (
     SCALARS,
     Caller,
-    Surroundings,
-    surroundings_of,
+    ContextBytes,
+    context_bytes_of,
 )
 from tests.harness import Captured, capture
 
@@ -34,10 +34,10 @@ class Net(nn.Module):
         return (x @ self.a).tanh() @ self.b
 
 
-def around(model: nn.Module, caller: Caller | None = None) -> tuple[Captured, Surroundings]:
+def around(model: nn.Module, caller: Caller | None = None) -> tuple[Captured, ContextBytes]:
     step = capture(model, (torch.randn(ROWS, WIDTH),))
     real = dict(zip(step.joint.primals, step.primals, strict=True))
-    return step, surroundings_of(step.joint, real, caller or Caller())
+    return step, context_bytes_of(step.joint, real, caller or Caller())
 
 
 GIVEN_BYTES = 2 * WEIGHT_BYTES + OUTPUT_BYTES + 8 * SCALARS
@@ -70,7 +70,7 @@ def test_an_unknown_loss_computes_in_full_precision(dtype: torch.dtype, each: in
     """Logarithms, their gradient and the output's; of few bits, a copy in full as well."""
     model = Net().to(dtype)
     step = capture(model, (torch.randn(ROWS, WIDTH, dtype=dtype),))
-    assert surroundings_of(step.joint, {}, Caller()).turn_bytes == each * ROWS * WIDTH
+    assert context_bytes_of(step.joint, {}, Caller()).turn_bytes == each * ROWS * WIDTH
 
 
 def test_gradients_of_what_the_step_reads_are_no_part_of_it():

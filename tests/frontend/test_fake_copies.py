@@ -8,13 +8,13 @@ from torch import nn
 
 from fxremat import torch_compat
 from fxremat.errors import SampleError
-from fxremat.frontend.shells import Shells
+from fxremat.frontend.fake_copies import FakeCopies
 
 
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 def test_a_shell_is_like_its_tensor(where: str) -> None:
     tensor = torch.empty(4, 6, dtype=torch.float64, device=where).t()[1:]
-    shell = Shells().of(tensor)
+    shell = FakeCopies().of(tensor)
     assert torch_compat.is_fake(shell)
     assert shell.device.type == "cpu"
     assert (shell.shape, shell.stride(), shell.dtype) == (
@@ -27,7 +27,7 @@ def test_a_shell_is_like_its_tensor(where: str) -> None:
 
 
 def test_a_tensor_has_one_shell_and_views_share_a_storage() -> None:
-    shells, tensor = Shells(), torch.empty(4, 6)
+    shells, tensor = FakeCopies(), torch.empty(4, 6)
     one, view = shells.of(tensor), shells.of(tensor[1:])
     assert shells.of(tensor) is one
     assert shells.of(one) is one
@@ -38,7 +38,7 @@ def test_a_tensor_has_one_shell_and_views_share_a_storage() -> None:
 
 
 def test_gradients_are_asked_for_as_before() -> None:
-    shells = Shells()
+    shells = FakeCopies()
     parameter = nn.Parameter(torch.empty(3))
     assert isinstance(shells.of(parameter), nn.Parameter)
     assert shells.of(parameter).requires_grad
@@ -48,12 +48,12 @@ def test_gradients_are_asked_for_as_before() -> None:
 
 
 def test_what_is_no_tensor_stays() -> None:
-    assert Shells().of("x") == "x"
+    assert FakeCopies().of("x") == "x"
 
 
 def test_a_sparse_tensor_is_refused() -> None:
     with pytest.raises(SampleError):
-        Shells().of(torch.eye(3).to_sparse())
+        FakeCopies().of(torch.eye(3).to_sparse())
 
 
 def test_a_model_is_as_before_even_after_an_error() -> None:
@@ -64,7 +64,7 @@ def test_a_model_is_as_before_even_after_an_error() -> None:
     plain = model.plain
 
     def inside() -> None:
-        with Shells().inside(model):
+        with FakeCopies().inside(model):
             held = (*model.parameters(), *model.buffers(), model.plain)
             assert all(map(torch_compat.is_fake, held))
             assert model[1].weight is model[0].bias
