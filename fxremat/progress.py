@@ -77,10 +77,15 @@ def shown(*, here: bool = True) -> Iterator[Progress]:
 
 
 class _Logged:
-    """A line that is written when its phase has ended."""
+    """A line that is written when its phase has ended; one at its begin, too, where it is long."""
+
+    _said = False
 
     def show(self, what: str, done: int, total: int) -> None:
         """A phase goes on."""
+        if what == COMPILE and not self._said:
+            self._said = True
+            LOG.info("%s …", what)
 
     def end(self, what: str, seconds: float) -> None:
         """A phase has ended."""
