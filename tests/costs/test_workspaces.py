@@ -78,7 +78,7 @@ def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch
 def test_they_are_given(monkeypatch: pytest.MonkeyPatch):
     joint = captured("gpt").joint
     without = context_bytes_of(joint, {}, Caller())
-    monkeypatch.setattr("fxremat.planner.surroundings.library_workspaces", lambda device: 64 * MIB)
+    monkeypatch.setattr("fxremat.planner.context_bytes.library_workspaces", lambda device: 64 * MIB)
     with_them = context_bytes_of(joint, {}, Caller())
     assert with_them.given_bytes - without.given_bytes == 64 * MIB
     assert with_them.turn_bytes == without.turn_bytes
