@@ -293,11 +293,11 @@ def max_batch(
             "plan of each size by itself, fxremat.plan(model, sample, budget) for a sample of that "
             "size; it raises a BudgetError where the size does not fit",
         ) from None
-    (family,) = made._compiler.plan_caches
-    (context,) = family.plans
+    (plan_cache,) = made._compiler.plan_caches
+    (context,) = plan_cache.plans
     with generators_restored(), in_training(model), torch.enable_grad(), shown() as progress:
         return Batching(
-            family.planner.schedules,
+            plan_cache.planner.schedules,
             read.nbytes,
             context,
             model,

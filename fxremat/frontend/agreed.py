@@ -67,13 +67,13 @@ class Seen:
     Attributes:
         base_bytes: what is there when the next one begins.
         calls: what makes its calls those of a step that is known; none: it was not seen.
-        levels: of each of them.
+        profiles: of each of them.
         begins: what makes the first call of the next one that of such a step.
     """
 
     base_bytes: int
     calls: tuple[str, ...] = ()
-    levels: tuple[tuple[int, ...], ...] = ()
+    profiles: tuple[tuple[int, ...], ...] = ()
     begins: str = ""
 
 
@@ -337,12 +337,12 @@ def _most_of_same(told: Mapping[int, Seen]) -> Seen:
     one = told[first]
     _the_same({rank: f"calls {', '.join(seen.calls)}" for rank, seen in told.items()})
     _the_same({rank: f"a call {seen.begins}" for rank, seen in told.items()})
-    seen = [own.levels for own in told.values() if own.levels]
-    levels = tuple(tuple(map(max, zip(*call, strict=True))) for call in zip(*seen, strict=True))
-    return replace(one, base_bytes=max(own.base_bytes for own in told.values()), levels=levels)
+    seen = [own.profiles for own in told.values() if own.profiles]
+    profiles = tuple(tuple(map(max, zip(*call, strict=True))) for call in zip(*seen, strict=True))
+    return replace(one, base_bytes=max(own.base_bytes for own in told.values()), profiles=profiles)
 
 
-def agreed_levels(peers: Peers, own: Seen) -> Seen:
+def agreed_profiles(peers: Peers, own: Seen) -> Seen:
     """What most have seen; nothing where they did not see the same calls."""
     return peers.agree("what a step was seen to take", Seen, own, _most)
 
@@ -352,6 +352,6 @@ def _most(told: Mapping[int, Seen]) -> Seen:
     calls = {seen.calls for seen in told.values()}
     if len(calls) > 1:
         return Seen(base_bytes)
-    each = zip(*(seen.levels for seen in told.values()), strict=True)
-    levels = tuple(tuple(map(max, *call)) for call in each)
-    return Seen(base_bytes, calls.pop(), levels)
+    each = zip(*(seen.profiles for seen in told.values()), strict=True)
+    profiles = tuple(tuple(map(max, *call)) for call in each)
+    return Seen(base_bytes, calls.pop(), profiles)

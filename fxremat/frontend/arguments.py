@@ -141,7 +141,7 @@ class Arguments:
         return arguments
 
     def modules(self, model: nn.Module) -> list[nn.Module]:
-        """Those of ``model`` that are captured each by itself.
+        """The modules of ``model`` that are captured each by itself, by the names in ``regions``.
 
         Raises:
             ArgumentError: it has none of such a name.

@@ -54,7 +54,7 @@ class Asked:
 
     @property
     def name(self) -> str:
-        """As Python says it."""
+        """The dimension as Python writes it, as ``args[0].shape[1]``."""
         return f"{self.place}.shape[{self.dim}]"
 
     def refuse(self, why: str) -> ArgumentError:
@@ -231,7 +231,7 @@ class Batching:
         return self.schedules.alone_bytes(context) > self.budget_bytes
 
     def _frontier(self, groups: Sequence[Sequence[Dimension]]) -> list[BatchPoint]:
-        """For sizes of all but the first dimension the largest of the first."""
+        """The largest size of the first dimension, for sizes of all others."""
         first, *others = groups
         smallest = self._at([first], [self._taken(self.context, first).least])
         spread = []

@@ -266,7 +266,7 @@ class StepCompiler:
         return len(self.again.get(code, ())) >= MOST_AGAIN
 
     def slack_bytes(self, device: torch.device) -> int:
-        """By how much blocks of what the model holds are larger than what lies in them."""
+        """How much larger blocks of what the model holds are than what lies in them."""
         return self.slack.found(device, lambda: (*self.resident(), *self.optimizers.tensors()))
 
     def _captured_again(self, code: CodeType | None) -> None:
@@ -445,7 +445,7 @@ def _inference(
 
 @dataclass(eq=False)
 class _Graph:
-    """Lives as long as the graph of a step; so does what it holds."""
+    """Hangs on the graph of a step, and goes with it; so does what it holds."""
 
     step: object
 
@@ -511,6 +511,6 @@ def _real_inputs(
 def _places(
     inputs: Mapping[int, torch.Tensor], arguments: Sequence[tuple[str, torch.Tensor]]
 ) -> dict[int, str]:
-    """Of primals that are arguments of the call."""
+    """Places in the call, by primal, of primals that are its arguments."""
     place = {id(tensor): name for name, tensor in reversed(arguments)}
     return {i: place[id(tensor)] for i, tensor in inputs.items() if id(tensor) in place}

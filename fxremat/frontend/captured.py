@@ -151,7 +151,7 @@ class CapturedStep:
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Of the step."""
+        """The device of the step."""
         placeholders = self._module.graph.find_nodes(op="placeholder")
         devices = {t.device for node in placeholders for t in tensors_of(node)}
         return max(devices, key=lambda device: device.type != "cpu")
@@ -187,7 +187,7 @@ class CapturedStep:
 
     @property
     def correction_key(self) -> str:
-        """What corrections of its steps are kept by."""
+        """The key by which corrections of the step are kept."""
         origin = origin_of_costs(self._digests, self.device, self.executor, self._target)
         return key_of(origin, loss=(self.caller.loss_bytes, self.caller.loss_small_bytes))
 
@@ -288,7 +288,7 @@ class CapturedStep:
                 self.take(undone)
 
     def forget_blocks(self) -> None:
-        """What is used again is found again."""
+        """Forget all blocks: those that are used again are found again."""
         for costed in self._graphs:
             costed.graph.blocks.clear()
 
@@ -303,7 +303,7 @@ class CapturedStep:
         return self._resized[values]
 
     def roughly_at(self, values: Values) -> list[Costed]:
-        """The same, kept for nobody, and without running what no law tells of."""
+        """As :meth:`at`, but kept for nobody and without running what no law tells of."""
         if values == self.sizes.hints or values in self._resized:
             return self.at(values)
         return [self._resize(own, values, run=False) for own in self.graphs]
@@ -322,7 +322,7 @@ class CapturedStep:
         return context.turn_bytes(self.at(context.sizes)[0].base)
 
     def tangent_bytes(self, values: Values) -> int:
-        """Of the gradients of the outputs, at sizes ``values``."""
+        """Bytes of the gradients of the outputs, at sizes ``values``."""
         return self.at(values)[0].base.tangent_bytes
 
     def _resize(self, costed: Costed, values: Values, *, run: bool) -> Costed:
@@ -340,7 +340,7 @@ class CapturedStep:
         return Costed(replace(graph, line=measured.line), measured, base)
 
     def aside_bytes(self, values: Values) -> int:
-        """Of that, what is set aside for workspaces at sizes ``values``, where none is known."""
+        """Bytes set aside for workspaces at sizes ``values``, where none is known."""
         if self._target is None or self.costs is not None:
             return 0
         return aside_bytes(self.at(values)[0].measured.line.joint)

@@ -25,7 +25,7 @@ SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
 def least_region_context(
     planner: Planner, context: StepContext, host_bytes: int | None = None
 ) -> RegionContext:
-    """Beside a call that is to leave least, whatever else that takes.
+    """The context of a region's call that is to leave least, whatever else that takes.
 
     Args:
         planner: of its graph.
@@ -66,16 +66,16 @@ def choices_of(planner: Planner, context: StepContext) -> tuple[Choice, ...]:
     found: dict[Choice, tuple[int, Sent]] = {}
     for share in SHARES:
         beside = RegionContext(0, int(share * whole_bytes), 0)
-        ways = planner.schedules.searched(replace(context, waiting_bytes=0, beside=beside))
-        for graph, way in enumerate(ways):
-            for sent in way.graded():
-                found.setdefault(_choice(way, sent), (graph, sent))
-        kept = _choice(ways[0], ways[0].kept)
+        variants = planner.schedules.searched(replace(context, waiting_bytes=0, beside=beside))
+        for graph, variant in enumerate(variants):
+            for sent in variant.graded():
+                found.setdefault(_choice(variant, sent), (graph, sent))
+        kept = _choice(variants[0], variants[0].kept)
     found.pop(kept, None)
     best = [choice for choice in found if not any(_beats(other, choice) for other in found)]
     planner.schedules.sent[context.sizes] = tuple(
         tuple(sent for graph, sent in map(found.__getitem__, best) if graph == place and sent.moves)
-        for place in range(len(ways))
+        for place in range(len(variants))
     )
     return (*best, kept)
 
@@ -154,15 +154,15 @@ def _needed_by(
     )
 
 
-def _choice(way: Variant, sent: Sent) -> Choice:
-    evaluation, around = sent.evaluation, way.search.setting.context_bytes
+def _choice(variant: Variant, sent: Sent) -> Choice:
+    evaluation, around = sent.evaluation, variant.search.setting.context_bytes
     turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
     return Choice(
         evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
         max((*peaks_bytes[:turn], around.given_bytes)) - around.given_bytes,
         max((*peaks_bytes[turn:], evaluation.end_bytes)) - around.given_bytes,
         sent.total_s,
-        sent.host_bytes if way.host_limited else 0,
+        sent.host_bytes if variant.host_limited else 0,
     )
 
 

@@ -90,7 +90,7 @@ class CompiledModule(nn.Module):
     _state: _State
 
     def __init_subclass__(cls, **_options: Any) -> None:
-        """Nothing: whoever lists subclasses of the model's class has it already."""
+        """Do nothing: whoever lists subclasses of the model's class has it already."""
 
     @property
     def plan(self) -> Plan | StepPlan:
@@ -103,7 +103,7 @@ class CompiledModule(nn.Module):
         return latest_plan(self._compiler, self._parameter_names)
 
     def _parameter_names(self) -> dict[int, str]:
-        """By ``id``."""
+        """Names of the model's parameters, by ``id``."""
         return {id(own): name for name, own in self._state.original.named_parameters()}
 
     @property
@@ -173,7 +173,7 @@ class CompiledModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, _protocol: object) -> Any:
-        """As a copy, without its loss, which may be of any kind: what that was seen to take."""
+        """A copy without its loss, which may be of any kind, but with what that took."""
         state = self._state
         asked, kept = self._of_copies()
         needs = state.runner.needs if state.runner is not None else state.needs
@@ -313,7 +313,7 @@ class _Forward:
 
 
 def _unplanned(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In eval mode or without gradients, the model's own forward."""
+    """Run the model's own forward, in eval mode or without gradients."""
     if torch.is_grad_enabled() and not state.trained:
         state.trained = True
         warnings.warn(

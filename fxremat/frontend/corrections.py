@@ -28,7 +28,7 @@ _Kind = tuple[int, bool]
 
 @dataclass(slots=True)
 class Corrections:
-    """Of one plan cache.
+    """Corrections that the steps of one plan cache have taught.
 
     Attributes:
         planner: of the plan cache.
@@ -48,7 +48,7 @@ class Corrections:
 
     @staticmethod
     def of(planner: Planner, planning: threading.RLock) -> Corrections:
-        """With what other processes have learned."""
+        """Corrections of a plan cache that is new: those that other processes have learned."""
         if planner.together is not None:  # others may know of others
             return Corrections(planner, planning)
         known = planner.known_correction()
@@ -56,7 +56,7 @@ class Corrections:
         return Corrections(planner, planning, seen)
 
     def applied(self, context: StepContext) -> StepContext:
-        """``context`` with what is known of its like."""
+        """``context`` with the corrections that contexts like it have taught."""
         correction = self._seen_at(context.sizes) | self.of_kind(context)
         cleared = context.kind in self.cleared
         if cleared or correction != NO_CORRECTION:
@@ -64,11 +64,11 @@ class Corrections:
         return context
 
     def of_kind(self, context: StepContext) -> Correction:
-        """What several steps at once have taught of its kind."""
+        """The correction that several steps at once have taught for contexts of this kind."""
         return self.several.get(context.kind, NO_CORRECTION)
 
     def teach(self, context: StepContext, correction: Correction) -> None:
-        """Let steps of its kind be planned for ``correction`` too from now on."""
+        """Let steps in contexts of this kind be planned for ``correction`` too from now on."""
         with self.planning:
             self.several[context.kind] = self.of_kind(context) | correction
 
@@ -137,8 +137,8 @@ class Corrections:
                 return peak_bytes
             self.seen[context.sizes] = known | correction
         if context.sizes == self.planner.step.sizes.hints:
-            self.planner.keep_lesson(known | correction)
-        told = _told(correction)
+            self.planner.keep_correction(known | correction)
+        told = _described(correction)
         LOG.info(
             "a step was watched: %s at its peak of %s planned; %s",
             format_bytes(peak_bytes),
@@ -153,7 +153,7 @@ class Corrections:
         return peak_bytes
 
     def _seen_at(self, sizes: Values) -> Correction:
-        """What watched steps have taught: of other sizes, as their outputs are larger."""
+        """The correction that watched steps have taught; of other sizes, scaled by the outputs."""
         if not self.seen or sizes in self.seen:
             return self.seen.get(sizes, NO_CORRECTION)
         found, step = NO_CORRECTION, self.planner.step
@@ -179,7 +179,7 @@ def _correction_of(seen: MemoryProfile, planned: int, around: ContextBytes) -> C
     )
 
 
-def _told(correction: Correction) -> str:
+def _described(correction: Correction) -> str:
     named = (
         (correction.turn_bytes, "were allocated between forward and backward"),
         (correction.left_bytes, "of that were still there in the backward"),

@@ -29,14 +29,14 @@ class Dimension:
 
     @property
     def name(self) -> str:
-        """As Python says it."""
+        """The dimension as Python writes it, as ``args[0].shape[1]``."""
         return f"{self.place}.shape[{self.dim}]"
 
 
 def dimensions_of(
     primals: Iterable[fx.Node], sizes: Sizes, places: Mapping[int, str]
 ) -> tuple[Dimension, ...]:
-    """All of them, in order of the primals.
+    """All dimensions of arguments that are symbols of a step, in order of the primals.
 
     Args:
         primals: of a settled graph.

@@ -45,7 +45,7 @@ class Graphs:
 
     @property
     def structure_digest(self) -> str:
-        """Of what they run: see :func:`fxremat.passes.joint.digest.structure_digest`."""
+        """A digest of what the graphs run: :func:`fxremat.passes.joint.digest.structure_digest`."""
         return structure_digest(self.forward.graphs, self.backward.graphs)
 
     @property

@@ -47,7 +47,7 @@ class Captured:
     Attributes:
         joint: its joint graph.
         output_count: how many of its outputs are the forward's.
-        inputs: shells of primals, by index.
+        inputs: copies of primals without data, by index.
         gradients: primals that get one.
     """
 
@@ -83,7 +83,7 @@ def capture(
     dynamic: bool,
     gpu: bool = False,
 ) -> Captured:
-    """Capture the step of a call; model and sample are shells.
+    """Capture the step of a call; model and sample have no data.
 
     Args:
         model: in training mode.
@@ -179,12 +179,12 @@ def plan_dry(
     model: nn.Module,
     sample: Sample,
     asked: Asked,
-    shells: FakeCopies,
+    copies: FakeCopies,
     progress: Progress,
     *,
     dynamic: bool,
 ) -> Dry:
-    """Capture a step and plan it, everything kept; model and sample are shells.
+    """Capture a step and plan it, everything kept; model and sample have no data.
 
     Raises:
         CaptureError, GraphError, CostError, ArgumentError: as :func:`fxremat.estimate` says.
@@ -193,7 +193,7 @@ def plan_dry(
     progress(CAPTURE)
     inner = torch_compat.wrapped_by(model)
     outputs = call_without_data(inner, sample)
-    caller, unused = _caller(inner, sample, asked, shells, outputs)
+    caller, unused = _caller(inner, sample, asked, copies, outputs)
     device, options = torch.device(asked.device.kind), asked.options
     captured = capture(
         inner,
@@ -239,21 +239,21 @@ def _host(asked: Asked) -> HostMemory | None:
 
 
 def _caller(
-    model: nn.Module, sample: Sample, asked: Asked, shells: FakeCopies, outputs: object
+    model: nn.Module, sample: Sample, asked: Asked, copies: FakeCopies, outputs: object
 ) -> tuple[Caller, Unused | None]:
     """What is needed beside the step, and outputs without a gradient."""
     options, device = asked.options, torch.device(asked.device.kind)
     needs = None
-    loss = options.loss.map(shells.of) if isinstance(options.loss, Compared) else options.loss
+    loss = options.loss.map(copies.of) if isinstance(options.loss, Compared) else options.loss
     if loss is not None and outputs is not None:
-        needs = needs_of_loss(loss, outputs, shells.of)
+        needs = needs_of_loss(loss, outputs, copies.of)
     unused = needs.unused if needs else None
     if unused is not None:
         unused = replace(unused, dropped=options.drop_unused)
     tensors = (*model.parameters(), *model.buffers(), *(t for _, t in sample.tensors()))
     caller = Caller(
         reserve_bytes=options.reserve_bytes,
-        held_bytes=_optimizer_bytes(options.optimizer, model, device, shells),
+        held_bytes=_optimizer_bytes(options.optimizer, model, device, copies),
         accumulate=options.accumulate,
         loss_bytes=needs.nbytes if needs else None,
         target_bytes=target_bytes(loss, model, sample, HOME, step=device),
@@ -265,7 +265,7 @@ def _caller(
 
 
 def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A shell of the same storage on ``device``."""
+    """A tensor without data, of the same storage, on ``device``."""
     if tensor.device.type == device.type:
         return tensor
     return torch_compat.fake_tensor(
@@ -279,13 +279,13 @@ def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _optimizer_bytes(
-    optimizer: Optimizer | None, model: nn.Module, device: torch.device, shells: FakeCopies
+    optimizer: Optimizer | None, model: nn.Module, device: torch.device, copies: FakeCopies
 ) -> tuple[int, ...]:
-    """Of each tensor that an optimizer would keep on ``device``."""
+    """Bytes of each tensor that an optimizer would keep on ``device``."""
 
     def alike(parameter: torch.Tensor) -> torch.Tensor:
         if device.type == "cpu":
-            found: torch.Tensor = shells.of(parameter)
+            found: torch.Tensor = copies.of(parameter)
             return found
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         return nn.Parameter(empty, parameter.requires_grad)  # on no CPU, as those on a GPU
@@ -309,17 +309,17 @@ def estimate_step(
     progress: Progress,
 ) -> Estimate:
     """All that :func:`fxremat.estimate` returns."""
-    shells = FakeCopies()
+    copies = FakeCopies()
     dims = () if dim is None else read_dims(model, sample, dim)
-    shape = sample.map(shells.of)
-    with shells.inside(model), in_training(model), torch.enable_grad():
-        dry = plan_dry(model, shape, asked, shells, progress, dynamic=False)
+    shape = sample.map(copies.of)
+    with copies.inside(model), in_training(model), torch.enable_grad():
+        dry = plan_dry(model, shape, asked, copies, progress, dynamic=False)
         progress(PLAN)
         plan = _within(dry, asked)
         batches = None
         if dims and asked.budget is not None and asked.budget.nbytes is not None:
             try:
-                sized = plan_dry(model, shape, asked, shells, progress, dynamic=True)
+                sized = plan_dry(model, shape, asked, copies, progress, dynamic=True)
             except SizesError as error:
                 raise SizesError(
                     error.found,

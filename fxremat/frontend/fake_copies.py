@@ -15,7 +15,7 @@ from fxremat.errors import SampleError
 from fxremat.frontend.untouched import attributes_replaced
 
 HOME = torch.device("cpu")
-"""Where shells are: any torch can trace there."""
+"""Where copies are: any torch can trace there."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class FakeCopies:
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def of(self, value: Any) -> Any:
-        """That of ``value``; of anything but a tensor, itself.
+        """The copy of a tensor ``value``; anything else is returned as it is.
 
         Raises:
             SampleError: it is of a layout that has no storage.
@@ -44,14 +44,14 @@ class FakeCopies:
                     f"a tensor of shape {tuple(value.shape)} is of layout {value.layout}: only "
                     "dense tensors can be estimated, give it as one"
                 )
-            made = torch_compat.shell(value, self.mode, self._storages, HOME)
+            made = torch_compat.fake_copy(value, self.mode, self._storages, HOME)
             self._known[id(value)] = value, made  # it must live: ids are used again
             self._known[id(made)] = made, made
         return self._known[id(value)][1]
 
     @contextlib.contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """Let all that ``model`` holds be shells; it ends as it began."""
+        """Let all that ``model`` holds be copies without data; it ends as it began."""
         with attributes_replaced(model, self.of):
             for module in model.modules():
                 for tensors in (module._parameters, module._buffers):

@@ -42,7 +42,7 @@ class Called:
         ended_by: the user's line after which the step leaves the graph, and why.
         held_bytes: that its forward has left.
         back_bytes: what all calls held when its backward began; ``None``: it has not.
-        levels: what was seen of it.
+        profile: what was seen of it.
         times_s: of its forward's begin and end, and its backward's.
     """
 
@@ -51,7 +51,7 @@ class Called:
     ended_by: str = ""
     held_bytes: int = 0
     back_bytes: int | None = None
-    levels: MemoryProfile | None = None
+    profile: MemoryProfile | None = None
     times_s: list[float] = field(default_factory=list)
 
     @property
@@ -78,10 +78,10 @@ class KnownStep:
 
     Attributes:
         calls: of it.
-        levels: of each call.
+        profiles: of each call.
         envelope: whether it is one.
         first_bytes: most before the first call.
-        more_bytes: seen at a peak, beyond what levels and plans explain.
+        more_bytes: seen at a peak, beyond what profiles and plans explain.
         besides: what is beside each call where plans are chosen together; none if that is to be
             done.
         choices: these plans.
@@ -97,7 +97,7 @@ class KnownStep:
     """
 
     calls: tuple[Called, ...]
-    levels: list[Row]
+    profiles: list[Row]
     envelope: bool = False
     first_bytes: int = 0
     more_bytes: int = 0
@@ -116,24 +116,24 @@ class KnownStep:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """Of its calls."""
+        """The keys of the step's calls, in order."""
         return tuple(call.key for call in self.calls)
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """All that was seen of it, for others to know."""
-        return (*self.levels, (self.first_bytes, self.more_bytes))
+        return (*self.profiles, (self.first_bytes, self.more_bytes))
 
-    def see_again(self, levels: Sequence[Row]) -> None:
-        """It was watched once more.
+    def see_again(self, profiles: Sequence[Row]) -> None:
+        """Take what was seen of the step when it was watched once more.
 
         The first one may have taken what none takes again: libraries set themselves up.
         """
         if self.is_sure:
-            pairs = zip(self.levels, levels, strict=True)
-            self.levels = [tuple(map(max, *pair)) for pair in pairs]
+            pairs = zip(self.profiles, profiles, strict=True)
+            self.profiles = [tuple(map(max, *pair)) for pair in pairs]
         else:
-            self.levels, self.first_bytes, self.more_bytes = list(levels), 0, 0
+            self.profiles, self.first_bytes, self.more_bytes = list(profiles), 0, 0
         self.watches -= bool(self.watches)
         self.seen += 1
 
@@ -144,13 +144,13 @@ class KnownStep:
 
     def see(self, rows: Sequence[Row]) -> None:
         """Take what was seen: plans are to be chosen for it."""
-        *levels, (self.first_bytes, self.more_bytes) = rows
-        self.levels, self.besides = list(levels), []
+        *profiles, (self.first_bytes, self.more_bytes) = rows
+        self.profiles, self.besides = list(profiles), []
 
     @property
     def planned_bytes(self) -> int:
         """Most that these plans take, beyond what is there when the step begins."""
-        calls = [Call((own,), *at) for own, at in zip(self.choices, self.levels, strict=True)]
+        calls = [Call((own,), *at) for own, at in zip(self.choices, self.profiles, strict=True)]
         return max(self.first_bytes, peak_bytes(calls, [0] * len(calls))) + self.more_bytes
 
     def leaves_room(self, there_bytes: int, much_bytes: float) -> bool:
@@ -167,12 +167,12 @@ class KnownStep:
         shared = own.keys() & other.keys()
         return bool(shared) and all(own[graph] == other[graph] for graph in shared)
 
-    def around(self, calls: Sequence[Called], levels: Sequence[Row]) -> KnownStep | None:
+    def around(self, calls: Sequence[Called], profiles: Sequence[Row]) -> KnownStep | None:
         """The envelope of this step and another one; ``None``: they are too different.
 
         Args:
             calls: of the other.
-            levels: of each of its calls.
+            profiles: of each of its calls.
         """
         own = [(call.key[0], call.key[2]) for call in self.calls]
         others = [(call.key[0], call.key[2]) for call in calls]
@@ -181,11 +181,11 @@ class KnownStep:
         for begin, other_begin, size in SequenceMatcher(
             None, own, others, autojunk=False
         ).get_matching_blocks():
-            found += zip(self.calls[at:begin], self.levels[at:begin], strict=True)
-            found += zip(calls[then:other_begin], levels[then:other_begin], strict=True)
+            found += zip(self.calls[at:begin], self.profiles[at:begin], strict=True)
+            found += zip(calls[then:other_begin], profiles[then:other_begin], strict=True)
             at, then = begin + size, other_begin + size
             for i, k in zip(range(begin, at), range(other_begin, then), strict=True):
-                row = tuple(map(max, self.levels[i], levels[k]))
+                row = tuple(map(max, self.profiles[i], profiles[k]))
                 found.append((self.calls[i].or_larger(calls[k]), row))
         if len(found) > LONGEST * max(len(own), len(others)):
             return None
@@ -194,7 +194,7 @@ class KnownStep:
 
 
 def _found_by(calls: Sequence[Called]) -> dict[int, set[frozenset[int]]]:
-    """By graph, the gradients that its calls have found."""
+    """Gradients that calls have found, by graph."""
     found: dict[int, set[frozenset[int]]] = {}
     for graph, _, existing in (call.key for call in calls):
         found.setdefault(graph, set()).add(existing)
@@ -202,7 +202,7 @@ def _found_by(calls: Sequence[Called]) -> dict[int, set[frozenset[int]]]:
 
 
 class KnownSteps:
-    """Those of one model, the one that was watched last at the front."""
+    """The known steps of one model, the one that was watched last at the front."""
 
     def __init__(self) -> None:
         self._steps: list[KnownStep] = []
@@ -225,25 +225,25 @@ class KnownSteps:
         self._steps = [known, *others[: MOST_KNOWN - 1]]
 
     def learn(
-        self, calls: Sequence[Called], levels: Sequence[Row], *, envelopes: bool
+        self, calls: Sequence[Called], profiles: Sequence[Row], *, envelopes: bool
     ) -> list[KnownStep]:
         """A step was watched; returns those of which it was one, known from now on at the latest.
 
         Args:
             calls: of it.
-            levels: of each.
+            profiles: of each.
             envelopes: they may be made.
         """
         own = self.find(tuple(call.key for call in calls))
         if own is not None:
-            own.see_again(levels)
+            own.see_again(profiles)
             self.add(own)
             return [own]
         alike = [known for known in self if envelopes and known.is_alike(calls)]
         found: list[KnownStep] = []
         if alike:
             wide = next((known for known in alike if known.envelope), alike[0])
-            envelope = wide.around(calls, levels)
+            envelope = wide.around(calls, profiles)
             if envelope is not None:
                 if wide.envelope:
                     self._steps.remove(wide)
@@ -252,7 +252,7 @@ class KnownSteps:
                 self.add(envelope)
                 found.append(envelope)
         if len(alike) < FEW or not found:
-            own = KnownStep(tuple(calls), list(levels))
+            own = KnownStep(tuple(calls), list(profiles))
             self.add(own)
             found.append(own)
         return found

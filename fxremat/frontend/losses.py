@@ -40,7 +40,7 @@ class Compared:
         return self.criterion(outputs, self.target)
 
     def map(self, change: Callable[[Any], Any]) -> Compared:
-        """The same loss with each leaf of its target changed."""
+        """This loss with each leaf of its target changed."""
         return Compared(self.criterion, pytree.tree_map(change, self.target))
 
 
@@ -64,7 +64,7 @@ def own_loss(outputs: Any) -> torch.Tensor:
 
 
 def returned_loss(outputs: Any) -> torch.Tensor | None:
-    """As :func:`own_loss`; ``None``: there is none."""
+    """The loss that a model returns, as :func:`own_loss` finds it; ``None``: there is none."""
     if isinstance(outputs, Mapping):
         found = outputs.get("loss")
     elif isinstance(outputs, (tuple, list)) and not hasattr(outputs, "loss"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxremat.frontend.agreed import Seen, agreed_levels, agreed_step
+from fxremat.frontend.agreed import Seen, agreed_profiles, agreed_step
 from fxremat.frontend.known import Called, Key, KnownStep, KnownSteps
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
@@ -13,7 +13,7 @@ from fxremat.frontend.walk import Walk
 
 
 class News:
-    """That of one process.
+    """What one process tells the others about steps, and hears of them.
 
     Args:
         peers: the processes; ``None``: this one has nobody to tell.
@@ -44,16 +44,16 @@ class News:
             return
         own, latest = Seen(there_bytes), known.latest
         if latest is not None:
-            own = replace(own, calls=self._described(latest.keys), levels=latest.rows)
-        most = agreed_levels(self._peers, own)
+            own = replace(own, calls=self._described(latest.keys), profiles=latest.rows)
+        most = agreed_profiles(self._peers, own)
         self.elsewhere_bytes = most.base_bytes - there_bytes
-        if latest is not None and most.levels:
-            latest.see(most.levels)
+        if latest is not None and most.profiles:
+            latest.see(most.profiles)
 
     def of_all(
         self, known: KnownSteps, before: Walk, called: Called, there_bytes: int, *, fits: bool
     ) -> None:
-        """The same, where all processes must go on alike: so they must know the same steps.
+        """As :meth:`of_any`, where all processes must go on alike and so know the same steps.
 
         Where none has news, each of them only says so.
 
@@ -73,7 +73,7 @@ class News:
         (begins,) = self._described((called.key,))
         own = Seen(there_bytes, self._described(before.keys), begins=begins)
         if self.learned and latest is not None:
-            own = replace(own, levels=latest.rows)
+            own = replace(own, profiles=latest.rows)
         most = agreed_step(self._peers, own, settled=not self.learned and fits)
         self.learned = False
         if most is None:
@@ -81,11 +81,11 @@ class News:
         self.elsewhere_bytes = most.base_bytes - there_bytes
         for step in known:
             step.besides = []
-        if most.levels:
+        if most.profiles:
             if latest is None:
                 latest = KnownStep(tuple(before.calls), [])
                 known.add(latest)
-            latest.see(most.levels)
+            latest.see(most.profiles)
 
     def _described(self, keys: Sequence[Key]) -> tuple[str, ...]:
         """Calls as every process has them."""

@@ -29,7 +29,7 @@ NOT_CAPTURED = "is not captured with it"
 
 @dataclass(slots=True)
 class Notices:
-    """Of one model.
+    """What the user of one model hears of its steps, and what was said already.
 
     Attributes:
         breaks: the user's lines after which steps leave graphs, and why; ``None``: that was asked
@@ -137,7 +137,7 @@ class Notices:
         known.told = True
         found: list[tuple[str, int, float | None]] = []
         times_s = (*known.seconds, None)
-        for call, row, seconds in zip(known.calls, known.levels, times_s, strict=True):
+        for call, row, seconds in zip(known.calls, known.profiles, times_s, strict=True):
             why = call.ended_by
             if not why.endswith(NOT_CAPTURED) or seconds is not None:  # else it ends the step
                 told = why or "it returns to code that is not captured"

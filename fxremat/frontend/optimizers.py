@@ -23,7 +23,7 @@ MOST_SEEN = 2
 
 @dataclass(slots=True)
 class Optimizers:
-    """Those that step parameters of a model: their state, and what a step allocates meanwhile.
+    """Optimizers that step parameters of a model: their state, and what a step allocates.
 
     Attributes:
         budget_bytes: asked for when a step was seen; ``None``: there is no budget yet.
@@ -52,7 +52,7 @@ class Optimizers:
         return max(0, sum(self.state_bytes.values()) - self.told_bytes)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Their state."""
+        """The tensors of the optimizers' state."""
         for optimizer in self.state_bytes:
             for state in optimizer.state.values():
                 yield from (v for v in state.values() if isinstance(v, torch.Tensor))

@@ -148,7 +148,7 @@ def _versions(device: torch.device) -> dict[str, object]:
 
 
 def version_of(package: str) -> str | None:
-    """``None``: it is not installed."""
+    """The version of an installed package; ``None``: it is not installed."""
     metadata: Any = importlib.import_module("importlib.metadata")
     try:
         return str(metadata.version(package))
@@ -158,7 +158,7 @@ def version_of(package: str) -> str | None:
 
 @functools.cache
 def _code_digest() -> str:
-    """Of this package's source: what another one kept might have been planned otherwise."""
+    """A digest of this package's source: other code might have planned otherwise."""
     root = Path(anchor.__file__).parent
     found = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

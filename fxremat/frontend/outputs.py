@@ -86,7 +86,7 @@ def _gradient_as_with_zeros(output: torch.Tensor) -> torch.Tensor:
 
 def _laid_as_sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """``second``, in the layout of the sum of both."""
-    stride = torch.add(first, second).stride()  # of shells: no operation of a graph reads it
+    stride = torch.add(first, second).stride()  # without data: no operation of a graph reads it
     if stride == second.stride():
         return second
     shape = second.shape

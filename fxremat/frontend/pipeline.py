@@ -66,11 +66,11 @@ class Planned:
     complete: Callable[[Plan], Plan] | None = None
 
     def with_overhead(self, seconds: float) -> Planned:
-        """The same, of a step that takes ``seconds`` beside its calls."""
+        """This plan, of a step that takes ``seconds`` beside its calls."""
         return replace(self, plan=self.plan.with_overhead(seconds), rehearsal=None)
 
     def completed(self) -> Planned:
-        """The same, its plan with all that it tells people."""
+        """This plan with all that it tells people."""
         if self.complete is None:
             return self
         return replace(self, plan=self.complete(self.plan), complete=None)
@@ -193,7 +193,7 @@ class Planner:
         return planned
 
     def _found(self, context: StepContext, *, least: bool) -> Planned:
-        """That plan, looked for."""
+        """The plan for the captured call, looked for."""
         try:
             return self.again(context, least=least)
         except BudgetError as error:
@@ -243,7 +243,7 @@ class Planner:
         return Planned(plan, graphs)
 
     def _graph_of(self, plan: Plan, traced: StepGraph) -> StepGraph:
-        """That which a plan is of: as it was traced, or with norms undone."""
+        """The graph that a plan is of: as it was traced, or with norms undone."""
         return traced if plan.exact == traced.exact else self.step.graph(exact=plan.exact)
 
     @property
@@ -286,9 +286,9 @@ class Planner:
             return context
         given_bytes = self.step.given_bytes(context) - context.waiting_bytes
         if self.budget.nbytes is None:  # a share of what so many take, or the least of it
-            first, *_ = ways = self.schedules.within(context, None)
+            first, *_ = variants = self.schedules.within(context, None)
             full_bytes = first.search.counted_bytes(first.search.baseline)
-            least_bytes = min(way.least_bytes for way in ways)
+            least_bytes = min(variant.least_bytes for variant in variants)
             nbytes = self.budget.bytes_of(
                 full_bytes=self._of_all(context, full_bytes),
                 least_bytes=self._of_all(context, least_bytes),
@@ -329,11 +329,11 @@ class Planner:
         return self.schedules.fits(context, self.budget.nbytes, thorough=thorough)
 
     def known_correction(self) -> Correction:
-        """What steps of the sizes of the capture have taught another process."""
+        """The correction that steps of the capture's sizes have taught another process."""
         return self._store.get("correction", self.step.correction_key, Correction) or NO_CORRECTION
 
-    def keep_lesson(self, correction: Correction) -> None:
-        """Let other processes know it."""
+    def keep_correction(self, correction: Correction) -> None:
+        """Let other processes know a correction for the sizes of the capture."""
         self._store.put("correction", self.step.correction_key, Correction, correction)
 
     def _planned(self, context: StepContext, budget: Budget) -> Planned:
@@ -429,10 +429,10 @@ class Planner:
         """Search for the best plan, among schedules that are known where there are some."""
         self._make_room()
         known = bool(self.schedules.known)
-        ways = self.schedules.within(context, budget.nbytes)
-        first = ways[0].search
+        variants = self.schedules.within(context, budget.nbytes)
+        first = variants[0].search
         full_bytes = first.counted_bytes(first.baseline)
-        least = min(ways, key=lambda way: way.least_bytes)
+        least = min(variants, key=lambda variant: variant.least_bytes)
         least_bytes = self._of_all(context, least.least_bytes)
         resolved = budget.resolve(
             full_bytes=self._of_all(context, full_bytes),
@@ -440,10 +440,10 @@ class Planner:
             needed_by=least.describe_least,
             beside=context.described(self.step.joint),
         )
-        way, found = fastest(ways, resolved)
+        variant, found = fastest(variants, resolved)
         self.step.progress(WRITE)
         plan, emitted, complete = emit(
-            way,
+            variant,
             found,
             resolved,
             self._modules,

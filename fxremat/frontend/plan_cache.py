@@ -142,7 +142,7 @@ class PlanCache:
         spread_bytes: Callable[[], int] = int,
         slack_bytes: Callable[[], int] = int,
     ) -> PlanCache:
-        """That of a graph, with its first plan.
+        """The plan cache of a graph, with its first plan.
 
         Args:
             planner: makes plans.
@@ -334,7 +334,7 @@ class PlanCache:
         warn_counted(peak_bytes, budget_bytes)
 
     def _back(self, step: Step) -> None:
-        """A backward begins: what is there that was not when its forward ran?"""
+        """Note what is there as a backward begins that was not when its forward ran."""
         if self.regions.several:
             self.regions.back(step, self.in_flight)
         context: StepContext = step.context

@@ -17,7 +17,7 @@ class shortened:  # noqa: N801, a context manager; one of contextlib's would be 
     """
 
     def __enter__(self) -> None:
-        """Nothing."""
+        """Do nothing: what counts is how it is left."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _frames: object) -> None:
         if isinstance(error, FxrematError):

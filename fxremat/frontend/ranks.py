@@ -101,7 +101,7 @@ def _refuse(argument: str, value: object, must_be: str) -> None:
 
 
 class Peers:
-    """This process among those that train one model.
+    """The processes that train one model, as one of them sees them.
 
     All of them agree on the same things in the same order. They do on what a first step needs;
     what a later one meets, others need not meet.
@@ -128,7 +128,7 @@ class Peers:
 
     @staticmethod
     def of(model: nn.Module, ranks: Ranks | None) -> Peers | None:
-        """Those of a model; ``None``: this process plans for itself.
+        """The processes that train a model; ``None``: this process plans for itself.
 
         Raises:
             ArgumentError: there is no process group, or this process is in none of these ranks.
@@ -171,7 +171,7 @@ class Peers:
 
     @staticmethod
     def _known(model: object, ranks: object) -> Peers | None:
-        """Those of what nobody has checked; ``None``: there are none, or nothing tells of them."""
+        """The processes of a call that nobody has checked; ``None``: nothing tells of them."""
         found = torch_compat.uncompiled(model) if isinstance(model, nn.Module) else nn.Module()
         try:
             return Peers.of(found, ranks if isinstance(ranks, Ranks) else None)
@@ -214,7 +214,7 @@ class Peers:
         own: T,
         combine: Callable[[Mapping[int, T]], T],
     ) -> T | None:
-        """The same, but where all of them say ``alike``: that takes two requests of each.
+        """As :meth:`agree`, unless all of them say ``alike``: that takes two requests of each.
 
         Args:
             alike: what needs no agreement if all say it; ``None``: this process needs one.

@@ -170,7 +170,7 @@ def _given(
 
 
 def _workspaces(call: Call, footprints: Footprints) -> Iterator[Tensor]:
-    """Of the operations of a call that have one, in order; how large, their requests say."""
+    """Workspaces of a call's operations, in order; how large they are, its requests say."""
     for step in footprints.steps(call.block):
         if step.workspace_bytes > 0 and step.node is not None:
             name, operation = f"{_WORKSPACE}{step.node.name}", _operation(step.node)
@@ -219,7 +219,7 @@ class _Record:
         self.open[key].append((tensor, self.now))
 
     def give(self, key: Key) -> Tensor:
-        """It is not, from the next instant on."""
+        """A tensor is not held any more from the next instant on."""
         tensor, begin = self.open[key].pop()
         self._live(tensor, begin, self.now + 1)
         self.gave = True
@@ -287,7 +287,7 @@ class _Record:
 
 
 def _operation(node: fx.Node) -> str:
-    """Its name without namespace and overload, e.g. ``"addmm"``."""
+    """The operation of a node without namespace and overload, e.g. ``"addmm"``."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", packet))
 

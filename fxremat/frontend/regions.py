@@ -29,7 +29,7 @@ from fxremat.frontend.news import News
 from fxremat.frontend.notices import Notices
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.walk import Ran, Walk, between, seen_levels
+from fxremat.frontend.walk import Ran, Walk, between, seen_profiles
 from fxremat.planner.context import RegionContext, StepContext
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.counted import Count
@@ -47,13 +47,13 @@ NEAR = 0.75
 
 @dataclass(slots=True)
 class Regions:
-    """Those of one model.
+    """The regions of one model, the steps that run them, and the plans chosen for these.
 
     Attributes:
         watcher: of the model's steps.
         budget: what the peak of a step may reach.
         settle_budget: is told what the budget means in bytes once that is known.
-        told: what its user hears.
+        notices: to the user of the model.
         several: steps are known to run several graphs.
         called: calls of the model are told.
         known: steps that were watched.
@@ -114,7 +114,7 @@ class Regions:
             walk.open = True
 
     def returned(self, outputs: object) -> None:
-        """It has ended."""
+        """A call of the model has ended."""
         walk: Walk | None = getattr(self._now, "walk", None)
         if walk is None:
             return
@@ -265,7 +265,7 @@ class Regions:
         called.times_s.append(perf_counter())
 
     def left(self, step: Step) -> None:
-        """It has ended."""
+        """The forward of a region has ended."""
         if self._now.inner:
             return
         walk: Walk = self._now.walk
@@ -294,7 +294,7 @@ class Regions:
         called.times_s.append(perf_counter())
 
     def done(self, step: Step) -> None:
-        """It has ended."""
+        """The backward of a region has ended."""
         self.watcher.after(step)
         walk = self._walks.get(step)
         if walk is None:
@@ -308,7 +308,7 @@ class Regions:
 
     @property
     def _aside_bytes(self) -> int:
-        """Of the budget, for what this process did not see."""
+        """Bytes of the budget that are set aside for what this process did not see."""
         return self.late_bytes + self._late_bytes + self._news.elsewhere_bytes
 
     def _host_bytes(self, later_bytes: int = 0) -> int | None:
@@ -348,7 +348,7 @@ class Regions:
             self._news.of_any(self.known, there_bytes)
 
     def _others_bytes(self, values: Sequence[object]) -> int:
-        """Of parameters that only other calls read, and of their gradients."""
+        """Bytes of parameters that only other calls read, and of their gradients."""
         own = {id(p): p for p in values if isinstance(p, torch.nn.Parameter)}
         alive = {place: p for place, found in self.parameters.items() if (p := found()) is not None}
         others = [p for place, p in alive.items() if place not in own]
@@ -432,7 +432,7 @@ class Regions:
         """Have a call watched where its step is."""
 
         def tell(seen: MemoryProfile) -> None:
-            called.levels = seen
+            called.profile = seen
 
         if walk.watched:
             self.watcher.join(tell)
@@ -446,15 +446,15 @@ class Regions:
         if self.notices.peak(peak_bytes, self.budget(), walk):
             self._watches = 2  # as long as steps are over, they are watched
         walk.done = seen.done
-        levels = seen_levels(walk)
-        if levels is None or not levels:
+        profiles = seen_profiles(walk)
+        if profiles is None or not profiles:
             walk.unseen = walk.unseen or "their backwards had not ended when the next ones began"
             return
         if walk.unseen:
             self.notices.half_seen(walk)
         self._news.learned = True
         followed = [known for known in walk.begun or walk.places if not walk.unknown]
-        for known in self.known.learn(walk.calls, levels, envelopes=not self.together):
+        for known in self.known.learn(walk.calls, profiles, envelopes=not self.together):
             known.first_bytes = max(known.first_bytes, seen.first_bytes)
             known.seen_bytes = peak_bytes
             if known in followed and known.choices:
@@ -500,8 +500,8 @@ class Regions:
 
     def _chosen(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> Chosen:
         calls = [
-            Call(self._choices_of(call), *levels)
-            for call, levels in zip(known.calls, known.levels, strict=True)
+            Call(self._choices_of(call), *profiles)
+            for call, profiles in zip(known.calls, known.profiles, strict=True)
         ]
         return chosen_for(
             calls,
@@ -518,4 +518,4 @@ class Regions:
 
 
 class _Graph:
-    """Lives as long as the graph of a call of the model."""
+    """Hangs on the graph of a call of the model, and goes with it."""

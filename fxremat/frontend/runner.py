@@ -86,7 +86,7 @@ class Runner:
         self._regions = tuple(regions)
         if regions:
             compiler.regions.notices.breaks = None  # they are asked for
-            self._take_apart()
+            self._capture_separately()
         self._device = device_of(original)
         # Dynamo keeps compiled code for longer than this lives.
         weakref.finalize(self, compiler.close).atexit = False
@@ -133,7 +133,7 @@ class Runner:
         hooked: bool,
         needs: LossNeeds | None,
     ) -> Runner:
-        """The same, as all processes were asked for it."""
+        """As :meth:`of`, with what all processes have agreed to be asked for."""
         regions = asked.modules(torch_compat.wrapped_by(model))
         if torch_compat.is_sharded(model):
             return _of_sharded(model, asked, regions, peers)
@@ -215,7 +215,7 @@ class Runner:
                 del failed  # this frame is its own
             self.compiler.refuse_parts(str(why))
             self._hooks = hooks_of(self._inner)
-            self._take_apart()
+            self._capture_separately()
             if not self.compiler.dry:
                 there = Sample(args, kwargs)
                 self.compiler.regions.call(self._device, lambda: self._there_bytes(there))
@@ -223,10 +223,10 @@ class Runner:
             raise PlannedOnly
         if self.compiler.no_symbols and self._dynamic is None:
             self._dynamic = False
-            self._take_apart()
+            self._capture_separately()
         assert self._pieces is not None
         try:
-            with self._apart:
+            with self._separate:
                 return self._pieces(*args, **kwargs)
         except RefusedError as refusal:
             raise refusal.error from None
@@ -261,10 +261,10 @@ class Runner:
         self._tried = list(map(len, self._hooks or ()))
         return _traced(self._forward, call, self._dynamic) is None
 
-    def _take_apart(self) -> None:
+    def _capture_separately(self) -> None:
         """Capture the model in pieces from now on."""
         self.compiler.regions.several = True
-        self._apart = SeparateCapture(self._inner, self._regions)
+        self._separate = SeparateCapture(self._inner, self._regions)
         dynamic, compiler = self._dynamic, self.compiler
         self._pieces = Entry(self._forward, Backend(compiler), dynamic=dynamic, whole=False)
 
@@ -406,7 +406,7 @@ def _traced(forward: Callable[..., Any], call: Sample, dynamic: bool | None) -> 
 def _of_sharded(
     model: nn.Module, asked: Arguments, regions: Sequence[nn.Module], peers: Peers | None
 ) -> Runner:
-    """That of a model whose parameters are there only while they are needed.
+    """The runner of a model whose parameters are there only while they are needed.
 
     Calls of its modules gather them from other processes: none is made but the user's. What is
     gathered, or reduced, may go a moment later than in the steps that were watched.
@@ -423,7 +423,7 @@ def _of_sharded(
     compiler.regions.late_bytes = torch_compat.late_bytes(model)
     runner = Runner(model, compiler, dynamic=asked.dynamic, regions=regions, whole=False)
     if not asked.fullgraph:
-        runner._take_apart()
+        runner._capture_separately()
     return runner
 
 

@@ -121,31 +121,31 @@ def check_gradients(model: nn.Module, sample: Sample) -> None:
 
 
 def call_without_data(model: nn.Module, sample: Sample) -> object:
-    """Call ``model`` on empty shells: shapes are computed, no data and no state is touched.
+    """Call ``model`` on copies without data: shapes are computed, no data and no state is touched.
 
     Some libraries install hooks at a model's first call ever, under a lock that Dynamo
-    cannot enter; this call does it. Parameters and buffers are shells as well; what is one
+    cannot enter; this call does it. Parameters and buffers are such copies as well; what is one
     already stays.
 
-    Returns the outputs, as shells; ``None`` where they cannot be known without data.
+    Returns the outputs, without data; ``None`` where they cannot be known without data.
 
     Raises:
         Exception: what the model itself raises at the call, see :func:`own_error`.
     """
     mode = torch_compat.fake_mode_of(t for _, t in sample.tensors())
 
-    def shell(value: Any) -> Any:
+    def fake_copy(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or torch_compat.is_fake(value):
             return value
         return mode.from_tensor(value)
 
-    args, kwargs = pytree.tree_map(shell, (sample.args, sample.kwargs))
-    state = {name: shell(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    args, kwargs = pytree.tree_map(fake_copy, (sample.args, sample.kwargs))
+    state = {name: fake_copy(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     quiet = torch_compat.without_shape_errors_logged()
     try:
         with (
             contextlib.redirect_stdout(io.StringIO()),
-            attributes_replaced(model, shell),
+            attributes_replaced(model, fake_copy),
             quiet,
             mode,
             torch.no_grad(),

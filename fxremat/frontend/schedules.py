@@ -36,7 +36,7 @@ MOST_BYTES = 1 << 60
 
 @dataclass(slots=True)
 class Schedules:
-    """Those of one captured step.
+    """Schedules of one captured step, of each of its variants.
 
     Attributes:
         step: the step.
@@ -62,11 +62,11 @@ class Schedules:
     link: MeasuredLink | None = None
 
     def rules(self, graph: StepGraph) -> AllocatorSettings | None:
-        """Those of the device's allocator."""
+        """The rules of the device's allocator; ``None``: it has none."""
         return self.allocator or settings_of(graph.device)
 
     def within(self, context: StepContext, budget_bytes: int | None) -> list[Variant]:
-        """All ways of the step, with what a call finds beside it.
+        """All variants of the step, with what a call finds beside it.
 
         Schedules that are known are taken; where none fits, others are looked for.
 
@@ -76,26 +76,26 @@ class Schedules:
         """
         first_size = context.sizes == self.step.sizes.hints
         new = self._look(context) and first_size
-        ways = []
-        for way, own in zip(self.known, self.step.at(context.sizes), strict=True):
+        variants = []
+        for variant, own in zip(self.known, self.step.at(context.sizes), strict=True):
             around = own.around(context)
             if first_size:
-                ways.append(way.within(around))
+                variants.append(variant.within(around))
             else:
                 most = MOST_BYTES if budget_bytes is None else budget_bytes
-                ways.append(way.at(own.measured, around, budget_bytes=most))
-        ways = self._with_sent(context.sizes, ways)
-        if new or budget_bytes is None or min(w.least_bytes for w in ways) <= budget_bytes:
-            return ways
+                variants.append(variant.at(own.measured, around, budget_bytes=most))
+        variants = self._with_sent(context.sizes, variants)
+        if new or budget_bytes is None or min(w.least_bytes for w in variants) <= budget_bytes:
+            return variants
         found = self._search(context)
-        self.known = [way.knowing(own) for way, own in zip(self.known, found, strict=True)]
+        self.known = [variant.knowing(own) for variant, own in zip(self.known, found, strict=True)]
         return self._with_sent(context.sizes, found)
 
     def searched(self, context: StepContext) -> list[Variant]:
-        """All ways of the step, looked for anew; what is found is known from then on."""
+        """All variants of the step, looked for anew; what is found is known from then on."""
         found = self._search(context)
         known = self.known or found
-        self.known = [way.knowing(own) for way, own in zip(known, found, strict=True)]
+        self.known = [variant.knowing(own) for variant, own in zip(known, found, strict=True)]
         return found
 
     def fits(self, context: StepContext, budget_bytes: int, *, thorough: bool = True) -> bool:
@@ -104,24 +104,24 @@ class Schedules:
 
     def least_bytes(self, context: StepContext, budget_bytes: int | None) -> int:
         """The least budget of a call: see :meth:`within`."""
-        return min(way.least_bytes for way in self.within(context, budget_bytes))
+        return min(variant.least_bytes for variant in self.within(context, budget_bytes))
 
     def roughly(self, context: StepContext) -> int:
         """The least budget of a call, by schedules that are known; nothing is run for it."""
         self._look(context)
         found = []
-        for way, own in zip(self.known, self.step.roughly_at(context.sizes), strict=True):
+        for variant, own in zip(self.known, self.step.roughly_at(context.sizes), strict=True):
             around = own.around(context)
-            if way.transfers is None:
-                found.append(least_bytes_at(way.search, own.measured, around))
+            if variant.transfers is None:
+                found.append(least_bytes_at(variant.search, own.measured, around))
             else:
-                found.append(way.at(own.measured, around, budget_bytes=MOST_BYTES).least_bytes)
+                found.append(variant.at(own.measured, around, budget_bytes=MOST_BYTES).least_bytes)
         return min(found)
 
     def alone_bytes(self, context: StepContext) -> int:
         """The least budget of a call where it alone is compiled, with nothing known beforehand."""
         costed = self.step.at(context.sizes)
-        return min(self._way(own, context, None).least_bytes for own in costed)
+        return min(self._variant(own, context, None).least_bytes for own in costed)
 
     def predicted(
         self, context: StepContext, budget_bytes: int, *, run: bool = True
@@ -133,24 +133,28 @@ class Schedules:
             budget_bytes: what must not be exceeded.
             run: what no law tells of; else it may be a little off.
         """
-        ways = (
-            self.within(context, budget_bytes) if run else self._rough_ways(context, budget_bytes)
+        variants = (
+            self.within(context, budget_bytes)
+            if run
+            else self._rough_variants(context, budget_bytes)
         )
-        _, found = fastest(ways, max(budget_bytes, min(way.least_bytes for way in ways)))
-        return min(way.least_bytes for way in ways), found.total_s
+        _, found = fastest(
+            variants, max(budget_bytes, min(variant.least_bytes for variant in variants))
+        )
+        return min(variant.least_bytes for variant in variants), found.total_s
 
-    def _rough_ways(self, context: StepContext, budget_bytes: int) -> list[Variant]:
+    def _rough_variants(self, context: StepContext, budget_bytes: int) -> list[Variant]:
         """Ways that are known, where nothing is run for it."""
         costed = self.step.roughly_at(context.sizes)
         return [
-            way.at(own.measured, own.around(context), budget_bytes=budget_bytes)
-            for way, own in zip(self.known, costed, strict=True)
+            variant.at(own.measured, own.around(context), budget_bytes=budget_bytes)
+            for variant, own in zip(self.known, costed, strict=True)
         ]
 
     def room_bytes(self, context: StepContext) -> int:
         """The least that a step allocates beyond what is there whatever its plan."""
-        ways = self.within(context, None)
-        return min(w.least_bytes - w.search.setting.context_bytes.given_bytes for w in ways)
+        variants = self.within(context, None)
+        return min(w.least_bytes - w.search.setting.context_bytes.given_bytes for w in variants)
 
     def largest(
         self, context: StepContext, group: Sequence[Dimension], budget_bytes: int, *, most: int
@@ -215,11 +219,13 @@ class Schedules:
             largest=largest,
         )
 
-    def _with_sent(self, sizes: Values, ways: list[Variant]) -> list[Variant]:
-        """The same, knowing what travels in plans that were found apart from them."""
+    def _with_sent(self, sizes: Values, variants: list[Variant]) -> list[Variant]:
+        """``variants``, knowing what travels in plans that were found apart from them."""
         if sizes not in self.sent:
-            return ways
-        return [way.with_sent(own) for way, own in zip(ways, self.sent[sizes], strict=True)]
+            return variants
+        return [
+            variant.with_sent(own) for variant, own in zip(variants, self.sent[sizes], strict=True)
+        ]
 
     def _look(self, context: StepContext) -> bool:
         """Let some schedules be known, those at the sizes of the capture; were none?"""
@@ -229,14 +235,16 @@ class Schedules:
         return new
 
     def _search(self, context: StepContext) -> list[Variant]:
-        """All ways of the step."""
+        """All variants of the step."""
         if not self.exact:
             self.step.undo_norms()
         costed = self.step.at(context.sizes)
         known: Sequence[Variant | None] = self.known or [None] * len(costed)
-        return [self._way(own, context, way) for own, way in zip(costed, known, strict=True)]
+        return [
+            self._variant(own, context, variant) for own, variant in zip(costed, known, strict=True)
+        ]
 
-    def _way(self, costed: Costed, context: StepContext, known: Variant | None) -> Variant:
+    def _variant(self, costed: Costed, context: StepContext, known: Variant | None) -> Variant:
         return Variant.of(
             costed.graph,
             costed.measured,

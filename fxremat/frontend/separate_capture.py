@@ -29,7 +29,9 @@ class SeparateCapture:
             for module in model.modules()
             if module is not model and torch_compat.is_passed_by(module)
         }
-        self._forwards |= {module: torch_compat.apart(module.forward) for module in modules}
+        self._forwards |= {
+            module: torch_compat.captured_separately(module.forward) for module in modules
+        }
         self._before: dict[nn.Module, object] = {}
         self._inside = 0
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from fxremat.passes.joint.storage import allocated_bytes
 
 @dataclass(slots=True)
 class Slack:
-    """Of what a model holds when its calls begin.
+    """Slack of what a model holds when its calls begin.
 
     Attributes:
         nbytes: most that was found.
@@ -27,7 +27,7 @@ class Slack:
     _total_bytes: int = 0  # of all on the device, when it was found
 
     def found(self, device: torch.device, tensors: Callable[[], Iterable[torch.Tensor]]) -> int:
-        """The most so far, this call included.
+        """The most slack that was found so far, this call included.
 
         Args:
             device: of the model.

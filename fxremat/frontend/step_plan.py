@@ -36,7 +36,7 @@ def latest_plan(compiler: StepCompiler, names: Callable[[], Mapping[int, str]]) 
 
 
 def step_plan(regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepPlan:
-    """That of the step that ran last, if it followed plans that were chosen together.
+    """The plan of the step that ran last, if it followed plans that were chosen together.
 
     Args:
         regions: of a model that is captured in several graphs.
@@ -98,7 +98,7 @@ def _row(
     memory = plan.memory
     held = memory.held_bytes()
     reads = [names[own].rpartition(".")[0] for own in ran.parameters if own in names]
-    _, between_bytes, _, between_back_bytes = known.levels[place]
+    _, between_bytes, _, between_back_bytes = known.profiles[place]
     timed = len(known.seconds) == len(known.calls) - 1 and not is_last
     why = known.calls[place].ended_by
     return RegionRow(
@@ -121,7 +121,7 @@ def _covers(modules: Sequence[str]) -> str:
 
 
 def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
-    """Of the step, during each region and after it, in both directions."""
+    """Peaks of the step, during each region and after it, in both directions."""
     found, held_bytes = [], there_bytes
     for row in rows:
         found += [row.forward_peak_bytes, row.backward_peak_bytes]

@@ -166,9 +166,10 @@ def needs_of_loss(
 
     Args:
         loss: of the model's outputs.
-        outputs: as empty shells; values are made up.
-        adopt: ``None``: it is really run. Else it runs on empty shells, which this makes of other
-            tensors that it reads; the memory of its operations' workspaces is not in what is told.
+        outputs: without data; values are made up.
+        adopt: ``None``: it is really run. Else it runs without data, on copies that this
+            makes of other tensors that it reads; the memory of its operations' workspaces is not in
+            what is told.
 
     Raises:
         ArgumentError: ``loss`` returns no scalar with a gradient. What ``loss`` itself raises
@@ -194,7 +195,7 @@ def needs_of_loss(
             log = torch_compat.AllocationLog(device)
         else:
             stack.enter_context(torch_compat.fake_mode_of(tensors))
-            log = torch_compat.shell_log(adopt)
+            log = torch_compat.fake_log(adopt)
         filled = pytree.tree_unflatten([fill(i, leaf) for i, leaf in enumerate(leaves)], spec)
         with log, torch.enable_grad():
             torch.autograd.backward(_checked(loss, loss(filled)))

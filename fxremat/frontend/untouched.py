@@ -67,9 +67,9 @@ def in_training(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_replaced(
-    model: nn.Module, shell: Callable[[torch.Tensor], torch.Tensor]
+    model: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """Tensors in plain attributes become shells, and all attributes end as they began.
+    """Tensors in plain attributes are replaced, and all attributes end as they began.
 
     A forward may cache a tensor, or count its calls. Where the call installed hooks (a
     library does so once, and notes that it did), only tensors without data are taken out
@@ -78,7 +78,7 @@ def attributes_replaced(
     before = {module: _snapshot(module) for module in model.modules()}
     hooks = list(map(len, hooks_of(model)))
     for module in before:
-        _replace_tensors(module, shell)
+        _replace_tensors(module, replacement)
     try:
         yield
     finally:
@@ -95,17 +95,21 @@ def _snapshot(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _replace_tensors(module: nn.Module, shell: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _replace_tensors(
+    module: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     attributes = vars(module)
     for name, value in list(attributes.items()):
         if name in ("_parameters", "_buffers"):
             continue
         if isinstance(value, torch.Tensor):
-            attributes[name] = shell(value)
+            attributes[name] = replacement(value)
         elif type(value) is dict:
-            value.update({k: shell(v) for k, v in value.items() if isinstance(v, torch.Tensor)})
+            value.update(
+                {k: replacement(v) for k, v in value.items() if isinstance(v, torch.Tensor)}
+            )
         elif type(value) is list:
-            value[:] = [shell(v) if isinstance(v, torch.Tensor) else v for v in value]
+            value[:] = [replacement(v) if isinstance(v, torch.Tensor) else v for v in value]
 
 
 def hooks_of(model: nn.Module) -> list[dict[int, Any]]:

@@ -58,7 +58,7 @@ class StepGraph:
 
     @property
     def device(self) -> torch.device:
-        """Of the step."""
+        """The device of the step."""
         return self.line.joint.device
 
 
@@ -90,7 +90,7 @@ class Variant:
         known: Variant | None = None,
         link: MeasuredLink | None = None,
     ) -> Variant:
-        """Those of ``graph``.
+        """The variant that computes ``graph``, with its schedules.
 
         Args:
             graph: what to schedule.
@@ -120,28 +120,28 @@ class Variant:
         return Variant(search, Transfers.of(search, host, link) if host else None, graph.exact)
 
     def within(self, context_bytes: ContextBytes) -> Variant:
-        """The same schedules where something else is held beside the graph."""
+        """This variant, where something else is held beside the graph."""
         if self.search.setting.context_bytes == context_bytes:
             return self
         search = self.search.within(context_bytes)
         return Variant(search, self._transfers(search), self.exact)
 
     def at(self, measured: Measured, context_bytes: ContextBytes, *, budget_bytes: int) -> Variant:
-        """The same schedules at another size, those that can matter within a budget."""
+        """This variant at another size, with the schedules that can matter within a budget."""
         search = search_at(self.search, measured, context_bytes, budget_bytes=budget_bytes)
         return Variant(search, self._transfers(search), self.exact)
 
     def _transfers(self, search: Search) -> Transfers | None:
-        """The same of another search of the graph."""
+        """Transfers of another search of the graph."""
         own = self.transfers
         return Transfers.of(search, own.host, own.link) if own is not None else None
 
     def knowing(self, other: Variant) -> Variant:
-        """The same with the schedules of ``other``, of the same graph with other context bytes."""
+        """This variant, knowing the schedules that ``other`` has for other context bytes."""
         return replace(self, search=self.search.knowing(other.search))
 
     def with_sent(self, found: Iterable[Sent]) -> Variant:
-        """The same, knowing what travels in plans for other context bytes."""
+        """This variant, knowing what travels in plans for other context bytes."""
         if self.transfers is None:
             return self
         return replace(self, transfers=self.transfers.knowing(found))
@@ -193,10 +193,10 @@ class Variant:
         return Moved.stays(self.search.fastest_within(budget_bytes), self.search.evaluator)
 
 
-def fastest(ways: Sequence[Variant], budget_bytes: int) -> tuple[Variant, Moved]:
-    """The fastest within a budget, and the way it goes; the exact one where it is as fast."""
-    fitting = [way for way in ways if way.least_bytes <= budget_bytes]
-    found = [(way, way.fastest_within(budget_bytes)) for way in fitting]
+def fastest(variants: Sequence[Variant], budget_bytes: int) -> tuple[Variant, Moved]:
+    """The fastest within a budget, and its variant; the exact one where it is as fast."""
+    fitting = [variant for variant in variants if variant.least_bytes <= budget_bytes]
+    found = [(variant, variant.fastest_within(budget_bytes)) for variant in fitting]
     first, chosen = found[0]
     if chosen.candidate is first.search.baseline and not chosen.moves:
         return first, chosen  # everything fits
@@ -204,7 +204,7 @@ def fastest(ways: Sequence[Variant], budget_bytes: int) -> tuple[Variant, Moved]
 
 
 def emit(
-    way: Variant,
+    variant: Variant,
     found: Moved,
     budget_bytes: int,
     modules: BlockModules,
@@ -225,7 +225,7 @@ def emit(
     the bound on these is that of the baseline before.
 
     Args:
-        way: where the schedule was found.
+        variant: where the schedule was found.
         found: the schedule, and what travels.
         budget_bytes: what it keeps to.
         modules: blocks that are compiled already.
@@ -239,11 +239,11 @@ def emit(
         roles: what primals are, where known.
         held: what is there before the step beside primals, and its bytes, as far as it is known.
     """
-    search, chosen, baseline = way.search, found.candidate, traced.baseline
+    search, chosen, baseline = variant.search, found.candidate, traced.baseline
     line = search.measured.line
     around = search.setting.context_bytes
     decision = search.evaluator.decision(chosen)
-    link = way.transfers.link if way.transfers else None
+    link = variant.transfers.link if variant.transfers else None
     overlapped = overlap_within(
         search,
         found,
@@ -283,7 +283,7 @@ def emit(
         forward_code=graphs.forward.code,
         backward_code=graphs.backward.code,
         branch_ends=line.segments.ends,
-        exact=way.exact,
+        exact=variant.exact,
         budget_on=search.allocations.budget_on,
         decision=record_decision(
             line,
@@ -297,7 +297,7 @@ def emit(
         sizes=tuple(zip(line.joint.sizes.names, sizes, strict=True)),
         fused=_fused(program),
         waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
-        measured=way.costs,
+        measured=variant.costs,
     )
     record = partial(
         record_memory,
@@ -310,7 +310,7 @@ def emit(
     )
 
     # The bound is one of recomputation alone, of the operations as they were traced.
-    bound = search.bound(budget_bytes) if way.exact and not host else None
+    bound = search.bound(budget_bytes) if variant.exact and not host else None
     kept = partial(traced.evaluator.evaluation, baseline)
     complete = partial(_completed, record=record, bound=bound, kept=kept, total_s=found.total_s)
     return plan, graphs, complete
@@ -328,8 +328,8 @@ def _completed(
     if bound is not None:
         plan = replace(plan, lower_bound_s=min(bound(), total_s) + plan.overhead_s)
     found = kept()
-    structure_digest = Outline(found.seconds, found.peaks_bytes, found.turn, found.turn_bytes)
-    return replace(plan, memory=record(), kept=structure_digest)
+    baseline = Outline(found.seconds, found.peaks_bytes, found.turn, found.turn_bytes)
+    return replace(plan, memory=record(), kept=baseline)
 
 
 def _fused(program: Program) -> tuple[Fused, ...]:

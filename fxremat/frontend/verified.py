@@ -77,7 +77,7 @@ def _followed(
     device: torch.device,
     others: tuple[int, int],
 ) -> Verified:
-    """The same; ``others``: what they hold, allocated and reserved."""
+    """Plan and run steps, beside what ``others`` hold, allocated and reserved."""
     begun_s = time.perf_counter()
     own = _empty_copy(model, device)
     sample = call.map(lambda value: _zeros(value, device))
@@ -127,7 +127,7 @@ def _step(
 
 
 def _empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """The same modules, and of each tensor one without data, shared where it was."""
+    """A copy of a model whose tensors have no data, shared where they were."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device=device, requires_grad=False)

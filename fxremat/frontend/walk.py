@@ -80,7 +80,7 @@ class Walk:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """Of its calls."""
+        """The keys of the step's calls so far."""
         return tuple(call.key for call in self.calls)
 
     def planned_bytes(self) -> Iterator[int]:
@@ -115,11 +115,11 @@ class Walk:
         return [(known, at) for known in self.begun] or found
 
 
-def seen_levels(walk: Walk) -> list[Row] | None:
-    """Levels of each call of a step that was watched; ``None``: not to its end."""
+def seen_profiles(walk: Walk) -> list[Row] | None:
+    """What was seen of each call of a watched step; ``None``: it was not seen to its end."""
     found: list[Row] = []
     for call in walk.calls:
-        seen = call.levels
+        seen = call.profile
         if seen is None or not (walk.done or walk.last is not None):
             return None
         first, *_ = walk.calls
@@ -135,8 +135,6 @@ def seen_levels(walk: Walk) -> list[Row] | None:
 
 
 def between(walk: Walk) -> Iterator[float]:
-    """Of each call but the last of a step that has ended, the seconds from there to the next one
-    and back.
-    """
+    """Seconds from each call to the next one and back, of a step that has ended."""
     for call, after in zip(walk.calls, walk.calls[1:], strict=False):
         yield after.times_s[0] - call.times_s[1] + call.times_s[2] - after.times_s[3]

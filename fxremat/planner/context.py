@@ -28,11 +28,11 @@ class Correction:
     more_bytes: int = 0
 
     def times(self, factor: float) -> Correction:
-        """For outputs ``factor`` times as large."""
+        """The correction for outputs ``factor`` times as large."""
         return Correction(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
 
     def __or__(self, other: Correction) -> Correction:
-        """Both."""
+        """The larger of two corrections, number by number."""
         return Correction(
             max(self.turn_bytes, other.turn_bytes),
             max(self.room_bytes, other.room_bytes),
@@ -104,11 +104,11 @@ class StepContext:
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """Contexts of one kind teach each other."""
+        """The kind of context, by steps that wait and gradients: one kind shares corrections."""
         return self.waiting, bool(self.existing)
 
     def gradient_bytes(self, joint: JointGraph) -> tuple[int, ...]:
-        """Of each gradient that exists."""
+        """Bytes of each gradient that exists, in the order of the primals."""
         sizes = joint.sizes.named(self.sizes)
         return tuple(tensor_bytes(joint.primals[i], sizes) for i in sorted(self.existing))
 

@@ -73,16 +73,16 @@ class Evaluator:
         options: Options,
         context_bytes: ContextBytes,
     ) -> Evaluator:
-        """That of a measured line."""
+        """The evaluator of a measured line."""
         room = step_of(measured, options)
         return Evaluator(measured.line, blocks, options, context_bytes, room.numbers, room)
 
     def within(self, context_bytes: ContextBytes) -> Evaluator:
-        """That of the same line where something else is held beside it; both share their room."""
+        """This line's evaluator where something else is held beside it; both share their room."""
         return replace(self, context_bytes=context_bytes)
 
     def at(self, measured: Measured, context_bytes: ContextBytes) -> Evaluator:
-        """That of the same line at another size: decisions are the same, numbers are not.
+        """The evaluator of this line at another size: decisions stay, numbers do not.
 
         Args:
             measured: the line as it was measured, or scaled, at that size.

@@ -104,7 +104,7 @@ def least_bytes_at(search: Search, measured: Measured, context_bytes: ContextByt
 
 
 def _spare(evaluator: Evaluator, search: Search, most: int) -> list[Candidate]:
-    """Of each pool of another context the lowest, and so many over all, evaluated."""
+    """The lowest of each pool of another context, and so many over all, evaluated."""
     found: list[Candidate] = []
     for pool in search.spare:
         chosen = dict.fromkeys((*pool.members[:LOWEST], *pool.thinned(most)))

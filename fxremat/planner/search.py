@@ -152,7 +152,7 @@ class Search:
         )
 
     def within(self, context_bytes: ContextBytes) -> Search:
-        """The same schedules where something else is held beside the graphs.
+        """This search, where something else is held beside the graphs.
 
         They are evaluated anew; nothing is solved or looked for again.
         """
@@ -179,7 +179,7 @@ class Search:
         )
 
     def knowing(self, other: Search) -> Search:
-        """The same with the schedules of ``other``, of the same step in another context."""
+        """This search, knowing the schedules of ``other``, of the step in another context."""
         return replace(self, spare=(other.pool, *self.spare)[:MOST_SPARE])
 
     @property

@@ -206,7 +206,7 @@ class Transfers:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def knowing(self, found: Iterable[Sent]) -> Transfers:
-        """The same with what was found for other context bytes, as far as host memory allows."""
+        """These transfers, with those found for other context bytes, as host memory allows."""
         evaluator, limit = self.search.evaluator, self._limit_bytes
         known = []
         for sent in found:

@@ -42,7 +42,7 @@ class _Addresses:
         return self.top - nbytes
 
     def give(self, begin: int, nbytes: int) -> None:
-        """Back."""
+        """Give a range of addresses back."""
         gap = (begin, begin + nbytes)
         place = bisect_left(self.free, gap)
         if place < len(self.free) and self.free[place][0] == gap[1]:

@@ -225,7 +225,7 @@ class Watcher:
         tell_whole, self._tell_whole = self._tell_whole, None
         events = _with_unseen(log.events, [call.gone for call in calls])
         for place, call in enumerate(calls):
-            call.tell(_levels(events, place))
+            call.tell(_profile_of(events, place))
         if tell_whole is not None:
             tell_whole(_whole(events))
 
@@ -305,7 +305,7 @@ def _whole(events: _Events) -> Whole:
     return Whole(first, peak if done else most, done)
 
 
-def _levels(events: _Events, place: int) -> MemoryProfile:
+def _profile_of(events: _Events, place: int) -> MemoryProfile:
     """What one call had allocated."""
     names = {_name(place, phase): phase for phase in (FORWARD, TURN, BACKWARD, AFTER)}
     own, phase, now, begin = "", "", 0, 0

@@ -165,7 +165,7 @@ def caller_of_captured(own: str) -> tuple[str, bool]:
     return caller, False
 
 
-def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+def captured_separately(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which is captured by itself where its caller is."""
 
     def captured(*args: Any, **kwargs: Any) -> Any:  # torch's own forwards are seen from here only

@@ -14,9 +14,10 @@ from fxremat.torch_compat.storages import StorageAlive, meta_storage, storage_ke
 
 
 def fake_mode() -> Any:
-    """A mode in which operations compute shapes and no data; its ``from_tensor`` makes shells.
+    """A mode in which operations compute shapes and no data.
 
-    Real tensors that a forward finds outside its module are taken for shells, too.
+    Its ``from_tensor`` makes copies without data. Real tensors that a forward finds outside its
+    module are taken for such copies, too.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
@@ -24,7 +25,7 @@ def fake_mode() -> Any:
 
 
 def fake_mode_of(tensors: Iterable[torch.Tensor]) -> Any:
-    """That of the first of ``tensors`` that has no data; else a new one."""
+    """The fake mode of the first of ``tensors`` that has no data; else a new one."""
     found = (getattr(tensor, "fake_mode", None) for tensor in tensors)
     return next((mode for mode in found if mode is not None), None) or fake_mode()
 
@@ -77,7 +78,7 @@ def fake_bytes_like(node: fx.Node, nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
-def shell(
+def fake_copy(
     tensor: torch.Tensor, mode: Any, storages: dict[int, torch.UntypedStorage], device: torch.device
 ) -> torch.Tensor:
     """A tensor like ``tensor`` that has no data, in a fake mode and on ``device``.
@@ -85,7 +86,7 @@ def shell(
     Args:
         tensor: it may be without data itself, such as one on ``meta``.
         mode: the fake mode.
-        storages: of shells, by those of what they stand for; new ones are added.
+        storages: of copies, by those of what they stand for; new ones are added.
         device: it need not be here.
     """
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
@@ -104,7 +105,7 @@ def shell(
     return found.requires_grad_(tensor.requires_grad) if tensor.is_leaf else found
 
 
-def shell_log(adopt: Callable[[Any], Any]) -> Any:
+def fake_log(adopt: Callable[[Any], Any]) -> Any:
     """A mode that follows memory of tensors without data: ``peak_bytes``, of what it saw made.
 
     Storages count from the operation that makes them until nobody holds them.
@@ -115,7 +116,7 @@ def shell_log(adopt: Callable[[Any], Any]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
     from torch.utils._pytree import tree_leaves, tree_map  # noqa: PLC0415
 
-    class ShellLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class FakeLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __init__(self) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
             self.alive: dict[int, StorageAlive] = {}
@@ -134,7 +135,7 @@ def shell_log(adopt: Callable[[Any], Any]) -> Any:
             self.peak_bytes = max(self.peak_bytes, sum(s.nbytes for s in self.alive.values()))
             return result
 
-    return ShellLog()
+    return FakeLog()
 
 
 @contextlib.contextmanager

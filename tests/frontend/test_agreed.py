@@ -22,8 +22,8 @@ from fxremat.frontend.agreed import (
     agreed_corrections,
     agreed_costs,
     agreed_graphs,
-    agreed_levels,
     agreed_link,
+    agreed_profiles,
     agreed_step,
 )
 from fxremat.frontend.arguments import Arguments
@@ -164,7 +164,7 @@ def test_costs_and_what_is_around_are_the_most_of_all() -> None:
     def run(peers: Peers, rank: int) -> Any:
         around = ContextBytes(100 - rank, rank, 2, 1)
         origin = replace(ORIGIN, device=str(rank), code=f"with constants of {rank}")
-        return agreed_costs(peers, origin, "outline", costs(rank / 4), around)
+        return agreed_costs(peers, origin, "digest", costs(rank / 4), around)
 
     for found, around in outcomes(run).values():
         assert found.stages == (StageSeconds(2.0, 2.0, 3.0),)
@@ -185,7 +185,7 @@ def test_other_steps_are_refused() -> None:
     def run(peers: Peers, rank: int) -> Any:
         inputs = (f"float32[{2 + (rank == 5)}]",)
         return agreed_costs(
-            peers, replace(ORIGIN, inputs=inputs), "outline", costs(1), ContextBytes(0, 0, 0, 0)
+            peers, replace(ORIGIN, inputs=inputs), "digest", costs(1), ContextBytes(0, 0, 0, 0)
         )
 
     for error in outcomes(run).values():
@@ -234,7 +234,7 @@ def test_what_some_have_seen_of_a_step_all_know() -> None:
         levels = () if rank == 3 else ((rank, 1, 2, 3),)
         return agreed_step(peers, Seen(1, ("one",), levels, "one"), settled=False)
 
-    assert {found.levels for found in outcomes(run).values()} == {((8, 1, 2, 3),)}
+    assert {found.profiles for found in outcomes(run).values()} == {((8, 1, 2, 3),)}
 
 
 @pytest.mark.parametrize("settled", [True, False])
@@ -272,8 +272,8 @@ def test_who_does_not_come_to_a_step_is_named() -> None:
 def test_the_most_that_was_seen_of_the_same_calls() -> None:
     def run(peers: Peers, rank: int) -> Any:
         calls = ("one",) if rank != 8 else ("other",)
-        alike = agreed_levels(peers, Seen(rank, ("one",), ((rank, 1, 2, 3),)))
-        return alike, agreed_levels(peers, Seen(rank, calls, ((rank, 1, 2, 3),)))
+        alike = agreed_profiles(peers, Seen(rank, ("one",), ((rank, 1, 2, 3),)))
+        return alike, agreed_profiles(peers, Seen(rank, calls, ((rank, 1, 2, 3),)))
 
     for alike, unlike in outcomes(run).values():
         assert alike == Seen(8, ("one",), ((8, 1, 2, 3),))

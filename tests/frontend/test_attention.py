@@ -41,8 +41,8 @@ def tensors(
 
 def kernels(sample: tuple[Tensor, ...], *, gpu: bool = True, **options: Any) -> list[str]:
     """Names of the operations of attention in a captured step."""
-    shells, model = FakeCopies(), Attention(**options)
-    step = capture(model, Sample(sample).map(shells.of), dynamic=False, gpu=gpu)
+    copies, model = FakeCopies(), Attention(**options)
+    step = capture(model, Sample(sample).map(copies.of), dynamic=False, gpu=gpu)
     (output,) = step.joint.graph.output_node().args
     assert output[0].meta["val"].shape == sample[0].shape  # type: ignore[union-attr, index]
     names = [str(n.target) for n in step.joint.graph.nodes if n.op == "call_function"]

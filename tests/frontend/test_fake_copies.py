@@ -14,37 +14,37 @@ from fxremat.frontend.fake_copies import FakeCopies
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 def test_a_shell_is_like_its_tensor(where: str) -> None:
     tensor = torch.empty(4, 6, dtype=torch.float64, device=where).t()[1:]
-    shell = FakeCopies().of(tensor)
-    assert torch_compat.is_fake(shell)
-    assert shell.device.type == "cpu"
-    assert (shell.shape, shell.stride(), shell.dtype) == (
+    copied = FakeCopies().of(tensor)
+    assert torch_compat.is_fake(copied)
+    assert copied.device.type == "cpu"
+    assert (copied.shape, copied.stride(), copied.dtype) == (
         tensor.shape,
         tensor.stride(),
         tensor.dtype,
     )
-    assert shell.storage_offset() == tensor.storage_offset()
-    assert shell.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+    assert copied.storage_offset() == tensor.storage_offset()
+    assert copied.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
 
 
 def test_a_tensor_has_one_shell_and_views_share_a_storage() -> None:
-    shells, tensor = FakeCopies(), torch.empty(4, 6)
-    one, view = shells.of(tensor), shells.of(tensor[1:])
-    assert shells.of(tensor) is one
-    assert shells.of(one) is one
+    copies, tensor = FakeCopies(), torch.empty(4, 6)
+    one, view = copies.of(tensor), copies.of(tensor[1:])
+    assert copies.of(tensor) is one
+    assert copies.of(one) is one
     assert one is not view
     assert torch_compat.storage_key(one) == torch_compat.storage_key(view)
-    other = shells.of(torch.empty(4, 6))
+    other = copies.of(torch.empty(4, 6))
     assert torch_compat.storage_key(one) != torch_compat.storage_key(other)
 
 
 def test_gradients_are_asked_for_as_before() -> None:
-    shells = FakeCopies()
+    copies = FakeCopies()
     parameter = nn.Parameter(torch.empty(3))
-    assert isinstance(shells.of(parameter), nn.Parameter)
-    assert shells.of(parameter).requires_grad
-    assert not shells.of(nn.Parameter(torch.empty(3), requires_grad=False)).requires_grad
-    assert shells.of(torch.empty(3, requires_grad=True)).requires_grad
-    assert not shells.of(torch.empty(3)).requires_grad
+    assert isinstance(copies.of(parameter), nn.Parameter)
+    assert copies.of(parameter).requires_grad
+    assert not copies.of(nn.Parameter(torch.empty(3), requires_grad=False)).requires_grad
+    assert copies.of(torch.empty(3, requires_grad=True)).requires_grad
+    assert not copies.of(torch.empty(3)).requires_grad
 
 
 def test_what_is_no_tensor_stays() -> None:

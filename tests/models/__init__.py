@@ -31,12 +31,8 @@ _FAMILIES = (
     branches,
 )
 
-ZOO: dict[str, ZooModel] = {
-    entry.name: entry for kind in _FAMILIES for entry in kind.ZOO
-}
-BENCH: dict[str, ZooModel] = {
-    entry.name: entry for kind in _FAMILIES for entry in kind.BENCH
-}
+ZOO: dict[str, ZooModel] = {entry.name: entry for kind in _FAMILIES for entry in kind.ZOO}
+BENCH: dict[str, ZooModel] = {entry.name: entry for kind in _FAMILIES for entry in kind.BENCH}
 
 RARE = (
     "gpt_logits", "hf_gpt2", "hf_llama_states", "hf_t5", "hf_clip", "hf_vit", "densenet121",

@@ -14,7 +14,7 @@ from fxremat.progress import silent
 from tests.sized import AtSize, static, symbolic
 
 
-def structure_digest(line: Line) -> list[object]:
+def by_index(line: Line) -> list[object]:
     """All of a line by indices of nodes."""
     order = line.order
 
@@ -41,7 +41,7 @@ def test_only_sizes_differ(name: str, hints: tuple[int, ...], sizes: tuple[int, 
     step = symbolic(name, hints)
     at = AtSize.of(step, static(name, sizes))
     line = resize(step.line, at.values)
-    assert structure_digest(line) == structure_digest(step.line)
+    assert by_index(line) == by_index(step.line)
     assert line.joint.sizes.hints == at.values
     table = step.joint.storages
     wanted = step.joint.sizes.formulas(table.asked_bytes)(at.values)
@@ -58,7 +58,7 @@ def test_only_sizes_differ(name: str, hints: tuple[int, ...], sizes: tuple[int, 
 def test_there_and_back():
     step = symbolic("gpt", (3, 24))
     back = resize(resize(step.line, (2, 9, 2, 9)), step.joint.sizes.hints)
-    assert structure_digest(back) == structure_digest(step.line)
+    assert by_index(back) == by_index(step.line)
     assert back.joint.storages.nbytes == step.joint.storages.nbytes
     for old, new in zip(step.line.order, back.order, strict=True):
         assert repr(old.meta.get("val")) == repr(new.meta.get("val"))

@@ -39,17 +39,17 @@ def in_a_backward(run: Callable[[], object]) -> None:
     y.backward(torch.ones(1))
 
 
-class Notices:
+class Recorder:
     """Who is told what was seen."""
 
     def __init__(self) -> None:
         self.seen: list[MemoryProfile] = []
 
-    def __call__(self, levels: MemoryProfile) -> None:
-        self.seen.append(levels)
+    def __call__(self, found: MemoryProfile) -> None:
+        self.seen.append(found)
 
 
-def watched_forward(watcher: Watcher, told: Notices) -> tuple[Step, list[Tensor]]:
+def watched_forward(watcher: Watcher, told: Recorder) -> tuple[Step, list[Tensor]]:
     """150 KiB at most, of which 100 are left."""
     assert watcher.begin(CPU, told)
     kept = [some(100)]
@@ -92,7 +92,7 @@ def nearly(found: MemoryProfile, expected: MemoryProfile) -> bool:
 
 
 def test_each_phase_has_its_most():
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     step, kept = watched_forward(watcher, told)
     kept.append(some(30))
     watched_backward(watcher, step)
@@ -107,7 +107,7 @@ def test_each_phase_has_its_most():
 
 
 def test_what_was_there_before_and_goes_unseen_is_told():
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     step, kept = watched_forward(watcher, told)
     kept.append(some(30))
     watched_backward(watcher, step, gone=(12 * KIB, 8 * KIB))
@@ -123,7 +123,7 @@ def test_what_was_there_before_and_goes_unseen_is_told():
 
 
 def test_what_an_earlier_watch_has_seen_made_goes_once():
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     step, kept = watched_forward(watcher, told)
     before = [some(20)]
     watched_backward(watcher, step)
@@ -145,7 +145,7 @@ def test_what_an_earlier_watch_has_seen_made_goes_once():
 
 
 def test_a_step_without_a_backward_has_a_forward_and_a_turn():
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     _step, kept = watched_forward(watcher, told)
     kept.append(some(30))
     watcher.end()
@@ -154,7 +154,7 @@ def test_a_step_without_a_backward_has_a_forward_and_a_turn():
 
 
 def test_a_forward_alone_is_told_too():
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     assert watcher.begin(CPU, told)
     kept = some(100)
     watcher.end()
@@ -163,7 +163,7 @@ def test_a_forward_alone_is_told_too():
 
 
 def test_one_is_watched_at_a_time_and_each_is_told_once():
-    watcher, told, other = Watcher(), Notices(), Notices()
+    watcher, told, other = Watcher(), Recorder(), Recorder()
     step, _kept = watched_forward(watcher, told)
     assert not watcher.begin(CPU, other)
     watcher.left(Step())  # another's
@@ -178,7 +178,7 @@ def test_one_is_watched_at_a_time_and_each_is_told_once():
 
 def test_two_models_do_not_watch_at_once():
     """A thread has one profiler: the later watch ends the earlier one."""
-    first, told, second, other = Watcher(), Notices(), Watcher(), Notices()
+    first, told, second, other = Watcher(), Recorder(), Watcher(), Recorder()
     watched_forward(first, told)
     watched_forward(second, other)
     assert len(told.seen) == 1
@@ -189,7 +189,7 @@ def test_two_models_do_not_watch_at_once():
 
 
 def test_it_ends_when_the_graph_is_gone():
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     step, _kept = watched_forward(watcher, told)
     graph = Step()
     watcher.until_gone(graph, step)
@@ -203,7 +203,7 @@ def test_it_ends_when_the_graph_is_gone():
 
 
 def test_a_graph_that_goes_late_ends_nobody_elses():
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     step, _kept = watched_forward(watcher, told)
     graph = Step()
     watcher.until_gone(graph, step)
@@ -215,7 +215,7 @@ def test_a_graph_that_goes_late_ends_nobody_elses():
 
 
 def test_inside_a_backward_none_begins_and_none_ends():
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     began: list[bool] = []
     in_a_backward(lambda: began.append(watcher.begin(CPU, told)))
     assert began == [False]
@@ -243,7 +243,7 @@ def in_a_thread(run: Callable[[], object]) -> None:
 
 
 def test_other_threads_leave_it_alone():
-    watcher, told, other = Watcher(), Notices(), Notices()
+    watcher, told, other = Watcher(), Recorder(), Recorder()
     step, kept = watched_forward(watcher, told)
     began: list[bool] = []
 
@@ -265,7 +265,7 @@ def test_other_threads_leave_it_alone():
 
 
 def test_threads_have_watchers_of_their_own():
-    first, told, second, other = Watcher(), Notices(), Watcher(), Notices()
+    first, told, second, other = Watcher(), Recorder(), Watcher(), Recorder()
     watched_forward(first, told)
 
     def run() -> None:
@@ -280,7 +280,7 @@ def test_threads_have_watchers_of_their_own():
 
 
 def test_the_profile_of_a_user_ends_it_and_sees_all_of_its_own():
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     watched_forward(watcher, told)
     with profile(activities=[ProfilerActivity.CPU]) as found:
         torch.ones(3).add(1)
@@ -291,7 +291,7 @@ def test_the_profile_of_a_user_ends_it_and_sees_all_of_its_own():
 
 
 def test_beside_a_profile_of_the_user_nothing_is_watched():
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     with profile(activities=[ProfilerActivity.CPU]) as found:
         assert not watcher.begin(CPU, told)
         watcher.left(Step())
@@ -306,7 +306,7 @@ def test_beside_a_profile_of_the_user_nothing_is_watched():
 
 def test_threads_do_not_stand_in_each_others_way():
     """Profiles begin in the thread whose watch is the later, when the earlier has ended."""
-    first, told, second, other = Watcher(), Notices(), Watcher(), Notices()
+    first, told, second, other = Watcher(), Recorder(), Watcher(), Recorder()
     watched_forward(first, told)
     begun, ended = threading.Event(), threading.Event()
     keys: set[str] = set()
@@ -330,7 +330,7 @@ def test_threads_do_not_stand_in_each_others_way():
 
 
 def test_a_thread_that_is_gone_takes_its_watch_along():
-    watcher, told, other = Watcher(), Notices(), Notices()
+    watcher, told, other = Watcher(), Recorder(), Recorder()
     in_a_thread(lambda: watched_forward(watcher, told))
     assert watcher.begin(CPU, other)
     kept = some(100)
@@ -344,7 +344,7 @@ def test_torchs_own_profiler_is_left_as_it_was():
         found = vars(torch.autograd.profiler).items()
         return [name for name, v in found if "fxremat" in (getattr(v, "__module__", "") or "")]
 
-    watcher, told = Watcher(), Notices()
+    watcher, told = Watcher(), Recorder()
     watched_forward(watcher, told)
     watcher.end()
     in_a_thread(lambda: watched_forward(watcher, told))
@@ -493,7 +493,7 @@ def test_of_a_step_that_was_watched_nothing_stays():
 
 def test_each_call_of_a_step_is_told_its_own():
     """Two calls, then their backwards in the opposite order, with something between all."""
-    watcher, first, second = Watcher(), Notices(), Notices()
+    watcher, first, second = Watcher(), Recorder(), Recorder()
     one, kept = watched_forward(watcher, first)
     kept.append(some(30))
     assert watcher.join(second)

@@ -132,7 +132,7 @@ class _States(NamedTuple):
         )
 
     def and_these(self, others: _States) -> _States:
-        """Both."""
+        """These states and ``others``."""
         return _States(
             np.concatenate((self.kept, others.kept)),
             np.concatenate((self.forth, others.forth)),
