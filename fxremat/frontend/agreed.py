@@ -21,7 +21,7 @@ from fxremat.report.plan import Plan
 from fxremat.solvers.knapsack import Choice
 
 AGREED = 5
-"""Of the first steps, the last before which processes agree on what was seen."""
+"""The last of the first steps before which processes agree on what was seen."""
 
 
 @dataclass(frozen=True, slots=True)

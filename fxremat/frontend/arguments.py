@@ -33,7 +33,7 @@ BACKEND_OPTIONS = (
 """What ``torch.compile(options=...)`` may say to the backend."""
 
 MOST_BYTES = 1 << 60
-"""Of a reserve: sums of bytes are 64-bit integers."""
+"""The largest reserve: sums of bytes are 64-bit integers."""
 
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200

@@ -23,7 +23,7 @@ _EFFICIENT: _Kernel = aten._scaled_dot_product_efficient_attention
 _PLAIN: _Kernel = aten._scaled_dot_product_attention_math
 
 MOST_HEAD = 256
-"""Of the last dimension, for FlashAttention."""
+"""The largest last dimension that FlashAttention takes."""
 
 HEAD_MULTIPLE = 8
 """The last dimension is padded to one for FlashAttention."""

@@ -63,7 +63,7 @@ def backend(
 
 
 _compilers: weakref.WeakValueDictionary[int, StepCompiler] = weakref.WeakValueDictionary()
-"""Of the backend, by the identity of their options, as long as a graph of theirs is there."""
+"""Compilers of the backend, by the identity of their options, as long as a graph is there."""
 
 
 def plan_of(compiled: object) -> Plan | StepPlan:

@@ -58,7 +58,7 @@ class Asked:
         return f"{self.place}.shape[{self.dim}]"
 
     def refuse(self, why: str) -> ArgumentError:
-        """An error that says why it cannot vary."""
+        """An error that says why the dimension cannot vary."""
         return ArgumentError(f"dim is {self.written!r}: {why}", argument="dim", value=self.written)
 
 

@@ -59,7 +59,7 @@ class Costed:
     scaled: ScaledCosts | None = None
 
     def around(self, context: StepContext) -> ContextBytes:
-        """What is beside it at a call."""
+        """What is beside the graph at a call, in bytes."""
         return context.around(self.base, self.measured.line.joint)
 
 
@@ -309,16 +309,16 @@ class CapturedStep:
         return [self._resize(own, values, run=False) for own in self.graphs]
 
     def around(self, context: StepContext) -> ContextBytes:
-        """What is beside the step at a call."""
+        """What is beside the step at a call, in bytes."""
         return self.at(context.sizes)[0].around(context)
 
     def given_bytes(self, context: StepContext) -> int:
-        """What is held throughout a call."""
+        """Bytes that are held throughout a call."""
         costed = self.at(context.sizes)[0]
         return context.given_bytes(costed.base, costed.measured.line.joint)
 
     def turn_bytes(self, context: StepContext) -> int:
-        """What the step's own loss needs at a call."""
+        """Bytes that the step's own loss needs at a call."""
         return context.turn_bytes(self.at(context.sizes)[0].base)
 
     def tangent_bytes(self, values: Values) -> int:

@@ -19,7 +19,7 @@ from fxremat.units import format_bytes
 LOG = logging.getLogger("fxremat")
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
-"""Of all that a region ever allocates: so much else is at the turn where plans are looked for."""
+"""Shares of what a region ever allocates, taken to be at the turn where plans are looked for."""
 
 
 def least_region_context(

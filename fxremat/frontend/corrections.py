@@ -81,12 +81,12 @@ class Corrections:
         return bool(context.existing) and context.kind not in self.kept
 
     def clear(self, context: StepContext) -> None:
-        """Take gradients that such calls find to be gone before the backward."""
+        """Take gradients that calls in such contexts find to be gone before the backward."""
         with self.planning:
             self.cleared.add(context.kind)
 
     def gradients_stayed(self, context: StepContext) -> None:
-        """Gradients that a forward found were still there when its backward began."""
+        """Note that gradients that a forward found were there when its backward began."""
         with self.planning:
             self.kept.add(context.kind)
             self.cleared.discard(context.kind)
@@ -99,7 +99,7 @@ class Corrections:
             )
 
     def gradients_came(self, context: StepContext, came: Sequence[Set[int]]) -> None:
-        """Gradients that a forward had not found were there when its backward began.
+        """Note that gradients that a forward had not found were there when its backward began.
 
         Args:
             context: in which it ran.
@@ -112,7 +112,7 @@ class Corrections:
         self.teach(context, Correction(left_bytes=around.tangent_bytes + more))
 
     def learn(self, context: StepContext, plan: Plan, given_bytes: int, seen: MemoryProfile) -> int:
-        """A step was watched to its end; returns its peak.
+        """Learn from a step that was watched to its end; returns its peak.
 
         What stayed within the budget teaches nothing that would forbid it.
 
@@ -189,7 +189,7 @@ def _described(correction: Correction) -> str:
 
 
 def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
-    """Warn of a step that nobody has watched."""
+    """Warn of a step over its budget that was counted by the allocator, but not watched."""
     over = peak_bytes - budget_bytes
     warn(
         f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its budget of "

@@ -13,10 +13,10 @@ from fxremat.solvers.named import solve
 from fxremat.units import format_bytes
 
 MOST_STAGES = 12
-"""Of a chain: of more, CP-SAT rarely proves anything within a minute."""
+"""Stages of a chain: of more, CP-SAT rarely proves anything within a minute."""
 
 TIME_LIMIT_S = 60.0
-"""Of one search."""
+"""Seconds that one search may take."""
 
 
 def refuse_check(offload: object) -> None:

@@ -25,7 +25,7 @@ LONGEST = 2
 """An envelope is at most so many times as long as the longest step in it."""
 
 Key = tuple[int, Values, frozenset[int]]
-"""Of a call: its graph, sizes, and the gradients that exist."""
+"""What calls are told apart by: graph, sizes, and the gradients that exist."""
 
 Row = tuple[int, ...]
 """Of a call: bytes at its forward, after it, at its backward and after that, beyond what is there
@@ -60,13 +60,13 @@ class Called:
         return id(self.planner), self.context.sizes, self.context.existing
 
     def covers(self, key: Key) -> bool:
-        """Whether a call is one like this, of sizes that are no larger."""
+        """Whether the call that ``key`` makes is one like this, of sizes that are no larger."""
         planner, sizes, existing = self.key
         no_larger = all(own >= other for own, other in zip(sizes, key[1], strict=False))
         return (planner, existing) == (key[0], key[2]) and no_larger
 
     def or_larger(self, other: Called) -> Called:
-        """A call of the same graph as both, that covers them."""
+        """A call of the graph that covers this one and ``other``."""
         sizes = tuple(map(max, self.context.sizes, other.context.sizes))
         return Called(self.planner, replace(self.context, sizes=sizes), self.ended_by)
 
@@ -121,7 +121,7 @@ class KnownStep:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All that was seen of it, for others to know."""
+        """All that was seen of the step, for other processes to know."""
         return (*self.profiles, (self.first_bytes, self.more_bytes))
 
     def see_again(self, profiles: Sequence[Row]) -> None:
@@ -212,22 +212,22 @@ class KnownSteps:
 
     @property
     def latest(self) -> KnownStep | None:
-        """The one that was watched last."""
+        """The step that was watched last."""
         return next(iter(self), None)
 
     def find(self, keys: tuple[Key, ...]) -> KnownStep | None:
-        """The one that has just these calls."""
+        """The step that has just these calls."""
         return next((own for own in self if own.keys == keys and not own.envelope), None)
 
     def add(self, known: KnownStep) -> None:
-        """Know it, as the latest; more than there may be are forgotten."""
+        """Know a step, as the latest; more than there may be are forgotten."""
         others = [own for own in self if own is not known]
         self._steps = [known, *others[: MOST_KNOWN - 1]]
 
     def learn(
         self, calls: Sequence[Called], profiles: Sequence[Row], *, envelopes: bool
     ) -> list[KnownStep]:
-        """A step was watched; returns those of which it was one, known from now on at the latest.
+        """Know a step that was watched; returns the known steps of which it was one.
 
         Args:
             calls: of it.

@@ -21,7 +21,7 @@ MOST_UNLEARNED = 4
 
 
 MOST_LINES = 3
-"""Of the user's that are told beside something else."""
+"""Lines of the user's that a message about something else names."""
 
 NOT_CAPTURED = "is not captured with it"
 """Told of a line whose function Dynamo has left to Python, while it captures what that calls."""
@@ -46,12 +46,12 @@ class Notices:
     _said: set[str] = field(default_factory=set)
 
     def broken_at(self, why: str) -> None:
-        """A graph is captured that is not all of the model: the user's line, and why."""
+        """Note the user's line after which a step leaves a graph, and why."""
         if self.breaks is not None:
             self.breaks[why] = None
 
     def captured_again(self, function: str, times: int) -> None:
-        """A function is not captured any more."""
+        """Say that a function is not captured any more, as each step captured it again."""
         self._once(
             function,
             f"{function} was captured in {times} steps though its graph was the same: it is "
@@ -60,7 +60,7 @@ class Notices:
         )
 
     def peak(self, peak_bytes: int, budget: Budget, walk: Walk) -> bool:
-        """A step was watched; whether it took more than the budget.
+        """Note the peak of a watched step; returns whether it is more than the budget.
 
         Args:
             peak_bytes: of it.
@@ -92,7 +92,7 @@ class Notices:
         return True
 
     def refuse(self, budget: Budget) -> None:
-        """A step begins.
+        """Refuse a step that begins, where those before took too much in a row.
 
         Raises:
             BudgetError: those before took more than the budget, whatever was planned.
@@ -110,7 +110,7 @@ class Notices:
         )
 
     def followed(self, walk: Walk) -> None:
-        """A step with a backward is over."""
+        """Note that a step with a backward has ended, and say so where too many learned nothing."""
         self._unlearned = self._unlearned + 1 if walk.unknown else 0
         blind = walk.unknown and walk.unseen and walk.places
         if self._unlearned == MOST_UNLEARNED or blind:
@@ -123,7 +123,7 @@ class Notices:
             )
 
     def half_seen(self, walk: Walk) -> None:
-        """A step was watched, but not its backward."""
+        """Say that the backward of a watched step was not seen."""
         self._once(
             "half",
             f"what a step takes in its backward, between regions, is not known: {walk.unseen}. "
@@ -131,7 +131,7 @@ class Notices:
         )
 
     def broken(self, known: KnownStep) -> None:
-        """A step has run as it was planned."""
+        """Say what breaks the graph and what it costs, once a step has run as it was planned."""
         if self.breaks is None or known.told:
             return
         known.told = True
@@ -156,7 +156,7 @@ class Notices:
         )
 
     def _lines(self) -> str:
-        """Where the model breaks."""
+        """The user's lines at which the model breaks, for a message."""
         lines = sorted(self.breaks or ())
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         told = "; ".join([*lines[:MOST_LINES], *more])

@@ -27,7 +27,7 @@ _ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
 
 
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
-"""Of a traceback."""
+"""A line of a traceback that names a file."""
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 

@@ -41,7 +41,7 @@ _EXPLANATION = re.compile(r"^ *Explanation: (.+)$", re.M)
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n(?P<code>.*)$', re.M)
 
 MOST_LINES = 3
-"""Of the user's that are told, the innermost ones."""
+"""Lines of the user's that a message names, the innermost ones."""
 
 
 def refused(model: torch.nn.Module, cause: BaseException) -> CaptureError:

@@ -38,11 +38,11 @@ from fxremat.runtime.steps import Step
 from fxremat.solvers.knapsack import Call, Choice
 
 MUCH = 0.02
-"""Of the budget: where so much less is there than before, plans are chosen again."""
+"""Share of the budget: where so much less is there than before, plans are chosen again."""
 
 
 NEAR = 0.75
-"""Of the budget: steps that differ from each other and are planned to take more are all watched."""
+"""Share of the budget: steps that differ and are planned to take more are all watched."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.planner.transfers import HostMemory, Sent
 
 MOST_SIZE = 1 << 20
-"""Of a dimension: more is not tried."""
+"""The largest size of a dimension that is tried."""
 
 MOST_BYTES = 1 << 60
 """More than any budget."""

@@ -21,10 +21,10 @@ VARIABLE = "FXREMAT_CACHE"
 """Environment variable: the folder, or 0 for none."""
 
 MOST_BYTES = 256 << 20
-"""Of the folder: what was used longest ago goes first."""
+"""Bytes of the folder: what was used longest ago goes first."""
 
 LEFT_SHARE = 0.75
-"""Of that, what is left once something had to go."""
+"""Share of these bytes that is left once something had to go."""
 
 ABANDONED_S = 3600
 """A file that is being written for longer than that never will be."""

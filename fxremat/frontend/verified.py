@@ -24,7 +24,7 @@ from fxremat.frontend.untouched import in_training
 from fxremat.report.estimate import Verified
 
 STEPS = 3
-"""That are run: the first one may take what none takes again."""
+"""Steps that are run: the first one may take what none takes again."""
 
 
 def verified(model: nn.Module, call: Sample, asked: Arguments) -> Verified:

@@ -47,7 +47,7 @@ GENERATORS_BY_NAME: Mapping[str, Generator] = {
 """Generators of schedules by the names of their solvers."""
 
 DEFAULT_GENERATORS = ("rotor", "equiv_chain", "join")
-"""Those that are asked unless others are named."""
+"""Generators that are asked unless others are named."""
 
 
 def generators_of(names: Iterable[str]) -> tuple[Generator, ...]:

@@ -20,7 +20,7 @@ DONE = "done"
 """What follows a backward, all calls' included."""
 
 MOST_CALLS = 4096
-"""Of a step that are watched."""
+"""Calls of a step that are watched."""
 
 _Events = list[tuple[str, int]]
 

@@ -28,7 +28,7 @@ SOLVERS = {
 """Names of solvers, and the module of each in ``fxremat.solvers``, which says what it finds."""
 
 JOIN_SOLVERS = ("join", "equiv_chain", "cpsat_join")
-"""Those that solve a ``JoinProblem``; ``join`` and ``equiv_chain`` take a ``Problem`` as well."""
+"""Solvers of a ``JoinProblem``; ``join`` and ``equiv_chain`` take a ``Problem`` as well."""
 
 
 class Solver(Protocol):
