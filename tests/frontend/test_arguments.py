@@ -175,7 +175,7 @@ def test_what_is_no_loss(value: Any):
     refused("loss", value)
 
 
-@pytest.mark.parametrize("value", ["AdamW", nn.Linear, nn.Linear(2, 2), True, torch.optim])
+@pytest.mark.parametrize("value", ["AdamX", nn.Linear, nn.Linear(2, 2), True, torch.optim])
 def test_what_is_no_optimizer(value: Any):
     refused("optimizer", value)
 
@@ -256,7 +256,7 @@ MODEL, X = nn.Linear(4, 4), torch.ones(2, 4)
         {"accumulate": None},
         {"loss": 1},
         {"drop_unused": True},
-        {"optimizer": "AdamW"},
+        {"optimizer": "AdamX"},
         {"budget_on": "cached"},
     ],
     ids=str,
