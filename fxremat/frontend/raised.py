@@ -22,7 +22,11 @@ class shortened:  # noqa: N801, a context manager; one of contextlib's would be 
     def __exit__(self, _kind: object, error: BaseException | None, _frames: object) -> None:
         if isinstance(error, FxrematError):
             LOG.debug("raised by", exc_info=error)
-            raise error.with_traceback(None)
+            let_go(error)
+            try:
+                raise error.with_traceback(None)
+            finally:
+                del error, _frames  # this frame is theirs
 
 
 def let_go(error: BaseException) -> None:
