@@ -283,7 +283,6 @@ def _read_names(argument: str, value: object) -> tuple[str, ...]:
 
 
 def _read_generators(value: object) -> tuple[str, ...]:
-
     names = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
     if not (names and all(isinstance(name, str) and name in GENERATORS_BY_NAME for name in names)):
         _refuse("generators", value, f"some of {', '.join(GENERATORS_BY_NAME)}")
