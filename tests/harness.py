@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, measure_line, stage_blocks
 from fxremat.costs.options import Options, find_options
-from fxremat.ir import Backward, Forward, Keep, Schedule, StageSeconds
+from fxremat.ir import Backward, Decision, Forward, Keep, Schedule, StageSeconds, Tensors
 from fxremat.passes.emit.program import Program, build_program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.build import build_joint_graph
@@ -32,7 +32,6 @@ from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of
-from fxremat.planner.evaluation import Tensors
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import Generator
@@ -142,7 +141,9 @@ class Captured:
         missing: dict[int, frozenset[fx.Node]] | None = None,
         held: dict[int, frozenset[fx.Node]] | None = None,
     ) -> Program:
-        return build_program(self.measured.line, schedule, self.blocks, missing, held)
+        line = self.measured.line
+        decision = Decision(numbered(line, missing or {}), numbered(line, held or {}))
+        return build_program(self.measured.line, schedule, self.blocks, decision)
 
     def sweep(self, program: Program) -> Sweep:
         return sweep(program, self.footprints, bare(self.joint))
@@ -419,7 +420,17 @@ def search_quickly(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(bases, "AWAY", bases.AWAY[::4])
 
 
-def held_bits(evaluator: Evaluator, held: Tensors) -> bytes:
+Held = Mapping[int, frozenset[fx.Node]]
+"""Tensors of the forward by the stage that makes them."""
+
+
+def numbered(line: Line, tensors: Held) -> Tensors:
+    """Tensors as a decision has them."""
+    found = sorted(tensors.items())
+    return tuple((i, tuple(sorted(line.order[n] for n in own))) for i, own in found)
+
+
+def held_bits(evaluator: Evaluator, held: Held) -> bytes:
     """``held`` as a candidate has it: a bit for each node."""
     flags = np.zeros(evaluator.step.at.nodes, dtype=np.uint8)
     flags[[evaluator.step.number[node] for nodes in held.values() for node in nodes]] = 1

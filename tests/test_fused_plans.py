@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxremat.ir.coded import coded
+from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import keep_all
 from tests.fused import units_in, with_units
 from tests.harness import (

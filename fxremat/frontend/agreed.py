@@ -12,7 +12,7 @@ from fxremat.errors import RankError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.origin import differences, key_of
 from fxremat.frontend.ranks import Budgets, Peers
-from fxremat.ir import MeasuredLink, Origin, RecordedCosts, RecordedDecision
+from fxremat.ir import Decision, MeasuredLink, Origin, RecordedCosts
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import NO_CORRECTION, Correction, RegionContext
 from fxremat.planner.context_bytes import ContextBytes
@@ -132,7 +132,7 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
 def _decided(plan: Plan) -> str:
     """A short name of what a plan decides for; constants may be each process's own."""
     origin = plan.origin and replace(plan.origin, code="")
-    decided = json.dumps(encode(RecordedDecision, plan.decision)), str(plan.schedule)
+    decided = json.dumps(encode(Decision, plan.decision)), str(plan.schedule)
     told = "" if origin is None else key_of(origin, decided=decided)
     return told[:12]
 

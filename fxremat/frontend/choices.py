@@ -11,7 +11,7 @@ from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.variants import Variant
 from fxremat.planner.context import RegionContext, StepContext
-from fxremat.planner.transfers import Sent
+from fxremat.planner.pool import Candidate
 from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes
@@ -63,18 +63,18 @@ def choices_of(planner: Planner, context: StepContext) -> tuple[Choice, ...]:
     What travels in them is known to the planner from then on. The last one keeps everything.
     """
     whole_bytes = least_region_context(planner, context).turn_bytes
-    found: dict[Choice, tuple[int, Sent]] = {}
+    found: dict[Choice, tuple[int, Candidate]] = {}
     for share in SHARES:
         beside = RegionContext(0, int(share * whole_bytes), 0)
         variants = planner.schedules.searched(replace(context, waiting_bytes=0, beside=beside))
         for graph, variant in enumerate(variants):
-            for sent in variant.graded():
-                found.setdefault(_choice(variant, sent), (graph, sent))
-        kept = _choice(variants[0], variants[0].kept)
+            for candidate in variant.graded():
+                found.setdefault(_choice(variant, candidate), (graph, candidate))
+        kept = _choice(variants[0], variants[0].search.baseline)
     found.pop(kept, None)
     best = [choice for choice in found if not any(_beats(other, choice) for other in found)]
     planner.schedules.sent[context.sizes] = tuple(
-        tuple(sent for graph, sent in map(found.__getitem__, best) if graph == place and sent.moves)
+        tuple(c for graph, c in map(found.__getitem__, best) if graph == place and c.moves)
         for place in range(len(variants))
     )
     return (*best, kept)
@@ -154,15 +154,16 @@ def _needed_by(
     )
 
 
-def _choice(variant: Variant, sent: Sent) -> Choice:
-    evaluation, around = sent.evaluation, variant.search.setting.context_bytes
+def _choice(variant: Variant, candidate: Candidate) -> Choice:
+    search = variant.search
+    evaluation, around = search.evaluator.evaluation(candidate), search.setting.context_bytes
     turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
     return Choice(
         evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
         max((*peaks_bytes[:turn], around.given_bytes)) - around.given_bytes,
         max((*peaks_bytes[turn:], evaluation.end_bytes)) - around.given_bytes,
-        sent.total_s,
-        sent.host_bytes if variant.host_limited else 0,
+        candidate.total_s,
+        candidate.host_bytes if variant.host_limited else 0,
     )
 
 

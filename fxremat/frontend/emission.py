@@ -8,18 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxremat.errors import PlanError, ScheduleError
-from fxremat.ir import Lane, RecordedDecision, RecordedMove, RecordedShift
+from fxremat.ir import Lane, Move
 from fxremat.passes.emit.code import ScheduleModule, SizedSchedule
 from fxremat.passes.emit.program import Program, build_program
-from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.passes.emit.shifts import Shift, shifted
-from fxremat.passes.emit.travel import Move, Travel
+from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
+from fxremat.passes.emit.shifts import shifted
 from fxremat.passes.joint.digest import structure_digest
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.evaluation import Tensors
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
@@ -99,44 +97,6 @@ def write_graphs(
     return Graphs(forward, backward, recomputes, arena, travel.nbytes if travel else 0)
 
 
-def record_decision(
-    line: Line,
-    *,
-    missing: Tensors,
-    held: Tensors,
-    moves: Sequence[Move],
-    shifts: Sequence[Shift] = (),
-) -> RecordedDecision:
-    """What each stage of ``line`` keeps, and what travels, as plain data.
-
-    Args:
-        line: the stages.
-        missing: for stages that do not keep everything, what their backwards rebuild.
-        held: what stages keep from their first forward on.
-        moves: what travels.
-        shifts: collectives that overlap with other calls than their own.
-    """
-
-    def numbers(tensors: Tensors) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        return tuple((i, tuple(sorted(map(order, tensors[i])))) for i in sorted(tensors))
-
-    order = line.order.__getitem__
-    recorded = (
-        RecordedMove(
-            m.storage,
-            m.nbytes,
-            tuple(map(order, m.nodes)),
-            m.offload,
-            m.release,
-            m.prefetch,
-            m.wait,
-        )
-        for m in moves
-    )
-    overlapping = (RecordedShift(order(s.node), s.source, s.target) for s in shifts)
-    return RecordedDecision(numbers(missing), numbers(held), tuple(recorded), tuple(overlapping))
-
-
 def follow(
     plan: Plan,
     line: Line,
@@ -180,23 +140,12 @@ def carry_out(
     """Emit what a plan decides, which was made of a step that differs from this one in nothing but
     its constants. Arguments and errors are those of :func:`follow`.
     """
-    nodes = tuple(line.joint.module.graph.nodes)
     decision = plan.decision
-
-    def tensors(numbers: tuple[tuple[int, tuple[int, ...]], ...]) -> Tensors:
-        return {stage: frozenset(nodes[i] for i in found) for stage, found in numbers}
-
-    def move(m: RecordedMove) -> Move:
-        own = tuple(nodes[i] for i in m.nodes)
-        return Move(m.storage, m.nbytes, own, m.offload, m.release, m.prefetch, m.wait)
-
     peaks = [event.peak_bytes for event in plan.timeline.events if event.lane is Lane.COMPUTE]
     try:
-        missing, held = tensors(decision.missing), tensors(decision.held)
-        program = build_program(line, plan.schedule, blocks, missing, held)
-        shifts = (Shift(nodes[s.node], s.source, s.target) for s in decision.shifts)
-        program = replace(program, calls=shifted(program.calls, line, shifts))
-        moves = tuple(map(move, decision.moves))
+        program = build_program(line, plan.schedule, blocks, decision)
+        calls = shifted(program.calls, line, decision.shifts)
+        program, moves = replace(program, calls=calls), decision.moves
         sizes = tuple(number for _, number in plan.sizes)
         return write_graphs(program, peaks, moves, modules, device=device, host=host, sizes=sizes)
     except (LookupError, ScheduleError) as error:

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from fxremat.ir import Move
 from fxremat.passes.emit.program import Call, Program
-from fxremat.passes.emit.travel import Move
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocations import TANGENTS, requests_of_step

@@ -23,9 +23,10 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.planner.allocations import settings_of
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context import StepContext
+from fxremat.planner.pool import Candidate
 from fxremat.planner.resized import least_bytes_at
 from fxremat.planner.search import DEFAULT_GENERATORS
-from fxremat.planner.transfers import HostMemory, Sent
+from fxremat.planner.transfers import HostMemory
 
 MOST_SIZE = 1 << 20
 """The largest size of a dimension that is tried."""
@@ -58,7 +59,7 @@ class Schedules:
     store: Store
     generators: tuple[str, ...] = DEFAULT_GENERATORS
     known: list[Variant] = field(default_factory=list)
-    sent: dict[Values, tuple[tuple[Sent, ...], ...]] = field(default_factory=dict)
+    sent: dict[Values, tuple[tuple[Candidate, ...], ...]] = field(default_factory=dict)
     link: MeasuredLink | None = None
 
     def rules(self, graph: StepGraph) -> AllocatorSettings | None:

@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from fxremat.costs.cost import Measured
-from fxremat.frontend.emission import Graphs, record_decision, write_graphs
+from fxremat.frontend.emission import Graphs, write_graphs
 from fxremat.frontend.record import describe_peak, record_memory
-from fxremat.ir import MeasuredLink, Origin, RecordedCosts
+from fxremat.ir import Decision, MeasuredLink, Origin, RecordedCosts
+from fxremat.ir.schedule import decoded
 from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.fuse.unit import Unit
@@ -22,11 +23,12 @@ from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluation import Evaluation, Tensors
+from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.overlap import may_overlap, overlap_within
+from fxremat.planner.pool import Candidate
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search, generators_of
-from fxremat.planner.transfers import HostMemory, Moved, Sent, Transfers
+from fxremat.planner.transfers import HostMemory, Transfers
 from fxremat.progress import Progress
 from fxremat.report.facts import Fused
 from fxremat.report.frontier import frontier_of
@@ -140,24 +142,19 @@ class Variant:
         """This variant, knowing the schedules that ``other`` has for other context bytes."""
         return replace(self, search=self.search.knowing(other.search))
 
-    def with_sent(self, found: Iterable[Sent]) -> Variant:
+    def with_sent(self, found: Iterable[Candidate]) -> Variant:
         """This variant, knowing what travels in plans for other context bytes."""
         if self.transfers is None:
             return self
         return replace(self, transfers=self.transfers.knowing(found))
 
-    def graded(self) -> Iterator[Sent]:
+    def graded(self) -> Iterator[Candidate]:
         """Schedules from least bytes to least seconds; with transfers, ever more is away."""
-        pool, evaluator = self.search.pool, self.search.evaluator
+        pool = self.search.pool
         if self.transfers is None:
-            return (Sent.stays(candidate, evaluator) for candidate in pool.members)
+            return iter(pool.members)
         only = self.transfers.host.only
         return self.transfers.graded((pool.baseline,) if only else pool.thinned(MOST_BASES))
-
-    @property
-    def kept(self) -> Sent:
-        """Everything, on the device."""
-        return Sent.stays(self.search.baseline, self.search.evaluator)
 
     @property
     def host_limited(self) -> bool:
@@ -186,26 +183,24 @@ class Variant:
             search.allocations.footprints,
         )
 
-    def fastest_within(self, budget_bytes: int) -> Moved:
+    def fastest_within(self, budget_bytes: int) -> Candidate:
         """The fastest that fits."""
-        if self.transfers is not None:
-            return self.transfers.fastest_within(budget_bytes)
-        return Moved.stays(self.search.fastest_within(budget_bytes), self.search.evaluator)
+        return (self.transfers or self.search).fastest_within(budget_bytes)
 
 
-def fastest(variants: Sequence[Variant], budget_bytes: int) -> tuple[Variant, Moved]:
+def fastest(variants: Sequence[Variant], budget_bytes: int) -> tuple[Variant, Candidate]:
     """The fastest within a budget, and its variant; the exact one where it is as fast."""
     fitting = [variant for variant in variants if variant.least_bytes <= budget_bytes]
     found = [(variant, variant.fastest_within(budget_bytes)) for variant in fitting]
     first, chosen = found[0]
-    if chosen.candidate is first.search.baseline and not chosen.moves:
+    if chosen is first.search.baseline:
         return first, chosen  # everything fits
     return min(found, key=lambda pair: pair[1].total_s)
 
 
 def emit(
     variant: Variant,
-    found: Moved,
+    found: Candidate,
     budget_bytes: int,
     modules: BlockModules,
     *,
@@ -239,20 +234,20 @@ def emit(
         roles: what primals are, where known.
         held: what is there before the step beside primals, and its bytes, as far as it is known.
     """
-    search, chosen, baseline = variant.search, found.candidate, traced.baseline
+    search, baseline = variant.search, traced.baseline
     line = search.measured.line
     around = search.setting.context_bytes
-    decision = search.evaluator.decision(chosen)
     link = variant.transfers.link if variant.transfers else None
-    overlapped = overlap_within(
+    chosen = overlap_within(
         search,
         found,
         link=link,
         budget_bytes=budget_bytes,
         allowed=may_overlap(around.device),
     )
-    program, found, taken = overlapped.program, overlapped.moved, overlapped.allocated
-    evaluation = found.evaluation
+    program, evaluation, taken = chosen.program, chosen.evaluation, chosen.allocated
+    found = chosen.candidate
+    decision = search.evaluator.decision(found)
     graphs = write_graphs(
         program,
         evaluation.peaks_bytes,
@@ -274,9 +269,9 @@ def emit(
         lower_bound_s=min(baseline.total_s, found.total_s),
         local_search_s=0.0 if host else search.gained_s(budget_bytes),
         host_bytes=graphs.host_bytes,
-        schedule=decision.schedule,
-        held_bytes=_held_bytes(line, decision.held),
-        timeline=found.timeline,
+        schedule=decoded(found.codes),
+        held_bytes=_held_bytes(line, decision),
+        timeline=chosen.timeline,
         chain=search.chain,
         costs=search.costs,
         frontier=frontier_of(search.points()),
@@ -285,13 +280,7 @@ def emit(
         branch_ends=line.segments.ends,
         exact=variant.exact,
         budget_on=search.allocations.budget_on,
-        decision=record_decision(
-            line,
-            missing=decision.missing,
-            held=decision.held,
-            moves=found.moves,
-            shifts=overlapped.shifts,
-        ),
+        decision=decision,
         origin=origin,
         beside=beside,
         sizes=tuple(zip(line.joint.sizes.names, sizes, strict=True)),
@@ -339,6 +328,7 @@ def _fused(program: Program) -> tuple[Fused, ...]:
     return tuple(Fused(u.__name__, u.operations, calls) for u, calls in count.items())
 
 
-def _held_bytes(line: Line, held: Tensors) -> tuple[int, ...]:
-    table = line.joint.storages
-    return tuple(table.total(table.of(held.get(i, ()))) for i in range(len(line.stages)))
+def _held_bytes(line: Line, decision: Decision) -> tuple[int, ...]:
+    table, held, nodes = line.joint.storages, dict(decision.held), line.nodes
+    each = ([nodes[i] for i in held.get(stage, ())] for stage in range(len(line.stages)))
+    return tuple(table.total(table.of(own)) for own in each)

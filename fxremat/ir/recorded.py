@@ -1,4 +1,4 @@
-"""What was measured of a graph, what was decided for it, and what that holds for, as plain data.
+"""What was measured of a graph, and what a plan holds for, as plain data.
 
 Operations are told by their index among the nodes of the joint graph, storages by their index
 in its table: the same for the same graph in any process.
@@ -74,48 +74,6 @@ def _slowest(*stages: StageSeconds) -> StageSeconds:
         max(stage.rebuild_s for stage in stages),
         max(stage.backward_s for stage in stages),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedMove:
-    """A storage that travels; places are indices of calls, see ``passes.emit.travel.Move``."""
-
-    storage: int
-    nbytes: int
-    nodes: tuple[int, ...]
-    offload: int
-    release: int
-    prefetch: int
-    wait: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedShift:
-    """A collective that starts earlier, or a wait that comes later.
-
-    See ``passes.emit.shifts.Shift``.
-    """
-
-    node: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedDecision:
-    """What a plan decides beside the order of computations, which its schedule is.
-
-    Attributes:
-        missing: stages that do not keep everything, and the tensors that their backwards rebuild.
-        held: stages that keep tensors from their first forward on, and those tensors.
-        moves: storages that travel.
-        shifts: collectives that overlap with other calls than their own.
-    """
-
-    missing: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    held: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    moves: tuple[RecordedMove, ...] = ()
-    shifts: tuple[RecordedShift, ...] = ()
 
 
 Facts = tuple[tuple[str, str], ...]

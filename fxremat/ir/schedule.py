@@ -1,10 +1,19 @@
-"""A schedule: the typed sequence of operations of one training step."""
+"""A schedule: the typed sequence of operations of one training step, and its packed form.
+
+What a planner decides beyond the order of computations is a :class:`Decision`. Nodes are told by
+their index among the nodes of the joint graph, storages by their index in its table: equal for
+equal graphs in any process.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class Keep(Enum):
@@ -143,3 +152,104 @@ class Schedule:
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.ops))
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A storage that is in host memory for part of the step.
+
+    Places are indices of calls, and mean the instant before that call. One that is the turn
+    lies in the forward for ``offload`` and ``release``, in the backward for the others.
+
+    Attributes:
+        storage: which.
+        nbytes: its size.
+        nodes: the tensors in it that the backward reads.
+        offload: its copy to the host begins, right after the last call that reads it.
+        release: its device memory is given back, once that copy is done.
+        prefetch: device memory is taken and the copy back begins.
+        wait: the call that reads it next.
+    """
+
+    storage: int
+    nbytes: int
+    nodes: tuple[int, ...]
+    offload: int
+    release: int
+    prefetch: int
+    wait: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """A collective that starts earlier, or a wait that comes later.
+
+    Attributes:
+        node: the collective, or the wait.
+        source: index of the call that runs it.
+        target: of the call that is to run it: the source, the call before it for a collective, or
+            the one after it for a wait.
+    """
+
+    node: int
+    source: int
+    target: int
+
+
+Tensors = tuple[tuple[int, tuple[int, ...]], ...]
+"""Stages, and tensors that their forwards make."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is decided for a step beside its schedule.
+
+    Attributes:
+        missing: stages that do not keep everything, and the tensors that their backwards rebuild.
+        held: stages that keep tensors from their first forward on, and those tensors.
+        moves: storages that travel.
+        shifts: collectives that overlap with other calls than their own, one after the other.
+    """
+
+    missing: Tensors = ()
+    held: Tensors = ()
+    moves: tuple[Move, ...] = ()
+    shifts: tuple[Shift, ...] = ()
+
+
+Codes = NDArray[np.int64]
+"""The computations of a schedule, for compiled loops: one of stage ``i`` is ``i * KINDS`` and what
+it is."""
+
+BACKWARD, NONE, INPUT, ALL = 0, 1, 2, 3
+"""What a computation is; ``ALL + k`` keeps what save option ``k`` does."""
+
+KINDS = 256
+"""More than there are."""
+
+_OF_KEEP = {Keep.NONE: NONE, Keep.INPUT: INPUT, Keep.ALL: ALL}
+_KEEP_OF = {code: keep for keep, code in _OF_KEEP.items()}
+
+
+def coded(schedule: Schedule) -> Codes:
+    """The computations of a schedule as numbers."""
+    return np.array([_code_of(op) for op in schedule.computations], dtype=np.int64)
+
+
+def decoded(codes: Codes) -> Schedule:
+    """The schedule that ``codes`` stand for."""
+    return Schedule(tuple(map(_op_of, codes.tolist())))
+
+
+def _code_of(op: Compute) -> int:
+    if isinstance(op, Backward):
+        return op.stage * KINDS + BACKWARD
+    return op.stage * KINDS + _OF_KEEP[op.keep] + op.option
+
+
+@functools.cache
+def _op_of(code: int) -> Compute:
+    stage, kind = divmod(code, KINDS)
+    if kind == BACKWARD:
+        return Backward(stage)
+    return Forward(stage, _KEEP_OF[min(kind, ALL)], max(kind - ALL, 0))

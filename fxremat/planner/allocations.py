@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fxremat import torch_compat
+from fxremat.ir import Move
 from fxremat.passes.emit.program import Program
-from fxremat.passes.emit.travel import Move
 from fxremat.planner.allocator import (
     MOST_SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
@@ -24,6 +24,7 @@ from fxremat.planner.allocator import (
 )
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.footprint import WORKSPACE, Footprints, Request
+from fxremat.planner.pool import Candidate
 from fxremat.units import Counted
 
 STEPS = 2
@@ -197,29 +198,23 @@ class Allocations:
     context_bytes: ContextBytes
     settings: AllocatorSettings | None = None
     budget_on: Counted = "allocated"
-    known: dict[tuple[Hashable, tuple[Move, ...]], Allocated] = field(default_factory=dict)
+    known: dict[Hashable, Allocated] = field(default_factory=dict)
 
-    def of(
-        self,
-        key: Hashable,
-        peak_bytes: int,
-        program: Callable[[], Program],
-        moves: tuple[Move, ...] = (),
-    ) -> Allocated:
-        """What a program takes.
+    def of(self, candidate: Candidate, program: Callable[[], Program]) -> Allocated:
+        """What the graphs of a candidate take.
 
         Args:
-            key: by which it is remembered, alive as long as this is.
-            peak_bytes: the sum of what it holds at most, with ``moves``.
-            program: makes it, if it has to be looked at.
-            moves: what travels.
+            candidate: what was decided.
+            program: makes the calls, if these have to be looked at.
         """
         if self.settings is None:
-            return Allocated(peak_bytes, peak_bytes)
-        if (key, moves) not in self.known:
-            requests = requests_of_step(program(), self.context_bytes, self.footprints, moves)
+            return Allocated(candidate.peak_bytes, candidate.peak_bytes)
+        if candidate.key not in self.known:
+            requests = requests_of_step(
+                program(), self.context_bytes, self.footprints, candidate.moves
+            )
             taken = replay_requests(requests, self.settings)
-            self.known[key, moves] = replace(
+            self.known[candidate.key] = replace(
                 taken, reserved_bytes=taken.reserved_bytes + SPARE_BYTES
             )
-        return self.known[key, moves]
+        return self.known[candidate.key]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fxremat.ir import Infeasible, MeasuredLink, Problem, Solved
-from fxremat.ir.coded import Codes, coded
+from fxremat.ir.schedule import Codes, coded
 from fxremat.planner.generators import SLOTS, Setting
 from fxremat.planner.pool import Candidate, Pool
 

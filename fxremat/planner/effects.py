@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from fxremat.ir.coded import BACKWARD, KINDS
+from fxremat.ir.schedule import BACKWARD, KINDS
 from fxremat.planner.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
 from fxremat.planner.places import COLUMNS, At, Flags, Floats, Ints, Packed
 from fxremat.planner.replay import AT_TURN, BLOCK, COUNT, MOST_HELD, OP, PEAK, REBUILT, TURN

@@ -1,31 +1,10 @@
-"""A decision, which tells one step of a line from another, and its memory and time call by call."""
+"""The memory and time of a decision, call by call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import fx
-
-from fxremat.ir import Compute, Schedule
-
-Tensors = Mapping[int, frozenset[fx.Node]]
-"""Tensors of the forward by the index of the stage that makes them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The order of stage computations, and what each forward keeps.
-
-    Attributes:
-        schedule: the computations in order.
-        missing: for each stage of whose saved set not all is kept: what its backward rebuilds.
-        held: tensors that a stage keeps from its first forward on, whatever the schedule.
-    """
-
-    schedule: Schedule
-    missing: Tensors
-    held: Tensors
+from fxremat.ir import Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +13,13 @@ class Life:
 
     Attributes:
         storage: which.
-        nodes: numbers of the tensors in it that the backward reads.
+        nbytes: its size.
+        nodes: the tensors in it that the backward reads, by their index in the joint graph.
         last: -1 if no call of the forward uses it.
     """
 
     storage: int
+    nbytes: int
     nodes: tuple[int, ...]
     last: int
     next: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,14 +12,16 @@ from torch import fx
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import Options
 from fxremat.errors import CostError, ScheduleError
-from fxremat.ir.coded import Codes, coded, decoded
+from fxremat.ir import Decision, Tensors
+from fxremat.ir.schedule import Codes, coded, decoded
 from fxremat.passes.emit.program import Program, build_program, keep_all
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluation import Decision, Evaluation, Life, Tensors
+from fxremat.planner.evaluation import Evaluation, Life
 from fxremat.planner.handed import handed_over
+from fxremat.planner.moves import moved
 from fxremat.planner.places import MODES, Flags, Floats, Ints
 from fxremat.planner.pool import Candidate
 from fxremat.planner.step import Numbers, Step, step_of
@@ -149,7 +151,7 @@ class Evaluator:
         totals = self._totals()
         count = totals["calls"]
         ops = decoded(candidate.codes).computations
-        return Evaluation(
+        found = Evaluation(
             ops=tuple(ops[i] for i in calls[OP, :count].tolist()),
             turn=totals["turn"],
             peaks_bytes=tuple(calls[PEAK, :count].tolist()),
@@ -159,6 +161,7 @@ class Evaluator:
             seconds=tuple(call_s[:count].tolist()),
             lives=self._lives(calls),
         )
+        return moved(found, candidate.moves) if candidate.moves else found
 
     def alone(
         self, stage: int, mode: Mode, asked: Iterable[fx.Node], *, option: int = 0, kept: bool
@@ -183,25 +186,25 @@ class Evaluator:
         return Alone(peak, change, tuple(step.nodes[i] for i in inputs[:count].tolist()))
 
     def decision(self, candidate: Candidate) -> Decision:
-        """What a candidate stands for."""
-        schedule = decoded(candidate.codes)
-        missing = self.options.missing(self.options.kept_by(schedule))
-        return Decision(schedule, missing, self._held(candidate))
+        """What a candidate decides beside its schedule."""
+        missing = self.options.missing(self.options.kept_by(decoded(candidate.codes)))
+        nodes, order = self.step.nodes, self.line.order
+        held: dict[int, list[fx.Node]] = {}
+        for i in np.flatnonzero(self._flags(candidate.held)).tolist():
+            held.setdefault(self.line.stage_of[nodes[i]], []).append(nodes[i])
+
+        def numbers(tensors: Mapping[int, Iterable[fx.Node]]) -> Tensors:
+            return tuple(
+                (i, tuple(sorted(order[n] for n in own))) for i, own in sorted(tensors.items())
+            )
+
+        return Decision(numbers(missing), numbers(held), candidate.moves, candidate.shifts)
 
     def program(self, candidate: Candidate) -> Program:
         """The calls that carry a candidate out."""
-        found = self.decision(candidate)
         handed = handed_over(self.line, self.context_bytes)
-        return build_program(
-            self.line, found.schedule, self.blocks, found.missing, found.held, handed
-        )
-
-    def _held(self, candidate: Candidate) -> Tensors:
-        found: dict[int, list[int]] = {}
-        for i in np.flatnonzero(self._flags(candidate.held)).tolist():
-            found.setdefault(self.line.stage_of[self.step.nodes[i]], []).append(i)
-        nodes = self.step.nodes
-        return {stage: frozenset(nodes[i] for i in own) for stage, own in sorted(found.items())}
+        schedule, decision = decoded(candidate.codes), self.decision(candidate)
+        return build_program(self.line, schedule, self.blocks, decision, handed)
 
     def _flags(self, held: bytes) -> Flags:
         nodes = self.step.at.nodes
@@ -275,11 +278,12 @@ class Evaluator:
         find_lives(step.data, at.packed, calls, last, after)
         used, needed = last.tolist(), after.tolist()
         nodes: dict[int, list[int]] = {}
+        order, nbytes = self.line.order, self.line.joint.storages.nbytes
         for node in np.flatnonzero(step.data[at.saved : at.saved + at.forward_count]).tolist():
             for storage in step.storages[node]:
                 if needed[storage] >= 0:
-                    nodes.setdefault(storage, []).append(node)
+                    nodes.setdefault(storage, []).append(order[step.nodes[node]])
         return tuple(
-            Life(storage, tuple(own), used[storage], needed[storage])
+            Life(storage, nbytes[storage], tuple(own), used[storage], needed[storage])
             for storage, own in nodes.items()
         )

@@ -20,7 +20,7 @@ from functools import wraps
 import numpy as np
 
 from fxremat.ir import Chain, Costs, Infeasible, Problem, Solved, StageCosts
-from fxremat.ir.coded import ALL, BACKWARD, KINDS, Codes, coded
+from fxremat.ir.schedule import ALL, BACKWARD, KINDS, Codes, coded
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Evaluation

@@ -15,7 +15,7 @@ from fxremat.ir import (
     JoinProblem,
     Schedule,
 )
-from fxremat.ir.coded import BACKWARD, KINDS, Codes, coded, decoded
+from fxremat.ir.schedule import BACKWARD, KINDS, Codes, coded, decoded
 from fxremat.passes.stages.firsts import any_order
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.generators import Setting, ceilings

@@ -16,26 +16,14 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from fxremat.passes.emit.travel import Move
+from fxremat.ir import Move
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.planner.evaluation import Evaluation
-from fxremat.planner.step import Step
+from fxremat.planner.evaluation import Evaluation, Life
 from fxremat.runtime.slots import slot_bytes
 
 SMALL_SHARE = 1 / 256
 """Storages up to this share of all that could travel only do where larger ones are not enough:
 each transfer takes some time, however little it moves."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)  # each is itself alone: hashed millions of times
-class _Life:
-    """A storage that could be away: between calls ``last`` and ``next``, read by neither."""
-
-    storage: int
-    nbytes: int
-    nodes: tuple[fx.Node, ...]
-    last: int
-    next: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +36,12 @@ class Movable:
     """
 
     evaluation: Evaluation
-    lives: tuple[_Life, ...]
+    lives: tuple[Life, ...]
 
     @staticmethod
-    def of(evaluation: Evaluation, step: Step, fixed: frozenset[int]) -> Movable:
-        """Storages that cross the turn, but for ``fixed`` ones.
-
-        Args:
-            evaluation: of a decision.
-            step: what it was found of.
-            fixed: storages that stay.
-        """
-        sizes = step.data[step.at.nbytes : step.at.nbytes + step.at.storage_count]
-        lives = [
-            _Life(
-                x.storage,
-                int(sizes[x.storage]),
-                tuple(step.nodes[i] for i in x.nodes),
-                x.last,
-                x.next,
-            )
-            for x in evaluation.lives
-            if x.storage not in fixed
-        ]
+    def of(evaluation: Evaluation, fixed: frozenset[int]) -> Movable:
+        """Storages that cross the turn in ``evaluation``, but for ``fixed`` ones, which stay."""
+        lives = [life for life in evaluation.lives if life.storage not in fixed]
         small_bytes = SMALL_SHARE * sum(life.nbytes for life in lives)
         lives.sort(key=lambda x: (x.nbytes <= small_bytes, -x.next, x.last, x.storage))
         return Movable(evaluation, tuple(lives))
@@ -97,9 +68,13 @@ class Movable:
         if away is None:
             return None
         # All of them are there at once, at the turn.
-        if host_bytes is not None and sum(slot_bytes(x.nbytes) for x in away) > host_bytes:
+        if (
+            host_bytes is not None
+            and sum(slot_bytes(self.lives[i].nbytes) for i in away) > host_bytes
+        ):
             return None
         turn = self.evaluation.turn
+        chosen = [(self.lives[i], *span) for i, span in away.items()]
         return tuple(
             Move(
                 storage=life.storage,
@@ -110,17 +85,17 @@ class Movable:
                 prefetch=max(end, turn),
                 wait=life.next,
             )
-            for life, (begin, end) in sorted(away.items(), key=lambda x: (x[0].last, x[0].storage))
+            for life, begin, end in sorted(chosen, key=lambda x: (x[0].last, x[0].storage))
         )
 
-    def _away(self, budget_bytes: int) -> dict[_Life, tuple[int, int]] | None:
-        """For each storage to move the calls ``[begin, end)`` during which it is away.
+    def _away(self, budget_bytes: int) -> dict[int, tuple[int, int]] | None:
+        """For each storage to move, by its place, the calls ``[begin, end)`` while it is away.
 
         The turn lies within: who is away at all is away then.
         """
         if self.evaluation.end_bytes > budget_bytes:
             return None
-        away: dict[_Life, tuple[int, int]] = {}
+        away: dict[int, tuple[int, int]] = {}
         instants: list[tuple[int, int | None]] = [(self.evaluation.turn_bytes, None)]
         instants.extend((nbytes, i) for i, nbytes in enumerate(self.evaluation.peaks_bytes))
         for nbytes, call in sorted(instants, key=lambda x: -x[0]):
@@ -131,24 +106,24 @@ class Movable:
         return away
 
     def _make_room(
-        self, missing_bytes: int, call: int | None, away: dict[_Life, tuple[int, int]]
+        self, missing_bytes: int, call: int | None, away: dict[int, tuple[int, int]]
     ) -> bool:
         """Send storages away until ``call`` (the turn, if None) has room."""
         turn = self.evaluation.turn
-        for life, (begin, end) in away.items():
+        for i, (begin, end) in away.items():
             if call is None or begin <= call < end:
-                missing_bytes -= life.nbytes
+                missing_bytes -= self.lives[i].nbytes
         if missing_bytes <= 0:
             return True
         # Those on the move anyway first: being away for longer takes no more copies.
-        staying = [life for life in self.lives if life not in away]
-        for life in [*(life for life in self.lives if life in away), *staying]:
-            begin, end = away.get(life, (turn, turn))
-            there = begin <= call < end if call is not None else life in away
+        places = range(len(self.lives))
+        for i in [*(i for i in places if i in away), *(i for i in places if i not in away)]:
+            life, (begin, end) = self.lives[i], away.get(i, (turn, turn))
+            there = begin <= call < end if call is not None else i in away
             free = call is None or life.last < call < life.next
             if there or not free:
                 continue
-            away[life] = (begin, end) if call is None else (min(begin, call), max(end, call + 1))
+            away[i] = (begin, end) if call is None else (min(begin, call), max(end, call + 1))
             missing_bytes -= life.nbytes
             if missing_bytes <= 0:
                 return True

@@ -9,43 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.ir import MeasuredLink
+from fxremat.ir import MeasuredLink, Move, Shift, Timeline
 from fxremat.passes.emit.program import Call, Program
-from fxremat.passes.emit.shifts import Shift, blocks_of
+from fxremat.passes.emit.shifts import blocks_of
 from fxremat.passes.stages.block import Block
 from fxremat.planner.allocations import Allocated
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.handed import handed_over
+from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
 from fxremat.planner.timing import replay
-from fxremat.planner.transfers import Moved
 
 ROUNDS = 4
 """How often room is looked for again, where the allocator hands out more than is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Overlapped:
-    """A schedule whose collectives overlap with its calls.
+class Chosen:
+    """A candidate that is to be emitted.
 
     Attributes:
-        program: the calls.
-        moved: the schedule, and what is predicted of it.
+        candidate: what was decided.
+        program: its calls.
+        evaluation: memory and seconds of each.
+        timeline: when calls and copies are predicted to run.
         allocated: what it takes of the device.
-        shifts: what was changed in the calls, one after the other.
     """
 
+    candidate: Candidate
     program: Program
-    moved: Moved
+    evaluation: Evaluation
+    timeline: Timeline
     allocated: Allocated
-    shifts: tuple[Shift, ...] = ()
 
 
 def may_overlap(device: torch.device) -> bool:
@@ -59,45 +60,57 @@ def may_overlap(device: torch.device) -> bool:
 
 def overlap_within(
     search: Search,
-    moved: Moved,
+    candidate: Candidate,
     *,
     link: MeasuredLink | None,
     budget_bytes: int,
     allowed: bool = True,
-) -> Overlapped:
-    """Let collectives of a schedule overlap with its calls.
+) -> Chosen:
+    """Let collectives of a candidate overlap with its calls.
 
     Args:
-        search: where the schedule was found.
-        moved: the schedule, and what travels.
-        link: on which that travels.
-        budget_bytes: that it keeps to.
-        allowed: they may; else they stay where the schedule has them.
+        search: where the candidate was found.
+        candidate: what was decided.
+        link: on which storages travel.
+        budget_bytes: that the candidate keeps to.
+        allowed: collectives may overlap; else they stay where the schedule has them.
     """
-    allocations, chosen, moves = search.allocations, moved.candidate, moved.moves
-    program = search.evaluator.program(chosen)
-    nodes = tuple(program.line.joint.module.graph.nodes)
-    messages_s = {nodes[i]: seconds for i, seconds in search.measured.costs.messages_s}
+    program = search.evaluator.program(candidate)
+    evaluation = search.evaluator.evaluation(candidate)
+    line = program.line
+    messages_s = {line.nodes[i]: seconds for i, seconds in search.measured.costs.messages_s}
     aim_bytes = budget_bytes
     for _ in range(ROUNDS if allowed and messages_s else 0):
-        state = _Overlap.of(program, moved, search, messages_s, aim_bytes)
+        state = _Overlap.of(program, evaluation, search, candidate.moves, messages_s, aim_bytes)
         state.start_early()
         state.wait_late()
-        found, shifts = state.found(moved.evaluation), tuple(state.shifts)
         changed = replace(program, calls=tuple(state.calls))
-        taken = allocations.of((chosen, shifts), found.peak_bytes, partial(_same, changed), moves)
-        over_bytes = taken.counted_bytes(allocations.budget_on) - budget_bytes
+        found = _chosen(search, candidate, changed, state.found(evaluation), link, state.shifts)
+        over_bytes = found.allocated.counted_bytes(search.allocations.budget_on) - budget_bytes
         if over_bytes <= 0:
-            timeline = replay(found, program.line, moves, link)
-            beside = replace(moved, evaluation=found, timeline=timeline)
-            return Overlapped(changed, beside, taken, shifts)
+            return found
         aim_bytes -= over_bytes
-    taken = allocations.of(chosen, moved.evaluation.peak_bytes, partial(_same, program), moves)
-    return Overlapped(program, moved, taken)
+    return _chosen(search, candidate, program, evaluation, link)
 
 
-def _same(program: Program) -> Program:
-    return program
+def _chosen(
+    search: Search,
+    candidate: Candidate,
+    program: Program,
+    evaluation: Evaluation,
+    link: MeasuredLink | None,
+    shifts: Sequence[Shift] = (),
+) -> Chosen:
+    """A candidate with ``shifts``, whose calls and what they come to are known."""
+    timeline = replay(evaluation, program.line, candidate.moves, link)
+    candidate = replace(
+        candidate,
+        peak_bytes=evaluation.peak_bytes,
+        total_s=timeline.makespan_s,
+        shifts=tuple(shifts),
+    )
+    taken = search.allocations.of(candidate, lambda: program)
+    return Chosen(candidate, program, evaluation, timeline, taken)
 
 
 @dataclass(slots=True)
@@ -136,13 +149,13 @@ class _Overlap:
     @staticmethod
     def of(
         program: Program,
-        moved: Moved,
+        evaluation: Evaluation,
         search: Search,
+        moves: Sequence[Move],
         messages_s: Mapping[fx.Node, float],
         budget_bytes: int,
     ) -> _Overlap:
         """Nothing is changed yet."""
-        evaluation = moved.evaluation
         joint, calls = program.line.joint, list(program.calls)
         handed = handed_over(program.line, search.setting.context_bytes)
         results = (*joint.forward_outputs, *(n for n in joint.backward_outputs if n not in handed))
@@ -153,7 +166,7 @@ class _Overlap:
             handed,
             messages_s,
             budget_bytes,
-            frozenset(move.storage for move in moved.moves),
+            frozenset(move.storage for move in moves),
             calls,
             list(evaluation.peaks_bytes),
             list(evaluation.held_bytes),
@@ -191,16 +204,16 @@ class _Overlap:
     def _pass(self, node: fx.Node, collective: fx.Node, index: int, others: Sequence[int]) -> None:
         """A collective, or its wait, goes from call ``index`` to others, one after the other."""
         left_s = self.left_s.get((index, collective), self.messages_s.get(collective, 0.0))
-        at = index
+        at, number = index, self.program.line.order[node]
         for target in others:
-            if left_s <= 0 or not self._go(Shift(node, at, target)):
+            if left_s <= 0 or not self._go(Shift(number, at, target)):
                 break
             at = target
             beside_s = min(left_s, self.spare_s[at])
             self.spare_s[at] -= beside_s
             left_s -= beside_s
         if at == index and left_s > 0:
-            self._go(Shift(node, at, at))
+            self._go(Shift(number, at, at))
         self.left_s[index, collective] = left_s
 
     def _go(self, shift: Shift) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from fxremat.ir.coded import Codes
+from fxremat.ir import Move, Shift
+from fxremat.ir.schedule import Codes
+from fxremat.runtime.slots import slot_bytes
 
 STARTS = 10
 """Members that local search sets out from, evenly over their peaks."""
@@ -17,19 +19,33 @@ CLOSER = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A decision as numbers, and what its evaluation comes to.
+    """A decision, and what its evaluation comes to.
 
     Attributes:
-        codes: the schedule, see ``ir.coded``.
+        codes: the schedule, see ``ir.schedule``.
         held: a bit for each node of the step: kept from its first computation on.
         peak_bytes: exact, of the graphs that would be emitted.
         total_s: of the step.
+        moves: what travels, and when.
+        shifts: collectives that overlap with other calls than their own, one after the other.
     """
 
     codes: Codes
     held: bytes
     peak_bytes: int
     total_s: float
+    moves: tuple[Move, ...] = ()
+    shifts: tuple[Shift, ...] = ()
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Equal for equal decisions."""
+        return self.codes.tobytes(), self.held, self.moves, self.shifts
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that a step takes."""
+        return sum(slot_bytes(move.nbytes) for move in self.moves)
 
 
 @dataclass(frozen=True, slots=True)

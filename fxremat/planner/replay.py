@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from fxremat.ir.coded import ALL, BACKWARD, KINDS
+from fxremat.ir.schedule import ALL, BACKWARD, KINDS
 from fxremat.planner.extract import (
     DIRECT,
     END,

@@ -213,9 +213,7 @@ class Search:
 
     def allocated(self, candidate: Candidate) -> Allocated:
         """What a candidate takes of the device."""
-        return self.allocations.of(
-            candidate, candidate.peak_bytes, lambda: self.evaluator.program(candidate)
-        )
+        return self.allocations.of(candidate, lambda: self.evaluator.program(candidate))
 
     def counted_bytes(self, candidate: Candidate) -> int:
         """Of a candidate's peak: what the budget is for."""

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fxremat.ir import Copy, Event, Idle, Lane, MeasuredLink, Timeline
-from fxremat.passes.emit.travel import Move
+from fxremat.ir import Copy, Event, Idle, Lane, MeasuredLink, Move, Timeline
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.evaluation import Evaluation
 

@@ -16,17 +16,13 @@ import torch
 
 from fxremat import torch_compat
 from fxremat.costs.bandwidth import measure_link
-from fxremat.ir import MeasuredLink, Timeline
-from fxremat.passes.emit.travel import Move
+from fxremat.ir import MeasuredLink, Move
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner import bases
-from fxremat.planner.allocations import Allocated
-from fxremat.planner.evaluation import Evaluation
-from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.moves import Movable, conv_inputs, moved
 from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
-from fxremat.planner.timing import makespan_s, replay
+from fxremat.planner.timing import makespan_s
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.slots import slot_bytes
 from fxremat.units import format_bytes
@@ -75,73 +71,6 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """A candidate with storages that travel.
-
-    Attributes:
-        candidate: the decision without them.
-        moves: what travels, when.
-        evaluation: with that.
-        timeline: predicted.
-    """
-
-    candidate: Candidate
-    moves: tuple[Move, ...]
-    evaluation: Evaluation
-    timeline: Timeline
-
-    @property
-    def total_s(self) -> float:
-        """Of the step."""
-        return self.timeline.makespan_s
-
-    @staticmethod
-    def of(
-        candidate: Candidate,
-        evaluation: Evaluation,
-        line: Line,
-        moves: tuple[Move, ...] = (),
-        link: MeasuredLink | None = None,
-    ) -> Moved:
-        """Predict what ``moves`` do to a candidate, of which ``evaluation`` is without them."""
-        if moves:
-            evaluation = moved(evaluation, moves)
-        return Moved(candidate, moves, evaluation, replay(evaluation, line, moves, link))
-
-    @staticmethod
-    def stays(candidate: Candidate, evaluator: Evaluator) -> Moved:
-        """A candidate of which nothing travels."""
-        return Moved.of(candidate, evaluator.evaluation(candidate), evaluator.line)
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A candidate, what travels of it, and what that comes to.
-
-    Attributes:
-        candidate: the decision without moves.
-        moves: what travels, when; nothing may.
-        evaluation: with that.
-        total_s: of the step.
-    """
-
-    candidate: Candidate
-    moves: tuple[Move, ...]
-    evaluation: Evaluation
-    total_s: float
-
-    @staticmethod
-    def stays(candidate: Candidate, evaluator: Evaluator) -> Sent:
-        """A candidate of which nothing travels."""
-        return Sent(candidate, (), evaluator.evaluation(candidate), candidate.total_s)
-
-    @property
-    def host_bytes(self) -> int:
-        """Of host memory that a step takes."""
-        return sum(slot_bytes(move.nbytes) for move in self.moves)
-
-
-@dataclass(frozen=True, slots=True)
 class Transfers:
     """Candidates of a search, and what of each could travel.
 
@@ -161,8 +90,10 @@ class Transfers:
     settled: frozenset[int]
     movable: tuple[Movable, ...]
     candidates: tuple[Candidate, ...]
-    known: tuple[Sent, ...] = ()
-    _least_found: list[tuple[int, Sent]] = field(default_factory=list, init=False, compare=False)
+    known: tuple[Candidate, ...] = ()
+    _least_found: list[tuple[int, Candidate]] = field(
+        default_factory=list, init=False, compare=False
+    )
 
     @staticmethod
     def of(search: Search, host: HostMemory, link: MeasuredLink | None = None) -> Transfers:
@@ -205,74 +136,70 @@ class Transfers:
         limits = self.host.limit_bytes, self.search.setting.context_bytes.host_bytes
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def knowing(self, found: Iterable[Sent]) -> Transfers:
+    def knowing(self, found: Iterable[Candidate]) -> Transfers:
         """These transfers, with those found for other context bytes, as host memory allows."""
         evaluator, limit = self.search.evaluator, self._limit_bytes
         known = []
-        for sent in found:
-            if limit is None or sent.host_bytes <= limit:
-                candidate = evaluator.candidate(sent.candidate.codes, sent.candidate.held)
-                evaluation = moved(evaluator.evaluation(candidate), sent.moves)
-                known.append(Sent(candidate, sent.moves, evaluation, sent.total_s))
-        return replace(self, known=tuple(sorted(known, key=lambda sent: sent.total_s)))
+        for other in found:
+            if limit is None or other.host_bytes <= limit:
+                evaluation = evaluator.evaluation(other)
+                known.append(replace(other, peak_bytes=evaluation.peak_bytes))
+        return replace(self, known=tuple(sorted(known, key=lambda candidate: candidate.total_s)))
 
-    def graded(self, candidates: Iterable[Candidate]) -> Iterator[Sent]:
+    def graded(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
         """Candidates with everything on the device, and with ever more of it away."""
         for candidate in candidates:
             base = self._movable(candidate)
-            yield Sent(candidate, (), base.evaluation, candidate.total_s)
+            yield candidate
             most, least = base.evaluation.peak_bytes, base.least_bytes
             before: tuple[Move, ...] = ()
             for grade in range(1, GRADES + 1):
                 moves = base.moves(most - (most - least) * grade // GRADES) or ()
                 if moves != before:
-                    seconds = makespan_s(base.evaluation, self._line, moves, self.link)
-                    yield Sent(candidate, moves, moved(base.evaluation, moves), seconds)
+                    yield self._with_moves(candidate, base, moves)
                 before = moves
+
+    def _with_moves(
+        self,
+        candidate: Candidate,
+        base: Movable,
+        moves: tuple[Move, ...],
+        total_s: float | None = None,
+    ) -> Candidate:
+        """``candidate`` with storages that travel; ``total_s``: of that, where it is known."""
+        if total_s is None:
+            total_s = makespan_s(base.evaluation, self._line, moves, self.link)
+        peak_bytes = moved(base.evaluation, moves).peak_bytes
+        return replace(candidate, peak_bytes=peak_bytes, total_s=total_s, moves=moves)
 
     def _movable(self, candidate: Candidate) -> Movable:
         return _movable(candidate, self.search, self.settled)
 
-    def _least(self) -> tuple[int, Sent]:
+    def _least(self) -> tuple[int, Candidate]:
         """It, and what it was found with: looked for once."""
         if not self._least_found:
             self._least_found.append(self._find_least())
         return self._least_found[0]
 
-    def _find_least(self) -> tuple[int, Sent]:
+    def _find_least(self) -> tuple[int, Candidate]:
         pairs = zip(self.movable, self.candidates, strict=True)
         each = [(self._least_bytes(base), base, candidate) for base, candidate in pairs]
-        best: tuple[int, Sent] | None = None
+        best: tuple[int, Candidate] | None = None
         for least, base, candidate in sorted(each, key=lambda found: found[0]):
             if best is not None and least >= best[0]:  # what is handed out is never less
                 break
             moves = base.moves(least, self._limit_bytes)
             assert moves is not None
-            evaluation = moved(base.evaluation, moves)
-            counted = max(least, self._counted_bytes(candidate, evaluation, moves))
+            found = self._with_moves(candidate, base, moves)
+            counted = max(least, self.search.counted_bytes(found))
             if best is None or counted < best[0]:
-                best = counted, Sent(candidate, moves, evaluation, candidate.total_s)
+                best = counted, found
         assert best is not None
-        for sent in self.known:
-            if sent.evaluation.peak_bytes < best[0]:
-                counted = self._counted_bytes(sent.candidate, sent.evaluation, sent.moves)
-                best = min(best, (counted, sent), key=lambda found: found[0])
+        for known in self.known:
+            if known.peak_bytes < best[0]:
+                counted = self.search.counted_bytes(known)
+                best = min(best, (counted, known), key=lambda found: found[0])
         return best
-
-    def _counted_bytes(
-        self, candidate: Candidate, evaluation: Evaluation, moves: tuple[Move, ...]
-    ) -> int:
-        """Of the peak with ``moves``: what the budget is for."""
-        taken = self.allocated(candidate, evaluation.peak_bytes, moves)
-        return taken.counted_bytes(self.search.allocations.budget_on)
-
-    def allocated(
-        self, candidate: Candidate, peak_bytes: int, moves: tuple[Move, ...]
-    ) -> Allocated:
-        """What a candidate takes of the device when ``moves`` lower its peak to ``peak_bytes``."""
-        return self.search.allocations.of(
-            candidate, peak_bytes, lambda: self.search.evaluator.program(candidate), moves
-        )
 
     def _least_bytes(self, base: Movable) -> int:
         least = base.least_bytes
@@ -314,13 +241,13 @@ class Transfers:
             f"{least} bytes ({format_bytes(least)}) of the device would do"
         )
 
-    def fastest_within(self, budget_bytes: int) -> Moved:
+    def fastest_within(self, budget_bytes: int) -> Candidate:
         """The fastest that fits.
 
         Requires: the budget is at least ``least_bytes``.
         """
         best = self._without_moves(budget_bytes)
-        if best is not None and best.candidate is self.search.baseline:
+        if best is self.search.baseline:
             return best  # everything fits: nothing is done, be it free
         best = _faster(best, self._as_known(budget_bytes))
         for base, candidate in self._by_time(budget_bytes):
@@ -330,11 +257,13 @@ class Transfers:
         if best is None or best.total_s > self.search.baseline.total_s:
             for found in self._climbed(budget_bytes):
                 best = _faster(best, found)
-        return best or self._at_least()
+        # Within a limit of host memory the least may fit where what is chosen for a larger budget
+        # does not: other storages travel then, and not always fewer bytes.
+        return best or self._least()[1]
 
     def _moved(
-        self, base: Movable, candidate: Candidate, budget_bytes: int, best: Moved | None = None
-    ) -> Moved | None:
+        self, base: Movable, candidate: Candidate, budget_bytes: int, best: Candidate | None = None
+    ) -> Candidate | None:
         """A candidate with what must travel; ``None`` if none fits, or is faster than ``best``.
 
         Moves are found from sums of bytes. Where more is handed out, they are found again for
@@ -348,14 +277,14 @@ class Transfers:
             found_s = makespan_s(base.evaluation, self._line, moves, self.link)
             if best is not None and found_s >= best.total_s:
                 return None
-            evaluation = moved(base.evaluation, moves)
-            over_bytes = self._counted_bytes(candidate, evaluation, moves) - budget_bytes
+            found = self._with_moves(candidate, base, moves, found_s)
+            over_bytes = self.search.counted_bytes(found) - budget_bytes
             if over_bytes <= 0:
-                return Moved.of(candidate, base.evaluation, self._line, moves, self.link)
+                return found
             aim_bytes -= over_bytes
         return None
 
-    def _climbed(self, budget_bytes: int) -> Iterator[Moved]:
+    def _climbed(self, budget_bytes: int) -> Iterator[Candidate]:
         """The fastest of each climb, until what is away takes longer than it saves.
 
         Each climb goes by itself, whatever is known already, so that more candidates never
@@ -378,12 +307,12 @@ class Transfers:
                 if self._is_enough(found):
                     return
 
-    def _is_enough(self, found: Moved | None) -> bool:
+    def _is_enough(self, found: Candidate | None) -> bool:
         return found is not None and found.total_s <= ENOUGH * self.search.baseline.total_s
 
     def _top(
-        self, best: Moved | None, higher: Iterable[Candidate], budget_bytes: int
-    ) -> Moved | None:
+        self, best: Candidate | None, higher: Iterable[Candidate], budget_bytes: int
+    ) -> Candidate | None:
         """The fastest of a climb."""
         fruitless = 0
         for candidate in higher:
@@ -397,32 +326,16 @@ class Transfers:
             best = faster
         return best
 
-    def _at_least(self) -> Moved:
-        """What the least feasible budget was found with.
-
-        Within a limit of host memory it may fit where what is chosen for a larger budget
-        does not: other storages travel then, and not always fewer bytes.
-        """
-        return self._moved_as(self._least()[1])
-
-    def _moved_as(self, sent: Sent) -> Moved:
-        """What was found, with when its calls run."""
-        evaluation = self.search.evaluator.evaluation(sent.candidate)
-        return Moved.of(sent.candidate, evaluation, self._line, sent.moves, self.link)
-
-    def _as_known(self, budget_bytes: int) -> Moved | None:
+    def _as_known(self, budget_bytes: int) -> Candidate | None:
         """The fastest that fits of what was found for other context bytes."""
-        for sent in self.known:
-            if self._counted_bytes(sent.candidate, sent.evaluation, sent.moves) <= budget_bytes:
-                return self._moved_as(sent)
-        return None
+        fitting = (c for c in self.known if self.search.counted_bytes(c) <= budget_bytes)
+        return next(fitting, None)
 
-    def _without_moves(self, budget_bytes: int) -> Moved | None:
+    def _without_moves(self, budget_bytes: int) -> Candidate | None:
         """The best of all candidates, of which only some are bases."""
-        search = self.search
-        if self.host.only or budget_bytes < search.least_bytes:
+        if self.host.only or budget_bytes < self.search.least_bytes:
             return None
-        return Moved.stays(search.fastest_within(budget_bytes), search.evaluator)
+        return self.search.fastest_within(budget_bytes)
 
     def _by_time(self, budget_bytes: int) -> list[tuple[Movable, Candidate]]:
         pairs = list(zip(self.movable, self.candidates, strict=True))
@@ -433,7 +346,7 @@ class Transfers:
         return sorted(pairs, key=lambda pair: pair[1].total_s)
 
 
-def _faster(best: Moved | None, found: Moved | None) -> Moved | None:
+def _faster(best: Candidate | None, found: Candidate | None) -> Candidate | None:
     """The first one if they are equal."""
     if best is None or (found is not None and found.total_s < best.total_s):
         return found
@@ -442,4 +355,4 @@ def _faster(best: Moved | None, found: Moved | None) -> Moved | None:
 
 def _movable(candidate: Candidate, search: Search, settled: frozenset[int]) -> Movable:
     evaluator = search.evaluator
-    return Movable.of(evaluator.evaluation(candidate), evaluator.step, settled)
+    return Movable.of(evaluator.evaluation(candidate), settled)

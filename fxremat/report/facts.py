@@ -8,9 +8,9 @@ from typing import Protocol
 from fxremat.ir import (
     Chain,
     Costs,
+    Decision,
     Origin,
     RecordedCosts,
-    RecordedDecision,
     Schedule,
     Timeline,
 )
@@ -188,7 +188,7 @@ class PlanFacts:
     exact: bool = True
     budget_on: Counted = "allocated"
     overhead_s: float = 0.0
-    decision: RecordedDecision = field(default_factory=RecordedDecision, repr=False)
+    decision: Decision = field(default_factory=Decision, repr=False)
     origin: Origin | None = field(default=None, repr=False)
     measured: RecordedCosts | None = field(default=None, repr=False)
     beside: tuple[tuple[str, int], ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from fxremat.ir.coded import ALL, BACKWARD, INPUT, KINDS, NONE
+from fxremat.ir.schedule import ALL, BACKWARD, INPUT, KINDS, NONE
 from fxremat.solvers.kernels import SAVED, Table, choice_needs, in_slots, row_of
 from fxremat.solvers.numbers import Floats, Ints
 
@@ -32,7 +32,7 @@ def read_out(table: Table, outer: Table, slots: int) -> Ints:
         slots: free beside boundary 0.
 
     Returns:
-        codes as of ``ir.coded``, with a stack of its own since chains are deeper than one's.
+        codes as of ``ir.schedule``, with a stack of its own since chains are deeper than one's.
         Nothing if no choice explains the value of some interval.
     """
     n, count = table.numbers, table.numbers.backward_s.size

@@ -68,7 +68,7 @@ from fxremat.ir import (
     Solution,
     Solved,
 )
-from fxremat.ir.coded import Codes, decoded
+from fxremat.ir.schedule import Codes, decoded
 from fxremat.solvers import choices, kernels, store_all
 from fxremat.solvers.budgets import BudgetTable
 from fxremat.solvers.kernels import Table
@@ -260,7 +260,7 @@ class RotorTable(BudgetTable):
         return row
 
     def codes(self, budget_bytes: int) -> Codes:
-        """``schedule`` as ``ir.coded`` has it, for a budget that the table ``fits``.
+        """``schedule`` as ``ir.schedule`` has it, for a budget that the table ``fits``.
 
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.

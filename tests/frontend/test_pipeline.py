@@ -10,7 +10,7 @@ from fxremat.errors import BudgetError
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planned, Planner
 from fxremat.ir import Backward, Forward, Keep
-from fxremat.ir.coded import decoded
+from fxremat.ir.schedule import decoded
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Backward, Forward, Keep, Schedule
-from fxremat.ir.coded import ALL, BACKWARD, KINDS, coded, decoded
+from fxremat.ir.schedule import ALL, BACKWARD, KINDS, coded, decoded
 
 STAGES = st.integers(0, 5000)
 OPS = st.one_of(

@@ -9,9 +9,10 @@ import pytest
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.ir import Shift
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.passes.emit.shifts import Shift, blocks_of, shifted
+from fxremat.passes.emit.shifts import blocks_of, shifted
 from tests.harness import Captured, periodic, run_emitted, run_traced
 from tests.models.bits import assert_bitwise_equal
 from tests.spread import gathering, group_of_one
@@ -30,7 +31,7 @@ def programs(step: Captured) -> dict[str, Program]:
 
 def possible(program: Program) -> list[Shift]:
     """Every shift by one call or none that some call allows, each alone."""
-    found = []
+    found, order = [], program.line.order
     for index, call in enumerate(program.calls):
         for node in call.block.nodes:
             away = 1 if torch_compat.is_wait(node) else -1
@@ -38,7 +39,7 @@ def possible(program: Program) -> list[Shift]:
                 first = program.turn if index >= program.turn else 0
                 last = len(program.calls) if index >= program.turn else program.turn
                 targets = {index, *(i for i in (index + away,) if first <= i < last)}
-                shifts = [Shift(node, index, target) for target in targets]
+                shifts = [Shift(order[node], index, target) for target in targets]
                 found.extend(s for s in shifts if blocks_of(program.calls, program.line, s))
     return found
 
@@ -76,7 +77,7 @@ def test_a_start_goes_as_far_as_its_inputs_are_there(step: Captured) -> None:
         for n in call.block.nodes
         if i > 2 and torch_compat.group_of(n)
     )
-    shifts = [Shift(node, i, i - 1) for i in range(index, 0, -1)]
+    shifts = [Shift(program.line.order[node], i, i - 1) for i in range(index, 0, -1)]
     there = moved(program, *shifts)
     assert node in there.calls[0].block.nodes  # it reads a parameter alone
     assert_bitwise_equal(run_emitted(step, there), run_traced(step))
@@ -87,14 +88,16 @@ def test_what_is_sent_waits_for_what_makes_it(step: Captured) -> None:
     for index in range(program.turn, len(program.calls)):
         for node in program.calls[index].block.nodes:
             if "reduce_scatter" in str(node.target):
-                shift = Shift(node, index, index - 1)
+                shift = Shift(program.line.order[node], index, index - 1)
                 assert not blocks_of(program.calls, program.line, shift)
 
 
 def test_a_shift_of_another_program_is_refused(step: Captured) -> None:
     program = programs(step)["kept"]
     shift = next(s for s in possible(program) if s.source != s.target)
-    with pytest.raises(LookupError, match=f"{shift.node.name} cannot go from call"):
+    with pytest.raises(
+        LookupError, match=f"{program.line.nodes[shift.node].name} cannot go from call"
+    ):
         moved(program, shift, shift)
 
 

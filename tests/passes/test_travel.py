@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fxremat.ir.coded import coded
+from fxremat.ir import Move
+from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
-from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.passes.emit.travel import Move, Travel
+from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.planner.moves import Movable
 from fxremat.runtime import transfer  # noqa: F401 (defines the operators)
 from fxremat.runtime.arena import Arena
@@ -31,7 +31,7 @@ def moved(at: AtSize) -> tuple[Program, tuple[Move, ...]]:
     candidate = evaluator.candidate(coded(keep_all(len(step.line.stages))))
     evaluation = evaluator.evaluation(candidate)
     fixed = step.line.joint.storages.of((*step.joint.given, *step.line.pinned))
-    movable = Movable.of(evaluation, evaluator.step, fixed)
+    movable = Movable.of(evaluation, fixed)
     moves = movable.moves(movable.least_bytes)
     assert moves
     return evaluator.program(candidate), moves

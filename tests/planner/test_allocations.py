@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.fx import Node
 
-from fxremat.ir.coded import coded
+from fxremat.ir import Move
+from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
-from fxremat.passes.emit.travel import Move
 from fxremat.planner import allocations
 from fxremat.planner.allocations import Allocations, replay_requests, requests_of_step, settings_of
 from fxremat.planner.allocator import AllocatorSettings
@@ -19,6 +19,7 @@ from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.footprint import Request
 from fxremat.planner.moves import Movable, moved
+from fxremat.planner.pool import Candidate
 from tests.harness import Captured, captured, periodic, random_schedule
 
 models = pytest.mark.parametrize("name", ["gpt_logits", "siamese", "unet", "buffers"])
@@ -29,6 +30,7 @@ GROWING = AllocatorSettings(expandable_segments=True)
 class Carried:
     """A schedule carried out, and what could travel."""
 
+    candidate: Candidate
     program: Program
     evaluation: Evaluation
     movable: Movable
@@ -50,9 +52,10 @@ def carried_out(name: str) -> list[Carried]:
     fixed = joint.storages.of((*joint.given, *joint.tangents, *step.line.pinned, *returned))
     found = []
     for schedule in schedules:
-        evaluation = evaluator.evaluation(evaluator.candidate(coded(schedule)))
-        movable = Movable.of(evaluation, evaluator.step, fixed)
-        found.append(Carried(step.program(schedule), evaluation, movable))
+        candidate = evaluator.candidate(coded(schedule))
+        evaluation = evaluator.evaluation(candidate)
+        movable = Movable.of(evaluation, fixed)
+        found.append(Carried(candidate, step.program(schedule), evaluation, movable))
     return found
 
 
@@ -157,14 +160,14 @@ def test_an_allocator_that_is_not_torchs_is_told_of(
 def test_an_allocator_without_rules_hands_out_what_is_asked_for():
     step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
     plain = Allocations(step.footprints, around(step))
-    taken = plain.of("all", carried.evaluation.peak_bytes, lambda: carried.program)
+    taken = plain.of(carried.candidate, lambda: carried.program)
     assert taken.allocated_bytes == taken.reserved_bytes == carried.evaluation.peak_bytes
 
 
 def test_the_budget_is_for_what_is_allocated_or_for_what_is_reserved():
     step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
     found = Allocations(step.footprints, around(step), AllocatorSettings())
-    taken = found.of("all", carried.evaluation.peak_bytes, lambda: carried.program)
+    taken = found.of(carried.candidate, lambda: carried.program)
     counted = [taken.counted_bytes(on) for on in ("allocated", "reserved")]
     assert counted == [taken.allocated_bytes, taken.reserved_bytes]
     assert counted[0] < counted[1]
@@ -174,7 +177,7 @@ def test_what_is_reserved_leaves_a_segment_for_small_blocks_that_nobody_told_of(
     step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
     for settings in (AllocatorSettings(), GROWING):
         found = Allocations(step.footprints, around(step), settings)
-        taken = found.of("all", carried.evaluation.peak_bytes, lambda: carried.program)
+        taken = found.of(carried.candidate, lambda: carried.program)
         asked = requests_of_step(carried.program, around(step), step.footprints)
         for more in (512, 8192, 1 << 20):
             beside = replace(asked, given_bytes=(*asked.given_bytes, more))
@@ -204,6 +207,8 @@ def test_a_program_is_replayed_once_with_the_same_moves():
         made.append(carried.program)
         return carried.program
 
-    plain, travelling, again = (found.of("all", 0, program, m) for m in ((), moves, ()))
+    plain, travelling, again = (
+        found.of(replace(carried.candidate, moves=m), program) for m in ((), moves, ())
+    )
     assert len(made) == 2
     assert again == plain != travelling

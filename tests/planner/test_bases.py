@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxremat.ir import Solved
-from fxremat.ir.coded import decoded
+from fxremat.ir.schedule import decoded
 from fxremat.planner import bases
 from fxremat.planner.transfers import HostMemory
 from fxremat.solvers.rotor import RotorTable

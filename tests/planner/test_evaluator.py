@@ -9,11 +9,11 @@ import pytest
 from fxremat.costs.cost import Measured
 from fxremat.errors import CostError, ScheduleError
 from fxremat.ir import Forward, Keep, Schedule
-from fxremat.ir.coded import coded
-from fxremat.passes.emit.program import keep_all
+from fxremat.ir.schedule import coded, decoded
+from fxremat.passes.emit.program import build_program, keep_all
 from fxremat.passes.stages.block import Mode
 from fxremat.planner.evaluator import Evaluator
-from tests.harness import captured, held_bits, measured_peak_bytes, periodic
+from tests.harness import captured, held_bits, measured_peak_bytes, numbered, periodic
 
 
 def test_a_candidate_stands_for_its_decision():
@@ -24,10 +24,11 @@ def test_a_candidate_stands_for_its_decision():
     climbed = evaluator.climb(least)
     for candidate in (evaluator.keep_all(), least, climbed[len(climbed) // 2]):
         found = evaluator.decision(candidate)
-        held = held_bits(evaluator, found.held) if found.held else b""
-        assert held == candidate.held
-        assert coded(found.schedule).tolist() == candidate.codes.tolist()
-        program = step.program(found.schedule, missing={**found.missing}, held={**found.held})
+        nodes = step.line.nodes
+        kept = {stage: frozenset(nodes[i] for i in own) for stage, own in found.held}
+        assert (held_bits(evaluator, kept) if kept else b"") == candidate.held
+        schedule = decoded(candidate.codes)
+        program = build_program(step.line, schedule, step.blocks, found)
         assert program == evaluator.program(candidate)
         assert measured_peak_bytes(step, program) == candidate.peak_bytes
 
@@ -39,7 +40,8 @@ def test_options_of_a_schedule_are_in_its_decision():
     ops = list(keep_all(len(step.line.stages)))
     ops[stage] = Forward(stage, Keep.ALL, 1)
     decision = evaluator.decision(evaluator.candidate(coded(Schedule(tuple(ops)))))
-    assert decision.missing == {stage: step.options.parts[stage].missing(masks[stage][0])}
+    missing = {stage: step.options.parts[stage].missing(masks[stage][0])}
+    assert decision.missing == numbered(step.line, missing)
 
 
 def test_an_operation_of_unknown_workspace_is_named_each_time():

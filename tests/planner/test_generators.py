@@ -14,7 +14,7 @@ import fxremat
 from benchmarks.frontier import BLOCKS
 from benchmarks.least import compare, entries, holds
 from fxremat.ir import Backward, Problem
-from fxremat.ir.coded import Codes, decoded
+from fxremat.ir.schedule import Codes, decoded
 from fxremat.planner.context_bytes import Caller
 from fxremat.planner.generators import (
     Generator,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from fxremat.ir.coded import coded
+from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.handed import handed_over, staying

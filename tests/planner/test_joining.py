@@ -11,7 +11,7 @@ import torch
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Forward, JoinProblem, Keep, Schedule
-from fxremat.ir.coded import coded, decoded
+from fxremat.ir.schedule import coded, decoded
 from fxremat.passes.emit.program import Program
 from fxremat.passes.stages.firsts import any_order, check_draws
 from fxremat.passes.stages.linearize import Line

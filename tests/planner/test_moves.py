@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.ir.coded import coded
+from fxremat.ir import Move
+from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
-from fxremat.passes.emit.travel import Move
 from fxremat.planner.moves import Movable, conv_inputs, moved
 from tests.harness import captured, periodic, random_schedule
 
@@ -28,7 +28,7 @@ def movable(name: str, kind: str = "all") -> tuple[Movable, Program]:
     evaluator, joint = step.evaluator(), step.joint
     evaluation = evaluator.evaluation(evaluator.candidate(coded(schedule)))
     fixed = joint.storages.of((*joint.given, *joint.tangents, *step.line.pinned))
-    return Movable.of(evaluation, evaluator.step, fixed), step.program(schedule)
+    return Movable.of(evaluation, fixed), step.program(schedule)
 
 
 def readers(program: Program, storage: int) -> list[int]:

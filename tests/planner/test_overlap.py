@@ -8,9 +8,9 @@ import pytest
 
 from fxremat import torch_compat
 from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.overlap import Overlapped, overlap_within
+from fxremat.planner.overlap import Chosen, overlap_within
+from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
-from fxremat.planner.transfers import Moved
 from tests.harness import Captured, measured_peak_bytes, run_emitted, run_traced, searched
 from tests.models.bits import assert_bitwise_equal
 from tests.spread import gathering, group_of_one
@@ -29,15 +29,15 @@ def search(step: Captured) -> Search:
     return searched(step)
 
 
-def chosen(search: Search, way: str) -> Moved:
+def chosen(search: Search, way: str) -> Candidate:
     least = search.fastest_within(search.least_bytes)
-    return Moved.stays(search.baseline if way == WAYS[0] else least, search.evaluator)
+    return search.baseline if way == WAYS[0] else least
 
 
-def beside(search: Search, way: str, room: float) -> tuple[Moved, Overlapped]:
+def beside(search: Search, way: str, room: float) -> tuple[Candidate, Chosen]:
     """Before, and with ``room`` times the peak for a budget."""
     before = chosen(search, way)
-    budget_bytes = int(room * before.evaluation.peak_bytes)
+    budget_bytes = int(room * before.peak_bytes)
     return before, overlap_within(search, before, link=None, budget_bytes=budget_bytes)
 
 
@@ -45,12 +45,13 @@ def beside(search: Search, way: str, room: float) -> tuple[Moved, Overlapped]:
 @pytest.mark.parametrize("room", [1.0, 1.1, 2.0])
 def test_bytes_are_those_of_a_run(step: Captured, search: Search, way: str, room: float) -> None:
     before, found = beside(search, way, room)
-    assert found.shifts
-    assert found.moved.evaluation.peak_bytes <= room * before.evaluation.peak_bytes
+    assert found.candidate.shifts
+    assert found.candidate.peak_bytes == found.evaluation.peak_bytes
+    assert found.evaluation.peak_bytes <= room * before.peak_bytes
     given_bytes = search.setting.context_bytes.given_bytes
     swept = step.sweep(found.program)
-    assert found.moved.evaluation.peaks_bytes == tuple(n + given_bytes for n in swept.peaks_bytes)
-    assert found.moved.evaluation.held_bytes == tuple(n + given_bytes for n in swept.held_bytes)
+    assert found.evaluation.peaks_bytes == tuple(n + given_bytes for n in swept.peaks_bytes)
+    assert found.evaluation.held_bytes == tuple(n + given_bytes for n in swept.held_bytes)
     assert measured_peak_bytes(step, found.program) == swept.peak_bytes
 
 
@@ -66,9 +67,9 @@ def test_more_room_leaves_less_to_wait_for(search: Search, way: str) -> None:
     before, tight = beside(search, way, 1.0)
     _, wide = beside(search, way, 2.0)
     sent_s = sum(s for _, s in search.measured.costs.messages_s)
-    assert wide.moved.total_s <= tight.moved.total_s < before.total_s
-    assert before.total_s - wide.moved.total_s > 0.5 * sent_s
-    assert wide.moved.timeline.makespan_s == wide.moved.total_s
+    assert wide.candidate.total_s <= tight.candidate.total_s < before.total_s
+    assert before.total_s - wide.candidate.total_s > 0.5 * sent_s
+    assert wide.timeline.makespan_s == wide.candidate.total_s
 
 
 def test_parameters_are_gathered_a_call_ahead(search: Search) -> None:
@@ -89,7 +90,8 @@ def test_where_nothing_is_sent_nothing_changes(step: Captured) -> None:
     plain = searched(step)
     object.__setattr__(plain.measured, "costs", step.measured.costs)
     before, found = beside(plain, WAYS[0], 2.0)
-    assert not found.shifts and found.moved is before
+    assert found.candidate.key == before.key
+    assert found.candidate.total_s == before.total_s
 
 
 def test_blocks_that_an_allocator_hands_out_are_counted(step: Captured) -> None:

@@ -12,19 +12,20 @@ from torch import Tensor, fx, nn
 
 from fxremat.costs.cost import Measured
 from fxremat.ir import Forward, Keep, Schedule
-from fxremat.ir.coded import Codes, coded
+from fxremat.ir.schedule import Codes, coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.invert import is_inverse
 from fxremat.passes.joint.storage import is_tensor
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluation import Evaluation, Tensors
+from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.extract import make_room
 from fxremat.planner.places import TABLE
 from fxremat.planner.search import GENERATORS
 from tests.harness import (
     Captured,
+    Held,
     capture,
     captured,
     held_bits,
@@ -56,7 +57,7 @@ def test_predicted_peak_is_the_measured_one(name: str):
         assert measured_peak_bytes(step, step.program(schedule)) == candidate.peak_bytes, schedule
 
 
-def check(step: Captured, evaluator: Evaluator, codes: Codes, held: Tensors) -> None:
+def check(step: Captured, evaluator: Evaluator, codes: Codes, held: Held) -> None:
     """An evaluation says what a sweep of the program finds."""
     candidate = evaluator.candidate(codes, held_bits(evaluator, held))
     found, program = evaluator.evaluation(candidate), evaluator.program(candidate)
@@ -71,7 +72,7 @@ def check(step: Captured, evaluator: Evaluator, codes: Codes, held: Tensors) -> 
     assert found.seconds == pytest.approx(taken, rel=1e-12, abs=1e-12 * sum(taken))
     assert candidate.total_s == pytest.approx(sum(taken), rel=1e-12)
     assert {x.storage: (set(x.nodes), x.last, x.next) for x in found.lives} == {
-        storage: ({evaluator.step.number[n] for n in nodes}, last, after)
+        storage: ({step.line.order[n] for n in nodes}, last, after)
         for storage, (nodes, last, after) in lives(program).items()
     }
 
@@ -109,7 +110,7 @@ def with_options(step: Captured, schedule: Schedule, draw: random.Random) -> Sch
     return Schedule(tuple(ops))
 
 
-def some_held(step: Captured, draw: random.Random) -> Tensors:
+def some_held(step: Captured, draw: random.Random) -> Held:
     """Some tensors of each stage, of a few, or of none."""
     share = draw.choice([0.0, 0.02, 0.2])
     return {
@@ -118,7 +119,7 @@ def some_held(step: Captured, draw: random.Random) -> Tensors:
     }
 
 
-def random_decision(step: Captured, seed: int) -> tuple[Codes, Tensors]:
+def random_decision(step: Captured, seed: int) -> tuple[Codes, Held]:
     draw, line = random.Random(seed), step.measured.line
     schedule = random_schedule(len(line.stages), seed)
     if line.branch_ends:

@@ -9,7 +9,7 @@ import pytest
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import find_options
 from fxremat.costs.scaled import Anchor, ScaledCosts
-from fxremat.ir.coded import coded
+from fxremat.ir.schedule import coded
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.planner.context_bytes import Caller, context_bytes_of
 from fxremat.planner.evaluator import Evaluator

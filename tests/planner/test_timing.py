@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxremat.ir import Copy, Event, Lane, MeasuredLink, Timeline
-from fxremat.passes.emit.travel import Move
+from fxremat.ir import Copy, Event, Lane, MeasuredLink, Move, Timeline
 from fxremat.planner.moves import Movable, moved
 from fxremat.planner.timing import replay
 from tests.harness import captured
@@ -22,7 +21,7 @@ def whole() -> Movable:
     evaluator, joint = step.evaluator(), step.joint
     evaluation = evaluator.evaluation(evaluator.keep_all())
     fixed = joint.storages.of((*joint.given, *joint.tangents, *step.line.pinned))
-    found = Movable.of(evaluation, evaluator.step, fixed)
+    found = Movable.of(evaluation, fixed)
     return replace(found, evaluation=replace(evaluation, seconds=(1.0,) * len(evaluation.ops)))
 
 

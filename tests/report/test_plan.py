@@ -11,11 +11,11 @@ import pytest
 import fxremat
 from fxremat.errors import PlanError
 from fxremat.ir import (
+    Decision,
     MeasuredLink,
+    Move,
     Origin,
     RecordedCosts,
-    RecordedDecision,
-    RecordedMove,
     StageSeconds,
 )
 from fxremat.report.plan import Plan
@@ -25,9 +25,7 @@ from tests.plans import everything_kept, plan_of
 PLAN = replace(
     plan_of(everything_kept(3), stages=3),
     forward_code="def forward(self, args):\n    return []\n",
-    decision=RecordedDecision(
-        ((1, (4, 5)),), ((0, (2,)),), (RecordedMove(1, 8, (3,), 1, 2, 3, 4),)
-    ),
+    decision=Decision(((1, (4, 5)),), ((0, (2,)),), (Move(1, 8, (3,), 1, 2, 3, 4),)),
     origin=Origin("o", "c", ("float32[2]",), "a CPU", (("torch", "'2'"),), (), (), ()),
     measured=RecordedCosts(
         (StageSeconds(0.1, 0.2, 1 / 3),),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
 from fxremat.errors import ScheduleError
-from fxremat.ir import Backward, Compute, Forward, Keep, Schedule
+from fxremat.ir import Backward, Compute, Decision, Forward, Keep, Schedule
 from fxremat.passes.stages.block import Block, Mode, candidates
 from fxremat.passes.stages.blocks import NOTHING, BlockCache
 from fxremat.passes.stages.firsts import check_draws
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.sums import sums_at
+
+NOTHING_MORE = Decision()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +60,17 @@ def build_program(
     line: Line,
     schedule: Schedule,
     blocks: BlockCache,
-    missing: Mapping[int, frozenset[fx.Node]] | None = None,
-    held: Mapping[int, frozenset[fx.Node]] | None = None,
+    decision: Decision = NOTHING_MORE,
     handed: frozenset[fx.Node] = NOTHING,
 ) -> Program:
     """Find the blocks that carry out ``schedule``.
 
     Args:
         line: the stages.
-        schedule: what to do; its save options are in ``missing``.
+        schedule: what to do.
         blocks: blocks of ``line``.
-        missing: for each stage whose saved set is not kept whole: tensors that its
-            backward recomputes where it needs them.
-        held: for each stage: tensors kept from its first forward until they are last read.
+        decision: what save options keep, and what is kept from a first forward until it is last
+            read.
         handed: gradients whose memory nobody holds once they are made and handed over.
 
     Every tensor is taken from the last call before that can give it, and every call
@@ -83,7 +83,9 @@ def build_program(
     Raises:
         ScheduleError: the schedule never computes something that is read.
     """
-    joint = line.joint
+    joint, nodes = line.joint, line.nodes
+    missing = {stage: frozenset(nodes[i] for i in own) for stage, own in decision.missing}
+    held = {stage: frozenset(nodes[i] for i in own) for stage, own in decision.held}
     ops = list(schedule.computations)
     if len(ops) < len(schedule):
         raise ScheduleError(f"graphs with transfers can't be emitted: {schedule}")
@@ -99,12 +101,12 @@ def build_program(
     turn, saved = 0, later.copy()
     for op, mode in reversed(list(zip(ops, _modes(ops), strict=True))):
         stage, backward = op.stage, mode is Mode.BACKWARD
-        own_held = (held or {}).get(stage, NOTHING)
+        own_held = held.get(stage, NOTHING)
         sums = summed.get(stage) if backward else None
         given = needed.among(candidates(line, stage, mode, own_held, sums))
         if not given and mode is Mode.AGAIN:
             continue
-        own_missing = (missing or {}).get(stage, NOTHING) if backward else NOTHING
+        own_missing = missing.get(stage, NOTHING) if backward else NOTHING
         block = blocks(stage, mode, given, own_missing, own_held, sums)
         away = needed.remove(given)
         later -= given

@@ -11,16 +11,55 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.ir import Backward, Keep
+from fxremat.ir import Backward, Keep, Move
 from fxremat.passes.emit.code import COMMENT, GROUP, ScheduleModule, compile_graph
 from fxremat.passes.emit.program import Call, Program
-from fxremat.passes.emit.travel import HOST_BYTES, Move, Travel, bytes_name, slot_name
 from fxremat.passes.joint.sizes import Size, layouts_of
 from fxremat.passes.stages.block import Block, Mode, build_graph
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.signature import Key, block_key
 from fxremat.runtime.views import tensor_in
 from fxremat.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """What travels to host memory, and where it lies there.
+
+    Attributes:
+        moves: when each storage leaves and comes back.
+        offsets: of each, in bytes from the start of a step's host memory.
+        nbytes: of that memory.
+        arena: the number by which emitted code finds it.
+    """
+
+    moves: tuple[Move, ...]
+    offsets: dict[int, int]
+    nbytes: int
+    arena: int
+
+    def names(self) -> dict[str, int]:
+        """What the code of a step that follows its sizes calls these numbers, and what they are.
+
+        For the same moves at other sizes the code needs no more than these.
+        """
+        slots = {slot_name(storage): offset for storage, offset in self.offsets.items()}
+        sizes = {bytes_name(move.storage): move.nbytes for move in self.moves}
+        return {**slots, **sizes, HOST_BYTES: self.nbytes}
+
+
+HOST_BYTES = "HOST_BYTES"
+"""Of the step's host memory, in code that follows sizes."""
+
+
+def slot_name(storage: int) -> str:
+    """Where a storage lies in it."""
+    return f"SLOT{storage}"
+
+
+def bytes_name(storage: int) -> str:
+    """How large a storage is."""
+    return f"BYTES{storage}"
 
 
 @dataclass(slots=True)
@@ -63,7 +102,8 @@ def rewrite(
     """
     joint = program.line.joint
     moves = travel.moves if travel else ()
-    away = {node for move in moves for node in move.nodes}
+    nodes = program.line.nodes
+    away = {nodes[i] for move in moves for i in move.nodes}
     saved = tuple(node for node in program.saved if node not in away)
     forward = _Writer(program, modules, "forward")
     forward.take(joint.primals)
@@ -172,7 +212,7 @@ class _Writer:
 
     def _describe_host(self, travel: Travel) -> None:
         """As AOTAutograd wants it of everything that the forward hands to the backward."""
-        example = travel.moves[0].nodes[0].meta["val"]
+        example = self._line.nodes[travel.moves[0].nodes[0]].meta["val"]
         self._host.meta["val"] = example.new_empty(travel.nbytes, dtype=torch.uint8, device="cpu")
 
     def leave(self, moves: Iterable[Move], place: int) -> None:
@@ -193,7 +233,7 @@ class _Writer:
                 )
 
     def _run(self, target: Callable[..., object], move: Move, comment: str) -> None:
-        value = self._values[move.nodes[0]]
+        value = self._values[self._line.nodes[move.nodes[0]]]
         offset = self._offset(move)
         node = self._graph.call_function(target, (value, self._host, offset))
         node.meta["val"] = None
@@ -209,13 +249,14 @@ class _Writer:
                 self._wait(move)
 
     def _prefetch(self, move: Move) -> None:
-        value = move.nodes[0].meta["val"]
+        first = self._line.nodes[move.nodes[0]]
+        value = first.meta["val"]
         nbytes = self._number(bytes_name(move.storage), move.nbytes)
         back = self._graph.create_node(
             "call_function",
             torch.ops.fxremat.prefetch.default,
             (self._host, self._offset(move), nbytes, value.device),
-            name=f"{self._value_name(move.nodes[0])}_bytes",
+            name=f"{self._value_name(first)}_bytes",
         )
         back.meta["val"] = value.new_empty(move.nbytes, dtype=torch.uint8)
         back.meta[COMMENT] = f"H2D {format_bytes(move.nbytes)}"
@@ -225,7 +266,7 @@ class _Writer:
         memory = self._back.pop(move.storage)
         waiting = self._graph.call_function(torch.ops.fxremat.wait.default, (memory,))
         waiting.meta["val"] = None
-        for node in move.nodes:
+        for node in map(self._line.nodes.__getitem__, move.nodes):
             value, (layout,) = node.meta["val"], layouts_of(node)
             place = (value.dtype, [*layout.shape], [*layout.stride], layout.offset)
             self._values[node] = self._graph.create_node(

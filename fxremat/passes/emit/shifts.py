@@ -14,27 +14,12 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.ir import Shift
 from fxremat.passes.emit.program import Call
 from fxremat.passes.joint import batchnorm, rng
 from fxremat.passes.joint.storage import is_tensor
 from fxremat.passes.stages.block import Block, is_getitem
 from fxremat.passes.stages.linearize import Line
-
-
-@dataclass(frozen=True, slots=True)
-class Shift:
-    """A collective that starts earlier, or a wait that comes later.
-
-    Attributes:
-        node: the collective, or the wait.
-        source: index of the call that runs it.
-        target: of the call that is to run it: the same, the one before for a collective, the one
-            after for a wait.
-    """
-
-    node: fx.Node
-    source: int
-    target: int
 
 
 def shifted(calls: Sequence[Call], line: Line, shifts: Iterable[Shift]) -> tuple[Call, ...]:
@@ -47,7 +32,8 @@ def shifted(calls: Sequence[Call], line: Line, shifts: Iterable[Shift]) -> tuple
     for shift in shifts:
         blocks = blocks_of(found, line, shift)
         if not blocks:
-            raise LookupError(f"{shift.node.name} cannot go from call {shift.source}")
+            name = line.nodes[shift.node].name
+            raise LookupError(f"{name} cannot go from call {shift.source}")
         for index, block in blocks.items():
             found[index] = replace(found[index], block=block)
     return tuple(found)
@@ -56,14 +42,15 @@ def shifted(calls: Sequence[Call], line: Line, shifts: Iterable[Shift]) -> tuple
 def blocks_of(calls: Sequence[Call], line: Line, shift: Shift) -> dict[int, Block]:
     """What the calls that a shift changes run then, by index; none where it cannot be."""
     source, target = calls[shift.source].block, calls[shift.target].block
-    early = not torch_compat.is_wait(shift.node)
+    node = line.nodes[shift.node]
+    early = not torch_compat.is_wait(node)
     step = -1 if early else 1
-    if shift.node not in source.nodes or shift.target - shift.source not in (0, step):
+    if node not in source.nodes or shift.target - shift.source not in (0, step):
         return {}
-    part = _needed(source, shift.node) if early else _depending(source, shift.node)
+    part = _needed(source, node) if early else _depending(source, node)
     if not _may_move(part, early=early):
         return {}
-    move = _Move(line, source, part, _held(line, shift.node), early)
+    move = _Move(line, source, part, _held(line, node), early)
     if target is source:
         return {shift.source: move.within()}
     blocks = move.to(target)

@@ -107,6 +107,11 @@ class Line:
             return f"stage{stage}"
         return f"{self.segments.name_of(self.segments.at(stage))}_stage{stage}"
 
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes of the joint graph by their index in it, as in ``order``."""
+        return tuple(self.order)
+
     def rank(self, node: fx.Node) -> tuple[int, int]:
         """Sorts tensors by role, then as they are computed."""
         return (self.role_of[node], self.order[node])
