@@ -62,7 +62,8 @@ def test_nothing_is_found_where_everything_is_kept(name: str):
 @models
 def test_what_is_held_is_never_computed_again(name: str):
     evaluator, last = search_of(name).evaluator, climbed(name)[-1]
-    held = frozenset().union(*evaluator.decision(last).held.values())
+    nodes = evaluator.line.nodes
+    held = frozenset(nodes[i] for _, own in evaluator.decision(last).held for i in own)
     assert held
     for call in evaluator.program(last).calls:
         again = call.block.nodes if call.block.mode is Mode.AGAIN else call.block.again

@@ -9,7 +9,7 @@ import pytest
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import find_options
 from fxremat.costs.scaled import Anchor, ScaledCosts
-from fxremat.ir.schedule import coded
+from fxremat.ir.schedule import coded, decoded
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.planner.context_bytes import Caller, context_bytes_of
 from fxremat.planner.evaluator import Evaluator
@@ -127,5 +127,5 @@ def test_what_a_search_at_another_size_finds_is_known_from_then_on():
         best_s = there.fastest_within(budget_bytes).total_s
         assert chosen.total_s <= best_s * (1 + 1e-9 if budget_bytes == low else 1.05)
         assert at.peak_bytes(found.evaluator.program(chosen)) == chosen.peak_bytes
-    optioned = [op for c in members for op in there.evaluator.decision(c).schedule.computations]
+    optioned = [op for c in members for op in decoded(c.codes)]
     assert any(getattr(op, "option", 0) for op in optioned)
