@@ -39,7 +39,7 @@ from fxremat.planner.search import GENERATORS, Search
 from fxremat.progress import silent
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
-from tests.plain_sweep import Sweep, sweep
+from tests.reference.plain_sweep import Sweep, sweep
 
 if TYPE_CHECKING:
     import pytest

@@ -25,7 +25,7 @@ from fxremat.passes.stages.resize import resize
 from fxremat.progress import silent
 from tests.harness import SEED, Captured, Made, Ran, bare, capture
 from tests.models import ZOO
-from tests.plain_sweep import sweep
+from tests.reference.plain_sweep import sweep
 
 Dims = Sequence[Sequence[int]]
 """Of each tensor of a sample, the dimensions that are symbols."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.broken_check import BUDGETS, Budget, check
-from tests.broken_parts import KINDS
-from tests.broken_programs import program
+from tests.broken_programs import KINDS, program
 from tests.models.bits import bitwise_equal
 
 QUICK = (6, 11, 39, 52, 54, 93, 107, 116, 129, 133, 143, 169)

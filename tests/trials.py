@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import fxremat
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.ir import Forward
+from fxremat.report.plan import Plan
 from tests.harness import ask_input_gradients
 from tests.models import ZOO, ZooModel
 from tests.models.bits import assert_bitwise_equal
@@ -103,3 +105,22 @@ def attempt(
         plan.host_bytes,
         sum(isinstance(op, Forward) for op in plan.schedule) > len(plan.chain),
     )
+
+
+@functools.cache
+def compiled_once(name: str, offload: str = "") -> tuple[CompiledModule, Callable[[], None]]:
+    """A model of the zoo within seven tenths of its peak, and a step of it."""
+    entry = ZOO[name]
+    _, call = compiled(entry, 0.7, **({"offload": offload} if offload else {}))
+    args, kwargs = entry.sample(0)
+
+    def step() -> None:
+        call.zero_grad()
+        entry.loss(call(*args, **kwargs)).backward()
+
+    return call, step
+
+
+def plan_of_model(name: str, offload: str = "") -> Plan:
+    """Its plan."""
+    return compiled_once(name, offload)[0].plan

@@ -16,7 +16,7 @@ from benchmarks.common import Spread, save, show
 from benchmarks.solver_speed.chains import MIB, heterogeneous
 from fxremat.ir import Backward, Chain, Costs, Forward, Keep, Op, Problem, Schedule, Solved
 from fxremat.solvers.rotor import RotorTable, least_budget
-from tests.plain_rotor import plain_rotor
+from tests.reference.plain_rotor import plain_rotor
 from tests.reference.simulate import check, simulate
 
 STAGES = 339

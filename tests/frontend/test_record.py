@@ -11,7 +11,7 @@ from fxremat.ir import Backward, Copy
 from fxremat.report.memory import Kind
 from fxremat.report.plan import Plan
 from tests.models import ZOO
-from tests.recorded import plan_of_model
+from tests.trials import plan_of_model
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.costs import bandwidth
 from tests.models.bits import assert_bitwise_equal
-from tests.stood_in import (
+from tests.on_cuda.stood_in import (
     Offload,
     Trained,
     batch_of,
@@ -263,7 +263,8 @@ def test_steps_of_an_optimizer(kind: str):
 
 def alone(program: str, *, processes: int = 1, **environment: str) -> None:
     """Run ``program`` in processes of their own, on the stand-in as this one; no fault is told."""
-    text = "import gc\nimport torch\nfrom tests.stood_in import *\n" + textwrap.dedent(program)
+    head = "import gc\nimport torch\nfrom tests.on_cuda.stood_in import *\n"
+    text = head + textwrap.dedent(program)
     running = [
         subprocess.Popen(
             [sys.executable, "-c", text],

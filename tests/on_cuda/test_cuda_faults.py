@@ -20,7 +20,7 @@ from fxremat.runtime import streams
 from fxremat.runtime.arena import Arena
 from tests.models.bits import assert_bitwise_equal
 from tests.moving import ops
-from tests.stood_in import (
+from tests.on_cuda.stood_in import (
     CUDA,
     Offload,
     Trained,

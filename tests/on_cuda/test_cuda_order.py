@@ -18,12 +18,12 @@ from torch.nn import functional
 from fxremat.runtime.memory import Block
 from fxremat.runtime.streams import Lane, PinnedBlock, StreamLease, Traffic
 from tests.cuda import CUDA, ENTRIES, Mode, Share, compiled, copies, forget, needs_cuda
-from tests.happens_before import Found, checked
 from tests.models import ZooModel, hf
 from tests.models.zoo import drawn_once, sum_of_squares
+from tests.on_cuda.happens_before import Found, checked
+from tests.on_cuda.training_loops import LOOPS, STEPS, Training, on_two_streams
+from tests.on_cuda.transfer_programs import PROGRAMS, run, steps_on_two_streams, streams
 from tests.stream_waits import Wait, left_out, waits
-from tests.training_loops import LOOPS, STEPS, Training, on_two_streams
-from tests.transfer_programs import PROGRAMS, run, steps_on_two_streams, streams
 
 pytestmark = [
     *needs_cuda,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.happens_before import Found, Line, check
+from tests.on_cuda.happens_before import Found, Line, check
 
 A, B = 7, 8
 """Streams that do not wait for the default one."""

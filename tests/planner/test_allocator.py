@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.planner.allocator import AllocatorSettings, CachingAllocator
-from tests.plain_allocator import KIB, MIB, PlainAllocator
+from tests.reference.plain_allocator import KIB, MIB, PlainAllocator
 
 GROWING = AllocatorSettings(expandable_segments=True)
 Sequence = list[tuple[str, int] | tuple[str, int, int]]

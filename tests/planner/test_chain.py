@@ -12,7 +12,7 @@ from fxremat.passes.emit.program import keep_all
 from fxremat.planner.chain import build_chain, build_costs
 from tests.harness import Captured, captured, periodic, random_schedule
 from tests.models import ZOO
-from tests.plain_sweep import sweep
+from tests.reference.plain_sweep import sweep
 from tests.reference.simulate import simulate
 
 every_model = pytest.mark.parametrize("name", ZOO)

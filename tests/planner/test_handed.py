@@ -28,8 +28,8 @@ from tests.harness import (
 )
 from tests.models import ZOO
 from tests.models.zoo import seeded
-from tests.plain_sweep import sweep
 from tests.planner.test_replay import random_decision
+from tests.reference.plain_sweep import sweep
 
 WIDTH, ROWS = 24, 40
 

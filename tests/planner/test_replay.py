@@ -36,8 +36,8 @@ from tests.harness import (
 )
 from tests.models import ZOO
 from tests.passes.test_invert import X, network
-from tests.plain_sweep import seconds, sweep
 from tests.planner.test_joining import random_join_schedule
+from tests.reference.plain_sweep import seconds, sweep
 
 evaluator_of = functools.cache(lambda name: captured(name).evaluator(around(captured(name))))
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fxremat.ir import Forward, Infeasible, Keep, Solved
 from fxremat.solvers import join as general
-from tests.griewank import checkpoint_schedules_steps, forward_steps, pyrevolve_steps
 from tests.reference.brute import join as brute
+from tests.reference.griewank import checkpoint_schedules_steps, forward_steps, pyrevolve_steps
 from tests.reference.join_units import UnitTable, equiv_chain, least_slots, unit_problem
 from tests.reference.simulate.join import check, simulate
 

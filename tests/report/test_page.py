@@ -24,7 +24,7 @@ from fxremat.report.page import page_with
 from fxremat.report.plan import Plan
 from fxremat.report.stages import tell_stages
 from tests.plans import everything_kept, plan_of
-from tests.recorded import plan_of_model
+from tests.trials import plan_of_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 

@@ -13,7 +13,7 @@ from torch.cuda import _memory_viz
 from fxremat.errors import PlanError
 from fxremat.report.plan import Plan
 from tests.plans import everything_kept, plan_of
-from tests.recorded import plan_of_model
+from tests.trials import plan_of_model
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -11,7 +11,7 @@ import pytest
 
 from fxremat.errors import PlanError
 from fxremat.ir import Copy, Timeline
-from tests.recorded import compiled_once, plan_of_model
+from tests.trials import compiled_once, plan_of_model
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -13,7 +13,7 @@ import torch
 from fxremat import runtime
 from fxremat.runtime import lease, streams
 from fxremat.runtime.streams import StreamLease
-from tests.stream_schedules import run_schedule
+from tests.runtime.stream_schedules import run_schedule
 from tests.stream_waits import ORDERING, Wait, left_out, ordering_calls, waits
 
 SEEDS = 10_000

@@ -21,9 +21,9 @@ from fxremat.ir import (
     StageCosts,
 )
 from fxremat.solvers import pofo, rotor
-from tests.plain_pofo import plain_pofo
 from tests.problems import keep_all
 from tests.reference.brute import pofo as brute
+from tests.reference.plain_pofo import plain_pofo
 from tests.reference.simulate import check
 from tests.strategies import SIZES, any_costs, costed_chains, huge_chains, paper_costs
 

@@ -10,9 +10,9 @@ from fxremat.ir import Chain, Costs, Forward, Infeasible, Keep, Problem, Solved,
 from fxremat.solvers import revolve, rotor
 from fxremat.solvers.numbers import numbers_of
 from fxremat.solvers.sequences import base_bytes
-from tests import griewank, problems
+from tests import problems
 from tests.problems import NAMED, Named
-from tests.reference import brute
+from tests.reference import brute, griewank
 from tests.reference.simulate import check
 from tests.strategies import SECONDS, costed_chains, huge_chains
 

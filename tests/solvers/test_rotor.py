@@ -16,9 +16,9 @@ from fxremat.solvers import rotor, store_all
 from fxremat.solvers.kernels import TILE
 from fxremat.solvers.rotor import RotorTable, least_budget
 from tests.examples import examples
-from tests.plain_rotor import plain_rotor
 from tests.problems import NAMED, Named, figure_2, keep_all, second_way
 from tests.reference import brute
+from tests.reference.plain_rotor import plain_rotor
 from tests.reference.simulate import check, simulate
 from tests.strategies import chains_with_options, costed_chains, huge_chains
 

@@ -1,4 +1,4 @@
-"""Trainers of others in several processes: what each of them has planned."""
+"""Trainers of others in several processes: all follow one plan, with ``ranks=``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import accelerate
 import lightning
+import pytest
 import torch
 import transformers
 from torch import multiprocessing, nn
@@ -130,3 +131,15 @@ def _transformers(count: int, folder: Path) -> Any:
 
 
 CLIENTS = {"accelerate": _accelerate, "lightning": _lightning, "transformers": _transformers}
+
+
+@pytest.mark.parametrize(
+    "client",
+    [c if c == "accelerate" else pytest.param(c, marks=pytest.mark.slow) for c in CLIENTS],
+)
+def test_all_processes_of_a_trainer_follow_one_plan(client: str) -> None:
+    (plan, error), *others = planned(client, [False, True])
+    assert isinstance(plan, Planned)
+    assert isinstance(error, str)
+    assert error.startswith("RankError: rank 1 has captured another step than rank 0: ")
+    assert others == [[plan, error]]

@@ -13,7 +13,11 @@ from torch.utils._pytree import tree_leaves
 from tests.cuda import CUDA, Trained, copies
 from tests.models import ZooModel
 from tests.models.reference import move
-from tests.transfer_programs import interrupted_after_a_copy, interrupted_before_a_wait, streams
+from tests.on_cuda.transfer_programs import (
+    interrupted_after_a_copy,
+    interrupted_before_a_wait,
+    streams,
+)
 
 STEPS = 3
 
