@@ -24,8 +24,8 @@ from benchmarks.common import Spread, interleave, save, show
 from benchmarks.steps import entry_of
 from fxremat.costs.cache import COSTS, cost_cache
 from fxremat.costs.cost import Measured
-from fxremat.costs.library import with_convolutions
-from fxremat.costs.scaled import Anchor, ScaledCosts
+from fxremat.costs.library import with_workspaces
+from fxremat.costs.scaled import ScaledCosts
 from fxremat.passes.emit.code import SizedSchedule
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, Values
@@ -81,7 +81,6 @@ class Family:
         args, kwargs = entry.sample(0)
         dims = [range(min(t.dim(), 2)) for t in tensors_in((args, kwargs))]
         step = capture_sized(entry.build(), args, kwargs, dims=dims)
-        sizes, line = step.joint.sizes, step.line
         measured = step.measured
         search = Search.over(
             measured,
@@ -92,7 +91,7 @@ class Family:
         low, high = search.least_bytes, search.baseline.peak_bytes
         return Family(
             step,
-            ScaledCosts.of(line, step.blocks, [Anchor(sizes.hints, measured.costs)]),
+            ScaledCosts(step.line, step.blocks, measured.costs),
             search,
             BlockModules(),
             int(low + SHARE * (high - low)),
@@ -102,7 +101,7 @@ class Family:
         """Graphs that can be called and predicted seconds at a size; ``None``: nothing fits."""
         step = self.step
         with clock.part("costs"):
-            costs = with_convolutions(self.costs.at(values), step.line, values, cost_cache())
+            costs = with_workspaces(self.costs.at(values), step.line, values, cost_cache())
         with clock.part("numbers"):
             measured = self.search.measured.at(costs)
             around = context_bytes_of(measured.line.joint, {}, CALLER, values=values)
@@ -125,7 +124,7 @@ class Family:
         """Seconds of the best that a search for that size alone finds with the same costs."""
         line = resize(self.step.line, values)
         blocks = BlockCache(line)
-        costs = with_convolutions(self.costs.at(values), self.step.line, values, cost_cache())
+        costs = with_workspaces(self.costs.at(values), self.step.line, values, cost_cache())
         measured = Measured.of(line, costs)
         around = context_bytes_of(measured.line.joint, {}, CALLER, values=values)
         search = Search.over(measured, blocks, around, progress=silent)

@@ -62,7 +62,7 @@ def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
 
 def operation_seconds(joint: JointGraph, device: Device) -> Floats:
     """Of each node, by index; 0 for one that computes nothing."""
-    works = Works.of(joint)
+    works = Works(joint)
     work = works.at(joint.sizes.hints)
     flop_s = np.array([device.flop_s(_dtype_of(node)) for node in joint.module.graph.nodes])
     busy_s = np.maximum(work.nbytes / device.bytes_per_s, work.flops * flop_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.sizes import Formulas, Layout, Values, layouts_of, product
+from fxremat.passes.joint.sizes import Layout, Values, layouts_of, product
 from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.block import Mode, call_of, is_getitem
 
@@ -36,19 +36,6 @@ class _Shape:
 
     begin: int
     end: int
-
-
-Flops = Callable[[list[int]], float]
-"""Of one operation, from all numbers."""
-
-
-def _counted(count: Callable[..., Any], shapes: Any, made: Any) -> Flops:
-    """A formula of torch's registry, which takes shapes."""
-
-    def flops(numbers: list[int]) -> float:
-        return float(count(*_filled(shapes, numbers), out_val=_filled(made, numbers)))
-
-    return flops
 
 
 def _filled(value: Any, numbers: list[int]) -> Any:
@@ -80,67 +67,46 @@ def ratio(now: Floats, before: Floats) -> Floats:
     return np.divide(now, before, out=np.ones_like(now), where=before > 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Works:
     """The work of each node of a graph; operations that are alike are looked at once.
 
     Attributes:
-        formulas: shapes, then bytes of tensors.
         kind: of each node, by index; kind 0 does nothing.
-        pairs: a kind, and one of the tensors that it reads or makes: rows of indices.
-        flops: of kinds that multiply matrices.
     """
 
-    formulas: Formulas
-    kind: NDArray[np.int64]
-    pairs: NDArray[np.int64]
-    flops: tuple[tuple[int, Flops], ...]
-
-    @staticmethod
-    def of(joint: JointGraph) -> Works:
-        """Those of a joint graph."""
-        kinds = _Kinds(joint)
-        kind = np.array([kinds.of(node) for node in joint.module.graph.nodes], dtype=np.int64)
-        numbers = [*kinds.numbers, *kinds.nbytes]
-        pairs = np.array(kinds.pairs, dtype=np.int64).reshape(-1, 2).T
-        pairs[1] += len(kinds.numbers)
-        return Works(joint.sizes.formulas(numbers), kind, pairs, tuple(kinds.flops))
+    def __init__(self, joint: JointGraph) -> None:
+        self._joint = joint
+        self._known: dict[object, int] = {}
+        self._tensors: dict[object, int] = {}
+        self._nbytes: list[int] = []
+        self._shapes: list[int] = []
+        self._pairs: list[tuple[int, int]] = []
+        self._flops: list[tuple[int, Callable[..., Any], Any, Any]] = []
+        self.kind = np.array([self._kind_of(n) for n in joint.module.graph.nodes], dtype=np.int64)
+        self._formulas = joint.sizes.formulas([*self._shapes, *self._nbytes])
+        self._kinds, tensors = np.array(self._pairs, dtype=np.int64).reshape(-1, 2).T
+        self._places = tensors + len(self._shapes)
 
     def at(self, values: Values) -> Work:
         """The work at sizes ``values``."""
-        numbers = self.formulas(values)
-        count = int(self.kind.max(initial=0)) + 1
-        kinds, tensors = self.pairs
-        each = numbers[tensors].astype(np.float64)
-        nbytes: Floats = np.zeros(count)
-        np.add.at(nbytes, kinds, each)
+        numbers = self._formulas(values)
+        each = numbers[self._places].astype(np.float64)
+        count = len(self._known) + 1
+        nbytes = np.bincount(self._kinds, weights=each, minlength=count)
         flops, listed = np.zeros(count), numbers.tolist()
-        for kind, count_flops in self.flops:
-            flops[kind] = count_flops(listed)
+        for kind, formula, shapes, made in self._flops:
+            flops[kind] = formula(*_filled(shapes, listed), out_val=_filled(made, listed))
         return Work(nbytes[self.kind], flops[self.kind], each)
 
     def growth(self, now: Work, before: Work) -> Floats:
         """How many times more each node has to do, of what has grown most: a tensor, or flops."""
-        more = np.ones(int(self.kind.max(initial=0)) + 1)
-        np.maximum.at(more, self.pairs[0], ratio(now.each_bytes, before.each_bytes))
+        more = np.ones(len(self._known) + 1)
+        np.maximum.at(more, self._kinds, ratio(now.each_bytes, before.each_bytes))
         return np.maximum(more[self.kind], ratio(now.flops, before.flops))
 
-
-@dataclass(slots=True)
-class _Kinds:
-    """Numbers the kinds of operations as they are met."""
-
-    joint: JointGraph
-    known: dict[object, int] = field(default_factory=dict)
-    tensors: dict[object, int] = field(default_factory=dict)
-    nbytes: list[int] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    pairs: list[tuple[int, int]] = field(default_factory=list)
-    flops: list[tuple[int, Flops]] = field(default_factory=list)
-
-    def of(self, node: fx.Node) -> int:
+    def _kind_of(self, node: fx.Node) -> int:
         """The kind of ``node``; 0 for what is no operation, or only looks at a tensor."""
-        table = self.joint.storages
+        table = self._joint.storages
         if node.op != "call_function" or is_getitem(node):
             return 0
         sources = tuple(node.all_input_nodes)
@@ -150,39 +116,40 @@ class _Kinds:
         layouts = [(layouts_of(n), [t.dtype for t in tensors_of(n)]) for n in (*sources, node)]
         plain = fx.map_arg((args, kwargs), lambda _node: None)
         key = (str(target), repr(layouts), repr(plain))
-        if key not in self.known:
-            self.known[key] = 1 + len(self.known)
-            self._describe(self.known[key], node, target, args)
-        return self.known[key]
+        if key not in self._known:
+            self._known[key] = 1 + len(self._known)
+            self._describe(self._known[key], node, target, args)
+        return self._known[key]
 
     def _describe(self, kind: int, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+        """Note the tensors of a new kind of operation, and how its multiply-adds are counted."""
         for source in (*node.all_input_nodes, node):
             for layout, tensor in zip(layouts_of(source), tensors_of(source), strict=True):
-                self.pairs.append((kind, self._tensor(layout, tensor.element_size())))
+                self._pairs.append((kind, self._tensor(layout, tensor.element_size())))
         packet = getattr(target, "overloadpacket", None)
         registry: Any = flop_registry
         count = registry.get(_ALIKE.get(packet, packet))
         if count is not None:
-            shapes = fx.map_arg(args, self._shapes)
-            made = self._shapes(node)
-            self.flops.append((kind, _counted(count, shapes, made)))
+            shapes = fx.map_arg(args, self._shapes_of)
+            self._flops.append((kind, count, shapes, self._shapes_of(node)))
 
     def _tensor(self, layout: Layout, element_size: int) -> int:
+        """The number of a tensor's bytes; tensors of one shape and element size share it."""
         key = (repr(layout.shape), element_size)
-        if key not in self.tensors:
-            self.tensors[key] = len(self.nbytes)
-            self.nbytes.append(product((*layout.shape, element_size)))
-        return self.tensors[key]
+        if key not in self._tensors:
+            self._tensors[key] = len(self._nbytes)
+            self._nbytes.append(product((*layout.shape, element_size)))
+        return self._tensors[key]
 
-    def _shapes(self, node: fx.Node) -> Any:
+    def _shapes_of(self, node: fx.Node) -> Any:
         """Stands for the shape of a node's tensor, or for those of several."""
         value, layouts = node.meta["val"], iter(layouts_of(node))
 
         def shape(item: object) -> _Shape | None:
             if not isinstance(item, torch.Tensor):
                 return None
-            begin = len(self.numbers)
-            self.numbers.extend(next(layouts).shape)
-            return _Shape(begin, len(self.numbers))
+            begin = len(self._shapes)
+            self._shapes.extend(next(layouts).shape)
+            return _Shape(begin, len(self._shapes))
 
         return list(map(shape, value)) if isinstance(value, (tuple, list)) else shape(value)

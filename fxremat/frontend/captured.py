@@ -17,7 +17,7 @@ from fxremat.costs.cost import Measured, measure_line
 from fxremat.costs.devices import Device
 from fxremat.costs.library import with_workspaces
 from fxremat.costs.roofline import aside_bytes, estimate_line
-from fxremat.costs.scaled import Anchor, ScaledCosts
+from fxremat.costs.scaled import ScaledCosts
 from fxremat.errors import ArgumentError, CaptureError, CostError
 from fxremat.frontend.agreed import agreed_costs, agreed_speeds
 from fxremat.frontend.dimensions import Dimension, dimensions_of
@@ -329,8 +329,7 @@ class CapturedStep:
         """``costed`` at sizes ``values``; what no law tells of is measured there if ``run``."""
         graph = costed.graph
         if costed.scaled is None:
-            anchor = Anchor(self.sizes.hints, costed.measured.costs)
-            costed.scaled = ScaledCosts.of(graph.line, graph.blocks, (anchor,))
+            costed.scaled = ScaledCosts(graph.line, graph.blocks, costed.measured.costs)
         costs = costed.scaled.at(values)
         if run and self._target is None:
             costs = with_workspaces(costs, graph.line, values, cost_cache())

@@ -8,7 +8,7 @@ from torch import fx, nn
 from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.library import with_workspaces
-from fxremat.costs.scaled import Anchor, ScaledCosts
+from fxremat.costs.scaled import ScaledCosts
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import layouts_of, number_at
 from tests.fused import with_units
@@ -17,8 +17,7 @@ from tests.sized import at_size, capture_sized, symbolic
 
 def test_convolutions_take_what_is_measured_at_that_size():
     step, at = symbolic("unet", (3, 32, 64)), at_size("unet", (3, 32, 64), (2, 64, 32))
-    anchor = Anchor(step.joint.sizes.hints, step.measured.costs)
-    costs = ScaledCosts.of(step.line, step.blocks, [anchor]).at(at.values)
+    costs = ScaledCosts(step.line, step.blocks, step.measured.costs).at(at.values)
     cache = CostCache()
     torch.manual_seed(7)
     generator = torch.get_rng_state()
@@ -44,8 +43,7 @@ def test_units_take_what_their_kernels_take_at_that_size():
     x = torch.randn(4, 64)
     model = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1), nn.Linear(64, 8), nn.LogSoftmax(-1))
     step = with_units(capture_sized(model, (x,), dims=[(0,)], apart=True))
-    anchor = Anchor(step.joint.sizes.hints, step.measured.costs)
-    costs = ScaledCosts.of(step.line, step.blocks, [anchor]).at((64,))
+    costs = ScaledCosts(step.line, step.blocks, step.measured.costs).at((64,))
     found = with_workspaces(costs, step.line, (64,), CostCache())
     assert found.workspace_bytes != costs.workspace_bytes
     nodes = tuple(step.joint.module.graph.nodes)

@@ -19,22 +19,22 @@ def test_multiply_adds_are_those_that_torch_counts_at_that_size(name, hints, siz
     at = at_size(name, hints, sizes)
     with FlopCounterMode(display=False) as counter:
         run_traced(at.static, seed=len(sizes))  # no other test has
-    found = Works.of(at.step.joint).at(at.values)
+    found = Works(at.step.joint).at(at.values)
     assert found.flops.sum() == counter.get_total_flops()
 
 
 @pytest.mark.parametrize(("name", "hints", "sizes"), SIZES)
 def test_work_is_that_of_the_line_at_that_size(name, hints, sizes):
     at = at_size(name, hints, sizes)
-    followed = Works.of(at.step.joint).at(at.values)
-    there = Works.of(at.line.joint).at(at.values)
+    followed = Works(at.step.joint).at(at.values)
+    there = Works(at.line.joint).at(at.values)
     assert np.array_equal(followed.nbytes, there.nbytes)
     assert np.array_equal(followed.flops, there.flops)
 
 
 def test_bytes_are_those_read_and_made_and_none_of_views():
     at = at_size("gpt", (3, 24), (5, 17))
-    work = Works.of(at.step.joint).at(at.values)
+    work = Works(at.step.joint).at(at.values)
     nodes = list(at.line.joint.module.graph.nodes)
     for index, node in enumerate(nodes):
         if node.target is torch.ops.aten.t.default or node.op == "placeholder":
@@ -46,7 +46,7 @@ def test_bytes_are_those_read_and_made_and_none_of_views():
 
 def test_growth_is_that_of_the_tensor_that_has_grown_most():
     at = at_size("gpt", (3, 24), (5, 17))
-    works = Works.of(at.step.joint)
+    works = Works(at.step.joint)
     one, two = works.at((3, 24, 3, 24)), works.at((6, 24, 6, 24))
     growth = works.growth(two, one)
     assert set(growth.tolist()) == {1.0, 2.0}

@@ -8,8 +8,8 @@ import pytest
 
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import find_options
-from fxremat.costs.scaled import Anchor, ScaledCosts
 from fxremat.ir.schedule import coded, decoded
+from fxremat.costs.scaled import ScaledCosts
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.planner.context_bytes import Caller, context_bytes_of
 from fxremat.planner.evaluator import Evaluator
@@ -96,8 +96,7 @@ def test_the_least_is_known_without_a_budget(name, hints, sizes):
 
 def test_surroundings_follow_the_size():
     step, at = symbolic("gpt", (3, 24)), at_size("gpt", (3, 24), (5, 17))
-    anchor = Anchor(step.joint.sizes.hints, step.measured.costs)
-    costs = ScaledCosts.of(step.line, step.blocks, [anchor]).at(at.values)
+    costs = ScaledCosts(step.line, step.blocks, step.measured.costs).at(at.values)
     joint = step.measured.at(costs).line.joint
     for caller in (Caller(), Caller(loss_bytes=0, accumulate=True, reserve_bytes=7)):
         found = context_bytes_of(joint, {}, caller, values=at.values)
