@@ -24,8 +24,7 @@ from benchmarks.common import Spread, interleave, save, show
 from benchmarks.steps import entry_of
 from fxremat.costs.cache import COSTS, cost_cache
 from fxremat.costs.cost import Measured
-from fxremat.costs.library import with_workspaces
-from fxremat.costs.scaled import ScaledCosts
+from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.passes.emit.code import SizedSchedule
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, Values

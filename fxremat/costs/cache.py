@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,21 +11,29 @@ from fxremat import torch_compat
 from fxremat.passes.stages.signature import Key
 
 
+@dataclass(slots=True)
 class CostCache:
     """Measurements by signature: what was measured once is not measured again.
 
     One cache serves all models of a process, so that plans of one model for several
     budgets rest on the same figures. It holds for one choice of the settings that choose
     kernels, and for one number of threads (:func:`measuring_settings`).
+
+    Attributes:
+        seconds: of blocks.
+        operation_s: of operations, alone.
+        workspace_bytes: peaks of operations beyond their arguments and results.
+        result_bytes: of the storages of an operation's results.
+        as_traced: whether an operation's results lie as the trace says.
+        asked: the order in which an operation asks for its results.
     """
 
-    def __init__(self) -> None:
-        self.seconds: dict[Key, float] = {}
-        self.operation_s: dict[Key, float] = {}
-        self.workspace_bytes: dict[Key, int] = {}
-        self.result_bytes: dict[Key, tuple[int, ...]] = {}
-        self.as_traced: dict[Key, bool] = {}
-        self.asked: dict[Key, tuple[int, ...]] = {}
+    seconds: dict[Key, float] = field(default_factory=dict)
+    operation_s: dict[Key, float] = field(default_factory=dict)
+    workspace_bytes: dict[Key, int] = field(default_factory=dict)
+    result_bytes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    as_traced: dict[Key, bool] = field(default_factory=dict)
+    asked: dict[Key, tuple[int, ...]] = field(default_factory=dict)
 
 
 COSTS: dict[Key, CostCache] = defaultdict(CostCache)

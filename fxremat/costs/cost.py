@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -11,16 +12,9 @@ import torch
 from torch import fx
 
 from fxremat.costs.cache import CostCache
-from fxremat.costs.calls import call_s
-from fxremat.costs.execute import (
-    BLOCK_S,
-    NodeKeys,
-    Operations,
-    compile_block,
-    least_s,
-    undisturbed,
-)
+from fxremat.costs.execute import BLOCK_S, Operations, compile_block, least_s, undisturbed
 from fxremat.costs.measure import KernelClock
+from fxremat.costs.overhead import call_s
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import CostError
@@ -33,26 +27,16 @@ from fxremat.passes.stages.signature import Key
 from fxremat.progress import MEASURE, Progress
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Measured:
-    """A line and what it costs.
+    """A line and what it costs, by node.
 
     Attributes:
-        line: the line, its storages as large as they really are.
-        stages: seconds of each stage.
-        again_s: seconds of each operation that a recomputation may run, alone.
-        workspace_bytes: peak of an operation beyond its arguments and results.
-        asked: the order in which an operation asks for its results; none: as they are returned.
-        displaced: storages with tensors whose strides are not those of the trace.
-        costs: the same as plain data.
+        line: its storages as large as they really are.
+        costs: of it, by index.
     """
 
     line: Line
-    stages: tuple[StageSeconds, ...]
-    again_s: Mapping[fx.Node, float]
-    workspace_bytes: Callable[[fx.Node, Block], int]
-    asked: Callable[[fx.Node, Block], tuple[int, ...]]
-    displaced: frozenset[int]
     costs: RecordedCosts
 
     @staticmethod
@@ -73,53 +57,77 @@ class Measured:
         Raises:
             CostError: ``costs`` are those of another graph.
         """
-        line = self.line
-        return Measured._of(line, costs, least_bytes=(0,) * len(line.joint.storages.nbytes))
+        return Measured._of(self.line, costs, least_bytes=(0,) * len(self.costs.storage_bytes))
 
     @staticmethod
     def _of(line: Line, costs: RecordedCosts, *, least_bytes: Sequence[int]) -> Measured:
-        nodes, table = tuple(line.joint.module.graph.nodes), line.joint.storages
-        counts = len(costs.stages), len(costs.storage_bytes)
-        wanted = len(line.stages), len(table.nbytes)
-        if counts != wanted:
-            raise CostError(
-                f"these costs are of {counts[0]} stages and {counts[1]} storages, the graph has "
-                f"{wanted[0]} and {wanted[1]}: they are of another graph, measure this one"
-            )
-        _check(costs, nodes, least_bytes)
-        sized = replace(table, nbytes=costs.storage_bytes)
-        known = {(nodes[i], Mode(mode)): nbytes for i, mode, nbytes in costs.workspace_bytes}
-        orders = {(nodes[i], Mode(mode)): order for i, mode, order in costs.asked}
+        _check(costs, line, least_bytes)
+        sized = replace(line.joint.storages, nbytes=costs.storage_bytes)
+        return Measured(replace(line, joint=replace(line.joint, storages=sized)), costs)
 
-        def workspace_bytes(node: fx.Node, block: Block) -> int:
-            found = known.get((node, block.mode_of(node)))
-            if found is None:
-                raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
-            return found
+    @property
+    def stages(self) -> tuple[StageSeconds, ...]:
+        """Seconds of each stage."""
+        return self.costs.stages
 
-        return Measured(
-            replace(line, joint=replace(line.joint, storages=sized)),
-            costs.stages,
-            {nodes[i]: seconds for i, seconds in costs.again_s},
-            workspace_bytes,
-            lambda node, block: orders.get((node, block.mode_of(node)), ()),
-            frozenset(costs.displaced),
-            costs,
-        )
+    @functools.cached_property
+    def again_s(self) -> Mapping[fx.Node, float]:
+        """Seconds of each operation that a recomputation may run, alone."""
+        return {self._nodes[i]: seconds for i, seconds in self.costs.again_s}
+
+    @functools.cached_property
+    def displaced(self) -> frozenset[int]:
+        """Storages with tensors whose strides are not those of the trace."""
+        return frozenset(self.costs.displaced)
+
+    def workspace_bytes(self, node: fx.Node, block: Block) -> int:
+        """Peak of an operation of ``block`` beyond its arguments and results.
+
+        Raises:
+            CostError: it was never measured so.
+        """
+        found = self._workspace_bytes.get((node, block.mode_of(node)))
+        if found is None:
+            raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
+        return found
+
+    def asked(self, node: fx.Node, block: Block) -> tuple[int, ...]:
+        """The order in which an operation asks for its results; none: as they are returned."""
+        return self._asked.get((node, block.mode_of(node)), ())
+
+    @functools.cached_property
+    def _nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(self.line.joint.module.graph.nodes)
+
+    @functools.cached_property
+    def _workspace_bytes(self) -> Mapping[tuple[fx.Node, Mode], int]:
+        return {(self._nodes[i], Mode(mode)): n for i, mode, n in self.costs.workspace_bytes}
+
+    @functools.cached_property
+    def _asked(self) -> Mapping[tuple[fx.Node, Mode], tuple[int, ...]]:
+        return {(self._nodes[i], Mode(mode)): order for i, mode, order in self.costs.asked}
 
 
-def _check(costs: RecordedCosts, nodes: Sequence[fx.Node], least_bytes: Sequence[int]) -> None:
-    """Refuse what was never measured so: a peak that is added up from it would not hold.
+def _check(costs: RecordedCosts, line: Line, least_bytes: Sequence[int]) -> None:
+    """Refuse what was not measured of ``line``: a peak that is added up from it would not hold.
 
     Raises:
-        CostError: see above.
+        CostError: it was not.
     """
+    counts = len(costs.stages), len(costs.storage_bytes)
+    wanted = len(line.stages), len(least_bytes)
+    if counts != wanted:
+        raise CostError(
+            f"these costs are of {counts[0]} stages and {counts[1]} storages, the graph has "
+            f"{wanted[0]} and {wanted[1]}: they are of another graph, measure this one"
+        )
+    node_count = len(line.joint.module.graph.nodes)
     ran = (*costs.workspace_bytes, *costs.asked)
     indices = (*(i for i, _ in costs.again_s), *(i for i, _, _ in ran))
     modes = {mode.value for mode in Mode}
     seconds = [s for stage in costs.stages for s in astuple(stage)]
     right = (
-        all(0 <= i < len(nodes) for i in indices)
+        all(0 <= i < node_count for i in indices)
         and all(mode in modes for _, mode, _ in ran)
         and all(nbytes >= 0 for _, _, nbytes in costs.workspace_bytes)
         and all(sorted(asked) == [*range(len(asked))] for _, _, asked in costs.asked)
@@ -176,8 +184,8 @@ class _Stage:
     """The blocks of a stage that are measured, and their keys.
 
     Attributes:
-        first, again, backward: those of :func:`stage_blocks`.
-        whole: that of :func:`whole_block`.
+        first, again, backward: see :func:`stage_blocks`.
+        whole: see :func:`whole_block`.
         staying: tensors that the next stages may read: the boundary after it, and pinned ones.
         timed: keys of ``first``, ``again`` and ``backward``; ``None``: nothing to do.
     """
@@ -191,7 +199,7 @@ class _Stage:
 
     @staticmethod
     def of(line: Line, blocks: BlockCache, index: int) -> _Stage:
-        """Those of stage ``index``."""
+        """Of stage ``index``."""
         three = stage_blocks(line, blocks, index)
         staying = line.pinned.union(boundary_after(line, index))
         timed = tuple(blocks.key(b) if b.nodes else None for b in three)
@@ -209,10 +217,9 @@ class _Walk:
         self._cache = cache
         self._clock = KernelClock(line.joint.device)
         self._sizes: dict[int, int] = {}
-        self.keys = NodeKeys()
-        self.displaced: set[int] = set()
-        self.again_s: dict[fx.Node, float] = {}
-        self._operations = Operations(cache, device=line.joint.device, keys=self.keys)
+        self._displaced: set[int] = set()
+        self._again_s: dict[fx.Node, float] = {}
+        self._operations = Operations(cache, device=line.joint.device)
         self._stages = [_Stage.of(line, blocks, index) for index in range(len(line.stages))]
         new = (index for index, stage in enumerate(self._stages) if not self._is_known(stage))
         self._last_new = max(new, default=-1)
@@ -224,24 +231,26 @@ class _Walk:
             self._measure(stage)
         for block in (stage.first, stage.whole, stage.backward):
             self._note_sizes(block)
-        keys = {n: self.keys(n, stage.whole) for n in stage.whole.nodes if not is_getitem(n)}
-        self.again_s.update({n: self._cache.operation_s[key] for n, key in keys.items()})
+        keys = self._keys(stage.whole)
+        self._again_s.update({n: self._cache.operation_s[key] for n, key in keys.items()})
         known = self._cache.seconds
         return StageSeconds(*(0.0 if key is None else known[key] + call_s() for key in stage.timed))
 
     def _is_known(self, stage: _Stage) -> bool:
         """Whether nothing of ``stage`` is new."""
-        operations = {self.keys(n, stage.whole) for n in stage.whole.nodes if not is_getitem(n)}
         return (
             all(key is None or key in self._cache.seconds for key in stage.timed)
-            and operations <= self._cache.operation_s.keys()
+            and self._cache.operation_s.keys() >= set(self._keys(stage.whole).values())
             and all(map(self._is_logged, (stage.first, stage.whole, stage.backward)))
         )
 
     def _is_logged(self, block: Block) -> bool:
         """Whether the workspaces of all operations of ``block`` are known."""
-        known = self._cache.workspace_bytes
-        return all(self.keys(n, block) in known for n in block.nodes if not is_getitem(n))
+        return self._cache.workspace_bytes.keys() >= set(self._keys(block).values())
+
+    def _keys(self, block: Block) -> dict[fx.Node, Key]:
+        """The signature of each operation of ``block``."""
+        return {n: self._operations.key(n, block) for n in block.nodes if not is_getitem(n)}
 
     def _measure(self, stage: _Stage) -> None:
         """Run the blocks of ``stage``, and leave the boundary after it among the values."""
@@ -303,15 +312,12 @@ class _Walk:
         return dict(zip(block.outputs, kept.pop(), strict=True))
 
     def _note_sizes(self, block: Block) -> None:
-        for node in block.nodes:
-            if is_getitem(node):
-                continue
-            key = self.keys(node, block)
-            sizes = self._cache.result_bytes.get(key, ())
+        """Note how large the results of ``block`` are, and which do not lie as traced."""
+        for node, key in self._keys(block).items():
             storages = self._line.joint.storages.of_node[node]
-            if not self._cache.as_traced.get(key, True):
-                self.displaced.update(storages)
-            for storage, size in zip(storages, sizes, strict=False):
+            if not self._cache.as_traced[key]:
+                self._displaced.update(storages)
+            for storage, size in zip(storages, self._cache.result_bytes[key], strict=False):
                 self._sizes[storage] = max(self._sizes.get(storage, 0), size)
 
     def costs(self, stages: Sequence[StageSeconds]) -> RecordedCosts:
@@ -322,19 +328,19 @@ class _Walk:
         for stage in self._stages:
             for block in (stage.first, stage.whole, stage.backward):
                 for node, modes in runs_of(self._line, block):
-                    key = self.keys(node, block)
+                    key = self._operations.key(node, block)
                     ran = [(order[node], mode.value) for mode in modes]
                     workspaces.update(dict.fromkeys(ran, self._cache.workspace_bytes[key]))
-                    found = self._cache.asked.get(key, ())
+                    found = self._cache.asked[key]
                     if found != tuple(sorted(found)):
                         asked.update(dict.fromkeys(ran, found))
         return RecordedCosts(
             tuple(stages),
-            tuple(sorted((order[node], seconds) for node, seconds in self.again_s.items())),
+            tuple(sorted((order[node], seconds) for node, seconds in self._again_s.items())),
             tuple((index, mode, found) for (index, mode), found in sorted(workspaces.items())),
             # As measured, where larger than traced.
             tuple(max(n, self._sizes.get(i, 0)) for i, n in enumerate(table.nbytes)),
-            tuple(sorted(self.displaced)),
+            tuple(sorted(self._displaced)),
             asked=tuple((index, mode, found) for (index, mode), found in sorted(asked.items())),
         )
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 
 from fxremat import torch_compat
+from fxremat.costs.measure import fastest_s
 from fxremat.errors import ArgumentError
 from fxremat.report.codec import FormatError, decode, encode
 from fxremat.report.files import pack, unpack, write_whole
@@ -267,13 +267,13 @@ def _measured(device: torch.device) -> Device:
     base = bases[device.type]
     source = torch.ones(_COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copied_s = _least_s(lambda: target.copy_(source), device)
+    copied_s = _warm_s(lambda: target.copy_(source), device)
     rates = []
     for dtype, _ in base.flops_per_s:
         if dtype != TF32:
             side = _SIDE[device.type]
             a = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
-            product_s = _least_s(lambda a=a: torch.mm(a, a), device)  # type: ignore[misc]
+            product_s = _warm_s(lambda a=a: torch.mm(a, a), device)  # type: ignore[misc]
             rates.append((dtype, 2 * side**3 / product_s))
     small = torch.ones(16, device=device)
 
@@ -286,7 +286,7 @@ def _measured(device: torch.device) -> Device:
         name=f"this {device.type}",
         bytes_per_s=2 * source.numel() / copied_s,
         flops_per_s=tuple(rates),
-        launch_s=_least_s(launch, device) / _LAUNCHES,
+        launch_s=_warm_s(launch, device) / _LAUNCHES,
         memory_bytes=None,
     )
     if device.type == "cuda":
@@ -295,15 +295,7 @@ def _measured(device: torch.device) -> Device:
     return made
 
 
-def _least_s(run: Callable[[], object], device: torch.device) -> float:
+def _warm_s(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of a few runs, after one that is not counted."""
-    seconds = []
-    for _ in range(_RUNS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin_s = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begin_s)
-    return min(seconds[1:])
+    run()
+    return fastest_s(run, device=device, runs=_RUNS)

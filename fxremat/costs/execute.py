@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,37 +89,26 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-class NodeKeys:
-    """Keys of operations. They are dear: each is made once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[fx.Node, Mode], Key] = {}
-
-    def __call__(self, node: fx.Node, block: Block) -> Key:
-        """Of ``node`` as ``block`` runs it; see :func:`node_key`."""
-        asked = node, block.mode_of(node)
-        key = self._known.get(asked)
-        if key is None:
-            key = self._known[asked] = node_key(node, block)
-        return key
-
-
 class Operations:
     """Runs blocks operation by operation, and measures the operations that are new.
 
     Args:
         cache: measurements; new ones are added.
         device: whose memory is meant, that of the step.
-        keys: of operations.
     """
 
-    def __init__(
-        self, cache: CostCache, *, device: torch.device, keys: NodeKeys | None = None
-    ) -> None:
+    def __init__(self, cache: CostCache, *, device: torch.device) -> None:
         self._cache = cache
         self._device = device
-        self._keys = NodeKeys() if keys is None else keys
+        self._keys: dict[tuple[fx.Node, Mode], Key] = {}
         self._clock = KernelClock(device)
+
+    def key(self, node: fx.Node, block: Block) -> Key:
+        """The signature of ``node`` as ``block`` runs it, made once: it is slow to make."""
+        asked = node, block.mode_of(node)
+        if asked not in self._keys:
+            self._keys[asked] = node_key(node, block)
+        return self._keys[asked]
 
     def run(
         self,
@@ -160,33 +149,27 @@ class Operations:
         """The value of ``node``, which is measured as it runs in ``block`` and in ``again``."""
         if is_getitem(node):
             return _call(node, block, values)
-        if again is not None and self._keys(node, again) not in self._cache.operation_s:
+        if again is not None and self.key(node, again) not in self._cache.operation_s:
             kept = [self._logged(node, again, values)]
-            self._cache.operation_s[self._keys(node, again)] = least_s(
-                _bound(node, again, values),
-                kept,
-                clock=self._clock,
-                enough_s=OPERATION_S,
+            self._cache.operation_s[self.key(node, again)] = least_s(
+                _bound(node, again, values), kept, clock=self._clock, enough_s=OPERATION_S
             )
-            if self._keys(node, again) == self._keys(node, block):
+            if self.key(node, again) == self.key(node, block):
                 return kept[0]
             kept.clear()
         return self._logged(node, block, values)
 
     def _logged(self, node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
         """The value of ``node``, run under the allocator's eye if it is new."""
-        key = self._keys(node, block)
+        key = self.key(node, block)
         if key in self._cache.workspace_bytes:
             return _call(node, block, values)
         with torch_compat.AllocationLog(self._device) as log:
             value = _call(node, block, values)
-        sizes = [
-            allocated_bytes(t.untyped_storage().nbytes(), self._device)
-            if t.device == self._device
-            else 0
-            for t in _fresh(node, block, value, values)
-        ]
-        self._cache.result_bytes[key] = _result_bytes(value)
+        fresh = _fresh(node, block, value, values)
+        sizes = [_allocated_bytes(t) if t.device == self._device else 0 for t in fresh]
+        results = {torch_compat.storage_key(t): _allocated_bytes(t) for t in _tensors(value)}
+        self._cache.result_bytes[key] = tuple(results.values())
         self._cache.as_traced[key] = _lies_as_traced(node, value)
         self._cache.asked[key] = asked_order([change for _mark, change in log.events], sizes)
         self._cache.workspace_bytes[key] = max(log.peak_bytes - sum(sizes), 0)
@@ -260,13 +243,8 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
-def _result_bytes(value: object) -> tuple[int, ...]:
-    """Sizes of the distinct storages of a result, in order."""
-    sizes = {
-        torch_compat.storage_key(t): allocated_bytes(t.untyped_storage().nbytes(), t.device)
-        for t in _tensors(value)
-    }
-    return tuple(sizes.values())
+def _allocated_bytes(t: torch.Tensor) -> int:
+    return allocated_bytes(t.untyped_storage().nbytes(), t.device)
 
 
 def _lies_as_traced(node: fx.Node, value: object) -> bool:
@@ -274,27 +252,22 @@ def _lies_as_traced(node: fx.Node, value: object) -> bool:
 
     Seed and offset of an attention's dropout are traced on the GPU, and live on the CPU.
     """
-    real, traced = _tensors(value), tensors_of(node)
-    return [_place(t) for t in real] == [_place(t) for t in traced]
 
+    def places(tensors: Iterable[torch.Tensor]) -> list[tuple[object, ...]]:
+        return [(t.stride(), t.storage_offset(), t.device) for t in tensors]
 
-def _place(t: torch.Tensor) -> tuple[object, ...]:
-    return t.stride(), t.storage_offset(), t.device
+    return places(_tensors(value)) == places(tensors_of(node))
 
 
 def _fresh(
     node: fx.Node, block: Block, value: object, values: Mapping[fx.Node, Any]
 ) -> list[torch.Tensor]:
     """A tensor in each of the storages that running ``node`` allocated for its ``value``."""
-    sources = [values[n] for n in block.sources(node)]
-    given = {torch_compat.storage_key(t) for source in sources for t in _tensors(source)}
-    fresh = {
-        torch_compat.storage_key(t): t
-        for t in _tensors(value)
-        if torch_compat.storage_key(t) not in given
-    }
-    traced_given = {torch_compat.storage_key(t) for n in block.sources(node) for t in tensors_of(n)}
-    traced = {torch_compat.storage_key(t) for t in tensors_of(node)} - traced_given
+    key, sources = torch_compat.storage_key, block.sources(node)
+    given = {key(t) for n in sources for t in _tensors(values[n])}
+    fresh = {key(t): t for t in _tensors(value) if key(t) not in given}
+    traced_given = {key(t) for n in sources for t in tensors_of(n)}
+    traced = {key(t) for t in tensors_of(node)} - traced_given
     if len(fresh) > len(traced):
         raise CostError(
             f"operation {node.name} ({node.target}) of stage {block.stage} allocates "

@@ -115,6 +115,11 @@ def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
+def fastest_s(run: Callable[[], object], *, device: torch.device, runs: int) -> float:
+    """Seconds of the fastest of some runs."""
+    return min(seconds_of(run, device=device) for _ in range(runs))
+
+
 @dataclass(slots=True)
 class KernelClock:
     """Times a few operations as part of a step that has more to do.
@@ -172,37 +177,19 @@ def _timed_event() -> Any:
 def resident_bytes(model: nn.Module, step: Callable[[], object]) -> int:
     """Bytes of the distinct storages that exist before ``step`` on the model's device."""
     device = device_of(model)
-    sizes: dict[int, int] = {}
-    for tensor in _tensors(step, _Seen()):
-        _count(tensor, device, sizes)
-    for tensor in _tensors(model, _Seen()):
-        _count(tensor, device, sizes)
+    sizes = {
+        torch_compat.storage_key(tensor): tensor.untyped_storage().nbytes()
+        for tensor in _tensors((step, model), {})
+        if tensor.device == device
+    }
     return sum(sizes.values())
 
 
-def _count(tensor: torch.Tensor, device: torch.device, sizes: dict[int, int]) -> None:
-    if tensor.device == device:
-        sizes[torch_compat.storage_key(tensor)] = tensor.untyped_storage().nbytes()
-
-
-class _Seen:
-    """Objects visited already, kept alive so that their ids stay theirs."""
-
-    def __init__(self) -> None:
-        self._objects: dict[int, object] = {}
-
-    def add(self, item: object) -> bool:
-        """Whether ``item`` is new."""
-        if id(item) in self._objects:
-            return False
-        self._objects[id(item)] = item
-        return True
-
-
-def _tensors(item: object, seen: _Seen) -> Iterator[torch.Tensor]:
-    """Every tensor reachable from ``item``."""
-    if not seen.add(item):
+def _tensors(item: object, seen: dict[int, object]) -> Iterator[torch.Tensor]:
+    """Every tensor reachable from ``item``; ``seen``, by id, keeps alive what was visited."""
+    if id(item) in seen:
         return
+    seen[id(item)] = item
     if isinstance(item, torch.Tensor):
         yield item
         if item.is_leaf and item.grad is not None:

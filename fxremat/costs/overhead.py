@@ -1,20 +1,31 @@
-"""What a step takes beside its calls: the way into its graphs and out of them, cold caches.
+"""What emitted graphs take beside the stages that they call.
 
-It is nearly the same for all plans of a step, and a good part of a step of small operations.
+A line of emitted code makes lists and drops names (:func:`call_s`). A step has a way into its
+graphs and out of them, and cold caches (:class:`Rehearsal`): that is nearly the same for all plans
+of a step, and a good part of a step of small operations.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxremat import torch_compat
+from fxremat.costs.measure import fastest_s
+from fxremat.passes.emit.code import ScheduleModule, compile_graph
+
+_CALLS, _CALL_RUNS = 64, 7
+_TENSORS = 4
+"""Arguments and results of a call, as many as stages have on average."""
 
 SMALL_S = 0.05
 """Steps up to that long are rehearsed; of longer ones what is beside the calls is nothing."""
@@ -24,23 +35,33 @@ _LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 25, 0.15
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Around:
-    """What leads into a step's graphs and out of them, whatever its plan.
+@functools.cache
+def call_s() -> float:
+    """Seconds of a call in emitted code beyond those of what it calls; once a process."""
+    graph = fx.Graph()
+    graph.output(tuple(graph.placeholder(f"in{i}") for i in range(_TENSORS)))
+    stage = compile_graph(graph)
+    root = torch.nn.Module()
+    root.add_module("stage", stage)
+    chain = fx.Graph()
+    values = [chain.placeholder(f"x{i}") for i in range(_TENSORS)]
+    for _ in range(_CALLS):
+        made = chain.call_module("stage", tuple(values))
+        values = [chain.call_function(operator.getitem, (made, i)) for i in range(_TENSORS)]
+    chain.output(tuple(values))
+    emitted = ScheduleModule(root, chain, "FxrematCalls")
 
-    Attributes:
-        device: of the step.
-        inputs: dtype, shape, strides, … of each parameter, buffer and argument.
-        operations: what the graphs compute.
-        gradients: how many the backward returns.
-        travels: whether anything travels to host memory.
-    """
+    def alone() -> None:
+        for _ in range(_CALLS):
+            stage.forward(list(tensors))
 
-    device: torch.device
-    inputs: tuple[object, ...]
-    operations: tuple[str, ...]
-    gradients: int
-    travels: bool
+    with torch_compat.real_execution():
+        tensors = [torch.zeros(1) for _ in range(_TENSORS)]
+        calls_s, alone_s = (
+            fastest_s(run, device=torch.device("cpu"), runs=_CALL_RUNS)
+            for run in (lambda: emitted.forward(list(tensors)), alone)
+        )
+    return max(0.0, calls_s - alone_s) / _CALLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +69,19 @@ class Rehearsal:
     """A step that is run as autograd would run it, on made-up values, and changes nothing.
 
     Attributes:
-        around: of the step.
+        device: of the step.
+        alike: equal for steps that take as long beside their calls: what goes in and out, and
+            what is computed.
+        gradients: how many the backward returns.
         forward, backward: its graphs.
         outputs: how many results of the forward are not for the backward.
         primals, tangents: what they take.
         calls_s: what their calls are predicted to take.
     """
 
-    around: Around
+    device: torch.device
+    alike: Hashable
+    gradients: int
     forward: Boxed
     backward: Boxed
     outputs: int
@@ -71,14 +97,14 @@ class Rehearsal:
         Args:
             way_in: leads to the forward graph and returns before it runs.
         """
-        if self.around.device.type != "cpu":
+        if self.device.type != "cpu":
             return 0.0  # the host runs ahead
-        if self.around not in _known_s:
-            _known_s[self.around] = self._measured_s(way_in)
-        return _known_s[self.around]
+        if self.alike not in _known_s:
+            _known_s[self.alike] = self._measured_s(way_in)
+        return _known_s[self.alike]
 
     def _measured_s(self, way_in: Callable[[], object]) -> float:
-        leaves = [torch.zeros(1, requires_grad=True) for _ in range(max(self.around.gradients, 1))]
+        leaves = [torch.zeros(1, requires_grad=True) for _ in range(max(self.gradients, 1))]
         graphs = self if self.calls_s <= SMALL_S else None
 
         def run() -> float:
@@ -101,15 +127,8 @@ class Rehearsal:
         return statistics.median(seconds[1:]) - (self.calls_s if graphs else 0.0)
 
 
-_known_s: dict[Around, float] = {}
+_known_s: dict[Hashable, float] = {}
 """Measured once, so that plans of one step for several budgets rest on the same figures."""
-
-
-class _Dropped:
-    """Takes the gradients of a rehearsal, of which the leaves get none."""
-
-    def give(self, made: dict[int, Tensor]) -> None:
-        """No gradient is kept."""
 
 
 class _Step(torch.autograd.Function):
@@ -133,6 +152,6 @@ class _Step(torch.autograd.Function):
         if ctx.graphs is not None:
             saved = [*ctx.saved_tensors, *ctx.graphs.tangents]
             torch_compat.free_saved(ctx)  # the graph drops them as it goes
-            saved.append(_Dropped())
+            saved.append(SimpleNamespace(give=lambda _made: None))  # no gradient is kept
             ctx.graphs.backward(saved)
         return (None, None, *ctx.handed_over)

@@ -15,8 +15,12 @@ large as what it was computed from.
 a bound is used that is never too small where a workspace neither shrinks as the operation's work
 grows nor grows faster than it: less work than was measured takes at most what it took there, more
 work at most as many times more as the tensor that has grown most of those it reads and makes, or
-what it multiplies, if that has grown more. A library that takes another algorithm at another size
-can take more, from none on. Convolutions do: ``costs.library`` measures theirs at the size itself.
+what it multiplies, if that has grown more.
+
+Convolutions and units do not keep to that. A library chooses a convolution's algorithm by its
+sizes, and one that takes no workspace for a batch of 8 may take one for 16 (oneDNN does, cuDNN
+does). Kernels that a compiler makes for all sizes hold other buffers than those that it made for
+one. :func:`with_workspaces` runs each distinct one of these at the size itself, alone.
 """
 
 from __future__ import annotations
@@ -24,17 +28,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import fx
 
+from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import stage_blocks
+from fxremat.costs.execute import Operations, undisturbed
+from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.work import Floats, Work, Works, ratio
 from fxremat.ir import RecordedCosts, StageSeconds
+from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.stages.block import is_getitem
+from fxremat.passes.stages.block import Block, Mode, is_getitem
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.resize import resize
+
+aten = torch.ops.aten
 
 Indices = NDArray[np.int64]
+
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 CALL_S = 1e-6
 """What an operation takes at least, where no measured one does nothing else."""
@@ -53,7 +68,7 @@ class ScaledCosts:
         table, sizes = line.joint.storages, line.joint.sizes
         self._costs = costs
         self._hints = sizes.hints
-        self._works = Works.of(line.joint)
+        self._works = Works(line.joint)
         self._work = self._works.at(sizes.hints)
         self._again = np.array([i for i, _ in costs.again_s], dtype=np.int64)
         self._again_s = np.array([seconds for _, seconds in costs.again_s])
@@ -155,3 +170,52 @@ def _operations(line: Line, blocks: BlockCache) -> tuple[Indices, Indices]:
     pairs = [(i, line.order[n]) for i, b in enumerate(three) for n in b.nodes if not is_getitem(n)]
     block, node = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     return block, node
+
+
+def with_workspaces(
+    costs: RecordedCosts, line: Line, values: Values, cache: CostCache
+) -> RecordedCosts:
+    """``costs`` with the workspaces that convolutions and units really take.
+
+    It takes about as long as all that are distinct together, and as making kernels for units at
+    their first other size; where there are none, it is ``costs``.
+
+    Args:
+        costs: of ``line`` at sizes ``values``.
+        line: at the size of the capture.
+        values: the sizes.
+        cache: measurements; new ones are added, known ones are not made again.
+
+    Ensures: the random generators are as before.
+
+    Raises:
+        CostError: one of them cannot be run.
+    """
+    if not any(map(_is_lawless, line.joint.module.graph.nodes)):
+        return costs
+    line = resize(line, values)
+    nodes, device = tuple(line.joint.module.graph.nodes), line.joint.device
+    made_up, operations = Synthesizer(line.joint, {}), Operations(cache, device=device)
+
+    def workspace_bytes(node: fx.Node, mode: Mode) -> int:
+        inputs = tuple(node.all_input_nodes)
+        reads = line.joint.storages.of(inputs)
+        block = Block(line.stage_of[node], mode, (node,), inputs, (), reads)
+        key = operations.key(node, block)
+        if key not in cache.workspace_bytes:
+            real = made_up.of(inputs)
+            if isinstance(node.target, Unit):  # where its kernels are made, that takes memory once
+                Operations(CostCache(), device=device).run(block, real)
+            operations.run(block, real)
+        return cache.workspace_bytes[key]
+
+    with undisturbed(device):
+        found = tuple(
+            (i, mode, workspace_bytes(nodes[i], Mode(mode)) if _is_lawless(nodes[i]) else nbytes)
+            for i, mode, nbytes in costs.workspace_bytes
+        )
+    return replace(costs, workspace_bytes=found)
+
+
+def _is_lawless(node: fx.Node) -> bool:
+    return node.target in _CONVOLUTIONS or isinstance(node.target, Unit)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.calls import call_s
+from fxremat.costs.overhead import call_s
 from fxremat.errors import BackwardError, CaptureError, SizesError
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.notices import NOT_CAPTURED

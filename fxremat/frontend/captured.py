@@ -15,9 +15,8 @@ from fxremat.costs.cache import cost_cache
 from fxremat.costs.collectives import late_bytes, speeds_of, with_collectives
 from fxremat.costs.cost import Measured, measure_line
 from fxremat.costs.devices import Device
-from fxremat.costs.library import with_workspaces
 from fxremat.costs.roofline import aside_bytes, estimate_line
-from fxremat.costs.scaled import ScaledCosts
+from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.errors import ArgumentError, CaptureError, CostError
 from fxremat.frontend.agreed import agreed_costs, agreed_speeds
 from fxremat.frontend.dimensions import Dimension, dimensions_of

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.costs.devices import Device
-from fxremat.costs.overhead import Around, Rehearsal
+from fxremat.costs.overhead import Rehearsal
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import BudgetError, PlanError
 from fxremat.frontend.agreed import agreed_context, agreed_graphs
@@ -490,15 +490,13 @@ def _rehearsal(
     with torch_compat.real_execution():
         values = Synthesizer(joint, {joint.primals[i]: t for i, t in inputs.items()})
         primals, tangents = values.of(joint.primals), values.of(joint.tangents)
-    around = Around(
-        device=joint.device,
-        inputs=tuple(tensor_key(n.meta["val"]) for n in joint.primals),
-        operations=tuple(str(n.target) for n in (*joint.forward, *joint.backward)),
-        gradients=sum(isinstance(g, fx.Node) for g in joint.backward_outputs),
-        travels=planned.graphs.arena is not None,
-    )
+    gradients = sum(isinstance(g, fx.Node) for g in joint.backward_outputs)
+    ins = tuple(tensor_key(n.meta["val"]) for n in joint.primals)
+    operations = tuple(str(n.target) for n in (*joint.forward, *joint.backward))
     return Rehearsal(
-        around,
+        joint.device,
+        (joint.device, ins, operations, gradients, planned.graphs.arena is not None),
+        gradients,
         planned.graphs.forward.forward,
         planned.graphs.backward.forward,
         outputs=len(joint.forward_outputs),
