@@ -106,7 +106,7 @@ def test_a_step_that_began_before_the_fork_ends_in_the_parent_alone():
 
 @pytest.mark.parametrize("late", ["offload", "release", "prefetch", "wait"])
 def test_no_operation_of_a_step_works_in_a_child(late: str):
-    arena = Arena.create(4096, device=CPU)
+    arena = Arena(4096, device=CPU)
     host = arena.open()
     x = torch.randn(256)
     there_and_back(x, host)
@@ -132,7 +132,7 @@ def test_no_operation_of_a_step_works_in_a_child(late: str):
 
 
 def test_a_child_has_the_limit_for_itself_and_gives_back_what_it_takes():
-    arena = Arena.create(4096, device=CPU, limit=HostLimit(4096))
+    arena = Arena(4096, device=CPU, limit=HostLimit(4096))
     host = arena.open()
 
     def run() -> list[object]:
@@ -159,7 +159,7 @@ def test_a_child_of_a_process_with_pinned_memory_neither_touches_it_nor_takes_an
     touched: list[str] = []
     with fake_device(0) as device:
         monkeypatch.setattr(streams, "unpin", lambda memory: touched.append("unpinned"))
-        arena = Arena.create(64, device="cuda:0")
+        arena = Arena(64, device="cuda:0")
         host = arena.open()
         lease = lease_of(host)
         assert lease is not None

@@ -113,7 +113,7 @@ def test_many_steps_are_interrupted():
 
 def test_an_interrupt_never_loses_host_memory():
     """At instants of lending alone, with one block and no more."""
-    arena = Arena.create(4096, device=CPU, limit=HostLimit(4096))
+    arena = Arena(4096, device=CPU, limit=HostLimit(4096))
     x = torch.randn(256)
     draw = random.Random(1)
 
@@ -165,7 +165,7 @@ def arena_of(call: CompiledModule) -> Arena:
 
 def test_an_interrupted_wait_never_holds_up_the_worker():
     """Whoever waits may be interrupted at any instant of it; others' copies are made."""
-    arena = Arena.create(4096, device=CPU)
+    arena = Arena(4096, device=CPU)
     x = torch.randn(256)
     draw = random.Random(2)
 

@@ -137,7 +137,7 @@ class _Bench:
         self._piece_bytes = piece_bytes
         self.nbytes = pieces * piece_bytes
         self._device = device
-        self._arena = Arena.create(2 * self.nbytes, device=device, host_dir=folder)
+        self._arena = Arena(2 * self.nbytes, device=device, host_dir=folder)
         self._host = self._arena.open()
         self._out = [
             torch.ones(piece_bytes, dtype=torch.uint8, device=device) for _ in range(pieces)

@@ -78,13 +78,12 @@ def write_graphs(
     """
     arena, travel = None, None
     if host is not None and moves:
-        slots = assign_slots([m.nbytes for m in moves])  # all are on the host at the turn
+        # All are on the host at the turn.
+        slots, total_bytes = assign_slots([m.nbytes for m in moves])
         if host.link is None:  # else the graphs are never run
-            arena = Arena.create(
-                slots.total_bytes, device=device, host_dir=host.folder, limit=host.limit
-            )
-        offsets = dict(zip((m.storage for m in moves), slots.offsets, strict=True))
-        travel = Travel(moves, offsets, slots.total_bytes, arena.id if arena else 0)
+            arena = Arena(total_bytes, device=device, host_dir=host.folder, limit=host.limit)
+        offsets = dict(zip((m.storage for m in moves), slots, strict=True))
+        travel = Travel(moves, offsets, total_bytes, arena.id if arena else 0)
     forward: Emitted
     backward: Emitted
     forward, backward = rewrite(program, peaks_bytes, modules, travel)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import threading
 import weakref
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fxremat.errors import HostMemoryError, TransferError
 from fxremat.runtime.lease import Lease
-from fxremat.runtime.memory import Block, Lent, file_memory, folder_of, pinned_memory
+from fxremat.runtime.memory import Block, file_memory, folder_of, pinned_memory
 from fxremat.runtime.streams import PinnedBlock, StreamLease
 from fxremat.runtime.worker import WorkerLease
 from fxremat.units import format_bytes
@@ -24,24 +24,25 @@ class HostLimit:
 
     Attributes:
         nbytes: how much; ``None``: as much as it takes.
+        arenas: that keep to it.
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
         self.nbytes = nbytes
-        self.pools: weakref.WeakSet[_Pool] = weakref.WeakSet()
+        self.arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
         # Taken again by a finalizer that runs meanwhile in the same thread.
         self.lock = threading.RLock()
 
     @property
     def lent_bytes(self) -> int:
         """What steps use now."""
-        return sum(pool.nbytes * pool.leases for pool in self.pools)
+        return sum(arena.nbytes * arena.leases for arena in self.arenas)
 
     def drop_idle(self) -> None:
         """Give up what no step uses now; who needs it again allocates it again."""
         with self.lock:
-            for pool in self.pools:
-                pool.drop_idle()
+            for arena in self.arenas:
+                arena.drop_idle()
 
     def make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit, at the cost of what no step uses now.
@@ -53,18 +54,18 @@ class HostLimit:
         if limit is None:
             return
         # What was lent longest ago first: what every step takes is not given up in turn.
-        for pool in sorted(self.pools, key=lambda pool: pool.lent_last):
+        for arena in sorted(self.arenas, key=lambda arena: arena.lent_last):
             if self._allocated_bytes() + nbytes > limit:
-                pool.drop_idle()
+                arena.drop_idle()
         asked = self._allocated_bytes() + nbytes
         if asked > limit:
             raise HostMemoryError(self._over_limit(asked, limit), asked_bytes=asked)
 
     def _allocated_bytes(self) -> int:
-        return sum(pool.nbytes * len(pool.blocks) for pool in self.pools)
+        return sum(arena.allocated_bytes for arena in self.arenas)
 
     def _over_limit(self, asked: int, limit: int) -> str:
-        others = sum(len(pool.blocks) for pool in self.pools)
+        others = sum(len(arena.blocks) for arena in self.arenas)
         if not others:
             return (
                 f"the plan needs {format_bytes(asked)} ({asked} bytes) of host memory, "
@@ -78,119 +79,55 @@ class HostLimit:
         )
 
 
-@dataclass(eq=False)
-class _Pool:
-    """The blocks of an arena.
+class Arena:
+    """Host memory that a compiled module owns, in blocks that are lent to one step each.
+
+    Pinned memory for a CUDA device; for the CPU a memory-mapped temporary file.
 
     A block is free exactly when the view that was lent of it is dead. So nothing has to be
-    done for it to come back, and no interrupt can prevent that. A closed pool has no blocks:
-    each dies with the lease that still holds it.
+    done for it to come back, and no interrupt can prevent that. Memory is given up with the
+    arena, and what a step that is not finished still uses with that step's lease.
+
+    Args:
+        nbytes: what one step needs.
+        device: from where tensors are moved.
+        host_dir: folder of the file, by default the system's for temporary files.
+        limit: the most host memory, which other arenas may keep to as well; ``None``: a limit
+            of its own that refuses nothing.
+
+    Attributes:
+        id: by which :meth:`find` finds it.
+        nbytes: what one step may use.
+        blocks: for all steps that overlapped so far.
+        lent_last: larger than that of an arena whose blocks were lent before.
+        closed: whether no step may begin any more.
+
+    Raises:
+        HostMemoryError: the memory cannot be had, or is more than the limit.
+        ValueError: ``nbytes`` is not positive, or the device is of another kind.
     """
 
-    nbytes: int
-    device: torch.device
-    folder: str
-    limit: HostLimit
-    blocks: list[Block] = field(default_factory=list)
-    closed: bool = False
-    forked: bool = False
-    lent_last: int = 0
-
-    @property
-    def leases(self) -> int:
-        """How many blocks steps use now."""
-        return sum(not block.free for block in self.blocks)
-
-    def drop_idle(self) -> None:
-        """Give up what no step uses."""
-        self.blocks = [block for block in self.blocks if not block.free]
-
-    def lend(self) -> tuple[Block, Lent]:
-        """A block that no step uses, and a view that lends it for as long as it lives.
-
-        Raises:
-            HostMemoryError: one more is needed, and cannot be had or would exceed the limit.
-        """
-        with self.limit.lock:
-            self.lent_last = next(_lent)
-            block = next((block for block in self.blocks if block.free), None)
-            if block is None:
-                block = self.grow()
-            return block, block.lend()
-
-    def grow(self) -> Block:
-        """One more block.
-
-        Raises:
-            HostMemoryError: it cannot be had, or would exceed the limit.
-        """
-        with self.limit.lock:
-            self.limit.make_room(self.nbytes)
-            block: Block
-            if self.device.type == "cuda":
-                block = PinnedBlock(pinned_memory(self.nbytes, device=self.device))
-            else:
-                block = Block(file_memory(self.nbytes, folder=self.folder))
-            self.blocks.append(block)
-            return block
-
-    def close(self) -> None:
-        """No step begins any more; what is free is given up, what is lent with its lease."""
-        self.closed = True
-        self.blocks = []
-
-    def forget(self) -> None:
-        """This is a forked child: the blocks are those of its parent, and so may the lock be."""
-        for block in self.blocks:
-            block.disown()
-        self.blocks, self.forked = [], True
-        self.limit.lock = threading.RLock()
-
-
-class Arena:
-    """Host memory that a compiled module owns; :meth:`create` makes one.
-
-    It is closed when it is collected, so with its owner. What a step that is not
-    finished still uses stays until that step is.
-    """
-
-    def __init__(self, pool: _Pool) -> None:
-        self._pool = pool
-        _pools.add(pool)
-        self.id = next(_ids)
-        _arenas[self.id] = self
-        self._finalizer = weakref.finalize(self, pool.close)
-
-    @staticmethod
-    def create(
+    def __init__(
+        self,
         nbytes: int,
         *,
         device: torch.device | str,
         host_dir: str | os.PathLike[str] | None = None,
         limit: HostLimit | None = None,
-    ) -> Arena:
-        """Allocate ``nbytes`` of host memory for the steps of one compiled module.
-
-        Pinned memory for a CUDA device; for the CPU a memory-mapped temporary file.
-
-        Args:
-            nbytes: what one step needs.
-            device: from where tensors are moved.
-            host_dir: folder of the file, by default the system's for temporary files.
-            limit: the most host memory, which other arenas may keep to as well; ``None``: a limit
-                of its own that refuses nothing.
-
-        Raises:
-            HostMemoryError: the memory cannot be had, or is more than the limit.
-            ValueError: ``nbytes`` is not positive, or the device is of another kind.
-        """
+    ) -> None:
         if nbytes <= 0:
             raise ValueError(f"an arena of {nbytes} bytes: must be at least 1")
-        device = _supported(torch.device(device))
-        pool = _Pool(nbytes, device, folder_of(host_dir), limit or HostLimit())
-        pool.limit.pools.add(pool)
-        pool.grow()
-        return Arena(pool)
+        self.id = next(_numbers)
+        self.nbytes = nbytes
+        self.blocks: list[Block] = []
+        self.lent_last = 0
+        self.closed = self._forked = False
+        self._device = _supported(torch.device(device))
+        self._folder = folder_of(host_dir)
+        self._limit = limit or HostLimit()
+        self._limit.arenas.add(self)
+        self._grow()
+        _arenas[self.id] = self
 
     @staticmethod
     def find(arena_id: int) -> Arena:
@@ -209,24 +146,18 @@ class Arena:
         return arena
 
     @property
-    def nbytes(self) -> int:
-        """What one step may use."""
-        return self._pool.nbytes
-
-    @property
     def allocated_bytes(self) -> int:
         """What is allocated for all steps that overlapped so far."""
-        return self._pool.nbytes * len(self._pool.blocks)
+        return self.nbytes * len(self.blocks)
 
     @property
     def leases(self) -> int:
         """How many steps use host memory now."""
-        return self._pool.leases
+        return sum(not block.free for block in self.blocks)
 
-    @property
-    def closed(self) -> bool:
-        """Whether no step may begin any more."""
-        return self._pool.closed
+    def drop_idle(self) -> None:
+        """Give up what no step uses."""
+        self.blocks = [block for block in self.blocks if not block.free]
 
     def open(self, nbytes: int | None = None) -> Tensor:
         """Host memory for one step: a uint8 tensor of ``nbytes``, by default all of it.
@@ -238,32 +169,63 @@ class Arena:
             HostMemoryError: more is needed, and cannot be had.
             TransferError: more than a step may use, or the arena is closed.
         """
-        pool = self._pool
-        nbytes = pool.nbytes if nbytes is None else nbytes
-        if self.closed or not 0 <= nbytes <= pool.nbytes:
+        nbytes = self.nbytes if nbytes is None else nbytes
+        if self.closed or not 0 <= nbytes <= self.nbytes:
             raise TransferError(
                 f"a step asks for {nbytes} bytes of host memory {self.id}, which "
-                + ("is closed" if self.closed else f"has {pool.nbytes}")
+                + ("is closed" if self.closed else f"has {self.nbytes}")
             )
-        if pool.forked and pool.device.type == "cuda":
+        if self._forked and self._device.type == "cuda":
             raise TransferError(
                 f"a step begins in a forked child of the process that compiled the model for "
-                f"{pool.device}: CUDA does not work there. Start workers by 'spawn', or compile "
+                f"{self._device}: CUDA does not work there. Start workers by 'spawn', or compile "
                 "the model in the child"
             )
-        return _lease(*pool.lend(), pool.device, nbytes=nbytes)
+        with self._limit.lock:
+            self.lent_last = next(_numbers)
+            block = next((block for block in self.blocks if block.free), None) or self._grow()
+            view = block.lend()
+        # What is under way when a lease ends goes on: the next one's copies come after it.
+        lease: Lease
+        if isinstance(block, PinnedBlock):
+            lease = StreamLease(block, nbytes=nbytes, device=self._device)
+        else:
+            lease = WorkerLease(block, nbytes=nbytes, device=self._device)
+        _leases[view.ctypes.data] = lease
+        view.holds = lease
+        return torch.from_numpy(view)[:nbytes]
 
     def close(self) -> None:
         """Give the memory up, what is lent as soon as it comes back. Idempotent."""
-        self._finalizer()
+        self.closed = True
+        self.blocks = []
+
+    def _grow(self) -> Block:
+        """One more block.
+
+        Raises:
+            HostMemoryError: it cannot be had, or would exceed the limit.
+        """
+        with self._limit.lock:
+            self._limit.make_room(self.nbytes)
+            block: Block
+            if self._device.type == "cuda":
+                block = PinnedBlock(pinned_memory(self.nbytes, device=self._device))
+            else:
+                block = Block(file_memory(self.nbytes, folder=self._folder))
+            self.blocks.append(block)
+            return block
+
+    def _forget(self) -> None:
+        """This is a forked child: the blocks are those of its parent, and so may the lock be."""
+        for block in self.blocks:
+            block.disown()
+        self.blocks, self._forked = [], True
+        self._limit.lock = threading.RLock()
 
 
-_ids = itertools.count(1)
-_lent = itertools.count(1)
+_numbers = itertools.count(1)
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
-_pools: weakref.WeakSet[_Pool] = weakref.WeakSet()
-
-
 _leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
 """By the address of their memory; each is held by the view that was lent."""
 
@@ -273,25 +235,17 @@ def lease_of(host: Tensor) -> Lease | None:
     return _leases.get(host.untyped_storage().data_ptr())
 
 
-def _lease(block: Block, view: Lent, device: torch.device, *, nbytes: int) -> Tensor:
-    """The tensor on ``view``, whose storage is what holds it.
-
-    What is under way when the lease ends goes on: the next one's copies are ordered after it.
-    """
-    lease: Lease
-    if isinstance(block, PinnedBlock):
-        lease = StreamLease(block, nbytes=nbytes, device=device)
-    else:
-        lease = WorkerLease(block, nbytes=nbytes, device=device)
-    _leases[view.ctypes.data] = lease
-    view.holds = lease
-    return torch.from_numpy(view)[:nbytes]
+@atexit.register
+def _close_all() -> None:
+    # While CUDA is there: a copy that is under way is awaited, and memory is unpinned.
+    for arena in list(_arenas.values()):
+        arena.close()
 
 
 def _forget_all() -> None:
     """In a forked child: host memory is the parent's, leases and all."""
-    for pool in list(_pools):
-        pool.forget()
+    for arena in list(_arenas.values()):
+        arena._forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -100,6 +100,16 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.name.startswith("tangents_")
 
 
+def _primals(joint: fx.GraphModule) -> list[fx.Node]:
+    """Placeholders of the joint graph that are inputs of the forward."""
+    return [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+
+
+def _results(joint: fx.GraphModule) -> list[Any]:
+    """What the joint graph returns: results of the forward, then of the backward."""
+    return list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
 def mutated_primals(module: fx.GraphModule) -> list[int]:
     """Indices of the primals whose new value the joint graph returns."""
     from torch._functorch._aot_autograd.descriptors import (  # noqa: PLC0415
@@ -108,16 +118,14 @@ def mutated_primals(module: fx.GraphModule) -> list[int]:
 
     described = module.graph.output_node().meta.get("desc", ())
     mutated = [d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)]
-    primals = [n for n in module.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
-    return [i for i, node in enumerate(primals) if node.meta.get("desc") in mutated]
+    return [i for i, node in enumerate(_primals(module)) if node.meta.get("desc") in mutated]
 
 
 def primal_values(joint: fx.GraphModule, inputs: Sequence[object]) -> list[object]:
     """For each primal the input of the compiled function that it is, or the part of one, as that
     of a ``DTensor`` which a process has; ``None`` where it is neither.
     """
-    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
-    return [_value_of(n.meta.get("desc"), inputs) for n in primals]
+    return [_value_of(n.meta.get("desc"), inputs) for n in _primals(joint)]
 
 
 def _value_of(described: Any, inputs: Sequence[object]) -> object:
@@ -132,11 +140,10 @@ def _value_of(described: Any, inputs: Sequence[object]) -> object:
 
 def differentiated_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[int, int]:
     """Primals that get a gradient, and which of the tensors among all primals each is."""
-    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
-    results = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = _results(joint)[forward_output_count:]
     found: dict[int, int] = {}
     tensors = 0
-    for i, (node, gradient) in enumerate(zip(primals, results[forward_output_count:], strict=True)):
+    for i, (node, gradient) in enumerate(zip(_primals(joint), results, strict=True)):
         if isinstance(gradient, fx.Node) and _is_tensor(gradient):
             found[i] = tensors
         tensors += isinstance(node.meta["val"], torch.Tensor)
@@ -147,11 +154,10 @@ def passed_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[
     """Places of the backward's results that are no gradients, but inputs of the forward, such as
     the mesh of a ``DTensor``; and the primals that these are.
     """
-    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
-    results = list(joint.graph.output_node().args[0])[forward_output_count:]  # type: ignore[arg-type]
+    primals = _primals(joint)
     return {
         place: primals.index(node)
-        for place, node in enumerate(results)
+        for place, node in enumerate(_results(joint)[forward_output_count:])
         if isinstance(node, fx.Node) and not _is_tensor(node)
     }
 
@@ -169,7 +175,7 @@ def stub_graphs(
     backward takes the token and the tangents.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
-    results = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = _results(joint)
     examples = [n.meta["val"] for n in placeholders if isinstance(n.meta["val"], torch.Tensor)]
     token = examples[0].new_empty(1, dtype=torch.int64, device="cpu")
 
@@ -187,8 +193,7 @@ def stub_graphs(
         return fx.GraphModule(torch.nn.Module(), graph)
 
     tangents = [n for n in placeholders if is_tangent(n)]
-    primals = [n for n in placeholders if not is_tangent(n)]
-    forward = stub(primals, [*results[:forward_output_count], _TOKEN])
+    forward = stub(_primals(joint), [*results[:forward_output_count], _TOKEN])
     return forward, stub([_TOKEN, *tangents], results[forward_output_count:])
 
 

@@ -52,14 +52,13 @@ def test_a_slow_link_is_measured_as_slow(tmp_path: Path):
 def test_nothing_is_held_once_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Host memory of a plan comes next, and has the whole limit."""
     made: list[weakref.ref[Arena]] = []
-    create = Arena.create
 
     def noted(*args: Any, **kwargs: Any) -> Arena:
-        arena = create(*args, **kwargs)
+        arena = Arena(*args, **kwargs)
         made.append(weakref.ref(arena))
         return arena
 
-    monkeypatch.setattr(Arena, "create", noted)
+    monkeypatch.setattr(bandwidth, "Arena", noted)
     gc.collect()
     gc.disable()
     try:

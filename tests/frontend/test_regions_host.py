@@ -69,7 +69,7 @@ def learned(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> No
 
 def allocated(limit: HostLimit) -> int:
     """Host memory that is there, lent or not."""
-    return sum(pool.nbytes * len(pool.blocks) for pool in limit.pools)
+    return sum(arena.allocated_bytes for arena in limit.arenas)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -271,7 +271,7 @@ def test_an_error_of_registering_is_not_told_of_the_next_kernel():
     x = torch.ones(8, device=CUDA)
     stand_in.fail("cudaHostRegister", 1)
     with FakeTensorMode(), pytest.raises(fxremat.HostMemoryError, match="error 2"):
-        Arena.create(4096, device=CUDA)
+        Arena(4096, device=CUDA)
     assert float((x + 1).sum()) == 16.0
 
 
@@ -279,7 +279,7 @@ def test_an_error_of_registering_is_not_told_of_the_next_kernel():
 def test_a_copy_that_the_stream_cannot_be_made_to_wait_for_is_awaited_by_the_host(call: str):
     """What comes next in memory of a step that is given up is there after its copy."""
     nbytes = 4 << 20
-    arena = Arena.create(nbytes, device=CUDA)
+    arena = Arena(nbytes, device=CUDA)
     host = arena.open()
     x = torch.full((nbytes,), 1, dtype=torch.uint8, device=CUDA)
     ops.offload(x, host, 0)

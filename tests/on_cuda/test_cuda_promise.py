@@ -64,7 +64,7 @@ def test_so_they_are_in_the_whole_matrix(allocator: str, counted: str, network: 
 def test_an_arena_locks_what_it_says_where_torch_locks_a_power_of_two():
     nbytes = (33 << 20) + 4096
     with host_memory() as told:
-        arena = Arena.create(nbytes, device=CUDA)
+        arena = Arena(nbytes, device=CUDA)
         ours = told()
     if ours is None:
         pytest.skip("a GPU does not tell of host memory")

@@ -25,7 +25,7 @@ def busy(seconds_or_so: float) -> None:
 
 
 def test_on_cuda_a_storage_comes_back_bit_by_bit():
-    arena = Arena.create(64 * MIB, device="cuda")
+    arena = Arena(64 * MIB, device="cuda")
     for x in (
         torch.randn(1000, 1000, device="cuda"),
         torch.randn(999, device="cuda").bfloat16()[3:],
@@ -43,7 +43,7 @@ def test_on_cuda_a_storage_comes_back_bit_by_bit():
 def test_on_cuda_slots_and_memory_are_reused_behind_a_busy_device():
     device = torch.device("cuda", torch.cuda.current_device())
     nbytes = 16 * MIB
-    arena = Arena.create(nbytes, device=device)
+    arena = Arena(nbytes, device=device)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for number in range(1, 9):
         busy(0.01)
@@ -67,7 +67,7 @@ def test_on_cuda_slots_and_memory_are_reused_behind_a_busy_device():
 def test_on_cuda_memory_is_released_when_told():
     device = torch.device("cuda", torch.cuda.current_device())
     nbytes = 16 * MIB
-    arena = Arena.create(nbytes, device=device)
+    arena = Arena(nbytes, device=device)
     before = torch.cuda.memory_allocated(device)
     host = arena.open()
     x = torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -85,7 +85,7 @@ def test_on_cuda_memory_is_released_when_told():
 def test_on_cuda_the_host_does_not_wait_and_transfers_overlap():
     device = torch.device("cuda", torch.cuda.current_device())
     nbytes = 64 * MIB
-    arena = Arena.create(2 * nbytes, device=device)
+    arena = Arena(2 * nbytes, device=device)
     host = arena.open()
     x = torch.ones(nbytes, dtype=torch.uint8, device=device)
     there_and_back(x, host, nbytes)

@@ -100,11 +100,11 @@ def interrupted(training: Training) -> None:
 
 def without_host_memory(training: Training) -> None:
     """Host memory goes as soon as no step uses it, whatever the device is at."""
-    pool = training.trained.call._compiler.latest.planned.graphs.arena._pool
+    arena = training.trained.call._compiler.latest.planned.graphs.arena
     for end in (training.loss, training.step):
         end()
-        pool.limit.drop_idle()
-        assert not pool.blocks
+        arena.drop_idle()
+        assert not arena.blocks
 
 
 LOOPS: tuple[Callable[[Training], None], ...] = (

@@ -326,6 +326,6 @@ PROGRAMS: tuple[Callable[[Arena], None], ...] = (
 
 def run(program: Callable[[Arena], None]) -> None:
     """Run it with host memory of its own, which is gone afterwards."""
-    arena = Arena.create(2 * NBYTES, device=device())
+    arena = Arena(2 * NBYTES, device=device())
     program(arena)
     arena.close()

@@ -38,10 +38,10 @@ def moved(at: AtSize) -> tuple[Program, tuple[Move, ...]]:
 
 
 def travel_of(moves: Sequence[Move]) -> tuple[Travel, Arena]:
-    slots = assign_slots([m.nbytes for m in moves])
-    arena = Arena.create(slots.total_bytes, device=torch.device("cpu"))
-    offsets = dict(zip((m.storage for m in moves), slots.offsets, strict=True))
-    return Travel(tuple(moves), offsets, slots.total_bytes, arena.id), arena
+    slots, total_bytes = assign_slots([m.nbytes for m in moves])
+    arena = Arena(total_bytes, device=torch.device("cpu"))
+    offsets = dict(zip((m.storage for m in moves), slots, strict=True))
+    return Travel(tuple(moves), offsets, total_bytes, arena.id), arena
 
 
 def check(at: AtSize, graphs, travel: Travel) -> None:
@@ -78,7 +78,7 @@ def test_the_same_code_sends_what_each_size_needs():
         at = at_size("gpt", HINTS, sizes)
         nbytes = at.line.joint.storages.nbytes
         own = [replace(m, nbytes=nbytes[m.storage]) for m in moves]
-        slots = assign_slots([m.nbytes for m in own])
-        offsets = dict(zip((m.storage for m in own), slots.offsets, strict=True))
-        check(at, graphs, Travel(tuple(own), offsets, slots.total_bytes, most.arena))
+        slots, total_bytes = assign_slots([m.nbytes for m in own])
+        offsets = dict(zip((m.storage for m in own), slots, strict=True))
+        check(at, graphs, Travel(tuple(own), offsets, total_bytes, most.arena))
     arena.close()

@@ -465,7 +465,7 @@ def run_schedule(seed: int) -> Device:
 
 def _run_loops(device: Device, turns: Turns, faults: Faults) -> None:
     """One loop, or two in threads; at the end the arena goes, while copies may be queued."""
-    arena = Arena.create(MOST_HOST_BYTES, device=CPU)
+    arena = Arena(MOST_HOST_BYTES, device=CPU)
     # Numbers that do not come again for long.
     number = (n % 255 + 1 for n in itertools.count()).__next__
 

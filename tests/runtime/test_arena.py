@@ -62,7 +62,7 @@ def gradient(seed: int) -> Tensor:
 
 
 def test_a_step_uses_the_same_memory_again():
-    arena = Arena.create(8 * KIB, device=CPU)
+    arena = Arena(8 * KIB, device=CPU)
     with delayed(0, most_s=0.005):
         for seed in range(6):
             x = leaf(seed)
@@ -78,7 +78,7 @@ def test_a_step_uses_the_same_memory_again():
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_forwards_before_backwards_never_share(order: tuple[int, ...]):
-    arena = Arena.create(8 * KIB, device=CPU)
+    arena = Arena(8 * KIB, device=CPU)
     with delayed(1, most_s=0.005):
         for round_ in range(5):
             xs = [leaf(10 * round_ + i) for i in range(3)]
@@ -95,7 +95,7 @@ def test_forwards_before_backwards_never_share(order: tuple[int, ...]):
 
 
 def test_gradients_are_accumulated_over_steps_of_two_modules():
-    arenas = [Arena.create(8 * KIB, device=CPU) for _ in range(2)]
+    arenas = [Arena(8 * KIB, device=CPU) for _ in range(2)]
     x = leaf(3)
     with delayed(2, most_s=0.005):
         total = sum(Moved.apply(x, arena.id).sum() for arena in arenas for _ in range(2))
@@ -108,7 +108,7 @@ def test_gradients_are_accumulated_over_steps_of_two_modules():
 
 
 def test_the_backward_can_be_run_twice():
-    arena = Arena.create(8 * KIB, device=CPU)
+    arena = Arena(8 * KIB, device=CPU)
     x = leaf(4)
     out = Moved.apply(x, arena.id).sum()
     out.backward(retain_graph=True)
@@ -118,7 +118,7 @@ def test_the_backward_can_be_run_twice():
 
 
 def test_a_lease_ends_with_the_last_tensor_on_it():
-    arena = Arena.create(8 * KIB, device=CPU)
+    arena = Arena(8 * KIB, device=CPU)
     host = ops.open_arena(arena.id, 4 * KIB)
     assert (host.dtype, host.shape) == (torch.uint8, (4 * KIB,))
     part = host[100:200].view(10, 10)
@@ -135,7 +135,7 @@ def test_a_lease_ends_with_the_last_tensor_on_it():
 
 
 def test_the_limit_counts_all_steps_that_overlap():
-    arena = Arena.create(8 * KIB, device=CPU, limit=HostLimit(20 * KIB))
+    arena = Arena(8 * KIB, device=CPU, limit=HostLimit(20 * KIB))
     held = [arena.open(), arena.open()]
     with pytest.raises(HostMemoryError, match=r"while 2 others .* 24.0 KiB .*host_limit=") as info:
         arena.open()
@@ -146,8 +146,8 @@ def test_the_limit_counts_all_steps_that_overlap():
 
 def test_arenas_of_a_module_keep_to_one_limit_together():
     limit = HostLimit(20 * KIB)
-    small = Arena.create(4 * KIB, device=CPU, limit=limit)
-    large = Arena.create(12 * KIB, device=CPU, limit=limit)
+    small = Arena(4 * KIB, device=CPU, limit=limit)
+    large = Arena(12 * KIB, device=CPU, limit=limit)
     used = small.open()
     with pytest.raises(HostMemoryError, match=r"others .* 24.0 KiB .*host_limit="):
         held = [large.open(), small.open(), small.open()]
@@ -166,9 +166,9 @@ def test_arenas_of_a_module_keep_to_one_limit_together():
 def test_a_limit_below_the_need_is_an_error_when_made():
     message = r"needs 8.0 KiB \(8192 bytes\) .* host_limit= allows 8.0 KiB \(8191\)"
     with pytest.raises(HostMemoryError, match=message) as info:
-        Arena.create(8 * KIB, device=CPU, limit=HostLimit(8 * KIB - 1))
+        Arena(8 * KIB, device=CPU, limit=HostLimit(8 * KIB - 1))
     assert info.value.asked_bytes == 8 * KIB
-    Arena.create(8 * KIB, device=CPU, limit=HostLimit(8 * KIB))
+    Arena(8 * KIB, device=CPU, limit=HostLimit(8 * KIB))
 
 
 @pytest.mark.parametrize(
@@ -177,24 +177,24 @@ def test_a_limit_below_the_need_is_an_error_when_made():
 )
 def test_impossible_arenas_are_refused(nbytes: int, device: str, why: str):
     with pytest.raises(ValueError, match=why):
-        Arena.create(nbytes, device=device)
+        Arena(nbytes, device=device)
 
 
 def test_more_than_the_arena_has_is_refused():
-    arena = Arena.create(KIB, device=CPU)
+    arena = Arena(KIB, device=CPU)
     with pytest.raises(TransferError, match=r"asks for 1025 bytes .* has 1024"):
         ops.open_arena(arena.id, KIB + 1)
     assert arena.leases == 0
 
 
 def test_a_module_that_is_gone():
-    arena = Arena.create(KIB, device=CPU)
+    arena = Arena(KIB, device=CPU)
     arena_id = arena.id
     del arena
     for gone in (arena_id, -3):
         with pytest.raises(TransferError, match=f"host memory {gone} .* owned it is gone"):
             ops.open_arena(gone, 1)
-    closed = Arena.create(KIB, device=CPU)
+    closed = Arena(KIB, device=CPU)
     closed.close()
     closed.close()
     with pytest.raises(TransferError, match="owned it is gone"):
@@ -215,7 +215,7 @@ def mapped_bytes(folder: Path) -> int:
 
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
 def test_memory_is_given_up_with_its_owner(tmp_path: Path):
-    arena = Arena.create(1 << 20, device=CPU, host_dir=tmp_path)
+    arena = Arena(1 << 20, device=CPU, host_dir=tmp_path)
     assert mapped_bytes(tmp_path) == 1 << 20
     gc.disable()
     try:
@@ -227,7 +227,7 @@ def test_memory_is_given_up_with_its_owner(tmp_path: Path):
 
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
 def test_a_step_may_end_after_its_module(tmp_path: Path):
-    arena = Arena.create(1 << 20, device=CPU, host_dir=tmp_path)
+    arena = Arena(1 << 20, device=CPU, host_dir=tmp_path)
     idle = arena.open()
     x = leaf(5)
     out = Moved.apply(x, arena.id)
@@ -245,7 +245,7 @@ def test_a_step_may_end_after_its_module(tmp_path: Path):
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
 @pytest.mark.parametrize("error", [SystemExit("killed"), OSError("no such page")], ids=type)
 def test_a_failed_step_leaves_nothing(tmp_path: Path, error: BaseException):
-    arena = Arena.create(1 << 20, device=CPU, host_dir=tmp_path)
+    arena = Arena(1 << 20, device=CPU, host_dir=tmp_path)
     x = leaf(6)
     out = Moved.apply(x, arena.id)
     with failing(error, after=1), pytest.raises(TransferError, match="The step cannot go on"):
@@ -272,14 +272,14 @@ def test_disk_space_is_taken_when_made(tmp_path: Path, monkeypatch: pytest.Monke
 
     real = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    arena = Arena.create(1 << 20, device=CPU, host_dir=tmp_path)
+    arena = Arena(1 << 20, device=CPU, host_dir=tmp_path)
     assert taken[0] >= 1 << 20
     del arena
 
 
 def test_without_fallocate_zeros_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(os, "posix_fallocate")
-    arena = Arena.create((1 << 20) + 5, device=CPU, host_dir=tmp_path)
+    arena = Arena((1 << 20) + 5, device=CPU, host_dir=tmp_path)
     x = torch.randn(1 << 18)
     host = arena.open()
     assert host.numel() == (1 << 20) + 5
@@ -289,13 +289,13 @@ def test_without_fallocate_zeros_are_written(tmp_path: Path, monkeypatch: pytest
 def test_a_full_disk_is_an_error_when_made(tmp_path: Path):
     nbytes = 1 << 60
     with pytest.raises(HostMemoryError, match=rf"{tmp_path}: .*host_dir=.*host_limit=") as info:
-        Arena.create(nbytes, device=CPU, host_dir=tmp_path)
+        Arena(nbytes, device=CPU, host_dir=tmp_path)
     assert info.value.asked_bytes == nbytes
     assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_fills_up_is_an_error_at_the_step(tmp_path: Path, monkeypatch):
-    arena = Arena.create(8 * KIB, device=CPU, host_dir=tmp_path)
+    arena = Arena(8 * KIB, device=CPU, host_dir=tmp_path)
     x = torch.randn(KIB)
     host = arena.open()
 
@@ -314,13 +314,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path):
     file.touch()
     for folder in (tmp_path / "nowhere", file):
         with pytest.raises(HostMemoryError, match=f"as a file in {folder}.*host_dir="):
-            Arena.create(KIB, device=CPU, host_dir=folder)
+            Arena(KIB, device=CPU, host_dir=folder)
 
 
 ABRUPT = """
 import sys, time
 from fxremat.runtime.arena import Arena, HostLimit
-arena = Arena.create(1 << 20, device="cpu", host_dir=sys.argv[1])
+arena = Arena(1 << 20, device="cpu", host_dir=sys.argv[1])
 print("made", flush=True)
 time.sleep(60)
 """
@@ -364,16 +364,16 @@ def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch):
 def test_what_was_lent_longest_ago_goes_first():
     """Arenas that every step uses keep their memory beside one that none does any more."""
     limit = HostLimit(3 * KIB)
-    old, *used = (Arena.create(KIB, device=CPU, limit=limit) for _ in range(3))
+    old, *used = (Arena(KIB, device=CPU, limit=limit) for _ in range(3))
     for arena in (old, *used):
         arena.open()
-    latest = Arena.create(KIB, device=CPU, limit=limit)
+    latest = Arena(KIB, device=CPU, limit=limit)
     assert [a.allocated_bytes for a in (old, *used, latest)] == [0, KIB, KIB, KIB]
 
 
 def test_idle_memory_is_given_up_and_had_again():
     limit = HostLimit(4 * KIB)
-    idle, busy = (Arena.create(KIB, device=CPU, limit=limit) for _ in range(2))
+    idle, busy = (Arena(KIB, device=CPU, limit=limit) for _ in range(2))
     host = busy.open()
     assert limit.lent_bytes == KIB
     limit.drop_idle()

@@ -326,7 +326,7 @@ def test_pinned_memory_is_unpinned_with_its_owner(monkeypatch: pytest.MonkeyPatc
     unpinned: list[int] = []
     with fake_device(0):
         monkeypatch.setattr(streams, "unpin", lambda memory: unpinned.append(memory.ctypes.data))
-        arena = Arena.create(NBYTES, device="cuda:0")
+        arena = Arena(NBYTES, device="cuda:0")
         idle, used = arena.open(), arena.open()
         addresses = [idle.data_ptr(), used.data_ptr()]
         assert isinstance(lease_of(used), StreamLease)

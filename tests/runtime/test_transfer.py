@@ -29,7 +29,7 @@ KIB = 1024
 
 @pytest.fixture
 def arena() -> Arena:
-    return Arena.create(64 * KIB, device=CPU)
+    return Arena(64 * KIB, device=CPU)
 
 
 TENSORS = {
@@ -203,7 +203,7 @@ def test_operations_that_do_not_fit_the_plan_are_refused(arena: Arena):
 def test_opcheck():
     x, fresh = torch.randn(10, 10)[2:], torch.randn(3)
     # Content that nobody has written yet is compared: zeros only in new memory.
-    fresh_arena, arena = (Arena.create(8 * KIB, device=CPU) for _ in range(2))
+    fresh_arena, arena = (Arena(8 * KIB, device=CPU) for _ in range(2))
     opcheck(ops.open_arena.default, (fresh_arena.id, 512))
     for host in (torch.zeros(8 * KIB, dtype=torch.uint8), arena.open()):
         opcheck(ops.offload.default, (x, host, 512))
@@ -331,7 +331,7 @@ from fxremat.runtime.arena import Arena
 from fxremat.runtime.lease import Arrival
 from fxremat.runtime.watch import intercept_copies
 from tests.moving import delayed, ops
-arena = Arena.create(1 << 22, device="cpu", host_dir=sys.argv[1])
+arena = Arena(1 << 22, device="cpu", host_dir=sys.argv[1])
 host = arena.open()
 with delayed(0, most_s=0.2):
     ops.offload(torch.ones(1 << 20), host, 0)
@@ -357,7 +357,7 @@ def test_the_interpreter_exits_in_the_middle_of_a_copy(tmp_path):
 def test_a_fresh_storage_may_be_larger_than_what_was_offloaded():
     """Plans count what an allocator hands out, which is more than what was asked for."""
     x = torch.arange(100, dtype=torch.uint8)
-    arena = Arena.create(512, device=CPU)
+    arena = Arena(512, device=CPU)
     host = ops.open_arena(arena.id, 512)
     ops.offload(x, host, 0)
     ops.release(x, host, 0)

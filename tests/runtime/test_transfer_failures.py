@@ -26,7 +26,7 @@ KIB = 1024
 
 @pytest.fixture
 def arena() -> Arena:
-    return Arena.create(64 * KIB, device=CPU)
+    return Arena(64 * KIB, device=CPU)
 
 
 @pytest.mark.parametrize("late", ["release", "wait", "offload", "prefetch"])
