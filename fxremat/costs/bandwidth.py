@@ -32,8 +32,8 @@ _SQUARE = {"cpu": 256, "cuda": 1024}
 _CALLS = 32
 """Small transfers whose calls are timed."""
 
-_ROUNDS = 5
-_ENOUGH_S = 0.5
+_ROUNDS, _ENOUGH_S = 5, 0.5
+"""How often each is timed, at most: no further round begins after so many seconds."""
 
 _BESIDE = 0.8
 """Computations that transfers run beside take this part of the transfers' time: a device that
@@ -131,28 +131,23 @@ def _measure(device: torch.device, folder: str, piece_bytes: int, pieces: int) -
 
 
 class _Bench:
-    """Seconds of moving a piece of device memory, and of computing with and without that."""
+    """Seconds of moving pieces of device memory, and of computing with and without that."""
 
     def __init__(self, device: torch.device, folder: str, piece_bytes: int, pieces: int) -> None:
-        self._piece_bytes = piece_bytes
         self.nbytes = pieces * piece_bytes
         self._device = device
-        self._arena = Arena(2 * self.nbytes, device=device, host_dir=folder)
-        self._host = self._arena.open()
-        self._out = [
-            torch.ones(piece_bytes, dtype=torch.uint8, device=device) for _ in range(pieces)
-        ]
+        arena = Arena(2 * self.nbytes, device=device, host_dir=folder)
+        self._host = arena.open()
+        self._out = [self._ones(piece_bytes) for _ in range(pieces)]
         side = _SQUARE[device.type]
         self._square = torch.ones(side, side, device=device)  # no draw: the user's are counted
         self._product = torch.empty_like(self._square)
-        self._long = torch.ones(self._piece_bytes // 4, device=device)
+        self._long = torch.ones(piece_bytes // 4, device=device)
         count = min(_CALLS, self.nbytes // ALIGNMENT_BYTES)
-        self._small = [
-            torch.ones(ALIGNMENT_BYTES, dtype=torch.uint8, device=device) for _ in range(count)
-        ]
+        self._small = [self._ones(ALIGNMENT_BYTES) for _ in range(count)]
         self._repeats = 1
-        self._start_offload(self.nbytes)
-        self._end_offload(self.nbytes)
+        self._offload(self._out, self.nbytes)
+        self._release(self._out, self.nbytes)
         self._seconds(self._work)
         self.both()
         self._repeats = max(1, int(_BESIDE * self.both() / self._seconds(self._work)))
@@ -166,21 +161,17 @@ class _Bench:
         )  # fmt: skip
 
     def offload(self) -> float:
-        def run() -> None:
-            self._start_offload(0)
-            self._end_offload(0)
-
-        return self._seconds(run)
+        return self._seconds(lambda: self._offload_all(self._out))
 
     def prefetch(self) -> float:
-        return self._seconds(lambda: self._end_prefetch(self._start_prefetch()))
+        return self._seconds(lambda: self._wait(self._prefetch(self._out, self.nbytes)))
 
     def both(self) -> float:
         def run() -> None:
-            self._start_offload(0)
-            coming = self._start_prefetch()
-            self._end_offload(0)
-            self._end_prefetch(coming)
+            self._offload(self._out, 0)
+            coming = self._prefetch(self._out, self.nbytes)
+            self._release(self._out, 0)
+            self._wait(coming)
 
         return self._seconds(run)
 
@@ -189,37 +180,28 @@ class _Bench:
 
     def beside(self) -> float:
         """Computing, with transfers both ways under way that take longer."""
-        self._start_offload(0)
-        coming = self._start_prefetch()
+        self._offload(self._out, 0)
+        coming = self._prefetch(self._out, self.nbytes)
         taken_s = self._seconds(self._work)
-        self._end_offload(0)
-        self._end_prefetch(coming)
+        self._release(self._out, 0)
+        self._wait(coming)
         self._end()
         return taken_s
 
     def offload_calls(self) -> float:
         """Of one of many small transfers, those who compute waiting for each in turn."""
-
-        def run() -> None:
-            for i, piece in enumerate(self._small):
-                transfer.offload(piece, self._host, i * ALIGNMENT_BYTES)
-            for i, piece in enumerate(self._small):
-                transfer.release(piece, self._host, i * ALIGNMENT_BYTES)
-
-        return self._seconds(run) / len(self._small)
+        return self._seconds(lambda: self._offload_all(self._small)) / len(self._small)
 
     def prefetch_calls(self) -> float:
         def run() -> None:
-            size = ALIGNMENT_BYTES
-            coming = [
-                transfer.prefetch(self._host, i * size, size, self._device)
-                for i in range(len(self._small))
-            ]
-            for fresh in coming:
+            for fresh in self._prefetch(self._small, 0):
                 transfer.wait(fresh)
-                tensor_in(fresh, torch.uint8, (size,), (1,), 0)
+                tensor_in(fresh, torch.uint8, (ALIGNMENT_BYTES,), (1,), 0)
 
         return self._seconds(run) / len(self._small)
+
+    def _ones(self, nbytes: int) -> Tensor:
+        return torch.ones(nbytes, dtype=torch.uint8, device=self._device)
 
     def _work(self) -> None:
         for _ in range(self._repeats):
@@ -227,22 +209,25 @@ class _Bench:
             torch.mm(self._square, self._square, out=self._product)
             torch.add(self._long, 1.0, out=self._long)
 
-    def _start_offload(self, begin: int) -> None:
-        for i, piece in enumerate(self._out):
-            transfer.offload(piece, self._host, begin + i * self._piece_bytes)
+    def _offload_all(self, pieces: list[Tensor]) -> None:
+        self._offload(pieces, 0)
+        self._release(pieces, 0)
 
-    def _end_offload(self, begin: int) -> None:
-        for i, piece in enumerate(self._out):
-            transfer.release(piece, self._host, begin + i * self._piece_bytes)
+    def _offload(self, pieces: list[Tensor], begin: int) -> None:
+        for i, piece in enumerate(pieces):
+            transfer.offload(piece, self._host, begin + i * piece.numel())
 
-    def _start_prefetch(self) -> list[Tensor]:
-        size = self._piece_bytes
+    def _release(self, pieces: list[Tensor], begin: int) -> None:
+        for i, piece in enumerate(pieces):
+            transfer.release(piece, self._host, begin + i * piece.numel())
+
+    def _prefetch(self, pieces: list[Tensor], begin: int) -> list[Tensor]:
         return [
-            transfer.prefetch(self._host, self.nbytes + i * size, size, self._device)
-            for i in range(len(self._out))
+            transfer.prefetch(self._host, begin + i * p.numel(), p.numel(), self._device)
+            for i, p in enumerate(pieces)
         ]
 
-    def _end_prefetch(self, coming: list[Tensor]) -> None:
+    def _wait(self, coming: list[Tensor]) -> None:
         for fresh in coming:
             transfer.wait(fresh)
 

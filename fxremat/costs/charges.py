@@ -14,34 +14,37 @@ from torch import fx
 
 from fxremat.costs.cost import Measured
 from fxremat.errors import CostError
-from fxremat.passes.stages.block import Block, Mode, dependencies, is_getitem
-from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.block import Mode, dependencies, is_getitem
 
 
 @dataclass(frozen=True, slots=True)
 class Charges:
-    """Of one stage.
+    """What operations of one stage are charged when they run again.
 
     Attributes:
-        alone_s: seconds of each operation that may run again, on its own.
-        of_forward: what to charge for one of those in a forward, in seconds per second.
-        of_rebuild: the same in a rebuild.
         rebuilt: operations of a rebuild of the whole saved set.
-        views: of what is given, which any block makes for itself: their time is part of
-            those of others.
+        views: views of given tensors, which any block makes for itself: their time is part of
+            the times of other operations.
+        alone_s: seconds of each operation that may run again, on its own.
+        of_forward: seconds charged per second alone, where a forward runs again.
+        of_rebuild: the same where the saved set is rebuilt.
     """
 
+    rebuilt: frozenset[fx.Node]
+    views: frozenset[fx.Node]
     alone_s: dict[fx.Node, float]
     of_forward: float
     of_rebuild: float
-    rebuilt: frozenset[fx.Node]
-    views: frozenset[fx.Node]
 
     @staticmethod
     def of(measured: Measured, index: int) -> Charges:
         """Those of stage ``index``."""
         line = measured.line
-        return Charges({}, 0.0, 0.0, _closure(line, index), line.views).at(measured, index)
+        rebuilt = set(line.stages[index].saved)
+        for node in reversed(line.stages[index].forward):
+            if node in rebuilt and node not in line.pinned:
+                rebuilt.update(dependencies(node, Mode.AGAIN))
+        return Charges(frozenset(rebuilt), line.views, {}, 0.0, 0.0).at(measured, index)
 
     def at(self, measured: Measured, index: int) -> Charges:
         """Those of the same stage where operations take other times."""
@@ -54,10 +57,6 @@ class Charges:
             of_forward=_share(seconds.forward_s, alone.values()),
             of_rebuild=_share(seconds.rebuild_s, rebuilt_s),
         )
-
-    def again_s(self, block: Block, *, rebuilds: bool) -> float:
-        """Seconds of a recomputation."""
-        return sum(self.once_s(node, rebuilds=rebuilds) for node in block.nodes)
 
     def once_s(self, node: fx.Node, *, rebuilds: bool) -> float:
         """Seconds of one operation of a recomputation.
@@ -75,10 +74,7 @@ class Charges:
         return (self.of_rebuild if rebuilds else self.of_forward) * self.alone_s[node]
 
     def least_s(self, node: fx.Node) -> float:
-        """The least that any recomputation is charged for an operation that it runs.
-
-        0 for one that none ever runs.
-        """
+        """The least that any recomputation is charged for an operation; 0 if none ever runs it."""
         share = self.of_forward
         if node in self.rebuilt:
             share = min(share, self.of_rebuild)
@@ -88,12 +84,3 @@ class Charges:
 def _share(whole_s: float, parts: Iterable[float]) -> float:
     total = sum(parts)
     return whole_s / total if total else 0.0
-
-
-def _closure(line: Line, index: int) -> frozenset[fx.Node]:
-    """Operations of a stage that its saved set takes."""
-    needed = set(line.stages[index].saved)
-    for node in reversed(line.stages[index].forward):
-        if node in needed and node not in line.pinned:
-            needed.update(dependencies(node, Mode.AGAIN))
-    return frozenset(needed)

@@ -41,8 +41,8 @@ class Operation:
     """One operation of a stage's recomputation, storages as bit masks.
 
     Attributes:
-        makes, reads: storages; those that are there anyway are left out.
-        seconds: of running it.
+        makes, reads: storages; those that are there in any case are left out.
+        seconds: it takes.
     """
 
     makes: int
@@ -133,13 +133,8 @@ class Options:
 
     def at(self, measured: Measured) -> Options:
         """The same choices where operations take other times; what they were found from stays."""
-        return replace(
-            self,
-            parts=tuple(
-                replace(part, charges=part.charges.at(measured, index))
-                for index, part in enumerate(self.parts)
-            ),
-        )
+        parts = (replace(p, charges=p.charges.at(measured, i)) for i, p in enumerate(self.parts))
+        return replace(self, parts=tuple(parts))
 
     def kept_by(self, schedule: Schedule) -> Kept:
         """What the options of ``schedule`` keep: those of each stage's last ``F_all``."""
@@ -189,14 +184,8 @@ def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
     line = measured.line
     table = line.joint.storages
     _, again, _ = stage_blocks(line, blocks, index)
-    anyway = table.of(
-        (
-            *line.joint.given,
-            *line.pinned,
-            *line.stages[index].boundary,
-            *boundary_after(line, index),
-        )
-    )
+    before, after = line.stages[index].boundary, boundary_after(line, index)
+    anyway = table.of((*line.joint.given, *line.pinned, *before, *after))
     bits: dict[int, int] = {}
     own = [n for n in again.nodes if n not in line.views]
     for node in own:
@@ -263,8 +252,7 @@ def greedy_masks(numbers: Numbers) -> list[int]:
     looked at again only where they come first, which changes nothing where the loss of a
     storage never shrinks as more goes, and its gain never grows as more comes.
     """
-    whole = numbers.kept_bytes(numbers.required)
-    free = sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)
+    whole, free = numbers.kept_bytes(numbers.required), _free(numbers)
     thinned = _thinned(numbers, numbers.required | free)
     masks = [free, *thinned]
     for share in range(1, MOST_OPTIONS + 1):
@@ -316,8 +304,7 @@ def _by_cpsat(numbers: Numbers, cp_model: ModuleType) -> list[int]:
     """
     whole = numbers.kept_bytes(numbers.required)
     unit_s = max(numbers.seconds(0) / 1e6, 1e-12)
-    free = sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)
-    masks = [free]
+    masks = [_free(numbers)]
     for share in range(1, MOST_OPTIONS + 1):
         model = cp_model.CpModel()
         kept = [model.new_bool_var(f"kept{i}") for i in range(len(numbers.nbytes))]
@@ -343,6 +330,11 @@ def _by_cpsat(numbers: Numbers, cp_model: ModuleType) -> list[int]:
         if solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             masks.append(sum(1 << i for i, k in enumerate(kept) if solver.value(k)))
     return masks
+
+
+def _free(numbers: Numbers) -> int:
+    """The mask of storages without bytes."""
+    return sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)
 
 
 def _bits(mask: int) -> list[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +13,13 @@ _SIDE = 64
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
+_lock = threading.Lock()
+_nbytes: dict[torch.device, int] = {}
+"""Of each device's workspaces, which are there from their first measurement on."""
+
+_known: set[tuple[torch.device, int, int]] = set()
+"""Devices, threads, and the streams on which these have multiplied."""
+
 
 def library_workspaces(device: torch.device) -> int:
     """Bytes of cuBLAS's workspaces on ``device`` for all that has called this; 0 on a CPU.
@@ -24,54 +29,34 @@ def library_workspaces(device: torch.device) -> int:
     backwards. Whatever multiplies first would be charged with them, so they are allocated here,
     for this thread and its current stream. They are counted as given.
     """
-    return _of(device).warmed() if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    own = device, threading.get_ident(), torch.cuda.current_stream(device).cuda_stream
+    if own not in _known:
+        with _lock, torch_compat.real_execution():
+            _measure(device)
+            _known.add(own)
+    return _nbytes[device]
 
 
-@dataclass
-class _Workspaces:
-    """Of one device.
-
-    Attributes:
-        nbytes: of all there are.
-        known: threads, and the streams on which they have multiplied.
-    """
-
-    device: torch.device
-    nbytes: int = 0
-    known: set[tuple[int, int]] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def warmed(self) -> int:
-        """Their bytes, with those of this thread's current stream."""
-        own = threading.get_ident(), torch.cuda.current_stream(self.device).cuda_stream
-        if own in self.known:
-            return self.nbytes
-        with self.lock, torch_compat.real_execution():
-            torch.cuda.synchronize(self.device)
-            begins = not self.known
-            if begins:  # those there are already are freed, on all devices, to see their size
-                torch_compat.clear_library_workspaces()
-            before = torch.cuda.memory_allocated(self.device)
-            for device in (self.device, *(_taken if begins else ())):
-                _take(device)
-            if begins:
-                _taken.append(self.device)
-            self.nbytes += max(0, torch.cuda.memory_allocated(self.device) - before)
-            self.known.add(own)
-            return self.nbytes
-
-
-_taken: list[torch.device] = []
-"""Devices whose workspaces were measured: they are there from then on."""
-
-_of = functools.cache(_Workspaces)
+def _measure(device: torch.device) -> None:
+    """Add those of this thread's current stream to the workspaces of ``device``."""
+    torch.cuda.synchronize(device)
+    begins = device not in _nbytes
+    if begins:  # those there are already are freed, on all devices, to see their size
+        torch_compat.clear_library_workspaces()
+    before = torch.cuda.memory_allocated(device)
+    for each in (device, *(_nbytes if begins else ())):
+        _take(each)
+    taken = max(0, torch.cuda.memory_allocated(device) - before)
+    _nbytes[device] = _nbytes.get(device, 0) + taken
 
 
 def forget_workspaces() -> None:
     """Free all that torch holds; what is taken from now on is counted anew."""
     torch_compat.clear_library_workspaces()
-    _of.cache_clear()
-    _taken.clear()
+    _nbytes.clear()
+    _known.clear()
 
 
 def _take(device: torch.device) -> None:

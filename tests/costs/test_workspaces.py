@@ -71,8 +71,8 @@ def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch
         allocated[0] += 5
         assert library_workspaces(device) == 64 * MIB
     finally:
-        workspaces._of.cache_clear()
-        workspaces._taken.clear()
+        workspaces._nbytes.clear()
+        workspaces._known.clear()
 
 
 def test_they_are_given(monkeypatch: pytest.MonkeyPatch):

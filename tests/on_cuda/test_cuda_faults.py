@@ -190,8 +190,8 @@ def unknown(cold: bool) -> None:
     if cold:
         bandwidth._known.clear()
         streams.lanes.cache_clear()
-        workspaces._of.cache_clear()
-        workspaces._taken.clear()
+        workspaces._nbytes.clear()
+        workspaces._known.clear()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 

@@ -61,5 +61,5 @@ def _seconds_of(call: Call, measured: Measured, options: Options) -> float:
         left_out = [n for n in inverses if n not in block.nodes]
         return whole.forward_s - sum(charges.once_s(n, rebuilds=False) for n in left_out)
     if block.mode is Mode.AGAIN:
-        return charges.again_s(block, rebuilds=call.rebuilds)
+        return sum(charges.once_s(n, rebuilds=call.rebuilds) for n in block.nodes)
     return whole.backward_s + sum(charges.once_s(n, rebuilds=True) for n in block.again)
