@@ -247,7 +247,7 @@ class Ablation:
 
     def _pinned(self, nbytes: int) -> Host:
         """Memory that is allocated once, and freed with the step that uses it."""
-        memory = Arena.create(nbytes, device=self.device).open()
+        memory = Arena(nbytes, device=self.device).open()
         return lambda begin, size: memory[begin : begin + size]
 
     def _blocking(self, host_of: Callable[[int], Host]) -> tuple[Step, Row]:

@@ -128,8 +128,9 @@ class ScaledCosts:
         """Seconds of the operations of each stage's forward, rebuild and backward."""
         each = model_s.copy()
         each[self._again] = again_s
-        count = self._stages_s.size
-        return np.bincount(self._blocks, weights=each[self._operations], minlength=count)
+        found: Floats = np.zeros_like(self._stages_s)
+        np.add.at(found, self._blocks, each[self._operations])
+        return found
 
 
 def rates_of(nbytes: Floats, flops: Floats, seconds: Floats) -> tuple[float, float, float]:

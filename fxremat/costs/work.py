@@ -92,7 +92,8 @@ class Works:
         numbers = self._formulas(values)
         each = numbers[self._places].astype(np.float64)
         count = len(self._known) + 1
-        nbytes = np.bincount(self._kinds, weights=each, minlength=count)
+        nbytes: Floats = np.zeros(count)
+        np.add.at(nbytes, self._kinds, each)
         flops, listed = np.zeros(count), numbers.tolist()
         for kind, formula, shapes, made in self._flops:
             flops[kind] = formula(*_filled(shapes, listed), out_val=_filled(made, listed))
