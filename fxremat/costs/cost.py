@@ -169,14 +169,17 @@ def measure_line(
         CostError: an operation cannot be run.
     """
     library_workspaces(line.joint.device)  # or the first product would be charged with them
-    walk = _Walk(line, blocks, Synthesizer(line.joint, real), cache)
-    stages = []
+    operations = Operations(cache, device=line.joint.device)
+    stages = [_Stage.of(line, blocks, index) for index in range(len(line.stages))]
+    walk = _Walk(line, Synthesizer(line.joint, real), operations, cache)
+    new = [index for index, stage in enumerate(stages) if not walk.is_known(stage)]
     with undisturbed(line.joint.device):
-        for index in range(len(line.stages)):
-            progress(MEASURE, index, len(line.stages))
-            stages.append(walk.stage(index))
-        progress(MEASURE, len(line.stages), len(line.stages))
-    return Measured.of(line, walk.costs(stages))
+        for index, stage in enumerate(stages):
+            progress(MEASURE, index, len(stages))
+            if new and index <= new[-1]:
+                walk.measure(stage)
+        progress(MEASURE, len(stages), len(stages))
+        return Measured.of(line, _recorded(line, stages, operations, cache))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,49 +213,28 @@ class _Walk:
     """Carries real values from stage to stage and measures on the way."""
 
     def __init__(
-        self, line: Line, blocks: BlockCache, values: Synthesizer, cache: CostCache
+        self, line: Line, values: Synthesizer, operations: Operations, cache: CostCache
     ) -> None:
         self._line = line
         self._values = values
+        self._operations = operations
         self._cache = cache
         self._clock = KernelClock(line.joint.device)
-        self._sizes: dict[int, int] = {}
-        self._displaced: set[int] = set()
-        self._again_s: dict[fx.Node, float] = {}
-        self._operations = Operations(cache, device=line.joint.device)
-        self._stages = [_Stage.of(line, blocks, index) for index in range(len(line.stages))]
-        new = (index for index, stage in enumerate(self._stages) if not self._is_known(stage))
-        self._last_new = max(new, default=-1)
 
-    def stage(self, index: int) -> StageSeconds:
-        """Seconds of stage ``index``, measured where they are not known."""
-        stage = self._stages[index]
-        if index <= self._last_new:
-            self._measure(stage)
-        for block in (stage.first, stage.whole, stage.backward):
-            self._note_sizes(block)
-        keys = self._keys(stage.whole)
-        self._again_s.update({n: self._cache.operation_s[key] for n, key in keys.items()})
-        known = self._cache.seconds
-        return StageSeconds(*(0.0 if key is None else known[key] + call_s() for key in stage.timed))
-
-    def _is_known(self, stage: _Stage) -> bool:
+    def is_known(self, stage: _Stage) -> bool:
         """Whether nothing of ``stage`` is new."""
+        again = self._operations.keys(stage.whole).values()
         return (
             all(key is None or key in self._cache.seconds for key in stage.timed)
-            and self._cache.operation_s.keys() >= set(self._keys(stage.whole).values())
+            and self._cache.operation_s.keys() >= set(again)
             and all(map(self._is_logged, (stage.first, stage.whole, stage.backward)))
         )
 
     def _is_logged(self, block: Block) -> bool:
         """Whether the workspaces of all operations of ``block`` are known."""
-        return self._cache.workspace_bytes.keys() >= set(self._keys(block).values())
+        return self._cache.workspace_bytes.keys() >= set(self._operations.keys(block).values())
 
-    def _keys(self, block: Block) -> dict[fx.Node, Key]:
-        """The signature of each operation of ``block``."""
-        return {n: self._operations.key(n, block) for n in block.nodes if not is_getitem(n)}
-
-    def _measure(self, stage: _Stage) -> None:
+    def measure(self, stage: _Stage) -> None:
         """Run the blocks of ``stage``, and leave the boundary after it among the values."""
         first_key, again_key, backward_key = stage.timed
         results = self._first(stage, first_key)
@@ -311,38 +293,42 @@ class _Walk:
         )
         return dict(zip(block.outputs, kept.pop(), strict=True))
 
-    def _note_sizes(self, block: Block) -> None:
-        """Note how large the results of ``block`` are, and which do not lie as traced."""
-        for node, key in self._keys(block).items():
-            storages = self._line.joint.storages.of_node[node]
-            if not self._cache.as_traced[key]:
-                self._displaced.update(storages)
-            for storage, size in zip(storages, self._cache.result_bytes[key], strict=False):
-                self._sizes[storage] = max(self._sizes.get(storage, 0), size)
 
-    def costs(self, stages: Sequence[StageSeconds]) -> RecordedCosts:
-        """All that was found."""
-        order, table = self._line.order, self._line.joint.storages
-        workspaces: dict[tuple[int, str], int] = {}
-        asked: dict[tuple[int, str], tuple[int, ...]] = {}
-        for stage in self._stages:
-            for block in (stage.first, stage.whole, stage.backward):
-                for node, modes in runs_of(self._line, block):
-                    key = self._operations.key(node, block)
-                    ran = [(order[node], mode.value) for mode in modes]
-                    workspaces.update(dict.fromkeys(ran, self._cache.workspace_bytes[key]))
-                    found = self._cache.asked[key]
-                    if found != tuple(sorted(found)):
-                        asked.update(dict.fromkeys(ran, found))
-        return RecordedCosts(
-            tuple(stages),
-            tuple(sorted((order[node], seconds) for node, seconds in self._again_s.items())),
-            tuple((index, mode, found) for (index, mode), found in sorted(workspaces.items())),
-            # As measured, where larger than traced.
-            tuple(max(n, self._sizes.get(i, 0)) for i, n in enumerate(table.nbytes)),
-            tuple(sorted(self._displaced)),
-            asked=tuple((index, mode, found) for (index, mode), found in sorted(asked.items())),
-        )
+def _recorded(
+    line: Line, stages: Sequence[_Stage], operations: Operations, cache: CostCache
+) -> RecordedCosts:
+    """What ``cache`` has on ``line``."""
+    order, table = line.order, line.joint.storages
+    storage_bytes, displaced = list(table.nbytes), set[int]()
+    again_s: dict[int, float] = {}
+    workspaces: dict[tuple[int, str], int] = {}
+    asked: dict[tuple[int, str], tuple[int, ...]] = {}
+    for stage in stages:
+        for block in (stage.first, stage.whole, stage.backward):
+            keys = operations.keys(block)
+            for node, modes in runs_of(line, block):
+                key, storages = keys[node], table.of_node[node]
+                ran = [(order[node], mode.value) for mode in modes]
+                workspaces.update(dict.fromkeys(ran, cache.workspace_bytes[key]))
+                if cache.asked[key] != tuple(sorted(cache.asked[key])):
+                    asked.update(dict.fromkeys(ran, cache.asked[key]))
+                if not cache.as_traced[key]:
+                    displaced.update(storages)
+                for storage, nbytes in zip(storages, cache.result_bytes[key], strict=False):
+                    storage_bytes[storage] = max(storage_bytes[storage], nbytes)
+                if block is stage.whole:
+                    again_s[order[node]] = cache.operation_s[key]
+    return RecordedCosts(
+        tuple(
+            StageSeconds(*(0.0 if key is None else cache.seconds[key] + call_s() for key in timed))
+            for timed in (stage.timed for stage in stages)
+        ),
+        tuple(sorted(again_s.items())),
+        tuple((index, mode, nbytes) for (index, mode), nbytes in sorted(workspaces.items())),
+        tuple(storage_bytes),
+        tuple(sorted(displaced)),
+        asked=tuple((index, mode, places) for (index, mode), places in sorted(asked.items())),
+    )
 
 
 def stage_blocks(line: Line, blocks: BlockCache, index: int) -> tuple[Block, Block, Block]:

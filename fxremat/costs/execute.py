@@ -103,7 +103,11 @@ class Operations:
         self._keys: dict[tuple[fx.Node, Mode], Key] = {}
         self._clock = KernelClock(device)
 
-    def key(self, node: fx.Node, block: Block) -> Key:
+    def keys(self, block: Block) -> dict[fx.Node, Key]:
+        """The signature of each operation of ``block``."""
+        return {node: self._key(node, block) for node in block.nodes if not is_getitem(node)}
+
+    def _key(self, node: fx.Node, block: Block) -> Key:
         """The signature of ``node`` as ``block`` runs it, made once: it is slow to make."""
         asked = node, block.mode_of(node)
         if asked not in self._keys:
@@ -149,19 +153,19 @@ class Operations:
         """The value of ``node``, which is measured as it runs in ``block`` and in ``again``."""
         if is_getitem(node):
             return _call(node, block, values)
-        if again is not None and self.key(node, again) not in self._cache.operation_s:
+        if again is not None and self._key(node, again) not in self._cache.operation_s:
             kept = [self._logged(node, again, values)]
-            self._cache.operation_s[self.key(node, again)] = least_s(
+            self._cache.operation_s[self._key(node, again)] = least_s(
                 _bound(node, again, values), kept, clock=self._clock, enough_s=OPERATION_S
             )
-            if self.key(node, again) == self.key(node, block):
+            if self._key(node, again) == self._key(node, block):
                 return kept[0]
             kept.clear()
         return self._logged(node, block, values)
 
     def _logged(self, node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
         """The value of ``node``, run under the allocator's eye if it is new."""
-        key = self.key(node, block)
+        key = self._key(node, block)
         if key in self._cache.workspace_bytes:
             return _call(node, block, values)
         with torch_compat.AllocationLog(self._device) as log:

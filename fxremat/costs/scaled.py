@@ -202,7 +202,7 @@ def with_workspaces(
         inputs = tuple(node.all_input_nodes)
         reads = line.joint.storages.of(inputs)
         block = Block(line.stage_of[node], mode, (node,), inputs, (), reads)
-        key = operations.key(node, block)
+        (key,) = operations.keys(block).values()
         if key not in cache.workspace_bytes:
             real = made_up.of(inputs)
             if isinstance(node.target, Unit):  # where its kernels are made, that takes memory once
