@@ -77,7 +77,7 @@ def link_key(
     host_dir: str | os.PathLike[str] | None = None,
     host_limit_bytes: int | None = None,
 ) -> LinkKey:
-    """What :func:`measure_link` would measure."""
+    """The key under which :func:`measure_link` keeps its figures."""
     device = torch.device(device)
     if device.type == "cuda":
         index: int | None = device.index
@@ -86,7 +86,7 @@ def link_key(
 
 
 def know_link(key: LinkKey, link: MeasuredLink) -> None:
-    """Take ``link`` for what was measured."""
+    """Use ``link`` as if it had been measured under ``key``."""
     _known[key] = link
 
 
@@ -154,7 +154,7 @@ class _Bench:
 
     @property
     def runs(self) -> tuple[Callable[[], float], ...]:
-        """All that is measured, made anew: held here, they would keep the memory in a ring."""
+        """The measurements; not kept here, where they would hold the memory in a ring."""
         return (
             self.offload, self.prefetch, self.both, self.compute, self.beside,
             self.offload_calls, self.prefetch_calls,
@@ -189,7 +189,7 @@ class _Bench:
         return taken_s
 
     def offload_calls(self) -> float:
-        """Of one of many small transfers, those who compute waiting for each in turn."""
+        """Seconds a transfer, of many small ones that the computing thread waits for in turn."""
         return self._seconds(lambda: self._offload_all(self._small)) / len(self._small)
 
     def prefetch_calls(self) -> float:

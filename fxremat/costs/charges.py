@@ -38,7 +38,7 @@ class Charges:
 
     @staticmethod
     def of(measured: Measured, index: int) -> Charges:
-        """Those of stage ``index``."""
+        """Charges of stage ``index``."""
         line = measured.line
         rebuilt = set(line.stages[index].saved)
         for node in reversed(line.stages[index].forward):
@@ -47,7 +47,7 @@ class Charges:
         return Charges(frozenset(rebuilt), line.views, {}, 0.0, 0.0).at(measured, index)
 
     def at(self, measured: Measured, index: int) -> Charges:
-        """Those of the same stage where operations take other times."""
+        """Charges of the same stage where operations take other times."""
         seconds, found = measured.stages[index], measured.again_s
         alone = {n: found[n] for n in measured.line.stages[index].forward if n in found}
         rebuilt_s = (s for n, s in alone.items() if n in self.rebuilt)

@@ -30,7 +30,7 @@ Speeds = Mapping[str, tuple[float, float]]
 
 
 def speeds_of(line: Line, device: torch.device) -> dict[str, tuple[float, float]]:
-    """How fast groups are whose collectives are in a graph, in its order. All processes call it."""
+    """Speeds of the process groups in a graph, in its order; all processes must call this."""
     groups = dict.fromkeys(map(torch_compat.group_of, line.joint.module.graph.nodes))
     return {name: torch_compat.ping_s(name, device) for name in groups if name is not None}
 
@@ -70,7 +70,7 @@ def with_collectives(
 
 
 def late_bytes(line: Line, device: torch.device) -> int:
-    """Of buffers that a CPU's process group may hold longer than the graph does."""
+    """Bytes of buffers that a CPU's process group may hold longer than the graph does."""
     if device.type != "cpu":
         return 0
     collectives = (n for n in line.joint.module.graph.nodes if torch_compat.group_of(n))

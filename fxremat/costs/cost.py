@@ -49,7 +49,7 @@ class Measured:
         return Measured._of(line, costs, least_bytes=line.joint.storages.nbytes)
 
     def at(self, costs: RecordedCosts) -> Measured:
-        """The same line at another size.
+        """This line at another size.
 
         Args:
             costs: at that size.
@@ -202,7 +202,7 @@ class _Stage:
 
     @staticmethod
     def of(line: Line, blocks: BlockCache, index: int) -> _Stage:
-        """Of stage ``index``."""
+        """The blocks of stage ``index``."""
         three = stage_blocks(line, blocks, index)
         staying = line.pinned.union(boundary_after(line, index))
         timed = tuple(blocks.key(b) if b.nodes else None for b in three)
@@ -297,7 +297,7 @@ class _Walk:
 def _recorded(
     line: Line, stages: Sequence[_Stage], operations: Operations, cache: CostCache
 ) -> RecordedCosts:
-    """What ``cache`` has on ``line``."""
+    """The costs of ``line``, all of whose operations are in ``cache``."""
     order, table = line.order, line.joint.storages
     storage_bytes, displaced = list(table.nbytes), set[int]()
     again_s: dict[int, float] = {}

@@ -195,7 +195,7 @@ def _gpu(
     hopper: bool = False,
     bfloat16: bool = True,
 ) -> Device:
-    """One of the table.
+    """A GPU of the table.
 
     Args:
         name: of it.
@@ -262,7 +262,7 @@ _RUNS = 5
 
 
 def _measured(device: torch.device) -> Device:
-    """What is here: its memory, its products, its launches."""
+    """Figures of this machine's device: memory, products and launches are timed."""
     bases = {"cpu": DEVICES["cpu"], "cuda": DEVICES["A100"]}
     base = bases[device.type]
     source = torch.ones(_COPIED_BYTES[device.type], dtype=torch.uint8, device=device)

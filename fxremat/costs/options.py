@@ -65,7 +65,7 @@ class Numbers:
     required: int
 
     def seconds(self, kept: int) -> float:
-        """Of rebuilding all that the backward reads from what is ``kept``."""
+        """Seconds of rebuilding all that the backward reads from what is ``kept``."""
         needed = self.required & ~kept
         total = 0.0
         for operation in reversed(self.operations):
@@ -132,12 +132,12 @@ class Options:
             yield self.parts[stage], mask
 
     def at(self, measured: Measured) -> Options:
-        """The same choices where operations take other times; what they were found from stays."""
+        """These choices where operations take other times; they are not searched for again."""
         parts = (replace(p, charges=p.charges.at(measured, i)) for i, p in enumerate(self.parts))
         return replace(self, parts=tuple(parts))
 
     def kept_by(self, schedule: Schedule) -> Kept:
-        """What the options of ``schedule`` keep: those of each stage's last ``F_all``."""
+        """What ``schedule`` keeps of each stage, by the option of the stage's last ``F_all``."""
         kept: dict[int, int] = {}
         for op in filter(_keeps, schedule.computations):
             kept.pop(op.stage, None)
@@ -231,7 +231,7 @@ def search(numbers: Numbers) -> list[int]:
 
 
 def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
-    """Those of ``masks`` that none other beats and that keep less than everything."""
+    """Masks that none other beats and that keep less than everything, most bytes first."""
     scored = sorted((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks)
     best, found = float("inf"), []
     for _, seconds, mask in scored:

@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
-    """What the stages of ``line`` would take of ``device``; nothing is run."""
+    """Costs of ``line`` on ``device``, estimated: nothing is run."""
     seconds = operation_seconds(line.joint, device)
     order = line.order
 
@@ -61,7 +61,7 @@ def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
 
 
 def operation_seconds(joint: JointGraph, device: Device) -> Floats:
-    """Of each node, by index; 0 for one that computes nothing."""
+    """Seconds of each node, by index; 0 for one that computes nothing."""
     works = Works(joint)
     work = works.at(joint.sizes.hints)
     flop_s = np.array([device.flop_s(_dtype_of(node)) for node in joint.module.graph.nodes])
@@ -71,7 +71,7 @@ def operation_seconds(joint: JointGraph, device: Device) -> Floats:
 
 
 def _dtype_of(node: fx.Node) -> str:
-    """What a product computes with: the dtype of what it reads."""
+    """The dtype that a product computes with: that of the first tensor it reads."""
     sources = (t.dtype for n in node.all_input_nodes for t in tensors_of(n))
     dtype = next((dtype for dtype in sources if dtype.is_floating_point), torch.float32)
     if dtype is torch.float32 and _lowered(node):
@@ -87,7 +87,7 @@ def _lowered(node: fx.Node) -> bool:
 
 
 def _result_bytes(joint: JointGraph) -> tuple[int, ...]:
-    """Of each storage, as large as kernels make it."""
+    """Bytes of each storage, as large as kernels make it."""
     table = joint.storages
     found = list(table.nbytes)
     for node in joint.module.graph.nodes:
@@ -99,7 +99,7 @@ def _result_bytes(joint: JointGraph) -> tuple[int, ...]:
 
 
 def _made_bytes(node: fx.Node, table: StorageTable) -> int:
-    """What a kernel asks for whose result lies in more than its trace has; 0 for any other."""
+    """Bytes that a kernel is known to allocate beyond its trace's; 0 for any other."""
     if node.target in REDUCED:  # the mean lies where the terms were
         shapes = [t.shape for n in node.all_input_nodes[:2] for t in tensors_of(n)]
         (result,) = tensors_of(node)
@@ -139,7 +139,7 @@ PRODUCTS: frozenset[object] = frozenset((aten.mm.default, aten.addmm.default, at
 
 
 def aside_bytes(joint: JointGraph) -> int:
-    """What to set aside for workspaces: all that the largest operation that takes some handles.
+    """Bytes to set aside for workspaces: all that the largest operation that takes some handles.
 
     Of the tests' zoo on a CPU all but convolutions of a few kilobytes take less.
     """

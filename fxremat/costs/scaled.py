@@ -108,7 +108,7 @@ class ScaledCosts:
         )
 
     def _storage_bytes(self, values: Values, work: Work, growth: Floats) -> tuple[int, ...]:
-        """Of each storage; what was measured larger than traced is larger here."""
+        """Bytes of each storage; one that was measured larger than traced is larger here, too."""
         shrunk = np.minimum(ratio(work.nbytes, self._work.nbytes), 1)
         factor = np.where(growth > 1, growth, shrunk)[self._makers]
         found = np.maximum(self._traced_bytes(values), self._larger_bytes * factor)
@@ -156,7 +156,7 @@ def rates_of(nbytes: Floats, flops: Floats, seconds: Floats) -> tuple[float, flo
 
 
 def _makers(line: Line) -> Indices:
-    """Of each storage the first node that holds it, by index."""
+    """The index of the first node that holds each storage."""
     table = line.joint.storages
     found = np.zeros(len(table.nbytes), dtype=np.int64)
     for index, node in reversed(list(enumerate(line.joint.module.graph.nodes))):

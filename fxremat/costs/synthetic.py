@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -24,7 +25,7 @@ class Synthesizer:
         self._held: dict[fx.Node, torch.Tensor] = {}
         self._real = dict(real)
         for node in joint.constants:
-            self._real[node] = _constant(joint.module, str(node.target))
+            self._real[node] = operator.attrgetter(str(node.target))(joint.module)
 
     def hold(self, values: Mapping[fx.Node, torch.Tensor]) -> None:
         """Use ``values`` from now on."""
@@ -65,11 +66,3 @@ def _base(traced: torch.Tensor) -> torch.Tensor:
     if traced.is_floating_point() or traced.is_complex():
         base.normal_(std=0.1)
     return base
-
-
-def _constant(module: fx.GraphModule, target: str) -> torch.Tensor:
-    value: object = module
-    for name in target.split("."):
-        value = getattr(value, name)
-    assert isinstance(value, torch.Tensor)
-    return value

@@ -63,7 +63,7 @@ class Work:
 
 
 def ratio(now: Floats, before: Floats) -> Floats:
-    """How many times more there is; 1 where there was nothing."""
+    """``now`` by ``before``; 1 where there was nothing."""
     return np.divide(now, before, out=np.ones_like(now), where=before > 0)
 
 
@@ -100,7 +100,7 @@ class Works:
         return Work(nbytes[self.kind], flops[self.kind], each)
 
     def growth(self, now: Work, before: Work) -> Floats:
-        """How many times more each node has to do, of what has grown most: a tensor, or flops."""
+        """The factor by which a tensor of each node, or its flops, has grown most; at least 1."""
         more = np.ones(len(self._known) + 1)
         np.maximum.at(more, self._kinds, ratio(now.each_bytes, before.each_bytes))
         return np.maximum(more[self.kind], ratio(now.flops, before.flops))

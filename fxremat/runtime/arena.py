@@ -35,7 +35,7 @@ class HostLimit:
 
     @property
     def lent_bytes(self) -> int:
-        """What steps use now."""
+        """Bytes that steps use now."""
         return sum(arena.nbytes * arena.leases for arena in self.arenas)
 
     def drop_idle(self) -> None:
@@ -147,7 +147,7 @@ class Arena:
 
     @property
     def allocated_bytes(self) -> int:
-        """What is allocated for all steps that overlapped so far."""
+        """Bytes that are allocated for all steps that overlapped so far."""
         return self.nbytes * len(self.blocks)
 
     @property
@@ -201,7 +201,7 @@ class Arena:
         self.blocks = []
 
     def _grow(self) -> Block:
-        """One more block.
+        """Allocate one more block.
 
         Raises:
             HostMemoryError: it cannot be had, or would exceed the limit.

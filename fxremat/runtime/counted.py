@@ -10,7 +10,7 @@ from fxremat import torch_compat
 
 
 class Count:
-    """Of what a step takes, from its begin on. Nothing of the user's is reset for it.
+    """The peak of a step by the allocator's own counters, which are not reset for it.
 
     What other threads allocate meanwhile is counted with it.
 
@@ -27,7 +27,7 @@ class Count:
 
     @staticmethod
     def begin(device: torch.device, there_bytes: Callable[[], int]) -> Count | None:
-        """A step begins; ``None``: nothing is counted on its device.
+        """Begin to count a step; ``None``: nothing is counted on its device.
 
         Args:
             device: of the step.

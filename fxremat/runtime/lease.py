@@ -138,7 +138,7 @@ class Lease(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self, token: object) -> None:
-        """Nobody waited for the prefetch that returned ``token``; its memory is free now."""
+        """Order what comes next in the memory of a prefetch that nobody waited for after it."""
 
 
 class Arrival:

@@ -74,7 +74,7 @@ class Block:
         self.bytes = None
 
     def _before_unmapping(self, memory: Bytes) -> None:
-        """What has to be undone before the system gets the memory back."""
+        """A hook for what has to be undone before the system gets the memory back."""
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -27,7 +27,7 @@ CUDA_STATE_BYTES = 16
 
 
 def state_bytes(device: str) -> int:
-    """Of what :func:`record_state` returns; the device need not be here."""
+    """Size of what :func:`record_state` returns; the device need not be here."""
     if torch.device(device).type == "cuda":
         return CUDA_STATE_BYTES
     return torch.get_rng_state().numel()

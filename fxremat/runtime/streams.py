@@ -59,7 +59,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 @functools.cache
 def lanes(device_index: int) -> tuple[Lane, Lane]:
-    """Of a device the lane to host memory, and the lane from it."""
+    """A device's lane to host memory, and its lane from it."""
     stream: Any = torch.cuda.Stream
     device = torch.device("cuda", device_index)
     return Lane(stream(device)), Lane(stream(device))
@@ -211,7 +211,7 @@ class StreamLease(Lease):
 
     @staticmethod
     def _drop(copy: _Copy, process: int) -> None:
-        """Nobody released what ``copy`` reads, and its memory is free now."""
+        """Settle ``copy``, whose source was dropped without a release."""
         if process == os.getpid():  # in a forked child CUDA does not work
             copy.settle()
 

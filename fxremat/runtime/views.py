@@ -32,4 +32,4 @@ def tensor_in(
 
 
 def held(*_tensors: torch.Tensor) -> None:
-    """Nothing: they were needed until here, by somebody who reads them without a call."""
+    """Do nothing: tensors that are read without a call are needed until here."""

@@ -259,7 +259,7 @@ class WorkerLease(Lease):
         self._raise_failure("prefetch", token.nbytes)
 
     def abandon(self, token: object) -> None:
-        """Nothing to do: the worker holds what it copies to until it has."""
+        """Do nothing: the worker holds what it copies to until it has."""
 
     def _submit(self, kind: watch.Kind, source: Bytes, target: Bytes) -> Transfer:
         self._raise_failure(kind, source.nbytes)

@@ -13,7 +13,7 @@ from fxremat.errors import CostError
 
 
 def allocator_settings() -> dict[str, Any] | None:
-    """How torch's caching allocator of CUDA is set, by the names of its snapshot.
+    """Settings of torch's caching allocator of CUDA, by the names of its snapshot.
 
     ``None`` where another one is in use: the driver's (``cudaMallocAsync``) or a plugged-in one.
     """
@@ -58,11 +58,10 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> list[tup
 
 
 class AllocationLog:
-    """What a device's allocator did between entering and leaving the context.
+    """A log of what a device's allocator does between entering and leaving the context.
 
-    Of CUDA's it tells the blocks that are handed out, and no statistics are reset for it.
-
-    A thread has one profiler.
+    On CUDA it has the blocks that are handed out, and no statistics are reset for it. It is
+    the profiler of its thread, which has one.
 
     Args:
         device: whose allocator.
@@ -107,7 +106,7 @@ class AllocationLog:
             pass
 
     def forget(self) -> None:
-        """Of a thread that is gone, and its profiler with it."""
+        """Drop a log of a thread that is gone, and its profiler with it."""
         _making_way.pop(self, None)
         _let_profiles_begin()
 
@@ -153,7 +152,7 @@ _profiles = threading.Lock()
 
 
 def _let_profiles_begin() -> None:
-    """Have logs make way before a profile of the user's begins, as long as there are any."""
+    """Have logs make way before a profile of the user's begins, as long as there are logs."""
     from torch.autograd import profiler  # noqa: PLC0415
 
     module: Any = profiler

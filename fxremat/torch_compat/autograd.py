@@ -46,7 +46,7 @@ def current_backward() -> int:
 
 
 def drop_failed_backward() -> None:
-    """Let what a backward of this thread has left go that raised.
+    """Free what a backward of this thread that raised has left behind.
 
     Its nodes that were ready to run stay in the thread's queue, and with them all that the graph
     has saved, until the next backward finds that theirs is gone. This is one, of nothing.
@@ -69,7 +69,7 @@ def keeps_graph() -> bool:
 
 
 def next_nodes() -> list[Any]:
-    """Where the gradients go that the node of autograd's graph that runs now returns.
+    """Nodes of autograd's graph that get the gradients of the node which runs now.
 
     One for each tensor that went into it; ``None`` for what needs no gradient.
     """
@@ -89,7 +89,7 @@ def will_accumulate(node: Any) -> bool | None:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each was written to; -1 where nobody counts."""
+    """How often each tensor was written to; -1 where that is not counted."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # there are inference tensors

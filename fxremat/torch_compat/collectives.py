@@ -53,8 +53,9 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def alone(target: Any) -> Any:
-    """What stands for a collective where no other process takes part: as large, and as quick as
-    the work of this process; any other function as it is; ``None``: nothing does.
+    """A function in place of a collective that no other process takes part in: its results are as
+    large, and it takes as long as this process works. Any other function is returned as it is;
+    ``None``: there is none for this collective.
     """
     if getattr(target, "namespace", "") not in _NAMESPACES:
         return target

@@ -55,7 +55,7 @@ def _is_no_wrong_shape(record: logging.LogRecord) -> bool:
 
 
 def _is_no_break(record: logging.LogRecord) -> bool:
-    """Of a break the user is told otherwise; of what Dynamo fails at one line is enough."""
+    """Drop records of graph breaks, which users are told otherwise; cut failures to one line."""
     message = record.getMessage()
     if message.startswith("WON'T CONVERT") and record.exc_info:
         error = record.exc_info[1]
@@ -121,7 +121,7 @@ def compile_function(
 
 
 class _Capturing:
-    """What Dynamo calls for each frame that it has not captured."""
+    """Dynamo's callback for frames that it has not captured, under :func:`capture_settings`."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -214,8 +214,8 @@ def not_wrapped(error: Exception) -> Exception:
 
 
 def options_of(compiled: object, backend: Callable[..., Any]) -> Any:
-    """What ``torch.compile(…, backend=backend, options=…)`` was given as options; ``None``:
-    something else than its result.
+    """The options of ``torch.compile(…, backend=backend, options=…)`` by its result ``compiled``;
+    ``None``: it is not that.
     """
     from torch._dynamo import OptimizedModule  # noqa: PLC0415
 
@@ -333,7 +333,7 @@ def never_uncompiled(
 
 
 def _runs_as_it_is() -> BaseException:
-    """What has Dynamo leave one function to Python, but not what that calls."""
+    """An error by which Dynamo leaves one function to Python, but not the functions it calls."""
     from torch._dynamo import exc, types  # noqa: PLC0415
 
     error, names = exc.Unsupported("the same graph at each step"), vars(types)
@@ -343,7 +343,7 @@ def _runs_as_it_is() -> BaseException:
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
-    """What was given to ``torch.compile``; any other module as it is."""
+    """The module that ``torch.compile`` was given; any other module as it is."""
     from torch._dynamo import OptimizedModule  # noqa: PLC0415
 
     if not isinstance(model, OptimizedModule):
@@ -353,7 +353,7 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def capture_failures() -> tuple[type[BaseException], ...]:
-    """What Dynamo raises when a model cannot be captured as one graph."""
+    """Types of errors that Dynamo raises when a model cannot be captured as one graph."""
     from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415
 
     return (TorchDynamoException,)
@@ -374,7 +374,7 @@ def leading_to(error: BaseException) -> list[BaseException]:
 
 
 def failure_cause(error: BaseException) -> BaseException:
-    """What really went wrong, for an error that Dynamo wrapped."""
+    """The error inside those that Dynamo wraps errors of a backend in."""
     from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415
 
     while isinstance(error, BackendCompilerFailed):

@@ -149,7 +149,7 @@ def real_execution() -> Iterator[None]:
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
-    """What a call without data raises when shapes or branches depend on data."""
+    """Types of errors that a call without data raises when shapes or branches depend on data."""
     from torch._subclasses.fake_tensor import (  # noqa: PLC0415
         DataDependentOutputException,
         DynamicOutputShapeException,

@@ -30,7 +30,7 @@ _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", 
 
 @functools.cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """What Inductor takes operations apart into before it makes kernels; random draws stay."""
+    """Inductor's decompositions of operations, but for those that are to stay whole."""
     from torch._inductor import config  # noqa: PLC0415
     from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
 
@@ -57,7 +57,7 @@ def prefers_channels_last(module: fx.GraphModule) -> bool:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """What Inductor needs to make kernels for ``device`` and does not find; ``None``: nothing."""
+    """A compiler that Inductor needs for ``device`` and does not find, in words; or ``None``."""
     if device.type != "cpu":
         from torch.utils._triton import has_triton  # noqa: PLC0415
 

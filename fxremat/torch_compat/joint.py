@@ -66,7 +66,7 @@ def traced_tangent(output: torch.Tensor) -> torch.Tensor | None:
 
 
 def without_donated_buffers() -> contextlib.AbstractContextManager[Any]:
-    """Nothing emitted writes into saved tensors; donating them forbids ``retain_graph``."""
+    """A context without donated buffers, with which ``retain_graph`` would be refused."""
     from torch._functorch import config  # noqa: PLC0415
 
     patched: contextlib.AbstractContextManager[Any] = config.patch(donated_buffer=False)
@@ -106,7 +106,7 @@ def _primals(joint: fx.GraphModule) -> list[fx.Node]:
 
 
 def _results(joint: fx.GraphModule) -> list[Any]:
-    """What the joint graph returns: results of the forward, then of the backward."""
+    """Results of the joint graph: the forward's, then the backward's."""
     return list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
 
 

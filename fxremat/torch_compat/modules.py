@@ -19,7 +19,7 @@ def call_instead(model: torch.nn.Module, call: Callable[..., Any] | None) -> Non
 
 
 def called_instead(model: torch.nn.Module) -> object:
-    """What runs wherever ``model`` is called, in the place of its own call; ``None`` if nothing."""
+    """The function that runs in place of the model's own call; ``None``: the call itself."""
     found: object = model._compiled_call_impl
     return found
 
@@ -73,7 +73,7 @@ def wrapped_anew(wrapper: torch.nn.Module, run: Callable[..., Any]) -> torch.nn.
 
 
 def bucket_bytes() -> tuple[int, ...]:
-    """Of each buffer for gradients that a ``DistributedDataParallel`` around this call has."""
+    """Bytes of each parameter in the buckets of a ``DistributedDataParallel`` around this call."""
     if not torch.distributed.is_available():
         return ()
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
@@ -116,9 +116,8 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def late_bytes(model: torch.nn.Module) -> int:
-    """Of buffers of ``fully_shard`` that may be there, or not, as other processes have it.
-
-    That is the largest group of parameters that is gathered at once, on a CPU several of them.
+    """Bytes of buffers of ``fully_shard`` that may be there or not, as other processes have it:
+    the largest group of parameters that is gathered at once, on a CPU several of them.
     """
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 

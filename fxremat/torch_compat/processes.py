@@ -20,12 +20,12 @@ def has_processes() -> bool:
 
 
 def own_rank() -> int:
-    """Of this process, among all."""
+    """The rank of this process among all."""
     return torch.distributed.get_rank()
 
 
 def ranks_in(group: object = None) -> tuple[int, ...]:
-    """Of the processes of a group; ``None``: all."""
+    """Ranks of the processes of a group; ``None``: of all."""
     group = torch.distributed.group.WORLD if group is None else group
     return tuple(torch.distributed.get_process_group_ranks(group))  # type: ignore[arg-type]
 
@@ -36,9 +36,9 @@ def is_group(value: object) -> bool:
 
 
 def ranks_of(model: nn.Module) -> tuple[int, ...]:
-    """Of the processes that train a model together, as its wrapper or its parameters tell.
+    """Ranks of the processes that train a model together, by its wrapper or its parameters.
 
-    None where nothing tells: each process may train one of its own.
+    Empty where neither tells: each process may train a model of its own.
     """
     if not has_processes():
         return ()
@@ -70,7 +70,7 @@ class SharedStore:
         self._store.set(name, data)  # type: ignore[arg-type]
 
     def get(self, name: str, timeout_s: float) -> bytes | None:
-        """What somebody has put there, or will; ``None``: nobody did in that time."""
+        """Bytes that a process has put there, or puts within the time; ``None``: none did."""
         try:
             self._store.wait([name], timedelta(seconds=max(timeout_s, 0.001)))
             return bytes(self._store.get(name))
@@ -78,11 +78,11 @@ class SharedStore:
             return None
 
     def count(self, name: str, more: int = 1) -> int:
-        """How often it was counted, these times included."""
+        """Add to a counter; its new value."""
         return int(self._store.add(name, more))
 
     def drop(self, name: str) -> None:
-        """Nobody needs it any more."""
+        """Delete what nobody needs any more."""
         try:
             self._store.delete_key(name)
         except RuntimeError:  # a store that keeps all

@@ -14,7 +14,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor that several share; any other as it is."""
+    """The part that this process has of a tensor that several share; any other as it is."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
