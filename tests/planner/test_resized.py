@@ -8,8 +8,8 @@ import pytest
 
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import find_options
-from fxremat.ir.schedule import coded, decoded
 from fxremat.costs.scaled import ScaledCosts
+from fxremat.ir.schedule import coded, decoded
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.planner.context_bytes import Caller, context_bytes_of
 from fxremat.planner.evaluator import Evaluator
