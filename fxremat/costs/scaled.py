@@ -25,6 +25,7 @@ one. :func:`with_workspaces` runs each distinct one of these at the size itself,
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -96,12 +97,13 @@ class ScaledCosts:
         again_s = self._again_s * ratio(model_s[self._again], self._model_s[self._again])
         stages_s = self._stages_s * ratio(self._sums(model_s, again_s), self._sums_s)
         growth = self._works.growth(work, self._work)
+        grown = growth.tolist()
         return replace(
             costs,
             stages=tuple(StageSeconds(*row) for row in stages_s.reshape(-1, 3).tolist()),
             again_s=tuple(zip(self._again.tolist(), again_s.tolist(), strict=True)),
             workspace_bytes=tuple(
-                (index, mode, int(np.ceil(nbytes * growth[index])))
+                (index, mode, math.ceil(nbytes * grown[index]))
                 for index, mode, nbytes in costs.workspace_bytes
             ),
             storage_bytes=self._storage_bytes(values, work, growth),
