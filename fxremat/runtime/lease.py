@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import os
 import weakref
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Lease(abc.ABC):
         self.block = block
         self.nbytes = nbytes
         self.device = device
-        self._filled: dict[int, int] = {}
+        self._filled: dict[int, tuple[int, Any]] = {}
         self._process = os.getpid()
 
     def offload(self, x: Tensor, *, offset: int) -> None:
@@ -44,9 +44,8 @@ class Lease(abc.ABC):
         nbytes = x.untyped_storage().nbytes()
         self.check_process()
         self._check(nbytes, offset=offset, device=x.device, verb="offload")
-        self._filled[offset] = nbytes
-        if nbytes:
-            self._offload(whole_storage(x), offset)
+        copy = self._offload(whole_storage(x), offset) if nbytes else None
+        self._filled[offset] = nbytes, copy
 
     def release(self, *, offset: int) -> None:
         """Return when what was offloaded to ``offset`` may be dropped on the device.
@@ -55,9 +54,9 @@ class Lease(abc.ABC):
             TransferError: nothing was offloaded there, or a transfer of the step failed.
         """
         self.check_process()
-        self._check_filled(offset, verb="release")
-        if self._filled[offset]:
-            self._release(offset)
+        nbytes, copy = self._filled_at(offset, verb="release")
+        if nbytes:
+            self._release(copy)
 
     def prefetch(self, *, offset: int, nbytes: int, device: torch.device) -> Tensor:
         """Start to copy what was offloaded to ``offset`` to a fresh uint8 tensor on ``device``.
@@ -74,8 +73,7 @@ class Lease(abc.ABC):
         """
         self.check_process()
         self._check(nbytes, offset=offset, device=device, verb="prefetch")
-        self._check_filled(offset, verb="prefetch")
-        filled = self._filled[offset]
+        filled, _copy = self._filled_at(offset, verb="prefetch")
         if nbytes < filled:
             raise TransferError(
                 f"cannot prefetch {nbytes} bytes from offset {offset} of the host memory: "
@@ -83,7 +81,7 @@ class Lease(abc.ABC):
             )
         fresh = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if filled:
-            Arrival(fresh, lease=self, token=self._prefetch(fresh[:filled], offset))
+            Arrival(fresh, lease=self, copy=self._prefetch(fresh[:filled], offset))
         return fresh
 
     @property
@@ -116,28 +114,32 @@ class Lease(abc.ABC):
                 f"made for {self.device}. Compile the model on the device it runs on"
             )
 
-    def _check_filled(self, offset: int, *, verb: str) -> None:
+    def _filled_at(self, offset: int, *, verb: str) -> tuple[int, Any]:
+        """Bytes that were offloaded there, and the copy of them."""
         if offset not in self._filled:
             raise TransferError(
                 f"cannot {verb} offset {offset} of the host memory: nothing was offloaded "
                 "there in this step. The graph does not fit its plan"
             )
+        return self._filled[offset]
 
     @abc.abstractmethod
-    def _offload(self, source: Tensor, offset: int) -> None: ...
+    def _offload(self, source: Tensor, offset: int) -> Any:
+        """Start to copy ``source``; what :meth:`_release` is given."""
 
     @abc.abstractmethod
-    def _release(self, offset: int) -> None: ...
+    def _release(self, copy: Any) -> None: ...
 
     @abc.abstractmethod
-    def _prefetch(self, fresh: Tensor, offset: int) -> object: ...
+    def _prefetch(self, fresh: Tensor, offset: int) -> Any:
+        """Start to fill ``fresh``; what :meth:`wait_for` and :meth:`abandon` are given."""
 
     @abc.abstractmethod
-    def wait_for(self, token: object) -> None:
-        """Make computations wait for the prefetch that returned ``token``."""
+    def wait_for(self, copy: Any) -> None:
+        """Make computations wait for a prefetch."""
 
     @abc.abstractmethod
-    def abandon(self, token: object) -> None:
+    def abandon(self, copy: Any) -> None:
         """Order what comes next in the memory of a prefetch that nobody waited for after it."""
 
 
@@ -151,9 +153,9 @@ class Arrival:
     _pending: ClassVar[dict[int, Arrival]] = {}
     """By the address of the fresh storage."""
 
-    def __init__(self, fresh: Tensor, *, lease: Lease, token: object) -> None:
+    def __init__(self, fresh: Tensor, *, lease: Lease, copy: Any) -> None:
         self._lease = lease
-        self._token = token
+        self._copy = copy
         storage = fresh.untyped_storage()
         self._address = storage.data_ptr()
         # The storage's object in Python lives exactly as long as its memory.
@@ -167,7 +169,7 @@ class Arrival:
         arrival = Arrival._pending.get(x.untyped_storage().data_ptr())
         if arrival is not None:
             arrival._lease.check_process()
-            arrival._lease.wait_for(arrival._token)
+            arrival._lease.wait_for(arrival._copy)
             # Not if that failed: to wait again must fail again.
             arrival._dropped.detach()
             arrival._forget()
@@ -175,7 +177,7 @@ class Arrival:
     def _abandon(self) -> None:
         self._forget()
         if not self._lease.elsewhere:
-            self._lease.abandon(self._token)
+            self._lease.abandon(self._copy)
 
     def _forget(self) -> None:
         if self._pending.get(self._address) is self:

@@ -153,9 +153,9 @@ class StreamLease(Lease):
     def __init__(self, block: PinnedBlock, *, nbytes: int, device: torch.device) -> None:
         super().__init__(block, nbytes=nbytes, device=device)
         self._out, self._in = lanes(device.index)
-        self._offloads: dict[int, tuple[_Copy, weakref.finalize[[_Copy, int], Any]]] = {}
 
-    def _offload(self, source: Tensor, offset: int) -> None:
+    def _offload(self, source: Tensor, offset: int) -> tuple[_Copy, Any]:
+        """The copy, and a finalizer of what it reads."""
         end = offset + source.numel()
         # The current stream is asked for first: inside a lane's context it is the lane.
         compute = torch.cuda.current_stream(self.device)
@@ -167,14 +167,14 @@ class StreamLease(Lease):
             # It holds no lease: the storage may live on, and the host's memory need not.
             dropped = weakref.finalize(source.untyped_storage(), self._drop, copy, os.getpid())
             dropped.atexit = False
-            self._offloads[offset] = copy, dropped
+            return copy, dropped
         except BaseException:
             self._settle_all(self.block.written, self._out.stream, compute)
             raise
 
-    def _release(self, offset: int) -> None:
-        copy, dropped = self._offloads[offset]
-        torch.cuda.current_stream(self.device).wait_event(copy.event)
+    def _release(self, copy: tuple[_Copy, Any]) -> None:
+        under_way, dropped = copy
+        torch.cuda.current_stream(self.device).wait_event(under_way.event)
         dropped.detach()
 
     def _prefetch(self, fresh: Tensor, offset: int) -> _Copy:
@@ -190,15 +190,13 @@ class StreamLease(Lease):
             self._settle_all(self.block.read, self._in.stream, compute)
             raise
 
-    def wait_for(self, token: object) -> None:
+    def wait_for(self, copy: _Copy) -> None:
         """Have the current stream wait for the copy."""
-        assert isinstance(token, _Copy)
-        torch.cuda.current_stream(self.device).wait_event(token.event)
+        torch.cuda.current_stream(self.device).wait_event(copy.event)
 
-    def abandon(self, token: object) -> None:
+    def abandon(self, copy: _Copy) -> None:
         """Have the stream that the memory goes back to wait for the copy."""
-        assert isinstance(token, _Copy)
-        token.settle()
+        copy.settle()
 
     def _settle_all(
         self, traffic: Traffic, stream: torch.cuda.Stream, compute: torch.cuda.Stream

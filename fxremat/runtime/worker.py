@@ -239,26 +239,23 @@ class WorkerLease(Lease):
         super().__init__(block, nbytes=nbytes, device=device)
         self.failure: BaseException | None = None
         self.worker = current_worker()
-        self._offloads: dict[int, Transfer] = {}
 
-    def _offload(self, source: Tensor, offset: int) -> None:
-        into = self._part(offset, source.numel())
-        self._offloads[offset] = self._submit("offload", source.numpy(), into)
+    def _offload(self, source: Tensor, offset: int) -> Transfer:
+        return self._submit("offload", source.numpy(), self._part(offset, source.numel()))
 
-    def _release(self, offset: int) -> None:
-        self._offloads[offset].wait()
-        self._raise_failure("release", self._filled[offset])
+    def _release(self, copy: Transfer) -> None:
+        copy.wait()
+        self._raise_failure("release", copy.nbytes)
 
     def _prefetch(self, fresh: Tensor, offset: int) -> Transfer:
         return self._submit("prefetch", self._part(offset, fresh.numel()), fresh.numpy())
 
-    def wait_for(self, token: object) -> None:
+    def wait_for(self, copy: Transfer) -> None:
         """Wait for the copy."""
-        assert isinstance(token, Transfer)
-        token.wait()
-        self._raise_failure("prefetch", token.nbytes)
+        copy.wait()
+        self._raise_failure("prefetch", copy.nbytes)
 
-    def abandon(self, token: object) -> None:
+    def abandon(self, copy: Transfer) -> None:
         """Do nothing: the worker holds what it copies to until it has."""
 
     def _submit(self, kind: watch.Kind, source: Bytes, target: Bytes) -> Transfer:
