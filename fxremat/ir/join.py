@@ -132,6 +132,11 @@ class JoinCosts:
         return (*self.branches, self.trunk)
 
     @property
+    def stages(self) -> tuple[StageCosts, ...]:
+        """Of all lines, in the join's numbering."""
+        return tuple(stage for line in self.lines for stage in line)
+
+    @property
     def left_bytes(self) -> tuple[int, ...]:
         """``done_bytes``, one entry a branch also where it is empty."""
         return self.done_bytes or (0,) * len(self.branches)

@@ -131,10 +131,11 @@ def _solve_join(
 
 def _slots(join: Join, most_choices: int) -> int:
     """As many as the table has room and time for."""
-    from fxremat.solvers.join.coarse import states_of, work_of  # noqa: PLC0415
+    from fxremat.solvers.join.coarse import work_of  # noqa: PLC0415
+    from fxremat.solvers.join.numbers import state_count  # noqa: PLC0415
 
     lengths = [len(line) for line in join.lines]
-    room = TABLE_BYTES // (8 * states_of(lengths))
+    room = TABLE_BYTES // (8 * state_count(lengths))
     return max(min(room, most_choices // work_of(lengths), MOST_SLOTS), min(LEAST_SLOTS, room), 1)
 
 

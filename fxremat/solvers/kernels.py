@@ -1,29 +1,37 @@
-"""The loops of the chain solvers, compiled by numba.
+"""The table of a chain in slots of bytes, how it is filled, and the way back through it.
 
-An interval ``(s, t)`` with ``s <= t`` is row ``row_of(s, t, L)`` of a packed upper
-triangle, in the order ``(0, 0), (0, 1), … (0, L - 1), (1, 1), …``.
+The recurrence is in ``rotor``. An interval ``(s, t)`` with ``s <= t`` is row ``row_of(s, t, L)``
+of a packed upper triangle, in the order ``(0, 0), (0, 1), … (0, L - 1), (1, 1), …``.
 
-Every kernel releases the interpreter lock. Threads of the caller, not numba's, share the
-work: numba's may not be used after a fork, nor in some builds from two threads at once.
+A choice for an interval is a number: the cut ``s' > s`` for ``F_ck s``, ``s`` for ``F_all s``, and
+``-1 - option`` for one of its save options; for ``s == t``, ``s + 1`` is the forward alone first,
+then a rebuild. -1 is none.
+
+Loops are compiled by numba, release the interpreter lock, and leave threads to their callers.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from fxremat.solvers.numbers import Floats, Ints, Numbers, choices_of
+from fxremat.ir.schedule import ALL, BACKWARD, INPUT, KINDS, NONE
+from fxremat.solvers.numbers import Floats, Ints, Numbers
+from fxremat.solvers.quantize import slots_up
+from fxremat.solvers.threads import Crew
 
 TILE = 16
 """Intervals of ``TILE`` starts and ``TILE`` ends are computed together, for the cache."""
 
-SAVED, KEEP, BACK = range(3)
-"""Rows of ``Table.choice_bytes``."""
-
 BLOCK = 32
 """Entries of a row that are lowered, or skipped, at once."""
+
+NO_CHOICE = -1
+
+in_slots = njit(inline="always")(slots_up)
 
 
 class Table(NamedTuple):
@@ -31,9 +39,6 @@ class Table(NamedTuple):
 
     Attributes:
         numbers: the chain.
-        choice_s: ``(L, 1 + O)``, ``backward_s`` where the whole saved set and each option is kept.
-        choice_bytes: ``(3, L, 1 + O)``, ``saved``, ``keep`` and ``back`` of these.
-        step_slots: ``numbers.step``, rounded up to slots.
         quantum: bytes of a slot.
         values: ``(L (L + 1) / 2, slots + 1)``, ``C(s, t, m) + prefix_s[s]``. With the
             prefix in it, the sum of forwards in ``C_ck`` drops out, and a candidate is
@@ -42,44 +47,30 @@ class Table(NamedTuple):
     """
 
     numbers: Numbers
-    choice_s: Floats
-    choice_bytes: Ints
-    step_slots: Ints
     quantum: int
     values: Floats
     first: Ints
 
-    @staticmethod
-    def of(numbers: Numbers, quantum: int, slots: int) -> Table:
-        """One of which the intervals of one stage are filled: Eq. (1)."""
-        count = len(numbers.backward_s)
-        rows = count * (count + 1) // 2
-        choice_s, choice_bytes = choices_of(numbers)
-        table = Table(
-            numbers,
-            choice_s,
-            choice_bytes,
-            step_slots=-(-numbers.step // quantum),
-            quantum=quantum,
-            values=np.empty((rows, slots + 1)),
-            first=np.empty(rows, dtype=np.int64),
-        )
-        for s in range(count):
-            _fill_leaf(table, s)
-        return table
 
-    def at(self, numbers: Numbers) -> Table:
-        """A copy for other sizes of the chain, of which intervals are yet to be filled anew."""
-        choice_s, choice_bytes = choices_of(numbers)
-        return Table(
-            numbers,
-            choice_s,
-            choice_bytes,
-            step_slots=-(-numbers.step // self.quantum),
-            quantum=self.quantum,
-            values=self.values.copy(),
-            first=self.first.copy(),
-        )
+def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
+    """The table of a chain. ``O(L³ slots)``, on as many cores as ``thread_count`` says."""
+    count = numbers.gradient.size
+    rows = count * (count + 1) // 2
+    values, first = np.empty((rows, slots + 1)), np.empty(rows, dtype=np.int64)
+    table = Table(numbers, quantum, values, first)
+    tiles = -(-count // TILE)
+    with Crew(most=tiles) as crew:
+        for distance in range(tiles):
+            share = min(crew.size, tiles - distance)
+            crew.run([partial(_fill_tiles, table, distance, k, share) for k in range(share)])
+    return table
+
+
+def last_filled(table: Table, numbers: Numbers) -> Table:
+    """A copy with other sizes for what is kept, which count where the last stage is within."""
+    own = table._replace(numbers=numbers, values=table.values.copy(), first=table.first.copy())
+    _fill_last(own)
+    return own
 
 
 @njit(inline="always")
@@ -89,22 +80,9 @@ def row_of(s: int, t: int, count: int) -> int:
 
 
 @njit(inline="always")
-def in_slots(nbytes: int, quantum: int) -> int:
-    """``nbytes`` in slots of ``quantum`` bytes, rounded up."""
-    return -(-nbytes // quantum)
-
-
-@njit(inline="always")
-def all_bytes(n: Numbers, s: int, t: int) -> int:
+def all_bytes(n: Numbers, s: int, t: int, option: int) -> int:
     """Least memory of ``F_all s`` and ``B s`` around ``(s + 1, t)``: ``m_all``."""
-    nbytes: int = max(n.gradient[t] + n.keep[s], n.back[s])
-    return nbytes
-
-
-@njit(inline="always")
-def choice_needs(gradient: Ints, choice_bytes: Ints, s: int, t: int, k: int) -> int:
-    """Least memory of ``F_all s``, keeping what choice ``k`` says, and ``B s`` around ``t``."""
-    nbytes: int = max(gradient[t] + choice_bytes[KEEP, s, k], choice_bytes[BACK, s, k])
+    nbytes: int = max(n.gradient[t] + n.keep[s, option], n.back[s, option])
     return nbytes
 
 
@@ -115,47 +93,59 @@ def ck_bytes(n: Numbers, s: int, cut: int, t: int) -> int:
     return nbytes
 
 
-def _fill_leaf(table: Table, s: int) -> None:
-    """Row ``(s, s)``: Eq. (1)."""
-    n = table.numbers
-    row = row_of.py_func(s, s, n.backward_s.size)
-    values, end = table.values[row], table.values.shape[1]
-    values[:] = np.inf
-    for way in (1, 0):
-        start = min(-(-n.leaf_bytes[s, way] // table.quantum), end)
-        values[start:] = n.leaf_s[s, way] + n.prefix_s[s]
-    if s == n.backward_s.size - 1:
-        for k in range(1, table.choice_s.shape[1]):
-            needs = choice_needs.py_func(n.gradient, table.choice_bytes, s, s, k)
-            start = min(-(-needs // table.quantum), end)
-            at_once_s = n.prefix_s[s + 1] - n.prefix_s[s] + table.choice_s[s, k]
-            np.minimum(values[start:], at_once_s + n.prefix_s[s], out=values[start:])
-    table.first[row] = end - np.count_nonzero(values < np.inf)  # they never increase
+def added_bytes(n: Numbers, s: int, choice: int) -> int:
+    """What a choice holds beside boundary ``s`` while the rest of its interval runs."""
+    if choice > s:
+        return int(n.step[s, choice])
+    return int(n.saved[s, 0 if choice == s else -1 - choice])
+
+
+@njit(inline="always")
+def leaf_ways(n: Numbers, s: int) -> int:
+    """How many ways there are to run stage ``s`` alone."""
+    return 2 if s < n.gradient.size - 1 else 1 + n.backward_s.shape[1]
+
+
+@njit(inline="always")
+def leaf_way(n: Numbers, s: int, way: int) -> tuple[int, int, float]:
+    """One of them: the choice, its bytes and its seconds."""
+    if way < 2:
+        return s + way, n.leaf_bytes[s, way], n.leaf_s[s, way]
+    takes = n.prefix_s[s + 1] - n.prefix_s[s] + n.backward_s[s, way - 1]
+    return -way, all_bytes(n, s, s, way - 1), takes
 
 
 @njit(cache=True, nogil=True)
-def _try_all(
-    choice_s: Floats,
-    choice_bytes: Ints,
-    gradient: Ints,
-    prefix_s: Floats,
-    values: Floats,
-    first: Ints,
-    quantum: int,
-    s: int,
-    t: int,
-    begin: int,
-) -> int:
+def _fill_leaf(table: Table, s: int) -> None:
+    """Row ``(s, s)``: Eq. (1)."""
+    n = table.numbers
+    row = row_of(s, s, n.gradient.size)
+    values = table.values[row]
+    values[:] = np.inf
+    begin = values.size
+    for way in range(leaf_ways(n, s)):
+        _, needs, takes = leaf_way(n, s, way)
+        if takes < np.inf:
+            start = in_slots(needs, table.quantum)
+            begin = min(begin, start)
+            for m in range(start, values.size):
+                values[m] = min(values[m], takes + n.prefix_s[s])
+    table.first[row] = begin
+
+
+@njit(cache=True, nogil=True)
+def _try_all(table: Table, s: int, t: int, begin: int) -> int:
     """Lower row ``(s, t)`` to ``C_all``; returns its first finite entry, ``begin`` so far."""
-    row, inner = row_of(s, t, gradient.size), row_of(s + 1, t, gradient.size)
-    for k in range(choice_s.shape[1]):
-        if choice_s[s, k] == np.inf:
+    n, values = table.numbers, table.values
+    row, inner = row_of(s, t, n.gradient.size), row_of(s + 1, t, n.gradient.size)
+    for k in range(n.backward_s.shape[1]):
+        if n.backward_s[s, k] == np.inf:
             continue
-        shift = in_slots(choice_bytes[SAVED, s, k], quantum)
-        needs = in_slots(choice_needs(gradient, choice_bytes, s, t, k), quantum)
-        start = max(needs, shift + first[inner])
+        shift = in_slots(n.saved[s, k], table.quantum)
+        needs = in_slots(all_bytes(n, s, t, k), table.quantum)
+        start = max(needs, shift + table.first[inner])
         for m in range(start, values.shape[1]):
-            value = values[inner, m - shift] + choice_s[s, k] + prefix_s[s]
+            value = values[inner, m - shift] + n.backward_s[s, k] + n.prefix_s[s]
             values[row, m] = value if value < values[row, m] else values[row, m]
         begin = min(begin, start)
     return begin
@@ -195,34 +185,23 @@ def lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _try_cuts(
-    gradient: Ints,
-    sweep: Ints,
-    step_slots: Ints,
-    values: Floats,
-    first: Ints,
-    quantum: int,
-    s: int,
-    t: int,
-    from_cut: int,
-    to_cut: int,
-    begin: int,
-) -> int:
+def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int, begin: int) -> int:
     """Lower row ``(s, t)`` to ``C_ck`` of a half-open range of cuts; see ``_try_all``."""
-    count = gradient.size
+    n, values, first = table.numbers, table.values, table.first
+    count = n.gradient.size
     out = values[row_of(s, t, count)]
     end = out.size
     for cut in range(from_cut, to_cut):
         late = row_of(cut, t, count)
         early = row_of(s, cut - 1, count)
-        shift = step_slots[s, cut]
+        shift = in_slots(n.step[s, cut], table.quantum)
         start = max(shift + first[late], first[early])
         if start >= end:
             continue
         bound = values[late, end - 1 - shift] + values[early, end - 1]
         if out[start] <= bound:
             continue
-        start = max(start, in_slots(gradient[t] + sweep[s, cut], quantum))
+        start = max(start, in_slots(ck_bytes(n, s, cut, t), table.quantum))
         if start >= end:
             continue
         begin = min(begin, start)
@@ -232,100 +211,161 @@ def _try_cuts(
 
 
 @njit(cache=True, nogil=True)
-def _fill_tile(
-    choice_s: Floats,
-    choice_bytes: Ints,
-    gradient: Ints,
-    prefix_s: Floats,
-    sweep: Ints,
-    step_slots: Ints,
-    values: Floats,
-    first: Ints,
-    quantum: int,
-    s0: int,
-    t0: int,
-    begin: Ints,
-) -> None:
+def _finish(table: Table, s: int, t: int, begin: int) -> None:
+    """Row ``(s, t)`` is lowered to all choices; ``begin`` is its first finite entry."""
+    row = row_of(s, t, table.numbers.gradient.size)
+    for m in range(begin, table.values.shape[1]):
+        table.values[row, m] -= table.numbers.prefix_s[s]
+    table.first[row] = min(begin, table.values.shape[1])
+
+
+@njit(cache=True, nogil=True)
+def _fill_tile(table: Table, s0: int, t0: int) -> None:
     """Rows ``(s, t)`` with ``s`` in the tile at ``s0`` and ``t`` in the one at ``t0``.
 
-    Requires: all tiles between are filled, and so are the rows of one stage.
+    Requires: all tiles between are filled.
 
     Cuts in tiles strictly between come first, one tile of cuts at a time: all rows of
     this tile read the same rows then, out of the cache. Cuts in the two tiles at the
     ends read rows of this very tile and follow row by row.
     """
-    count, end = gradient.size, values.shape[1]
+    count, end = table.numbers.gradient.size, table.values.shape[1]
     s1 = min(s0 + TILE, count)
     t1 = min(t0 + TILE, count)
+    begin = np.full((TILE, TILE), end)
     for s in range(s0, s1):
         for t in range(max(t0, s + 1), t1):
             for m in range(end):
-                values[row_of(s, t, count), m] = np.inf
+                table.values[row_of(s, t, count), m] = np.inf
     for cut in range(s0 + TILE, t0, TILE):
         for t in range(t0, t1):
             for s in range(s0, s1):
-                begin[s - s0, t - t0] = _try_cuts(
-                    gradient, sweep, step_slots, values, first, quantum,
-                    s, t, cut, cut + TILE, begin[s - s0, t - t0],
-                )  # fmt: skip
+                so_far = begin[s - s0, t - t0]
+                begin[s - s0, t - t0] = _try_cuts(table, s, t, cut, cut + TILE, so_far)
     for s in range(s1 - 1, s0 - 1, -1):
+        if s0 == t0:
+            _fill_leaf(table, s)
         for t in range(max(t0, s + 1), t1):
-            b = _try_all(
-                choice_s, choice_bytes, gradient, prefix_s, values, first, quantum,
-                s, t, begin[s - s0, t - t0],
-            )  # fmt: skip
-            for half in range(2):
-                near = half == 0
-                if near and s0 == t0:
-                    continue
-                from_cut, to_cut = (s + 1, s1) if near else (max(t0, s + 1), t + 1)
-                b = _try_cuts(
-                    gradient, sweep, step_slots, values, first, quantum, s, t, from_cut, to_cut, b
-                )
-            row = row_of(s, t, count)
-            for m in range(b, end):
-                values[row, m] -= prefix_s[s]
-            first[row] = min(b, end)
+            b = _try_all(table, s, t, begin[s - s0, t - t0])
+            if s0 < t0:
+                b = _try_cuts(table, s, t, s + 1, s1, b)
+            b = _try_cuts(table, s, t, max(t0, s + 1), t + 1, b)
+            _finish(table, s, t, b)
 
 
-def fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
+@njit(cache=True, nogil=True)
+def _fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
     """Eq. (2) for the tiles ``begin, begin + stride, …`` of one diagonal of tiles.
 
     Requires: all diagonals of lesser ``distance`` are filled.
     """
-    n, end = table.numbers, table.values.shape[1]
-    tiles = -(-table.numbers.backward_s.size // TILE)
+    tiles = in_slots(table.numbers.gradient.size, TILE)
     for tile in range(begin, tiles - distance, stride):
-        _fill_tile(
-            table.choice_s,
-            table.choice_bytes,
-            n.gradient,
-            n.prefix_s,
-            n.sweep,
-            table.step_slots,
-            table.values,
-            table.first,
-            table.quantum,
-            tile * TILE,
-            (tile + distance) * TILE,
-            np.full((TILE, TILE), end),
-        )
+        _fill_tile(table, tile * TILE, (tile + distance) * TILE)
 
 
-def fill_last(table: Table) -> None:
+@njit(cache=True, nogil=True)
+def _fill_last(table: Table) -> None:
     """Eq. (2) anew for the intervals that end with the last stage, of which sizes differ.
 
     Requires: all rows of other intervals, and that of the last stage alone, are filled.
     """
-    n, values, first = table.numbers, table.values, table.first
-    count, end = n.backward_s.size, values.shape[1]
-    own = values, first, table.quantum
+    count, end = table.numbers.gradient.size, table.values.shape[1]
     for s in range(count - 2, -1, -1):
-        row = row_of.py_func(s, count - 1, count)
-        values[row] = np.inf
-        kept = table.choice_s, table.choice_bytes, n.gradient, n.prefix_s
-        begin = _try_all(*kept, *own, s, count - 1, end)
-        cuts = n.gradient, n.sweep, table.step_slots
-        begin = _try_cuts(*cuts, *own, s, count - 1, s + 1, count, begin)
-        values[row, begin:] -= n.prefix_s[s]
-        first[row] = min(begin, end)
+        table.values[row_of(s, count - 1, count)] = np.inf
+        begin = _try_all(table, s, count - 1, end)
+        begin = _try_cuts(table, s, count - 1, s + 1, count, begin)
+        _finish(table, s, count - 1, begin)
+
+
+@njit(cache=True, nogil=True)
+def choose(table: Table, s: int, t: int, m: int) -> int:
+    """The choice behind entry ``m`` of row ``(s, t)``, by comparing the same sums again."""
+    n, values, quantum = table.numbers, table.values, table.quantum
+    count = n.gradient.size
+    want = values[row_of(s, t, count), m]
+    if want == np.inf:
+        return NO_CHOICE
+    if s == t:
+        for way in range(leaf_ways(n, s)):
+            choice, nbytes, takes = leaf_way(n, s, way)
+            if m >= in_slots(nbytes, quantum) and takes + n.prefix_s[s] == want:
+                return choice
+        return NO_CHOICE
+    for k in range(n.backward_s.shape[1]):
+        shift = in_slots(n.saved[s, k], quantum)
+        if m < max(shift, in_slots(all_bytes(n, s, t, k), quantum)):
+            continue
+        inner = values[row_of(s + 1, t, count), m - shift]
+        if inner + n.backward_s[s, k] + n.prefix_s[s] - n.prefix_s[s] == want:
+            return -1 - k if k else s
+    for cut in range(s + 1, t + 1):
+        shift = in_slots(n.step[s, cut], quantum)
+        if m < max(shift, in_slots(ck_bytes(n, s, cut, t), quantum)):
+            continue
+        late = values[row_of(cut, t, count), m - shift]
+        if late + values[row_of(s, cut - 1, count), m] - n.prefix_s[s] == want:
+            return cut
+    return NO_CHOICE
+
+
+@njit(cache=True, nogil=True)
+def read_out(table: Table, outer: Table, slots: int) -> Ints:
+    """The schedule of the whole chain within ``slots``, as codes: Algorithm 2.
+
+    With a stack of its own, since chains are deeper than one's.
+
+    Args:
+        table: of all intervals.
+        outer: of those that end with the last stage.
+        slots: free beside boundary 0.
+
+    Returns:
+        codes as of ``ir.schedule``; nothing if no choice explains the value of some interval.
+    """
+    last = table.numbers.gradient.size - 1
+    codes = np.empty(8 * (last + 1), dtype=np.int64)
+    todo = np.empty((2 * last + 4, 3), dtype=np.int64)  # intervals; with t < s a backward
+    todo[0, 0], todo[0, 1], todo[0, 2] = 0, last, slots
+    size, waiting = 0, 1
+    while waiting:
+        waiting -= 1
+        s, t, m = todo[waiting, 0], todo[waiting, 1], todo[waiting, 2]
+        if size + last + 4 > codes.size:
+            codes = np.append(codes, np.empty_like(codes))
+        if t < s:
+            codes[size] = s * KINDS + BACKWARD
+            size += 1
+            continue
+        own = outer if t == last else table
+        n = own.numbers
+        choice = choose(own, s, t, m)
+        if choice == NO_CHOICE:
+            return codes[:0]
+        if choice <= s:
+            option = 0 if choice == s else -1 - choice
+            codes[size] = s * KINDS + ALL + option
+            size += 1
+            todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = s, s - 1, 0
+            waiting += 1
+            if s < t:
+                left = m - in_slots(n.saved[s, option], own.quantum)
+                todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = s + 1, t, left
+                waiting += 1
+            continue
+        codes[size] = s * KINDS + INPUT
+        size += 1
+        if s == t:
+            codes[size] = s * KINDS + ALL
+            codes[size + 1] = s * KINDS + BACKWARD
+            size += 2
+            continue
+        for stage in range(s + 1, choice):
+            codes[size] = stage * KINDS + NONE
+            size += 1
+        todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = s, choice - 1, m
+        waiting += 1
+        left = m - in_slots(n.step[s, choice], own.quantum)
+        todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = choice, t, left
+        waiting += 1
+    return codes[:size]

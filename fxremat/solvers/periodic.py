@@ -23,20 +23,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from fxremat.ir import (
-    Compute,
-    Costs,
-    Forward,
-    Infeasible,
-    Keep,
-    Problem,
-    Schedule,
-    Solution,
-    Solved,
-)
+from fxremat.ir import Compute, Costs, Infeasible, Problem, Schedule, Solution, Solved
 from fxremat.solvers.numbers import Numbers, numbers_of
-from fxremat.solvers.sequences import base_bytes, seconds_of
-from fxremat.solvers.store_all import span_bytes, span_ops
+from fxremat.solvers.sequences import base_bytes, seconds_of, span, span_bytes, sweep
 
 
 def solve(problem: Problem, *, segments: int | None = None) -> Solution:
@@ -83,20 +72,19 @@ def _schedule(costs: Costs, starts: Sequence[int]) -> Solved:
     count = len(costs.stages)
     ops: list[Compute] = []
     for start, end in itertools.pairwise(starts):
-        ops.append(Forward(start, Keep.INPUT))
-        ops += [Forward(i, Keep.NONE) for i in range(start + 1, end)]
+        ops += sweep(start, end)
     ends = [*starts[1:], count]
     for start, end in zip(reversed(starts), reversed(ends), strict=True):
-        ops += span_ops(start, end - 1)
-    return Solved(Schedule(tuple(ops)), seconds_of(costs, ops))
+        ops += span(start, end - 1)
+    return Solved(Schedule(tuple(ops)), seconds_of(costs.stages, ops))
 
 
 def _peak_bytes(numbers: Numbers, starts: Sequence[int]) -> int:
     """Peak beside boundary 0: rotor's recurrence with these cuts."""
-    last = len(numbers.backward_s) - 1
+    last = numbers.gradient.size - 1
     nbytes = span_bytes(numbers, starts[-1], last)
     for start, end in reversed(list(itertools.pairwise(starts))):
-        sweep = int(numbers.gradient[last] + numbers.sweep[start, end])
+        ahead = int(numbers.gradient[last] + numbers.sweep[start, end])
         late = int(numbers.step[start, end]) + nbytes
-        nbytes = max(sweep, late, span_bytes(numbers, start, end - 1))
+        nbytes = max(ahead, late, span_bytes(numbers, start, end - 1))
     return nbytes

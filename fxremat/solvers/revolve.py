@@ -35,21 +35,11 @@ import math
 
 import numpy as np
 
-from fxremat.ir import (
-    Backward,
-    Compute,
-    Costs,
-    Forward,
-    Keep,
-    Problem,
-    Schedule,
-    Solution,
-    Solved,
-)
+from fxremat.ir import Costs, Problem, Schedule, Solution, Solved
 from fxremat.solvers import rotor
 from fxremat.solvers.numbers import Numbers, numbers_of
 from fxremat.solvers.quantize import whole_count
-from fxremat.solvers.sequences import base_bytes, seconds_of
+from fxremat.solvers.sequences import base_bytes, seconds_of, walk
 
 
 def solve(problem: Problem, *, slots: int = 500) -> Solution:
@@ -72,8 +62,12 @@ def solve(problem: Problem, *, slots: int = 500) -> Solution:
     checkpoints = _checkpoints(costs, numbers_of(chain, costs), available_bytes)
     if checkpoints is None:
         return rotor.solve(problem, slots=slots, tapes_late=True)
-    ops = _homogeneous_ops(len(chain), checkpoints)
-    return Solved(Schedule(ops), seconds_of(costs, ops))
+
+    def pick(s: int, t: int, free: int) -> tuple[int, int, int]:
+        return s if s == t else s + _split(t - s + 1, free), free - 1, free
+
+    ops = walk(pick, 0, len(chain) - 1, checkpoints)
+    return Solved(Schedule(tuple(ops)), seconds_of(costs.stages, ops))
 
 
 def _checkpoints(costs: Costs, numbers: Numbers, available_bytes: int) -> int | None:
@@ -110,22 +104,6 @@ def _checkpoints(costs: Costs, numbers: Numbers, available_bytes: int) -> int | 
     if checkpoints == 0 or checkpoints != (available_bytes - int(needs.min())) // step:
         return None
     return min(checkpoints, count)
-
-
-def _homogeneous_ops(count: int, checkpoints: int) -> tuple[Compute, ...]:
-    ops: list[Compute] = []
-    todo = [(0, count, checkpoints)]
-    while todo:
-        start, length, free = todo.pop()
-        if length == 1:
-            ops += [Forward(start, Keep.ALL), Backward(start)]
-            continue
-        advance = _split(length, free)
-        ops.append(Forward(start, Keep.INPUT))
-        ops += [Forward(i, Keep.NONE) for i in range(start + 1, start + advance)]
-        todo.append((start, advance, free))
-        todo.append((start + advance, length - advance, free - 1))
-    return tuple(ops)
 
 
 def _split(length: int, checkpoints: int) -> int:

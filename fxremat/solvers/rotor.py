@@ -47,31 +47,15 @@ read off by comparing the sums again (``O(L²)``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import repeat
 
 import numpy as np
 
-from fxremat.ir import (
-    Backward,
-    Chain,
-    Compute,
-    Costs,
-    Forward,
-    Infeasible,
-    Keep,
-    Problem,
-    Schedule,
-    Solution,
-    Solved,
-)
+from fxremat.ir import Chain, Compute, Costs, Infeasible, Problem, Schedule, Solution, Solved
 from fxremat.ir.schedule import Codes, decoded
-from fxremat.solvers import choices, kernels, store_all
-from fxremat.solvers.budgets import BudgetTable
-from fxremat.solvers.kernels import Table
+from fxremat.solvers import store_all
+from fxremat.solvers.kernels import Table, added_bytes, filled, last_filled, read_out
 from fxremat.solvers.least import Least, choose_least
 from fxremat.solvers.numbers import (
     MOST_BYTES,
@@ -82,9 +66,8 @@ from fxremat.solvers.numbers import (
     unit_bytes,
     without_saved_sets,
 )
-from fxremat.solvers.quantize import quantum_bytes, slots_down, whole_count
-from fxremat.solvers.sequences import base_bytes, seconds_of
-from fxremat.solvers.threads import thread_count
+from fxremat.solvers.quantize import BudgetTable, quantum_bytes, slots_down, whole_count
+from fxremat.solvers.sequences import base_bytes, seconds_of, walk
 
 _LARGEST_TABLE_BYTES = 1 << 29
 """A retry with more slots stops before its table is larger than this."""
@@ -147,7 +130,7 @@ def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
     Problem(chain, costs, 0)  # validates
     least = Least.of(numbers_of(chain, costs))
     ops = _least_ops(least, least.root_bytes)
-    return base_bytes(chain, costs) + least.root_bytes, Schedule(ops)
+    return base_bytes(chain, costs) + least.root_bytes, Schedule(tuple(ops))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +179,7 @@ class RotorTable(BudgetTable):
         if tapes_late:
             numbers = without_saved_sets(numbers)
         used = slots_down(available_bytes, quantum=quantum)
-        table = _fill(numbers, quantum, used)
+        table = filled(numbers, quantum=quantum, slots=used)
         least = Least.of(numbers)
         return RotorTable(chain, costs, max_budget_bytes, quantum, used, table, table, least)
 
@@ -220,11 +203,8 @@ class RotorTable(BudgetTable):
         stays = numbers._replace(
             saved=_staying(numbers.saved, away),
             step=_staying(numbers.step, away),
-            option_saved=_staying(numbers.option_saved, away),
         )
-        outer = self._table.at(stays)
-        kernels.fill_last(outer)
-        return replace(self, _outer=outer)
+        return replace(self, _outer=last_filled(self._table, stays))
 
     @property
     def base_bytes(self) -> int:
@@ -244,6 +224,7 @@ class RotorTable(BudgetTable):
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
         """
+        ops: Sequence[Compute]
         if self.fits(budget_bytes):
             ops = decoded(self.codes(budget_bytes)).computations
         elif budget_bytes >= self.least_budget_bytes:
@@ -251,7 +232,7 @@ class RotorTable(BudgetTable):
             ops = _least_ops(self._least, available_bytes)
         else:
             return Infeasible(self.least_budget_bytes)
-        return Solved(Schedule(ops), seconds_of(self.costs, ops))
+        return Solved(Schedule(tuple(ops)), seconds_of(self.costs.stages, ops))
 
     @property
     def root(self) -> Floats:
@@ -265,7 +246,7 @@ class RotorTable(BudgetTable):
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
         """
-        found: Codes = choices.read_out(self._table, self._outer, self.slots_of(budget_bytes))
+        found: Codes = read_out(self._table, self._outer, self.slots_of(budget_bytes))
         if not found.size:
             raise AssertionError(f"no choice explains the table's value for {budget_bytes} bytes")
         return found
@@ -276,16 +257,14 @@ def _numbers(chain: Chain, costs: Costs, tapes_late: bool) -> Numbers:
     return without_saved_sets(numbers) if tapes_late else numbers
 
 
-def _least_ops(least: Least, available_bytes: int) -> tuple[Compute, ...]:
+def _least_ops(least: Least, available_bytes: int) -> list[Compute]:
     """A schedule within ``available_bytes``, which are at least what is needed."""
-    saved = np.column_stack([least.numbers.saved, least.numbers.option_saved])
-    step = least.numbers.step
 
-    def pick(s: int, t: int, m: int) -> tuple[int, int]:
-        choice = choose_least(least, s, t, m)
-        return choice, int(step[s, choice] if choice > s else saved[s, _option(s, choice)])
+    def pick(s: int, t: int, m: int) -> tuple[int, int, int]:
+        choice, _, _ = choose_least(least, s, t, m)
+        return choice, m - added_bytes(least.numbers, s, choice), m
 
-    return _walk(pick, len(least.memory) - 1, available_bytes)
+    return walk(pick, 0, len(least.memory) - 1, available_bytes)
 
 
 def _staying(nbytes: Ints, away: float) -> Ints:
@@ -293,65 +272,5 @@ def _staying(nbytes: Ints, away: float) -> Ints:
     return nbytes - (nbytes * away).astype(np.int64)
 
 
-def _option(s: int, choice: int) -> int:
-    """The save option of ``F_all s``."""
-    return 0 if choice == s else -1 - choice
-
-
-def _walk(
-    pick: Callable[[int, int, int], tuple[int, int]], last: int, available: int
-) -> tuple[Compute, ...]:
-    """Algorithm 2, with a stack of its own since chains are deeper than Python's.
-
-    Args:
-        pick: the choice for an interval and what is available to it, as ``choices.choose``,
-            and what it adds.
-        last: the last stage.
-        available: what the whole chain may use beside boundary 0.
-    """
-    ops: list[Compute] = []
-    todo: list[tuple[int, int, int] | Compute] = [(0, last, available)]
-    while todo:
-        item = todo.pop()
-        if not isinstance(item, tuple):
-            ops.append(item)
-            continue
-        s, t, m = item
-        cut, added = pick(s, t, m)
-        if cut == -1:
-            raise AssertionError(f"no choice explains the value of interval ({s}, {t}) at {m}")
-        if cut <= s:
-            ops.append(Forward(s, Keep.ALL, _option(s, cut)))
-            todo.append(Backward(s))
-            if s < t:
-                todo.append((s + 1, t, m - added))
-        else:
-            ops.append(Forward(s, Keep.INPUT))
-            if s == t:
-                ops += [Forward(s, Keep.ALL), Backward(s)]
-                continue
-            ops += [Forward(j, Keep.NONE) for j in range(s + 1, cut)]
-            todo.append((s, cut - 1, m))
-            todo.append((cut, t, m - added))
-    return tuple(ops)
-
-
 def _table_bytes(count: int, slots: int) -> int:
     return count * (count + 1) // 2 * (slots + 1) * 8
-
-
-def _fill(numbers: Numbers, quantum: int, slots: int) -> Table:
-    count = len(numbers.backward_s)
-    table = Table.of(numbers, quantum, slots)
-    tiles = -(-count // kernels.TILE)
-    workers = thread_count(most=tiles)
-    if workers == 1:
-        for distance in range(tiles):
-            kernels.fill_tiles(table, distance, 0, 1)
-        return table
-    with ThreadPoolExecutor(workers) as pool:
-        for distance in range(tiles):
-            stride = min(workers, tiles - distance)
-            work = partial(kernels.fill_tiles, table, distance)
-            list(pool.map(work, range(stride), repeat(stride)))
-    return table

@@ -1,19 +1,83 @@
-"""What all solvers of chains need to know of a sequence of operations."""
+"""Sequences of computations: their time, and how they follow from choices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from fxremat.ir import Backward, Chain, Compute, Costs, Keep
+from fxremat.ir import Backward, Chain, Compute, Costs, Forward, Keep, StageCosts
+from fxremat.solvers.numbers import Numbers
+
+T = TypeVar("T")
+
+Pick = Callable[[int, int, T], tuple[int, T, T]]
+"""The choice for interval ``(s, t)``, see ``kernels``, with what is available to it; and what is to
+the interval that follows its forwards, and to the one before the cut."""
 
 
-def seconds_of(costs: Costs, ops: Sequence[Compute]) -> float:
+def walk(pick: Pick[T], s: int, t: int, available: T, *, first: int = 0) -> list[Compute]:
+    """The computations of an interval: Algorithm 2 of the rotor paper.
+
+    With a stack of its own, since chains are deeper than Python's. ``first`` is the number of the
+    stage that ``pick`` calls 0.
+    """
+    ops: list[Compute] = []
+    todo: list[tuple[int, int, T] | Compute] = [(s, t, available)]
+    while todo:
+        item = todo.pop()
+        if not isinstance(item, tuple):
+            ops.append(item)
+            continue
+        s, t, available = item
+        choice, inner, outer = pick(s, t, available)
+        if choice == -1:
+            raise AssertionError(f"nothing explains interval ({s}, {t}) with {available}")
+        if choice <= s:
+            ops.append(Forward(first + s, Keep.ALL, 0 if choice == s else -1 - choice))
+            todo.append(Backward(first + s))
+            if s < t:
+                todo.append((s + 1, t, inner))
+        elif s == t:
+            ops += [Forward(first + s, Keep.INPUT), Forward(first + s, Keep.ALL)]
+            ops.append(Backward(first + s))
+        else:
+            ops += sweep(first + s, first + choice)
+            todo.append((s, choice - 1, outer))
+            todo.append((choice, t, inner))
+    return ops
+
+
+def sweep(s: int, cut: int) -> list[Compute]:
+    """``F_ck s, F_none s + 1 … cut - 1``."""
+    return [Forward(s, Keep.INPUT), *(Forward(i, Keep.NONE) for i in range(s + 1, cut))]
+
+
+def span(s: int, t: int) -> list[Compute]:
+    """Stages ``s … t`` forward, all kept, and back."""
+    there = [Forward(i, Keep.ALL) for i in range(s, t + 1)]
+    return [*there, *(Backward(i) for i in range(t, s - 1, -1))]
+
+
+def span_bytes(numbers: Numbers, s: int, t: int) -> int:
+    """Peak of ``span`` beside boundary ``s`` while the gradient after ``t`` is held.
+
+    Theorem 1 of the rotor paper with ``C_all`` at every stage. Past the turn the innermost pair
+    is a rebuild. ``O(t - s)``.
+    """
+    nbytes = int(numbers.leaf_bytes[t, 0])
+    for i in range(t - 1, s - 1, -1):
+        ends = max(int(numbers.gradient[t] + numbers.keep[i, 0]), int(numbers.back[i, 0]))
+        nbytes = max(ends, int(numbers.saved[i, 0]) + nbytes)
+    return nbytes
+
+
+def seconds_of(stages: Sequence[StageCosts], ops: Sequence[Compute]) -> float:
     """Time of ``ops``, summed in their order; a pair that is a rebuild takes ``rebuild_s``."""
     ran: set[int] = set()
     rebuilt_s: dict[int, float] = {}  # by the backward, after a save option
     total = 0.0
     for index, op in enumerate(ops):
-        cost = costs.stages[op.stage]
+        cost = stages[op.stage]
         if isinstance(op, Backward):
             total += cost.backward_s + rebuilt_s.pop(op.stage, 0.0)
             continue

@@ -1,8 +1,10 @@
-"""How many threads a solver may start of its own."""
+"""Threads that solvers start of their own."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numba
 
@@ -23,3 +25,31 @@ def thread_count(*, most: int | None = None) -> int:
     threads: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set at import
     allowed = min(cores, threads)
     return allowed if most is None else min(allowed, most)
+
+
+class Crew:
+    """At most so many threads that share work; none where one is enough.
+
+    They are the caller's, not numba's: those may not be used after a fork, nor in some builds
+    from two threads at once.
+    """
+
+    def __init__(self, *, most: int) -> None:
+        self.size = thread_count(most=most)
+        self._pool = ThreadPoolExecutor(self.size) if self.size > 1 else None
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def run(self, tasks: Sequence[Callable[[], object]]) -> None:
+        """Run all tasks, and return when they are done."""
+        if self._pool is None:
+            for task in tasks:
+                task()
+            return
+        for future in [self._pool.submit(task) for task in tasks]:
+            future.result()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from fxremat.solvers.budgets import BudgetTable
 from fxremat.solvers.numbers import Floats
+from fxremat.solvers.quantize import BudgetTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)

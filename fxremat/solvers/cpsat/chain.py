@@ -185,7 +185,7 @@ class _Built:
         ops: list[Compute] = []
         for run in self.runs:
             ops += _ops(search, run)
-        return Solved(Schedule(tuple(ops)), seconds_of(self.problem.costs, ops))
+        return Solved(Schedule(tuple(ops)), seconds_of(self.problem.costs.stages, ops))
 
 
 def _ops(search: CpSolver, run: Run) -> list[Compute]:

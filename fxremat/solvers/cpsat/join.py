@@ -34,7 +34,7 @@ from fxremat.ir import (
 from fxremat.solvers.cpsat.join_steps import Model, Step, build
 from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, Ticks
 from fxremat.solvers.join import general
-from fxremat.solvers.join.walk import seconds as seconds_of
+from fxremat.solvers.sequences import seconds_of
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpSolver, IntVar
@@ -175,4 +175,4 @@ def _found(search: CpSolver, model: Model, problem: JoinProblem) -> Solved:
             for way, variable in _ways(step, stage):
                 if search.boolean_value(variable):
                     ops += way
-    return Solved(Schedule(tuple(ops)), seconds_of(problem.join, problem.costs, tuple(ops)))
+    return Solved(Schedule(tuple(ops)), seconds_of(problem.costs.stages, ops))

@@ -25,6 +25,7 @@ from fxremat.ir import (
     Stage,
     StageCosts,
 )
+from fxremat.solvers.join.numbers import state_count
 
 MOST_OPTIONS = 8
 """Of a merged stage, beside that of keeping everything."""
@@ -99,18 +100,9 @@ def with_turn(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse:
     )
 
 
-def states_of(lengths: Sequence[int]) -> int:
-    """States of the recurrence, for a join of lines of these lengths, the trunk last."""
-    *branches, trunk = lengths
-    states = trunk << len(branches)
-    for length in branches:
-        states *= length + 1
-    return states
-
-
 def work_of(lengths: Sequence[int]) -> int:
     """Choices that the recurrence looks at a slot."""
-    return states_of(lengths) * sum(lengths)
+    return state_count(lengths) * sum(lengths)
 
 
 def coarsen(join: Join, costs: JoinCosts, *, most_work: int) -> Coarse:

@@ -28,8 +28,8 @@ from fxremat.ir import (
     StageCosts,
 )
 from fxremat.solvers import rotor
-from fxremat.solvers.join import walk
 from fxremat.solvers.quantize import whole_count
+from fxremat.solvers.sequences import seconds_of
 
 
 def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
@@ -55,7 +55,7 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
         return found
     schedule = as_join_schedule(problem, found.schedule)
     ops = schedule.computations
-    return Solved(schedule, walk.seconds(problem.join, problem.costs, ops))
+    return Solved(schedule, seconds_of(problem.costs.stages, ops))
 
 
 def equivalent_chain(problem: JoinProblem) -> Problem:

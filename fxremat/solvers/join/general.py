@@ -55,26 +55,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxremat.ir import (
-    Compute,
-    Infeasible,
-    Join,
-    JoinCosts,
-    JoinProblem,
-    Problem,
-    Schedule,
-    Solved,
-)
+from fxremat.ir import Compute, Infeasible, Join, JoinCosts, JoinProblem, Problem, Schedule, Solved
 from fxremat.solvers import rotor
-from fxremat.solvers.budgets import BudgetTable
-from fxremat.solvers.join import kernels, walk
-from fxremat.solvers.join.kernels import JoinTable
-from fxremat.solvers.join.least import JoinLeast, fill_states
-from fxremat.solvers.join.numbers import JoinNumbers, base_bytes, join_numbers, line_numbers
-from fxremat.solvers.kernels import TILE, Table, fill_tiles
+from fxremat.solvers.join import walk
+from fxremat.solvers.join.numbers import JoinNumbers, base_bytes, join_numbers, state_count
+from fxremat.solvers.join.tables import Choices, JoinLeast, JoinTable, fill, fill_least
+from fxremat.solvers.kernels import Table, filled
 from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Floats, Numbers
-from fxremat.solvers.quantize import quantum_bytes, slots_down, whole_count
+from fxremat.solvers.quantize import BudgetTable, quantum_bytes, slots_down, whole_count
+from fxremat.solvers.sequences import seconds_of
 
 LARGEST_TABLE_BYTES = 1 << 30
 """``solve`` takes fewer slots where the table would be larger than this."""
@@ -106,7 +96,7 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
         assert isinstance(found, Solved | Infeasible)
         return found
     join, costs = problem.join, problem.costs
-    states = _state_count(join)
+    states = _checked_states(join)
     most = max(1, LARGEST_TABLE_BYTES // (8 * states) - 1)
     for factor in (1, 2, 4, 8):
         if factor > 1 and slots * factor > most:
@@ -117,9 +107,8 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
             max_budget_bytes=problem.budget_bytes,
             slots=min(slots * factor, most),
         )
-        if plans.budget_is_too_small(problem.budget_bytes):
-            break
-        if plans.fits(problem.budget_bytes) or plans.quantum_bytes == 1:
+        too_small = problem.budget_bytes < plans.least_budget_bytes
+        if too_small or plans.fits(problem.budget_bytes) or plans.quantum_bytes == 1:
             break
     return plans.schedule(problem.budget_bytes)
 
@@ -133,9 +122,8 @@ def least_budget(join: Join, costs: JoinCosts) -> tuple[int, Schedule]:
         ValueError: the join or the costs are malformed, or too large to add up.
     """
     JoinProblem(join, costs, 0)  # validates
-    _state_count(join)
-    lines = line_numbers(join, costs)
-    least = _fill_least(join_numbers(join, costs, lines), lines)
+    _checked_states(join)
+    lines, least = _least(*join_numbers(join, costs))
     needs = _root_bytes(least)
     ops = walk.least_ops(join, lines, least, needs)
     return base_bytes(join, costs) + needs, Schedule(ops)
@@ -156,9 +144,9 @@ class JoinPlans(BudgetTable):
     costs: JoinCosts
     max_budget_bytes: int
     quantum_bytes: int
-    _lines: tuple[Numbers, ...]
-    _tables: tuple[Table, ...]
+    _lines: tuple[Table, ...]
     _table: JoinTable
+    _least_lines: tuple[Least, ...]
     _least: JoinLeast
 
     @staticmethod
@@ -173,10 +161,9 @@ class JoinPlans(BudgetTable):
         """
         slots = whole_count(slots, name="slots")
         JoinProblem(join, costs, max_budget_bytes)  # validates
-        _state_count(join)
-        lines = line_numbers(join, costs)
-        numbers = join_numbers(join, costs, lines)
-        least = _fill_least(numbers, lines)
+        _checked_states(join)
+        numbers, lines = join_numbers(join, costs)
+        least_lines, least = _least(numbers, lines)
         base = base_bytes(join, costs)
         available = max_budget_bytes - base
         if available < _root_bytes(least):
@@ -186,9 +173,9 @@ class JoinPlans(BudgetTable):
         # A backward has more than was ever free in the forward where heads are given back.
         most = slots_down(max(0, available + base - costs.fixed_bytes), quantum=quantum)
         most = max(free, min(most, 2 * slots))
-        tables = tuple(_fill_line(line, quantum, most) for line in lines)
-        table = _fill_join(numbers, tables, quantum, free)
-        return JoinPlans(join, costs, max_budget_bytes, quantum, lines, tables, table, least)
+        tables = tuple(filled(line, quantum=quantum, slots=most) for line in lines)
+        table = _table(numbers, tables, quantum, free)
+        return JoinPlans(join, costs, max_budget_bytes, quantum, tables, table, least_lines, least)
 
     @property
     def base_bytes(self) -> int:
@@ -200,10 +187,6 @@ class JoinPlans(BudgetTable):
         """The exact least budget of any canonical schedule."""
         return self.base_bytes + _root_bytes(self._least)
 
-    def budget_is_too_small(self, budget_bytes: int) -> bool:
-        """Whether no canonical schedule fits."""
-        return budget_bytes < self.least_budget_bytes
-
     def schedule(self, budget_bytes: int) -> Solved | Infeasible:
         """The fastest schedule for a budget.
 
@@ -212,18 +195,18 @@ class JoinPlans(BudgetTable):
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
         """
-        if self.budget_is_too_small(budget_bytes):
+        if budget_bytes < self.least_budget_bytes:
             return Infeasible(self.least_budget_bytes)
         ops = self.operations(budget_bytes)
-        return Solved(Schedule(ops), walk.seconds(self.join, self.costs, ops))
+        return Solved(Schedule(ops), seconds_of(self.costs.stages, ops))
 
     def operations(self, budget_bytes: int) -> tuple[Compute, ...]:
         """Those of ``schedule``, for a budget that is not too small."""
         if self.fits(budget_bytes):
             slots = self.slots_of(budget_bytes)
-            return walk.table_ops(self.join, self._lines, self._tables, self._table, slots)
+            return walk.table_ops(self.join, self._lines, self._table, slots)
         available_bytes = budget_bytes - self.base_bytes
-        return walk.least_ops(self.join, self._lines, self._least, available_bytes)
+        return walk.least_ops(self.join, self._least_lines, self._least, available_bytes)
 
     @property
     def root(self) -> Floats:
@@ -232,10 +215,8 @@ class JoinPlans(BudgetTable):
         return row
 
 
-def _state_count(join: Join) -> int:
-    count = len(join.trunk) << len(join.branches)
-    for branch in join.branches:
-        count *= len(branch) + 1
+def _checked_states(join: Join) -> int:
+    count = state_count([len(line) for line in join.lines])
     if count > MOST_STATES:
         raise ValueError(
             f"join.branches have {[len(b) for b in join.branches]} stages and join.trunk "
@@ -249,52 +230,31 @@ def _root_bytes(least: JoinLeast) -> int:
     return int(least.memory[least.numbers.turn_gradient.size - 1])
 
 
-def _fill_least(numbers: JoinNumbers, lines: tuple[Numbers, ...]) -> JoinLeast:
-    chains = [Least.of(line) for line in lines]
-    k, most = len(lines) - 1, int(numbers.lengths.max())
-    memory = np.zeros((k, most, most), dtype=np.int64)
-    seconds = np.zeros((k, most, most))
-    for b, chain in enumerate(chains[:-1]):
-        count = len(chain.memory)
-        memory[b, :count, :count] = chain.memory
-        seconds[b, :count, :count] = chain.seconds
-    states = numbers.heads * numbers.turn_gradient.size << k
+def _least(numbers: JoinNumbers, lines: tuple[Numbers, ...]) -> tuple[tuple[Least, ...], JoinLeast]:
+    """Least memory of the lines alone, and of the join."""
+    chains = tuple(map(Least.of, lines))
+    inner = [np.triu_indices(len(chain.memory)) for chain in chains]  # in the order of the rows
+    states = numbers.heads * numbers.turn_gradient.size << numbers.lengths.size
     least = JoinLeast(
         numbers,
         memory=np.zeros(states, dtype=np.int64),
         seconds=np.zeros(states),
-        branch_memory=memory,
-        branch_s=seconds,
-        trunk_memory=chains[-1].memory,
-        trunk_s=chains[-1].seconds,
+        segment_memory=np.concatenate([c.memory[i] for c, i in zip(chains, inner, strict=True)]),
+        segment_s=np.concatenate([c.seconds[i] for c, i in zip(chains, inner, strict=True)]),
     )
-    fill_states(least)
-    return least
+    fill_least(least, Choices.room(numbers))
+    return chains, least
 
 
-def _fill_line(numbers: Numbers, quantum: int, slots: int) -> Table:
-    """Rotor's table of one line."""
-    count = len(numbers.backward_s)
-    table = Table.of(numbers, quantum, slots)
-    for distance in range(-(-count // TILE)):
-        fill_tiles(table, distance, 0, 1)
-    return table
-
-
-def _fill_join(
-    numbers: JoinNumbers, tables: tuple[Table, ...], quantum: int, slots: int
-) -> JoinTable:
-    rows = [len(table.values) for table in tables[:-1]]
-    states = numbers.heads * numbers.turn_gradient.size << len(rows)
+def _table(numbers: JoinNumbers, lines: tuple[Table, ...], quantum: int, slots: int) -> JoinTable:
+    states = numbers.heads * numbers.turn_gradient.size << numbers.lengths.size
     table = JoinTable(
         numbers,
         quantum=quantum,
         values=np.empty((states, slots + 1)),
-        branch=np.concatenate([_with_forwards(table) for table in tables[:-1]]),
-        branch_row=np.array([0, *np.cumsum(rows[:-1], dtype=np.int64)], dtype=np.int64),
-        trunk=tables[-1].values,
+        segments=np.concatenate([*map(_with_forwards, lines[:-1]), lines[-1].values]),
     )
-    kernels.fill(table)
+    fill(table, Choices.room(numbers))
     return table
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from itertools import chain as chained
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -9,13 +11,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fxremat.ir import Chain, Costs, Join, JoinCosts
-from fxremat.solvers.numbers import Floats, Ints, Numbers, numbers_of
+from fxremat.ir import Chain, Costs, Join, JoinCosts, StageCosts
+from fxremat.solvers.numbers import Floats, Ints, Numbers, check_total, most_bytes, numbers_of
 
 _Number = TypeVar("_Number", np.int64, np.float64)
-
-_MOST_BYTES = 1 << 61
-"""All sizes together stay below this."""
 
 
 class JoinNumbers(NamedTuple):
@@ -28,10 +27,10 @@ class JoinNumbers(NamedTuple):
         lengths: ``(k,)``, stages of each branch.
         strides: ``(k,)``; heads ``p`` are number ``Σ p[b] strides[b]`` of ``heads``.
         heads: how many vectors of heads there are.
+        line_row: ``(k + 1,)``, where the intervals of each line begin among those of all lines,
+            each line's packed as in ``solvers.kernels``, the trunk's last.
         prefix_s: ``(k, n + 1)``, seconds of a branch's forwards ``0 … i - 1``.
-        backward_s: ``(k, n, 1 + O)``, after each of a stage's save options, from that of
-            keeping everything; those that a stage has not take for ever.
-        saved, keep, back: ``(k, n, 1 + O)``, see ``Numbers``, for each of them.
+        backward_s, saved, keep, back: ``(k, n, 1 + O)``, see ``Numbers``.
         step: ``(k, n + 1, n + 1)``, what boundary ``s'`` of a branch adds to ``s``.
         sweep: ``(k, n + 1, n + 1)``, see ``Numbers``, without any gradient.
         freed: ``(k, n + 1)``, what is given back with a head at ``p`` that no saved set
@@ -49,6 +48,7 @@ class JoinNumbers(NamedTuple):
     lengths: Ints
     strides: Ints
     heads: int
+    line_row: Ints
     prefix_s: Floats
     backward_s: Floats
     saved: Ints
@@ -66,72 +66,73 @@ class JoinNumbers(NamedTuple):
     turn_peak: Ints
 
 
-def line_numbers(join: Join, costs: JoinCosts) -> tuple[Numbers, ...]:
-    """Arrays of every line as a chain of its own; the last stage of a branch is no turn.
-
-    Nor can it be run with a save option and go back at once: that would be a rebuild.
+def join_numbers(join: Join, costs: JoinCosts) -> tuple[JoinNumbers, tuple[Numbers, ...]]:
+    """The arrays of a valid join, and those of every line as a chain of its own.
 
     Raises:
         ValueError: the sizes are too large to add up.
     """
-    _check_total(join, costs)
-    lines = [
+    total = costs.trunk_done_bytes + sum(costs.left_bytes)
+    total += sum(storage.nbytes for storage in join.storages) + sum(map(most_bytes, costs.lines))
+    check_total(total)
+    *branches, trunk = (
         numbers_of(chain, Costs(stages))
         for chain, stages in zip(join.lines, costs.lines, strict=True)
-    ]
-    for line, stages in zip(lines[:-1], costs.branches, strict=True):
-        # By then its first execution is past: the trunk has run.
-        last = stages[-1]
-        line.leaf_bytes[-1] = last.gradient_bytes + last.rebuild_bytes
-        line.leaf_s[-1] = last.rebuild_s + last.backward_s
-        line.option_s[-1] = np.inf
-    return tuple(lines)
-
-
-def join_numbers(join: Join, costs: JoinCosts, lines: tuple[Numbers, ...]) -> JoinNumbers:
-    """The arrays of a valid join whose lines' arrays are ``lines``."""
-    branches, trunk = lines[:-1], lines[-1]
-    lengths = [len(branch) for branch in join.branches]
-    sizes = [length + 1 for length in lengths]
+    )
+    lengths = [len(line) for line in join.lines]
+    sizes = [length + 1 for length in lengths[:-1]]
     strides = [int(np.prod(sizes[b + 1 :], dtype=np.int64)) for b in range(len(sizes))]
-    end = len(join.trunk)
     born, crossed = _turn_bytes(join)
-    new = np.zeros(end + 1, dtype=np.int64)
-    for q in range(1, end + 1):
-        before, at = join.trunk.boundaries[q - 1], join.trunk.boundaries[q]
-        new[q] = join.trunk.nbytes(set(at) - set(before))
-    extra = [stage.forward_extra_bytes for stage in costs.trunk]
-    whole = [  # with the options of the last stages
-        numbers_of(chain, Costs(stages))
-        for chain, stages in zip(join.branches, costs.branches, strict=True)
+    new = [
+        join.trunk.nbytes(set(at) - set(before)) + stage.forward_extra_bytes
+        for (before, at), stage in zip(pairwise(join.trunk.boundaries), costs.trunk, strict=True)
     ]
-    return JoinNumbers(
-        lengths=np.array(lengths, dtype=np.int64),
+    held = [
+        np.array([left, *(stage.gradient_bytes for stage in stages)], dtype=np.int64)
+        for left, stages in zip(costs.left_bytes, costs.branches, strict=True)
+    ]
+    rows = [length * (length + 1) // 2 for length in lengths[:-1]]
+    numbers = JoinNumbers(
+        lengths=np.array(lengths[:-1], dtype=np.int64),
         strides=np.array(strides, dtype=np.int64),
         heads=strides[0] * sizes[0],
+        line_row=np.cumsum([0, *rows], dtype=np.int64),
         prefix_s=_padded([branch.prefix_s for branch in branches]),
-        backward_s=_padded(
-            [np.column_stack([n.backward_s, n.option_s]) for n in whole], fill=np.inf
-        ),
-        saved=_padded([np.column_stack([n.saved, n.option_saved]) for n in whole]),
-        keep=_padded([np.column_stack([n.keep, n.option_keep]) for n in whole]),
-        back=_padded([np.column_stack([n.back, n.option_back]) for n in whole]),
+        backward_s=_padded([branch.backward_s for branch in branches], fill=np.inf),
+        saved=_padded([branch.saved for branch in branches]),
+        keep=_padded([branch.keep for branch in branches]),
+        back=_padded([branch.back for branch in branches]),
         step=_padded([branch.step for branch in branches]),
         sweep=_padded([branch.sweep for branch in branches]),
         freed=_padded([_freed(chain) for chain in join.branches]),
-        held=_padded(
-            [
-                np.array([left, *(stage.gradient_bytes for stage in stages)], dtype=np.int64)
-                for left, stages in zip(costs.left_bytes, costs.branches, strict=True)
-            ]
-        ),
+        held=_padded(held),
         done=costs.trunk_done_bytes,
         turn_gradient=trunk.gradient,
         turn_s=trunk.prefix_s,
         turn_born=born,
         turn_crossed=crossed,
-        turn_peak=new[1:] + np.array(extra, dtype=np.int64),
+        turn_peak=np.array(new, dtype=np.int64),
     )
+    return numbers, (*map(_past_turn, branches, costs.branches), trunk)
+
+
+def _past_turn(branch: Numbers, stages: tuple[StageCosts, ...]) -> Numbers:
+    """The arrays of a branch whose last stage has run before: the trunk has.
+
+    It cannot be run with a save option and go back at once either: that would be a rebuild.
+    """
+    last = stages[-1]
+    branch.leaf_bytes[-1] = last.gradient_bytes + last.rebuild_bytes
+    branch.leaf_s[-1] = last.rebuild_s + last.backward_s
+    backward_s = branch.backward_s.copy()
+    backward_s[-1, 1:] = np.inf
+    return branch._replace(backward_s=backward_s)
+
+
+def state_count(lengths: Sequence[int]) -> int:
+    """States of the recurrence, for a join of lines of these lengths, the trunk last."""
+    *branches, trunk = lengths
+    return math.prod([length + 1 for length in branches]) * trunk << len(branches)
 
 
 def base_bytes(join: Join, costs: JoinCosts) -> int:
@@ -168,22 +169,6 @@ def kept_bytes(join: Join, costs: JoinCosts) -> int:
             beside_bytes += costs.left_bytes[line]
             beside_bytes -= costs.branches[line - 1][-1].gradient_bytes if line else 0
     return peak_bytes
-
-
-def _check_total(join: Join, costs: JoinCosts) -> None:
-    total = costs.trunk_done_bytes + sum(costs.left_bytes)
-    total += sum(storage.nbytes for storage in join.storages)
-    for stages in costs.lines:
-        total += max(
-            2 * stage.gradient_bytes
-            + stage.forward_extra_bytes
-            + max([stage.keep_extra_bytes, *(o.keep_extra_bytes for o in stage.options)])
-            + max([stage.backward_extra_bytes, *(o.backward_extra_bytes for o in stage.options)])
-            + stage.rebuild_bytes
-            for stage in stages
-        )
-    if total > _MOST_BYTES:
-        raise ValueError(f"the sizes add up to {total} bytes, more than {_MOST_BYTES}")
 
 
 def _padded(arrays: list[NDArray[_Number]], *, fill: float = 0) -> NDArray[_Number]:

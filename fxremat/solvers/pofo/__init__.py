@@ -222,7 +222,7 @@ def _search(
     sweep: Sweep, limits: Limits, plans: list[Plan], labels: int, *, slack: float, recompute: bool
 ) -> int:
     """Add a plan if there is a better one; returns how many labels were lost."""
-    slack_s = slack * float(limits.best_s[0]) / len(sweep.numbers.backward_s)
+    slack_s = slack * float(limits.best_s[0]) / sweep.numbers.gradient.size
     limits = limits._replace(slack_s=slack_s)
     found = search(sweep, limits, most=labels, recompute=recompute)
     if found.decisions is not None:

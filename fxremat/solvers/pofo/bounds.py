@@ -28,7 +28,7 @@ def fill_bounds(sweep: Sweep, limits: Limits, begin: int, stride: int, node: int
     n = sweep.numbers
     for m in range(begin, limits.bounds.shape[1], stride):
         limits.bounds[node, m] = np.inf
-        if node // 2 == n.backward_s.size - 1:
+        if node // 2 == n.gradient.size - 1:
             _bound_last(sweep, limits, node, m)
         else:
             _bound_all(sweep, limits, node, m)
@@ -78,15 +78,15 @@ def _bound_all(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
     i = node // 2
     quantum = sweep.fronts.quantum
     most_free = (m + 1) * quantum - 1
-    if most_free < max(n.gradient[-1] + n.keep[i], n.back[i]):
+    if most_free < max(n.gradient[-1] + n.keep[i, 0], n.back[i, 0]):
         return
     for moved in range(2):
         nbytes = sweep.moves[i, node % 2] if moved else 0
-        left = min(limits.bounds.shape[1] - 1, m - (n.saved[i] - nbytes) // quantum)
+        left = min(limits.bounds.shape[1] - 1, m - (n.saved[i, 0] - nbytes) // quantum)
         if nbytes < 0 or left < 0:
             continue
         forward_s = n.prefix_s[i + 1] - n.prefix_s[i]
-        takes = (forward_s, n.backward_s[i], nbytes * sweep.out_s, nbytes * sweep.back_s)
+        takes = (forward_s, n.backward_s[i, 0], nbytes * sweep.out_s, nbytes * sweep.back_s)
         _lower(limits, node, m, takes, (2 * i + 3, left))
 
 
@@ -98,7 +98,7 @@ def _bound_ck(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
     room = (m + 1) * quantum - 1 - n.gradient[-1]
     if room < sweep.first[i]:
         return
-    for cut in range(i + 1, n.backward_s.size):
+    for cut in range(i + 1, n.gradient.size):
         forward_s = n.prefix_s[cut] - n.prefix_s[i]
         backward_s = _least_work(sweep, i, cut, m)
         if backward_s == np.inf:
@@ -116,10 +116,10 @@ def _bound_ck(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
 def _least_work(sweep: Sweep, s: int, cut: int, m: int) -> float:
     """Least work of all sequences of ``(s, cut - 1)`` that might fit ``m`` slots."""
     fronts = sweep.fronts
-    row = row_of(s, cut - 1, fronts.numbers.backward_s.size)
+    row = row_of(s, cut - 1, fronts.numbers.gradient.size)
     best = np.inf
     if fronts.size[row, m] > 0:
         best = fronts.work[row, m, 0]
-    if fronts.quantum > 1 and (m + 1) * fronts.quantum > sweep.least.memory[s, cut - 1]:
-        best = min(best, sweep.least.work[s, cut - 1])
+    if fronts.quantum > 1 and (m + 1) * fronts.quantum > fronts.least.memory[s, cut - 1]:
+        best = min(best, fronts.least.seconds[s, cut - 1])
     return best

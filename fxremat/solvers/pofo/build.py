@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fxremat.ir import Chain, Problem
+from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import MOST_BYTES, Floats, Ints, Numbers, numbers_of
-from fxremat.solvers.pofo.intervals import Fronts, fill_fronts
-from fxremat.solvers.pofo.least import least_runs
+from fxremat.solvers.pofo.intervals import Fronts, fill_fronts, fill_least_lags
 from fxremat.solvers.pofo.sweep import Sweep
 from fxremat.solvers.quantize import quantum_bytes, slots_down
-from fxremat.solvers.threads import thread_count
+from fxremat.solvers.threads import Crew
+
+_Number = TypeVar("_Number", np.int64, np.float64)
 
 _ENTRIES = 1 << 20
 """Fronts are as wide as this many entries in all allow, within bounds."""
@@ -50,7 +52,6 @@ def build(problem: Problem, *, slots: int) -> Sweep:
     return Sweep(
         numbers=numbers,
         fronts=_fronts(inner, sweep_lag, moves, budget=budget, byte_s=back_s, slots=slots),
-        least=least_runs(inner, sweep_lag, back_s),
         budget=budget,
         input_bytes=problem.chain.nbytes(problem.chain.boundaries[0]),
         out_s=out_s,
@@ -61,7 +62,7 @@ def build(problem: Problem, *, slots: int) -> Sweep:
         peaks=peaks,
         out_lag=out_lag,
         last_bytes=np.array(
-            [[last.gradient_bytes + numbers.keep[-1], numbers.back[-1]], [alone, rebuild]],
+            [[last.gradient_bytes + numbers.keep[-1, 0], numbers.back[-1, 0]], [alone, rebuild]],
             dtype=np.int64,
         ),
         last_s=np.array([last.backward_s, last.rebuild_s + last.backward_s]),
@@ -86,7 +87,7 @@ def movable_bytes(chain: Chain, numbers: Numbers) -> Ints:
         if all(holders[storage] == 1 for storage in boundaries[i]):
             moves[i, 0] = chain.nbytes(boundaries[i])
             if i:
-                moves[i, 1] = numbers.saved[i - 1]
+                moves[i, 1] = numbers.saved[i - 1, 0]
     return moves
 
 
@@ -106,7 +107,7 @@ def _lags(
     numbers: Numbers, peaks: Ints, *, out_s: float, back_s: float
 ) -> tuple[Floats, Floats, Ints]:
     """``Fronts.sweep_lag``, ``Sweep.out_lag`` and ``Sweep.rest``."""
-    count = len(numbers.backward_s)
+    count = numbers.gradient.size
     prefix = numbers.prefix_s
     sweep_lag = np.zeros((count, count + 1))
     out_lag = np.zeros((count, count + 1))
@@ -121,20 +122,27 @@ def _lags(
 
 
 def _without_last(numbers: Numbers) -> Numbers:
-    """The chain without the last stage, none of which is run again after the turn."""
-    count = len(numbers.backward_s) - 1
+    """The chain without the last stage, none of which is run again after the turn.
+
+    Save options are left out, too.
+    """
+    n, count = numbers, numbers.gradient.size - 1
     return Numbers(
-        prefix_s=numbers.prefix_s[: count + 1],
-        backward_s=numbers.backward_s[:count],
-        gradient=numbers.gradient[:count],
-        saved=numbers.saved[:count],
-        keep=numbers.keep[:count],
-        back=numbers.back[:count],
-        step=np.ascontiguousarray(numbers.step[:count, : count + 1]),
-        sweep=np.ascontiguousarray(numbers.sweep[:count, : count + 1]),
-        leaf_bytes=np.ascontiguousarray(numbers.leaf_bytes[:count]),
-        leaf_s=np.ascontiguousarray(numbers.leaf_s[:count]),
+        prefix_s=n.prefix_s[: count + 1],
+        gradient=n.gradient[:count],
+        backward_s=_corner(n.backward_s, count, 1),
+        saved=_corner(n.saved, count, 1),
+        keep=_corner(n.keep, count, 1),
+        back=_corner(n.back, count, 1),
+        step=_corner(n.step, count, count + 1),
+        sweep=_corner(n.sweep, count, count + 1),
+        leaf_bytes=n.leaf_bytes[:count],
+        leaf_s=n.leaf_s[:count],
     )
+
+
+def _corner(array: NDArray[_Number], rows: int, columns: int) -> NDArray[_Number]:
+    return np.ascontiguousarray(array[:rows, :columns])
 
 
 def _fronts(
@@ -146,7 +154,7 @@ def _fronts(
     byte_s: float,
     slots: int,
 ) -> Fronts:
-    count = len(numbers.backward_s)
+    count = numbers.gradient.size
     quantum = quantum_bytes(budget, slots=slots)
     used = slots_down(budget, quantum=quantum)
     rows = count * (count + 1) // 2
@@ -154,42 +162,25 @@ def _fronts(
     missing = np.cumsum([0, *np.maximum(moves.max(axis=1), 0).tolist()])[:count]
     fronts = Fronts(
         numbers,
-        step_slots=-(-numbers.step // quantum),
         quantum=quantum,
         byte_s=byte_s,
-        sweep_lag=np.ascontiguousarray(sweep_lag[:count, : count + 1]),
+        sweep_lag=_corner(sweep_lag, count, count + 1),
         most_s=missing * byte_s,
         work=np.empty((rows, used + 1, width)),
         lag=np.empty((rows, used + 1, width)),
         size=np.zeros((rows, used + 1), dtype=np.int64),
         lost=np.zeros(rows, dtype=np.int64),
+        least=Least.of(numbers),
+        least_lag=np.zeros((count, count)),
     )
-    with Crew(count) as crew:
+    fill_least_lags(fronts)
+    with crew_of(count) as crew:
         for distance in range(count):
             share = min(crew.size, count - distance)
             crew.run([partial(fill_fronts, fronts, distance, k, share) for k in range(share)])
     return fronts
 
 
-class Crew:
-    """Threads that share the work; none for short chains, where they cost more than they do."""
-
-    def __init__(self, stages: int) -> None:
-        self.size = thread_count(most=_MOST_THREADS) if stages >= _SHARED_STAGES else 1
-        self._pool = ThreadPoolExecutor(self.size) if self.size > 1 else None
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def run(self, tasks: Sequence[Callable[[], object]]) -> None:
-        """Run all tasks, and return when they are done."""
-        if self._pool is None:
-            for task in tasks:
-                task()
-            return
-        for future in [self._pool.submit(task) for task in tasks]:
-            future.result()
+def crew_of(stages: int) -> Crew:
+    """Threads for a chain; none for short ones, where they cost more than they do."""
+    return Crew(most=_MOST_THREADS if stages >= _SHARED_STAGES else 1)

@@ -25,7 +25,10 @@ import numpy as np
 from numba import njit
 
 from fxremat.solvers.kernels import all_bytes, ck_bytes, in_slots, row_of
+from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Floats, Ints, Numbers
+
+_NOTHING = (-1.0, -1.0)
 
 
 class Fronts(NamedTuple):
@@ -33,7 +36,6 @@ class Fronts(NamedTuple):
 
     Attributes:
         numbers: the chain.
-        step_slots: ``numbers.step``, rounded up to slots.
         quantum: bytes of a slot.
         byte_s: seconds to prefetch a byte.
         sweep_lag: ``(L, L + 1)``, ``lag`` of the forwards ``s … s' - 1`` without gradient.
@@ -42,10 +44,11 @@ class Fronts(NamedTuple):
         lag: the same shape, seconds, descending.
         size: ``(L (L + 1) / 2, slots + 1)``, how many there are.
         lost: ``(L (L + 1) / 2,)``, how many were dropped for want of width.
+        least: the sequences of least memory, in bytes, for where slots are too coarse.
+        least_lag: ``(L, L)``, their lags.
     """
 
     numbers: Numbers
-    step_slots: Ints
     quantum: int
     byte_s: float
     sweep_lag: Floats
@@ -54,6 +57,8 @@ class Fronts(NamedTuple):
     lag: Floats
     size: Ints
     lost: Ints
+    least: Least
+    least_lag: Floats
 
 
 @njit(cache=True, nogil=True)
@@ -110,48 +115,6 @@ def _is_beaten(work: Floats, lag: Floats, size: int, new_work: float, new_lag: f
     return False
 
 
-@njit(cache=True, nogil=True)
-def _fill(fronts: Fronts, s: int, t: int, work: Floats, lag: Floats) -> None:
-    """The fronts of ``(s, t)``; the last two have room for ``width + 1``."""
-    n = fronts.numbers
-    count = n.backward_s.size
-    row = row_of(s, t, count)
-    byte_s = fronts.byte_s
-    for m in range(fronts.size.shape[1]):
-        size = 0
-        # With less lag than this, the work is what counts for whatever can be missing.
-        floor = m * fronts.quantum * byte_s - fronts.most_s[s]
-        if s == t:
-            if m >= in_slots(n.leaf_bytes[s, 0], fronts.quantum):
-                takes = n.leaf_s[s, 0]
-                size = _insert(work, lag, size, takes, takes + n.leaf_bytes[s, 0] * byte_s)
-        else:
-            size = _all_front(fronts, s, t, m, work, lag)
-            for cut in range(s + 1, t + 1):
-                size = _ck_front(fronts, s, cut, t, m, work, lag, size, floor)
-        fronts.size[row, m] = size
-        for k in range(size):
-            fronts.work[row, m, k] = work[k]
-            fronts.lag[row, m, k] = lag[k]
-
-
-@njit(cache=True, nogil=True)
-def _all_front(fronts: Fronts, s: int, t: int, m: int, work: Floats, lag: Floats) -> int:
-    """``C_Δ^{F_all}``: the front it leaves in ``work`` and ``lag``, which were empty."""
-    n = fronts.numbers
-    inner = row_of(s + 1, t, n.backward_s.size)
-    shift = in_slots(n.saved[s], fronts.quantum)
-    size = 0
-    if m < max(shift, in_slots(all_bytes(n, s, t), fronts.quantum)):
-        return size
-    for k in range(fronts.size[inner, m - shift]):
-        takes, lags = _all_around(
-            fronts, s, t, fronts.work[inner, m - shift, k], fronts.lag[inner, m - shift, k]
-        )
-        size = _insert(work, lag, size, takes, lags)
-    return size
-
-
 @njit(inline="always")
 def _all_around(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tuple[float, float]:
     """Work and lag of ``F_all s``, a sequence of ``(s + 1, t)``, ``B s``."""
@@ -159,61 +122,77 @@ def _all_around(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tupl
     byte_s = fronts.byte_s
     forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
     before = forward_s + work
-    takes = before + n.backward_s[s]
-    lags = forward_s + (n.gradient[t] + n.keep[s]) * byte_s
-    lags = max(lags, forward_s + lag + n.saved[s] * byte_s)
-    return takes, max(lags, takes + n.back[s] * byte_s)
+    takes = before + n.backward_s[s, 0]
+    lags = forward_s + (n.gradient[t] + n.keep[s, 0]) * byte_s
+    lags = max(lags, forward_s + lag + n.saved[s, 0] * byte_s)
+    return takes, max(lags, takes + n.back[s, 0] * byte_s)
 
 
-@njit(inline="always")
-def _ck_front(
-    fronts: Fronts,
-    s: int,
-    cut: int,
-    t: int,
-    m: int,
-    work: Floats,
-    lag: Floats,
-    size: int,
-    floor: float,
-) -> int:
-    """Add ``C_Δ^{F_ck}`` of one cut to a front; returns its new size."""
+@njit(cache=True, nogil=True)
+def _front(
+    fronts: Fronts, s: int, t: int, m: int, want: tuple[float, float], work: Floats, lag: Floats
+) -> tuple[int, int, int, int]:
+    """The front of ``(s, t)`` with ``s < t`` in ``work`` and ``lag``, or what makes an entry of it.
+
+    Args:
+        fronts: of all shorter intervals.
+        s, t, m: the interval and its slots.
+        want: work and lag of the entry to explain, else ``_NOTHING``.
+        work, lag: have room for ``width + 1``.
+
+    Returns:
+        The size of the front; and ``s``, the entry inside ``F_all s`` and -1, or the cut, the
+        entry of the interval after it and of the one before it; all three -1 if nothing is.
+    """
     n = fronts.numbers
-    count = n.backward_s.size
-    shift = fronts.step_slots[s, cut]
-    if m < max(shift, in_slots(ck_bytes(n, s, cut, t), fronts.quantum)):
-        return size
-    late = row_of(cut, t, count)
-    early = row_of(s, cut - 1, count)
-    lates = fronts.size[late, m - shift]
-    earlies = fronts.size[early, m]
-    if lates == 0 or earlies == 0:
-        return size
-    width = fronts.work.shape[2]
-    sweep_s = n.prefix_s[cut] - n.prefix_s[s]
-    first = fronts.sweep_lag[s, cut] + n.gradient[t] * fronts.byte_s
-    step_s = n.step[s, cut] * fronts.byte_s
-    late_work = fronts.work[late, m - shift]
-    late_lag = fronts.lag[late, m - shift]
-    early_work = fronts.work[early, m]
-    early_lag = fronts.lag[early, m]
-    # No pair is better in either than the best of each alone.
-    least_s = sweep_s + late_work[0] + early_work[0]
-    least_lag = max(first, sweep_s + late_lag[lates - 1] + step_s)
-    least_lag = max(least_lag, sweep_s + late_work[0] + early_lag[earlies - 1])
-    if _is_beaten(work, lag, size, least_s, max(least_lag, least_s + floor)):
-        return size
-    for i in range(lates):
-        before = sweep_s + late_work[i]
-        lag_so_far = max(first, sweep_s + late_lag[i] + step_s)
-        for j in range(earlies):
-            takes = before + early_work[j]
-            lags = max(lag_so_far, before + early_lag[j], takes + floor)
-            size = _insert(work, lag, size, takes, lags)
-            if size > width:
-                size = _thin(work, lag, size)
-                fronts.lost[row_of(s, t, count)] += 1
-    return size
+    count, width = n.gradient.size, fronts.work.shape[2]
+    fills = want[0] < 0.0
+    # With less lag than this, the work is what counts for whatever can be missing.
+    floor = m * fronts.quantum * fronts.byte_s - fronts.most_s[s]
+    size = 0
+    left = m - in_slots(n.saved[s, 0], fronts.quantum)
+    if min(left, m - in_slots(all_bytes(n, s, t, 0), fronts.quantum)) >= 0:
+        inner = row_of(s + 1, t, count)
+        for i in range(fronts.size[inner, left]):
+            made = _all_around(
+                fronts, s, t, fronts.work[inner, left, i], fronts.lag[inner, left, i]
+            )
+            if made[0] == want[0] and made[1] == want[1]:
+                return size, s, i, -1
+            size = _insert(work, lag, size, made[0], made[1])
+    for cut in range(s + 1, t + 1):
+        left = m - in_slots(n.step[s, cut], fronts.quantum)
+        if min(left, m - in_slots(ck_bytes(n, s, cut, t), fronts.quantum)) < 0:
+            continue
+        late, early = row_of(cut, t, count), row_of(s, cut - 1, count)
+        lates, earlies = fronts.size[late, left], fronts.size[early, m]
+        if lates == 0 or earlies == 0:
+            continue
+        sweep_s = n.prefix_s[cut] - n.prefix_s[s]
+        first = fronts.sweep_lag[s, cut] + n.gradient[t] * fronts.byte_s
+        step_s = n.step[s, cut] * fronts.byte_s
+        late_work, late_lag = fronts.work[late, left], fronts.lag[late, left]
+        early_work, early_lag = fronts.work[early, m], fronts.lag[early, m]
+        # No pair is better in either than the best of each alone.
+        least_s = sweep_s + late_work[0] + early_work[0]
+        least_lag = max(first, sweep_s + late_lag[lates - 1] + step_s)
+        least_lag = max(least_lag, sweep_s + late_work[0] + early_lag[earlies - 1])
+        if fills and _is_beaten(work, lag, size, least_s, max(least_lag, least_s + floor)):
+            continue
+        for i in range(lates):
+            before = sweep_s + late_work[i]
+            lag_so_far = max(first, sweep_s + late_lag[i] + step_s)
+            for j in range(earlies):
+                takes = before + early_work[j]
+                lags = max(lag_so_far, before + early_lag[j], takes + floor)
+                if fills:
+                    size = _insert(work, lag, size, takes, lags)
+                    if size > width:
+                        size = _thin(work, lag, size)
+                        fronts.lost[row_of(s, t, count)] += 1
+                elif takes == want[0] and lags == want[1]:
+                    return size, cut, i, j
+    return size, -1, -1, -1
 
 
 @njit(cache=True, nogil=True)
@@ -222,53 +201,47 @@ def fill_fronts(fronts: Fronts, distance: int, begin: int, stride: int) -> None:
 
     Requires: all shorter intervals are filled.
     """
-    width = fronts.work.shape[2]
+    n, width = fronts.numbers, fronts.work.shape[2]
     work = np.empty(width + 1)
     lag = np.empty(width + 1)
-    for s in range(begin, fronts.numbers.backward_s.size - distance, stride):
-        _fill(fronts, s, s + distance, work, lag)
+    for s in range(begin, n.gradient.size - distance, stride):
+        row = row_of(s, s + distance, n.gradient.size)
+        for m in range(fronts.size.shape[1]):
+            size = 0
+            if distance:
+                size, _, _, _ = _front(fronts, s, s + distance, m, _NOTHING, work, lag)
+            elif m >= in_slots(n.leaf_bytes[s, 0], fronts.quantum):
+                takes = n.leaf_s[s, 0]
+                size = _insert(work, lag, size, takes, takes + n.leaf_bytes[s, 0] * fronts.byte_s)
+            fronts.size[row, m] = size
+            fronts.work[row, m, :size] = work[:size]
+            fronts.lag[row, m, :size] = lag[:size]
 
 
 @njit(cache=True, nogil=True)
 def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, int]:
-    """What entry ``k`` of a front is made of, by making all of it again.
+    """What entry ``k`` of a front with ``s < t`` is made of, by making all of it again.
 
-    Requires: ``s < t``.
-
-    Returns:
-        ``s``, the entry inside ``F_all s`` and -1; or the cut, the entry of the interval
-        after it and of the one before it. All are -1 if nothing makes the entry.
+    Returns as ``_front`` does.
     """
-    n = fronts.numbers
-    count = n.backward_s.size
-    row = row_of(s, t, count)
-    want = fronts.work[row, m, k]
-    want_lag = fronts.lag[row, m, k]
-    inner = row_of(s + 1, t, count)
-    shift = in_slots(n.saved[s], fronts.quantum)
-    if m >= max(shift, in_slots(all_bytes(n, s, t), fronts.quantum)):
-        for i in range(fronts.size[inner, m - shift]):
-            takes, lags = _all_around(
-                fronts, s, t, fronts.work[inner, m - shift, i], fronts.lag[inner, m - shift, i]
-            )
-            if takes == want and lags == want_lag:
-                return s, i, -1
-    floor = m * fronts.quantum * fronts.byte_s - fronts.most_s[s]
-    for cut in range(s + 1, t + 1):
-        shift = fronts.step_slots[s, cut]
-        if m < max(shift, in_slots(ck_bytes(n, s, cut, t), fronts.quantum)):
-            continue
-        late = row_of(cut, t, count)
-        early = row_of(s, cut - 1, count)
-        sweep_s = n.prefix_s[cut] - n.prefix_s[s]
-        first = fronts.sweep_lag[s, cut] + n.gradient[t] * fronts.byte_s
-        step_s = n.step[s, cut] * fronts.byte_s
-        for i in range(fronts.size[late, m - shift]):
-            before = sweep_s + fronts.work[late, m - shift, i]
-            lag_so_far = max(first, sweep_s + fronts.lag[late, m - shift, i] + step_s)
-            for j in range(fronts.size[early, m]):
-                takes = before + fronts.work[early, m, j]
-                lags = max(lag_so_far, before + fronts.lag[early, m, j], takes + floor)
-                if takes == want and lags == want_lag:
-                    return cut, i, j
-    return -1, -1, -1
+    row, width = row_of(s, t, fronts.numbers.gradient.size), fronts.work.shape[2]
+    want = fronts.work[row, m, k], fronts.lag[row, m, k]
+    _, cut, late, early = _front(fronts, s, t, m, want, np.empty(width + 1), np.empty(width + 1))
+    return cut, late, early
+
+
+@njit(cache=True, nogil=True)
+def fill_least_lags(fronts: Fronts) -> None:
+    """``least_lag``, from the choices of least memory."""
+    n, least, lag, byte_s = fronts.numbers, fronts.least, fronts.least_lag, fronts.byte_s
+    for s in range(n.gradient.size - 1, -1, -1):
+        lag[s, s] = n.leaf_s[s, 0] + n.leaf_bytes[s, 0] * byte_s
+        for t in range(s + 1, n.gradient.size):
+            cut = least.choice[s, t]
+            if cut == s:
+                lag[s, t] = _all_around(fronts, s, t, least.seconds[s + 1, t], lag[s + 1, t])[1]
+                continue
+            sweep_s = n.prefix_s[cut] - n.prefix_s[s]
+            first = fronts.sweep_lag[s, cut] + n.gradient[t] * byte_s
+            late = sweep_s + lag[cut, t] + n.step[s, cut] * byte_s
+            lag[s, t] = max(first, late, sweep_s + least.seconds[cut, t] + lag[s, cut - 1])

@@ -10,7 +10,7 @@ import numpy as np
 
 from fxremat.solvers.numbers import Floats
 from fxremat.solvers.pofo.bounds import fill_bounds
-from fxremat.solvers.pofo.build import Crew
+from fxremat.solvers.pofo.build import crew_of
 from fxremat.solvers.pofo.sweep import (
     Labels,
     Limits,
@@ -63,11 +63,11 @@ def bound_s(sweep: Sweep, limits: Limits) -> float:
 
 def limits_of(sweep: Sweep) -> Limits:
     """The bounds, with nothing known yet. ``O(L² slots)`` for each pair of shares."""
-    nodes = 2 * len(sweep.numbers.backward_s)
+    nodes = 2 * sweep.numbers.gradient.size
     shares = _shares(sweep)
     slots = sweep.fronts.size.shape[1]
     limits = Limits(shares, np.empty((nodes, slots, len(shares))), np.array([np.inf]), 0.0)
-    with Crew(nodes // 2) as crew:
+    with crew_of(nodes // 2) as crew:
         for node in range(nodes - 1, -1, -1):
             share = range(crew.size)
             crew.run([partial(fill_bounds, sweep, limits, k, len(share), node) for k in share])
@@ -80,7 +80,7 @@ def _shares(sweep: Sweep) -> Floats:
     A share ``p`` weighs a phase's transfers against its work, ``p`` to ``1 - p``.
     """
     n = sweep.numbers
-    made = max(1.0, float(n.saved.sum()))
+    made = max(1.0, float(n.saved[:, 0].sum()))
     ratios = []
     for byte_s in (sweep.out_s, sweep.back_s):
         moved_s = made * byte_s
@@ -102,13 +102,13 @@ def search(sweep: Sweep, limits: Limits, *, most: int, recompute: bool = True) -
         most: labels that a node may have; beyond, those of greatest bound are dropped.
         recompute: allow ``F_ck`` before the last stage.
     """
-    count = len(sweep.numbers.backward_s)
+    count = sweep.numbers.gradient.size
     labels = _no_labels(2 * count, most)
     if sweep.input_bytes <= sweep.budget:
         labels.held[0, 0] = sweep.input_bytes
         labels.size[0] = 1
     end = (-1, -1, -1)
-    with Crew(count) as crew:
+    with crew_of(count) as crew:
         for node in range(2 * count):
             stage = node // 2
             if stage == count - 1:
@@ -157,7 +157,7 @@ def least_memory(sweep: Sweep) -> tuple[int, tuple[Decision, ...]]:
     may move does, and only what may not is held beside what stage ``i`` itself needs.
     """
     n = sweep.numbers
-    count = len(n.backward_s)
+    count = n.gradient.size
     turn = int(n.gradient[-1])
     # best[i][x]: least memory beside A_i and, where I^x_i has to stay, beside that too.
     best = [[0, 0] for _ in range(count)]
@@ -176,11 +176,13 @@ def least_memory(sweep: Sweep) -> tuple[int, tuple[Decision, ...]]:
                 """Of node ``(cut, y)``, whose input adds bytes to what is held."""
                 return best[cut][y] + (adds if sweep.moves[cut, y] < 0 else 0)
 
-            here = own + max(turn + int(n.keep[i]), int(n.back[i]))
-            best[i][x] = max(here, after(i + 1, 1, int(n.saved[i])))
+            here = own + max(turn + int(n.keep[i, 0]), int(n.back[i, 0]))
+            best[i][x] = max(here, after(i + 1, 1, int(n.saved[i, 0])))
             cuts[i][x] = i
             for cut in range(i + 1, count):
-                here = own + max(turn + int(sweep.first[i]), int(sweep.least.memory[i, cut - 1]))
+                here = own + max(
+                    turn + int(sweep.first[i]), int(sweep.fronts.least.memory[i, cut - 1])
+                )
                 here = max(here, turn + int(sweep.rest[i, cut]))
                 here = max(here, after(cut, 0, int(n.step[i, cut])))
                 if here < best[i][x]:

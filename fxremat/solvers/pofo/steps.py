@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 from fxremat.ir import Activations, Backward, Compute, Forward, Keep, Part
+from fxremat.solvers.kernels import added_bytes
 from fxremat.solvers.pofo.intervals import explain
 from fxremat.solvers.pofo.search import Decision
 from fxremat.solvers.pofo.sweep import Sweep, segment
 from fxremat.solvers.quantize import slots_up
+from fxremat.solvers.sequences import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,12 @@ def plan_of(sweep: Sweep, decisions: tuple[Decision, ...]) -> Plan:
             break
         free = sweep.budget - held
         if cut == i:
-            behind.append([Step((Backward(i),), float(n.backward_s[i]), held + int(n.back[i]))])
-            waits = max(0.0, back - (free - int(n.back[i])) * sweep.back_s)
-            backward_s = float(n.backward_s[i]) + waits
-            held += int(n.saved[i]) - own[at]
+            behind.append(
+                [Step((Backward(i),), float(n.backward_s[i, 0]), held + int(n.back[i, 0]))]
+            )
+            waits = max(0.0, back - (free - int(n.back[i, 0])) * sweep.back_s)
+            backward_s = float(n.backward_s[i, 0]) + waits
+            held += int(n.saved[i, 0]) - own[at]
         else:
             choice, backward_s = segment(sweep, i, cut, free, back)
             behind.append(_segment(sweep, (i, cut - 1), free, choice))
@@ -119,7 +123,7 @@ def _ahead(sweep: Sweep, decision: Decision, held: int, own: int) -> Iterator[St
     seconds = np.diff(n.prefix_s[i : max(cut, i + 1) + 1]).tolist()
     turn = int(n.gradient[-1])
     if cut == i:
-        yield Step((Forward(i, Keep.ALL),), seconds[0], held + turn + int(n.keep[i]))
+        yield Step((Forward(i, Keep.ALL),), seconds[0], held + turn + int(n.keep[i, 0]))
         return
     for k in range(i, cut):
         keep = Keep.INPUT if k == i else Keep.NONE
@@ -129,7 +133,7 @@ def _ahead(sweep: Sweep, decision: Decision, held: int, own: int) -> Iterator[St
 
 def _last(sweep: Sweep, way: int, held: int) -> Step:
     """The last stage after the turn."""
-    i = len(sweep.numbers.backward_s) - 1
+    i = sweep.numbers.gradient.size - 1
     ops = (Forward(i, Keep.ALL), Backward(i))[1 - way :]
     nbytes = held + int(sweep.last_bytes[way, 1])
     seconds = float(sweep.last_s[way])
@@ -137,7 +141,7 @@ def _last(sweep: Sweep, way: int, held: int) -> Step:
 
 
 def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) -> list[Step]:
-    """The sequence of an interval, with a stack of its own: chains are deeper than Python's.
+    """The sequence of an interval.
 
     Args:
         sweep: the chain.
@@ -145,44 +149,53 @@ def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) ->
         free: bytes beside boundary ``s``.
         choice: an entry of its front, -1 for the sequence of least memory.
     """
-    fronts, n = sweep.fronts, sweep.numbers
+    fronts = sweep.fronts
     quantum = fronts.quantum
-    m = min(fronts.size.shape[1] - 1, free // quantum)
-    steps: list[Step] = []
-    # Interval, held with its input, slots and entry; or a step.
-    todo: list[tuple[int, int, int, int, int] | Step] = []
-    todo.append((*interval, sweep.budget - free, m, choice))
-    while todo:
-        item = todo.pop()
-        if isinstance(item, Step):
-            steps.append(item)
-            continue
-        s, t, held, m, entry = item
+
+    def pick(s: int, t: int, at: tuple[int, int]) -> tuple[int, tuple[int, int], tuple[int, int]]:
+        """``at`` is slots and entry."""
+        m, entry = at
         if s == t:
-            pair = (Forward(s, Keep.ALL), Backward(s))
-            seconds = float(n.leaf_s[s, 0])
-            nbytes = held + int(n.leaf_bytes[s, 0])
-            steps.append(Step(pair, seconds, nbytes, first_s=seconds - float(n.backward_s[s])))
-            continue
-        cut, late, early = int(sweep.least.choice[s, t]), -1, -1
+            return s, at, at
+        cut, late, early = int(fronts.least.choice[s, t]), -1, -1
         if entry >= 0:
             cut, late, early = explain(fronts, s, t, m, entry)
-        if cut < s:
-            raise AssertionError(f"nothing explains entry {entry} of ({s}, {t}) at {m} slots")
-        turn = int(n.gradient[t])
-        if cut == s:
-            seconds = float(n.prefix_s[s + 1] - n.prefix_s[s])
-            steps.append(Step((Forward(s, Keep.ALL),), seconds, held + turn + int(n.keep[s])))
-            todo.append(Step((Backward(s),), float(n.backward_s[s]), held + int(n.back[s])))
-            inner = m - slots_up(int(n.saved[s]), quantum=quantum)
-            todo.append((s + 1, t, held + int(n.saved[s]), inner, late))
+        added = added_bytes(fronts.numbers, s, cut)
+        return cut, (m - slots_up(added, quantum), late), (m, early)
+
+    m = min(fronts.size.shape[1] - 1, free // quantum)
+    ops = walk(pick, *interval, (m, choice))
+    return list(_steps(sweep, ops, interval[1], sweep.budget - free))
+
+
+def _steps(sweep: Sweep, ops: Sequence[Compute], t: int, held: int) -> Iterator[Step]:
+    """The computations of an interval that ends with stage ``t``.
+
+    ``held`` are bytes, with the interval's input among them.
+    """
+    n = sweep.numbers
+    start = ops[0].stage  # whose input the forwards under way began with
+    inputs = {start: held}
+    for index, op in enumerate(ops):
+        before = ops[index - 1] if index else None
+        i, turn = op.stage, int(n.gradient[t])
+        if isinstance(op, Backward):
+            if before != Forward(i, Keep.ALL):
+                yield Step((op,), float(n.backward_s[i, 0]), inputs[i] + int(n.back[i, 0]))
+            t -= 1
             continue
-        for k in range(s, cut):
-            seconds = float(n.prefix_s[k + 1] - n.prefix_s[k])
-            keep = Keep.INPUT if k == s else Keep.NONE
-            nbytes = held + turn + int(sweep.peaks[s, k])
-            steps.append(Step((Forward(k, keep),), seconds, nbytes))
-        todo.append((s, cut - 1, held, m, early))
-        inner = m - int(fronts.step_slots[s, cut])
-        todo.append((cut, t, held + int(n.step[s, cut]), inner, late))
-    return steps
+        if op.keep is not Keep.NONE:
+            if isinstance(before, Forward):
+                added = n.saved[start, 0] if before.keep is Keep.ALL else n.step[start, i]
+                inputs[i] = inputs[start] + int(added)
+            start = i
+        seconds = float(n.prefix_s[i + 1] - n.prefix_s[i])
+        if op.keep is not Keep.ALL:
+            yield Step((op,), seconds, inputs[start] + turn + int(sweep.peaks[start, i]))
+        elif ops[index + 1] == Backward(i):
+            seconds = float(n.leaf_s[i, 0])
+            first_s = seconds - float(n.backward_s[i, 0])
+            nbytes = inputs[i] + int(n.leaf_bytes[i, 0])
+            yield Step((op, Backward(i)), seconds, nbytes, first_s)
+        else:
+            yield Step((op,), seconds, inputs[i] + turn + int(n.keep[i, 0]))

@@ -26,7 +26,6 @@ from numba import njit
 from fxremat.solvers.kernels import row_of
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 from fxremat.solvers.pofo.intervals import Fronts
-from fxremat.solvers.pofo.least import LeastRuns
 
 
 class Sweep(NamedTuple):
@@ -35,7 +34,6 @@ class Sweep(NamedTuple):
     Attributes:
         numbers: the chain.
         fronts: ``C_Δ`` of the stages before the last.
-        least: its sequences of least memory.
         budget: for all but ``fixed_bytes``.
         input_bytes: size of boundary 0.
         out_s: seconds to offload a byte.
@@ -53,7 +51,6 @@ class Sweep(NamedTuple):
 
     numbers: Numbers
     fronts: Fronts
-    least: LeastRuns
     budget: int
     input_bytes: int
     out_s: float
@@ -113,7 +110,7 @@ class Limits(NamedTuple):
 def _segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
     """See ``segment``. Inlined: a call would count references to all the arrays."""
     fronts = sweep.fronts
-    row = row_of(s, cut - 1, fronts.numbers.backward_s.size)
+    row = row_of(s, cut - 1, fronts.numbers.gradient.size)
     m = min(fronts.size.shape[1] - 1, free // fronts.quantum)
     missing = back - free * sweep.back_s
     best = -2
@@ -125,9 +122,9 @@ def _segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[in
         if seconds < best_s:
             best = k
             best_s = seconds
-    if fronts.quantum > 1 and free >= sweep.least.memory[s, cut - 1]:
-        work = sweep.least.work[s, cut - 1]
-        seconds = max(work, sweep.least.lag[s, cut - 1] + missing)
+    if fronts.quantum > 1 and free >= fronts.least.memory[s, cut - 1]:
+        work = fronts.least.seconds[s, cut - 1]
+        seconds = max(work, fronts.least_lag[s, cut - 1] + missing)
         if seconds < best_s:
             best = -1
             best_s = seconds
@@ -292,19 +289,19 @@ def expand_all(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> None:
     for label in range(labels.size[node]):
         held = labels.held[node, label]
         free = sweep.budget - held
-        spare = free - n.gradient[-1] - n.keep[i]
-        if labels.bound[node, label] >= limits.best_s[0] or min(spare, free - n.back[i]) < 0:
+        spare = free - n.gradient[-1] - n.keep[i, 0]
+        if labels.bound[node, label] >= limits.best_s[0] or min(spare, free - n.back[i, 0]) < 0:
             continue
         out = labels.out[node, label]
         back = labels.back[node, label]
         forward_s = sweep_s + max(0.0, out - spare * sweep.out_s)
-        backward_s = n.backward_s[i] + max(0.0, back - (free - n.back[i]) * sweep.back_s)
+        backward_s = n.backward_s[i, 0] + max(0.0, back - (free - n.back[i, 0]) * sweep.back_s)
         for moved in range(2):
             nbytes = sweep.moves[i, node % 2] if moved else 0
             if nbytes < 0:
                 continue
             new = (
-                held - nbytes + n.saved[i],
+                held - nbytes + n.saved[i, 0],
                 labels.spent[node, label] + forward_s + backward_s,
                 max(0.0, out + nbytes * sweep.out_s - forward_s),
                 max(0.0, back - backward_s) + nbytes * sweep.back_s,
