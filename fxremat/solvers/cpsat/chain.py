@@ -21,29 +21,27 @@ case: meant for chains of up to about eight stages.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from fxremat.ir import (
     Backward,
     Compute,
     Forward,
-    Infeasible,
     Keep,
     Problem,
     Schedule,
     Solution,
     Solved,
-    TimedOut,
 )
 from fxremat.solvers import rotor
 from fxremat.solvers.cpsat.held import add_memory, all_bytes
 from fxremat.solvers.cpsat.runs import Run, add_hint, add_runs
 from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, Ticks, byte_unit
+from fxremat.solvers.cpsat.search import fastest, least_budget, new_model, new_search
 from fxremat.solvers.sequences import seconds_of
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar
+    from ortools.sat.python.cp_model import CpSolver, IntVar
 
 
 def solve(
@@ -72,70 +70,50 @@ def solve(
     Raises:
         ValueError: the sizes are too large to add up.
     """
-    from ortools.sat.python import cp_model  # noqa: PLC0415  (half a second, for few)
-
     count = len(problem.chain)
     runs = count + (1 if persistent else count if more_runs is None else more_runs)
-    search = cp_model.CpSolver()
-    search.parameters.max_time_in_seconds = time_limit_s
-    search.parameters.num_workers = workers
-
-    built = _Built(cp_model.CpModel(), problem, runs, persistent)
-    search.parameters.cp_model_presolve = built.most_coefficients <= MOST_PRESOLVED
-    built.minimize_seconds()
-    best = _hinted(built, problem)
-    status = search.solve(built.model)
-    if status == cp_model.OPTIMAL:
-        return built.found(search)
-    if status != cp_model.INFEASIBLE:
-        if status == cp_model.FEASIBLE:
-            found = built.found(search)
-            best = found if best is None or found.makespan_s < best.makespan_s else best
-        bound_s = built.bound_s(search)
-        return TimedOut(best, bound_s if best is None else min(bound_s, best.makespan_s))
-    built = _Built(cp_model.CpModel(), problem, runs, persistent, any_budget=True)
-    built.model.minimize(built.budget)
-    if search.solve(built.model) != cp_model.OPTIMAL:
-        return TimedOut(None, math.inf)
-    return Infeasible(round(search.value(built.budget)) * built.unit_bytes)
+    search = new_search(time_limit_s=time_limit_s, workers=workers)
+    model = _Runs(problem, runs, persistent)
+    model.minimize_seconds()
+    found = fastest(search, model, _hinted(model, problem))
+    if found is not None:
+        return found
+    model = _Runs(problem, runs, persistent, any_budget=True)
+    return least_budget(search, model.cp, model.budget, model.unit_bytes)
 
 
-def _hinted(built: _Built, problem: Problem) -> Solved | None:
+def _hinted(model: _Runs, problem: Problem) -> Solved | None:
     """Rotor's schedule, where the search starts; ``None`` if it has more runs, or does not fit.
 
     It is memory-persistent, and so one of those that are searched.
     """
     found = rotor.solve(problem)
-    if isinstance(found, Solved) and add_hint(built.model, built.runs, found.schedule.computations):
+    if isinstance(found, Solved) and add_hint(model.cp, model.runs, found.schedule.computations):
         return found
     return None
 
 
-class _Built:
-    """The model of a problem."""
+class _Runs:
+    """The schedules of a problem, as so many runs."""
 
     def __init__(
-        self,
-        model: CpModel,
-        problem: Problem,
-        runs: int,
-        persistent: bool,
-        any_budget: bool = False,
+        self, problem: Problem, runs: int, persistent: bool, any_budget: bool = False
     ) -> None:
         chain, costs = problem.chain, problem.costs
         sizes = list(all_bytes(chain, costs))
-        self.model = model
+        self.cp = new_model()
         self.problem = problem
         self.unit_bytes = byte_unit(sizes)
         # Keeping everything needs no more than all sizes together.
         most = sum(sizes) // self.unit_bytes
-        self.most_coefficients = 2 * most * runs  # instances of storages, gradients twice
+        # Instances of storages, gradients twice.
+        self.presolved = 2 * most * runs <= MOST_PRESOLVED
         least = 0 if any_budget else min(most, problem.budget_bytes // self.unit_bytes)
-        self.budget = model.new_int_var(least, most if any_budget else least, "budget")
+        self.budget = self.cp.new_int_var(least, most if any_budget else least, "budget")
         ways = [len(stage.options) + 1 for stage in costs.stages]
-        self.runs = add_runs(model, ways, runs, persistent=persistent)
+        self.runs = add_runs(self.cp, ways, runs, persistent=persistent)
         add_memory(
-            model,
+            self.cp,
             chain,
             costs,
             self.runs,
@@ -164,12 +142,12 @@ class _Built:
             for i, stage in enumerate(self.problem.costs.stages)
             for o, option in enumerate(stage.options, start=1)
         )
-        self.model.minimize(forwards + parts)
+        self.cp.minimize(forwards + parts)
 
     def _rebuilds(self, run: Run, stage: int, option: int) -> IntVar:
         """At least 1 if the backward of ``stage`` is in ``run``, after that option."""
-        found = self.model.new_bool_var("")
-        self.model.add_bool_or(~run.back[stage], ~run.held_after[stage][option], found)
+        found = self.cp.new_bool_var("")
+        self.cp.add_bool_or(~run.back[stage], ~run.held_after[stage][option], found)
         return found
 
     def bound_s(self, search: CpSolver) -> float:

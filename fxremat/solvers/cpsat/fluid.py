@@ -13,19 +13,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from fxremat.ir import Problem, Schedule
-from fxremat.solvers.cpsat.memory import Memory
+from fxremat.ir import Solved
 from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, MOST_TICKS, Ticks
-from fxremat.solvers.offload.emit import emit
+from fxremat.solvers.cpsat.search import new_model
+from fxremat.solvers.offload.emit import answer
 from fxremat.solvers.offload.line import Line
-from fxremat.solvers.offload.phases import Plan, plan
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar, LinearExpr
+    from ortools.sat.python.cp_model import CpSolver, IntVar, LinearExpr
 
 _COARSE = 1 << 20
 """Units in the sum of sizes, and the root of the ticks in a step, where nothing is exact."""
@@ -81,19 +80,18 @@ class Grains:
 class FluidModel:
     """The model of a problem; ordered, and nothing goes once something came back."""
 
-    def __init__(self, model: CpModel, problem: Problem, line: Line) -> None:
-        self.model = model
+    def __init__(self, line: Line) -> None:
+        self.cp = model = new_model()
         self.line = line
         self.count = len(line)
-        memory = Memory(problem, line)
         # After each start and before and after each end: what must be away, and what can be.
         needs = [
             (2 * c + late, everything - line.budget, c + after)
             for c in range(2 * self.count)
             for late, everything, after in (
-                (0, memory.running[c], 0),
-                (1, memory.running[c], 0),
-                (1, memory.after[c], 1),
+                (0, line.running[c], 0),
+                (1, line.running[c], 0),
+                (1, line.after[c], 1),
             )
             if everything > line.budget and (c + 1 < 2 * self.count or not after)
         ]
@@ -127,29 +125,27 @@ class FluidModel:
             model.add(sum(whole) >= need)
         model.minimize(self.times[-1])
 
-    def makespan_s(self, search: CpSolver) -> float:
-        """Of the schedule; what was minimized, if the scale is exact."""
-        if self.grains.ticks.exact:
-            return self.grains.ticks.seconds(search.value(self.times[-1]))
-        return self._plan(search).makespan_s
-
     def bound_s(self, search: CpSolver) -> float:
-        """Below any schedule, if the scale is exact; else nothing is known."""
+        """Below any schedule, if the scale is exact; else only computations are counted."""
         ticks = self.grains.ticks
-        return ticks.seconds(search.best_objective_bound) if ticks.exact else 0.0
+        bound_s = ticks.seconds(search.best_objective_bound) if ticks.exact else 0.0
+        return max(self.line.compute_s, bound_s)
 
-    def schedule(self, search: CpSolver) -> Schedule:
-        """The ordered no-wait schedule that offloads the same (Proposition 1)."""
-        return emit(self.line, self._plan(search))
+    def found(self, search: CpSolver) -> Solved:
+        """The ordered no-wait schedule that offloads the same (Proposition 1).
 
-    def _plan(self, search: CpSolver) -> Plan:
+        It takes what was minimized, if the scale is exact.
+        """
         amounts = [0.0] * len(self.line.sizes)
         for i in self.moved:
             if search.boolean_value(self.goes[i]):
                 amounts[i] = float(self.line.sizes[i])
-        planned = plan(self.line, amounts, whole=False)
-        assert planned is not None
-        return planned
+        found, ticks = answer(self.line, amounts, whole=False), self.grains.ticks
+        return (
+            replace(found, makespan_s=ticks.seconds(search.value(self.times[-1])))
+            if ticks.exact
+            else found
+        )
 
     def _add_times(self, seconds: Sequence[float]) -> None:
         """Event ``2 c`` is the start of computation ``c``, ``2 c + 1`` its end."""
@@ -157,20 +153,20 @@ class FluidModel:
         grains = sum(self.sizes.values())
         moving = grains // self.grains.out + grains // self.grains.back + 2 * len(self.moved)
         horizon = sum(map(ticks.count, seconds)) + moving
-        starts = [self.model.new_int_var(0, horizon, f"start_{c}") for c in range(len(seconds))]
+        starts = [self.cp.new_int_var(0, horizon, f"start_{c}") for c in range(len(seconds))]
         self.times: list[LinearExpr | IntVar] = []
         for start, duration in zip(starts, seconds, strict=True):
             if self.times:
-                self.model.add(start >= self.times[-1])
+                self.cp.add(start >= self.times[-1])
             self.times += [start, start + ticks.count(duration)]
 
     def _amounts(self, i: int) -> list[IntVar]:
         size = self.sizes[i]
-        return [self.model.new_int_var(0, size, "") for _ in range(4 * self.count)]
+        return [self.cp.new_int_var(0, size, "") for _ in range(4 * self.count)]
 
     def _add_whereabouts(self, i: int) -> None:
         """All of ``i`` goes once it is computed, and is back before it is read again."""
-        model, size, goes = self.model, self.sizes[i], self.goes[i]
+        model, size, goes = self.cp, self.sizes[i], self.goes[i]
         computed, read = 2 * i - 1, 2 * i + 1
         wanted = 2 * (2 * self.count - 1 - i)
         for at in range(4 * self.count):
@@ -198,13 +194,13 @@ class FluidModel:
         for i, j in itertools.combinations(self.moved, 2):
             for at in range(4 * self.count):
                 first = self.all_out[i][at] + 1 - self.goes[i]
-                self.model.add(self.out[j][at] <= self.sizes[j] * first)
+                self.cp.add(self.out[j][at] <= self.sizes[j] * first)
                 last = self.all_back[j][at] + 1 - self.goes[j]
-                self.model.add(self.back[i][at] <= self.sizes[i] * last)
+                self.cp.add(self.back[i][at] <= self.sizes[i] * last)
 
     def _add_link(self) -> None:
         """All that goes does so before anything comes, so one lane is as good as two."""
-        model, grains = self.model, self.grains
+        model, grains = self.cp, self.grains
         most = math.lcm(grains.out, grains.back)
         for at in range(1, 4 * self.count):
             out = sum(v[at] - v[at - 1] for v in self.out.values())

@@ -15,14 +15,13 @@ case: meant for two branches of two or three stages.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fxremat.ir import (
     Backward,
     Compute,
     Forward,
-    Infeasible,
     Join,
     JoinProblem,
     Keep,
@@ -31,8 +30,9 @@ from fxremat.ir import (
     Solved,
     TimedOut,
 )
-from fxremat.solvers.cpsat.join_steps import Model, Step, build
-from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, Ticks
+from fxremat.solvers.cpsat.join_steps import JoinSteps, Step
+from fxremat.solvers.cpsat.scale import Ticks
+from fxremat.solvers.cpsat.search import fastest, least_budget, new_search
 from fxremat.solvers.join import general
 from fxremat.solvers.sequences import seconds_of
 
@@ -71,37 +71,22 @@ def solve(
         ValueError: a storage lies in two boundaries of a line, or the sizes are too large to
             add up.
     """
-    from ortools.sat.python import cp_model  # noqa: PLC0415  (half a second, for few)
-
     _check_sharing(problem.join)
     count = default_steps(problem.join) if steps is None else steps
     canonical = general.solve(problem)
-    search = cp_model.CpSolver()
-    search.parameters.max_time_in_seconds = time_limit_s
-    search.parameters.num_workers = workers
-
-    model = build(cp_model.CpModel(), problem, count)
-    ticks = _minimize_seconds(model, problem)
-    if isinstance(canonical, Solved):
-        _hint(model, canonical.schedule.computations)
-    search.parameters.cp_model_presolve = model.most_coefficients <= MOST_PRESOLVED
-    status = search.solve(model.cp)
-    if status == cp_model.OPTIMAL:
-        return _found(search, model, problem)
-    if status == cp_model.INFEASIBLE:
-        if isinstance(canonical, Solved):  # too few steps were allowed
-            return TimedOut(canonical, 0.0)
-        model = build(cp_model.CpModel(), problem, count, any_budget=True)
-        model.cp.minimize(model.budget)
-        if search.solve(model.cp) != cp_model.OPTIMAL:
-            return TimedOut(None, math.inf)
-        return Infeasible(round(search.value(model.budget)) * model.unit_bytes)
-    best = canonical if isinstance(canonical, Solved) else None
-    if status == cp_model.FEASIBLE:
-        found = _found(search, model, problem)
-        best = found if best is None or found.makespan_s < best.makespan_s else best
-    bound_s = _bound_s(search, model, problem, ticks)
-    return TimedOut(best, bound_s if best is None else min(bound_s, best.makespan_s))
+    known = canonical if isinstance(canonical, Solved) else None
+    search = new_search(time_limit_s=time_limit_s, workers=workers)
+    model = _Model(problem, count)
+    model.minimize_seconds()
+    if known is not None:
+        model.hint(known.schedule.computations)
+    found = fastest(search, model, known)
+    if found is not None:
+        return found
+    if known is not None:  # too few steps were allowed
+        return TimedOut(known, 0.0)
+    model = _Model(problem, count, any_budget=True)
+    return least_budget(search, model.cp, model.budget, model.unit_bytes)
 
 
 def _check_sharing(join: Join) -> None:
@@ -114,65 +99,59 @@ def _check_sharing(join: Join) -> None:
                 seen.add(storage)
 
 
-def _minimize_seconds(model: Model, problem: JoinProblem) -> Ticks:
-    """Backwards are left out: each runs once."""
-    stages = [stage for line in problem.costs.lines for stage in line]
-    longest_s = sum(max(stage.forward_s, stage.rebuild_s) for stage in stages)
-    durations = [t for stage in stages for t in (stage.forward_s, stage.rebuild_s)]
-    ticks = Ticks.of(durations, total_s=len(model.steps) * longest_s)
-    model.cp.minimize(
-        sum(
-            ticks.count(stage.forward_s) * (step.none[i] + step.ck[i] + step.all[i])
-            + ticks.count(stage.rebuild_s) * step.rebuild[i]
-            for step in model.steps
-            for i, stage in enumerate(stages)
+class _Model(JoinSteps):
+    """The steps as operations, and their time."""
+
+    def minimize_seconds(self) -> None:
+        """Backwards are left out: each runs once."""
+        longest_s = sum(max(stage.forward_s, stage.rebuild_s) for stage in self.costs)
+        durations = [t for stage in self.costs for t in (stage.forward_s, stage.rebuild_s)]
+        self.ticks = Ticks.of(durations, total_s=len(self.steps) * longest_s)
+        self.cp.minimize(
+            sum(
+                self.ticks.count(stage.forward_s) * (step.none[i] + step.ck[i] + step.all[i])
+                + self.ticks.count(stage.rebuild_s) * step.rebuild[i]
+                for step in self.steps
+                for i, stage in enumerate(self.costs)
+            )
         )
-    )
-    return ticks
+
+    def bound_s(self, search: CpSolver) -> float:
+        """Below any schedule, durations as they were given."""
+        bound = search.best_objective_bound
+        if not self.ticks.exact:
+            bound -= len(self.steps) / 2
+        return max(0.0, self.ticks.seconds(bound)) + sum(s.backward_s for s in self.costs)
+
+    def hint(self, ops: tuple[Compute, ...]) -> None:
+        """Let the search start from a schedule."""
+        ran: set[int] = set()
+        index = 0
+        for step in self.steps:
+            chosen: tuple[Compute, ...] = ()
+            if index < len(ops):
+                op = ops[index]
+                pair = ops[index : index + 2]
+                again = isinstance(op, Forward) and op.keep is Keep.ALL and op.stage in ran
+                chosen = pair if again and pair[1:] == (Backward(op.stage),) else (op,)
+                ran.add(op.stage)
+                index += len(chosen)
+            for way, variable in _ways(step):
+                self.cp.add_hint(variable, way == chosen)
+
+    def found(self, search: CpSolver) -> Solved:
+        """The schedule that a search ended with."""
+        ways = (pair for step in self.steps for pair in _ways(step))
+        ops = [op for way, variable in ways if search.boolean_value(variable) for op in way]
+        return Solved(Schedule(tuple(ops)), seconds_of(self.costs, ops))
 
 
-def _bound_s(search: CpSolver, model: Model, problem: JoinProblem, ticks: Ticks) -> float:
-    bound = search.best_objective_bound
-    if not ticks.exact:
-        bound -= len(model.steps) / 2
-    backward_s = sum(stage.backward_s for line in problem.costs.lines for stage in line)
-    return max(0.0, ticks.seconds(bound)) + backward_s
-
-
-def _ways(step: Step, stage: int) -> list[tuple[tuple[Compute, ...], IntVar]]:
-    forward = {keep: Forward(stage, keep) for keep in Keep}
-    return [
-        ((forward[Keep.NONE],), step.none[stage]),
-        ((forward[Keep.INPUT],), step.ck[stage]),
-        ((forward[Keep.ALL],), step.all[stage]),
-        ((forward[Keep.ALL], Backward(stage)), step.rebuild[stage]),
-        ((Backward(stage),), step.back[stage]),
-    ]
-
-
-def _hint(model: Model, ops: tuple[Compute, ...]) -> None:
-    """Let the search start from a schedule."""
-    ran: set[int] = set()
-    index = 0
-    for step in model.steps:
-        chosen: tuple[Compute, ...] = ()
-        if index < len(ops):
-            op = ops[index]
-            pair = ops[index : index + 2]
-            again = isinstance(op, Forward) and op.keep is Keep.ALL and op.stage in ran
-            chosen = pair if again and pair[1:] == (Backward(op.stage),) else (op,)
-            ran.add(op.stage)
-            index += len(chosen)
-        for stage in range(len(step.none)):
-            for way, variable in _ways(step, stage):
-                model.cp.add_hint(variable, way == chosen)
-
-
-def _found(search: CpSolver, model: Model, problem: JoinProblem) -> Solved:
-    ops: list[Compute] = []
-    for step in model.steps:
-        for stage in range(len(step.none)):
-            for way, variable in _ways(step, stage):
-                if search.boolean_value(variable):
-                    ops += way
-    return Solved(Schedule(tuple(ops)), seconds_of(problem.costs.stages, ops))
+def _ways(step: Step) -> Iterator[tuple[tuple[Compute, ...], IntVar]]:
+    """What a step may be, and whether it is."""
+    for i in range(len(step.none)):
+        forward, back = {keep: Forward(i, keep) for keep in Keep}, Backward(i)
+        yield (forward[Keep.NONE],), step.none[i]
+        yield (forward[Keep.INPUT],), step.ck[i]
+        yield (forward[Keep.ALL],), step.all[i]
+        yield (forward[Keep.ALL], back), step.rebuild[i]
+        yield (back,), step.back[i]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from fxremat.ir import JoinProblem
-from fxremat.solvers.cpsat.scale import byte_unit
+from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, byte_unit
+from fxremat.solvers.cpsat.search import new_model
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr, LiteralT
+    from ortools.sat.python.cp_model import IntVar, LinearExpr, LiteralT
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +48,25 @@ class Step:
         return self.forward(stage) + self.rebuild[stage] + self.back[stage]
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A join's schedules.
+class JoinSteps:
+    """All memory-persistent schedules of a join of at most ``count`` steps.
 
     Attributes:
         cp: the model.
+        presolved: see ``search.Model``.
         steps: of a schedule.
         budget: in units of ``unit_bytes``.
-        most_coefficients: sum of those in one constraint on memory.
     """
 
-    cp: CpModel
-    steps: list[Step]
-    budget: IntVar
-    unit_bytes: int
-    most_coefficients: int
-
-
-def build(cp: CpModel, problem: JoinProblem, count: int, *, any_budget: bool = False) -> Model:
-    """All memory-persistent schedules of at most ``count`` steps."""
-    return _Builder(cp, problem, count, any_budget).model
-
-
-class _Builder:
-    def __init__(self, cp: CpModel, problem: JoinProblem, count: int, any_budget: bool) -> None:
+    def __init__(self, problem: JoinProblem, count: int, *, any_budget: bool = False) -> None:
         join, costs = problem.join, problem.costs
-        self.cp = cp
+        self.cp = new_model()
         self.problem = problem
         self.first = join.first_stages
         self.stages = self.first[-1]
         self.trunk = len(join.branches)
         self.turn = self.first[self.trunk]  # the trunk's first stage
-        self.costs = [stage for line in costs.lines for stage in line]
+        self.costs = costs.stages
         lines = list(enumerate(join.lines))
         self.written = [
             join.nbytes(line.boundaries[i + 1]) for _, line in lines for i in range(len(line))
@@ -90,25 +78,20 @@ class _Builder:
         ]
         self.inputs = [join.nbytes(line.boundaries[0]) for line in join.branches]
         sizes = list(self._sizes())
-        unit = byte_unit(sizes)
-        most = 3 * sum(sizes) // unit
-        budget = 0 if any_budget else min(most, problem.budget_bytes // unit)
-        self.model = Model(
-            cp,
-            [self._step(k, count) for k in range(count + 1)],
-            cp.new_int_var(budget, most if any_budget else budget, "budget"),
-            unit,
-            most,
-        )
-        self._start(self.model.steps[0])
-        for step, after in zip(self.model.steps[:-1], self.model.steps[1:], strict=True):
+        self.unit_bytes = byte_unit(sizes)
+        most = 3 * sum(sizes) // self.unit_bytes  # coefficients of one constraint on memory
+        self.presolved = most <= MOST_PRESOLVED
+        least = 0 if any_budget else min(most, problem.budget_bytes // self.unit_bytes)
+        self.steps = [self._step(k, count) for k in range(count + 1)]
+        self.budget = self.cp.new_int_var(least, most if any_budget else least, "budget")
+        self._start(self.steps[0])
+        for step, after in pairwise(self.steps):
             self._valid(step)
             self._persistent(step)
             self._next(step, after)
             self._memory(step)
-        for done in self.model.steps[-1].done:
-            cp.add(done == 1)
-        self.model.steps.pop()
+        for done in self.steps.pop().done:
+            self.cp.add(done == 1)
 
     def _sizes(self) -> Iterator[int]:
         costs = self.problem.costs
@@ -313,7 +296,7 @@ class _Builder:
                 cp.add(later <= 1 - gone + written)
 
     def _memory(self, step: Step) -> None:
-        unit, costs = self.model.unit_bytes, self.problem.costs
+        unit, costs = self.unit_bytes, self.problem.costs
         held = []
         for line, stages in self._lines():
             for at in range(len(stages) + 1):
@@ -335,7 +318,7 @@ class _Builder:
         running = sum(step.any(i) for i in range(self.stages))
         active = self.cp.new_bool_var("")
         self.cp.add(active == running)
-        self.cp.add(total <= self.model.budget).only_enforce_if(active)
+        self.cp.add(total <= self.budget).only_enforce_if(active)
 
     def _is_held(self, step: Step, line: int, at: int) -> IntVar:
         """Whether a boundary is in memory during the operation, but for what that writes."""
@@ -352,7 +335,7 @@ class _Builder:
         return held
 
     def _gradients(self, step: Step) -> LinearExpr:
-        unit, costs = self.model.unit_bytes, self.problem.costs
+        unit, costs = self.unit_bytes, self.problem.costs
         turned = step.done[self.turn]
         total = costs.trunk_done_bytes // unit * turned
         for line, stages in self._lines():

@@ -23,15 +23,11 @@ infeasible exactly where not even all the time in the world helps (``Line.least_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fxremat.ir import Infeasible, Problem, Solution, Solved, TimedOut
+from fxremat.ir import Infeasible, Problem, Solution
 from fxremat.solvers.cpsat.fluid import FluidModel
+from fxremat.solvers.cpsat.search import fastest, new_search
 from fxremat.solvers.cpsat.whole import WholeModel
 from fxremat.solvers.offload.line import line_of
-
-if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpSolver
 
 
 def solve(
@@ -58,27 +54,10 @@ def solve(
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
     """
-    from ortools.sat.python import cp_model  # noqa: PLC0415  (half a second, for few)
-
     line = line_of(problem)
     if problem.budget_bytes < line.least_budget_bytes:
         return Infeasible(line.least_budget_bytes)
-    built: WholeModel | FluidModel
-    if interruptible:
-        built = FluidModel(cp_model.CpModel(), problem, line)
-    else:
-        built = WholeModel(cp_model.CpModel(), problem, line, ordered=ordered)
-    search = cp_model.CpSolver()
-    search.parameters.max_time_in_seconds = time_limit_s
-    search.parameters.num_workers = workers
-    search.parameters.cp_model_presolve = built.presolved
-    status = search.solve(built.model)
-    found = _found(built, search) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    if found is not None and status == cp_model.OPTIMAL:
-        return found
-    bound_s = max(line.compute_s, built.bound_s(search))
-    return TimedOut(found, bound_s if found is None else min(bound_s, found.makespan_s))
-
-
-def _found(built: WholeModel | FluidModel, search: CpSolver) -> Solved:
-    return Solved(built.schedule(search), built.makespan_s(search))
+    model = FluidModel(line) if interruptible else WholeModel(line, ordered=ordered)
+    found = fastest(new_search(time_limit_s=time_limit_s, workers=workers), model)
+    assert found is not None  # all can be on the host that no computation needs
+    return found

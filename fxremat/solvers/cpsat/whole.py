@@ -15,51 +15,47 @@ from fxremat.ir import (
     Offload,
     Op,
     Prefetch,
-    Problem,
     Schedule,
+    Solved,
     Wait,
 )
-from fxremat.solvers.cpsat.memory import Memory
 from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, Ticks, byte_unit
+from fxremat.solvers.cpsat.search import new_model
 from fxremat.solvers.offload.line import Line, activations
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar, LinearExpr
+    from ortools.sat.python.cp_model import CpSolver, IntVar, LinearExpr
 
 
 class WholeModel:
     """The model of a problem; its objective is the end of the last backward."""
 
-    def __init__(self, model: CpModel, problem: Problem, line: Line, *, ordered: bool) -> None:
-        self.model = model
+    def __init__(self, line: Line, *, ordered: bool) -> None:
+        self.cp = new_model()
         self.line = line
         self.count = len(line)
-        self.memory = Memory(problem, line)
         seconds = [*line.forward_s, *reversed(line.backward_s)]
         out = [Fraction(n) / Fraction(line.offload_rate) for n in line.sizes]
         back = [Fraction(n) / Fraction(line.prefetch_rate) for n in line.sizes]
         total = sum(map(Fraction, seconds)) + sum(out) + sum(back)
         self.ticks = Ticks.of([*map(Fraction, seconds), *out, *back], total_s=total)
-        sizes = [*line.sizes, line.budget, *self.memory.running, *self.memory.after]
+        sizes = [*line.sizes, line.budget, *line.running, *line.after]
         self.unit_bytes = byte_unit(sizes)
         self.presolved = sum(sizes) // self.unit_bytes <= MOST_PRESOLVED
         self.horizon = self.ticks.count(total) + 4 * self.count + 8
         self.moved = [i for i in line.movable if line.sizes[i]]
         self._add_times(seconds, out, back)
-        self._add_lanes(problem, ordered)
+        self._add_lanes(ordered)
         self._add_room()
-        self.model.minimize(self.end[-1])
-
-    def makespan_s(self, search: CpSolver) -> float:
-        """The end of the last backward."""
-        return self.ticks.seconds(search.value(self.end[-1]))
+        self.cp.minimize(self.end[-1])
 
     def bound_s(self, search: CpSolver) -> float:
         """Below any schedule, durations as they were given."""
         rounding = 0 if self.ticks.exact else 2 * self.count + 2 * len(self.moved)
-        return max(0.0, self.ticks.seconds(search.best_objective_bound - rounding))
+        bound_s = self.ticks.seconds(search.best_objective_bound - rounding)
+        return max(self.line.compute_s, bound_s)
 
-    def schedule(self, search: CpSolver) -> Schedule:
+    def found(self, search: CpSolver) -> Solved:
         """A sequence that a no-wait replay runs at these times or earlier.
 
         Prefetches follow the computation that they were found in or after, offloads whatever
@@ -79,13 +75,14 @@ class WholeModel:
             while waiting and search.value(self.out[waiting[0]]) < at:
                 ops.append(Offload(activations(waiting.pop(0))))
             ops.append(op)
-        return Schedule(tuple(_with_frees([*ops, *(Offload(activations(i)) for i in waiting)])))
+        ops = _with_frees([*ops, *(Offload(activations(i)) for i in waiting)])
+        return Solved(Schedule(tuple(ops)), self.ticks.seconds(search.value(self.end[-1])))
 
     def _computation(self, c: int) -> Op:
         return Forward(c, Keep.ALL) if c < self.count else Backward(2 * self.count - 1 - c)
 
     def _add_times(self, seconds: list[float], out: list[Fraction], back: list[Fraction]) -> None:
-        model, horizon = self.model, self.horizon
+        model, horizon = self.cp, self.horizon
         self.start = [model.new_int_var(0, horizon, f"start_{c}") for c in range(len(seconds))]
         self.end: list[LinearExpr] = [
             start + self.ticks.count(s) for start, s in zip(self.start, seconds, strict=True)
@@ -108,8 +105,8 @@ class WholeModel:
                 self.back[i] + self.back_ticks[i] <= self.start[2 * self.count - 1 - i]
             ).only_enforce_if(self.goes[i])
 
-    def _add_lanes(self, problem: Problem, ordered: bool) -> None:
-        model = self.model
+    def _add_lanes(self, ordered: bool) -> None:
+        model = self.cp
         lanes = []
         for begin, ticks in ((self.out, self.out_ticks), (self.back, self.back_ticks)):
             lanes.append(
@@ -118,7 +115,7 @@ class WholeModel:
                     for i in self.moved
                 ]
             )
-        if problem.link is not None and problem.link.shared:
+        if self.line.shared:
             lanes = [lanes[0] + lanes[1]]
         for lane in lanes:
             model.add_no_overlap(lane)
@@ -138,27 +135,27 @@ class WholeModel:
         for i in self.moved:
             self.place[i] = []
             for c in range(steps):
-                during, later = (self.model.new_bool_var(f"{n}_{i}_{c}") for n in ("in", "after"))
+                during, later = (self.cp.new_bool_var(f"{n}_{i}_{c}") for n in ("in", "after"))
                 self.place[i].append((during, later))
-                self.model.add(self.back[i] >= self.start[c]).only_enforce_if(during)
-                self.model.add(self.back[i] <= self.end[c]).only_enforce_if(during)
-                self.model.add(self.back[i] >= self.end[c]).only_enforce_if(later)
+                self.cp.add(self.back[i] >= self.start[c]).only_enforce_if(during)
+                self.cp.add(self.back[i] <= self.end[c]).only_enforce_if(during)
+                self.cp.add(self.back[i] >= self.end[c]).only_enforce_if(later)
                 if c + 1 < steps:
-                    self.model.add(self.back[i] <= self.start[c + 1]).only_enforce_if(later)
+                    self.cp.add(self.back[i] <= self.start[c + 1]).only_enforce_if(later)
             every = [v for pair in self.place[i] for v in pair]
-            self.model.add(sum(every) == self.goes[i])
+            self.cp.add(sum(every) == self.goes[i])
         for c in range(steps):
             away = [(i, self._away_at(i, c, running=True)) for i in self.moved if i < c]
-            self._bound(self.memory.running[c], away)
+            self._bound(self.line.running[c], away)
             if c + 1 < steps:
                 away = [(i, self._away_at(i, c, running=False)) for i in self.moved if i <= c]
-                self._bound(self.memory.after[c], away)
+                self._bound(self.line.after[c], away)
         for i in self.moved:
             away = [(j, self._away_beside(j, i)) for j in self.moved if j != i]
             for c, (during, later) in enumerate(self.place[i]):
-                self._bound(self.memory.running[c], [(j, v) for j, v in away if j < c], during)
+                self._bound(self.line.running[c], [(j, v) for j, v in away if j < c], during)
                 if c + 1 < steps:
-                    self._bound(self.memory.after[c], [(j, v) for j, v in away if j <= c], later)
+                    self._bound(self.line.after[c], [(j, v) for j, v in away if j <= c], later)
 
     def _bound(
         self, everything: int, away: list[tuple[int, IntVar]], where: IntVar | None = None
@@ -167,32 +164,30 @@ class WholeModel:
         need = -(-(everything - self.line.budget) // self.unit_bytes)
         if need <= 0:
             return
-        room = self.model.add(
-            sum(self.line.sizes[j] // self.unit_bytes * v for j, v in away) >= need
-        )
+        room = self.cp.add(sum(self.line.sizes[j] // self.unit_bytes * v for j, v in away) >= need)
         if where is not None:
             room.only_enforce_if(where)
 
     def _away_at(self, i: int, c: int, *, running: bool) -> IntVar:
         """Implies that ``i`` is away when computation ``c`` starts, or ends."""
         at = self.start[c] if running else self.end[c]
-        away = self.model.new_bool_var(f"away_{i}_{c}_{running}")
-        self.model.add_implication(away, self.goes[i])
-        self.model.add(self.gone[i] <= at).only_enforce_if(away)
+        away = self.cp.new_bool_var(f"away_{i}_{c}_{running}")
+        self.cp.add_implication(away, self.goes[i])
+        self.cp.add(self.gone[i] <= at).only_enforce_if(away)
         # In the order of the sequence where times are equal: it begins after c, or its end.
         places = [pair[0 if running else 1] for pair in self.place[i][c : c + 1]]
         places += [self.place[i][c][1]] if running else []
         places += [v for pair in self.place[i][c + 1 :] for v in pair]
-        self.model.add_bool_or(~away, *places)
+        self.cp.add_bool_or(~away, *places)
         return away
 
     def _away_beside(self, j: int, i: int) -> IntVar:
         """Implies that ``j`` is away, and stays so, when ``i`` begins to come back."""
-        away = self.model.new_bool_var(f"beside_{j}_{i}")
-        self.model.add_implication(away, self.goes[j])
-        self.model.add_implication(away, self.goes[i])
-        self.model.add(self.gone[j] <= self.back[i]).only_enforce_if(away)
-        self.model.add(self.back[j] >= self.back[i] + self.back_ticks[i]).only_enforce_if(away)
+        away = self.cp.new_bool_var(f"beside_{j}_{i}")
+        self.cp.add_implication(away, self.goes[j])
+        self.cp.add_implication(away, self.goes[i])
+        self.cp.add(self.gone[j] <= self.back[i]).only_enforce_if(away)
+        self.cp.add(self.back[j] >= self.back[i] + self.back_ticks[i]).only_enforce_if(away)
         return away
 
 

@@ -15,21 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxremat.ir import (
-    Backward,
-    Forward,
-    Free,
-    Keep,
-    Offload,
-    Op,
-    Prefetch,
-    Problem,
-    Schedule,
-    Solution,
-    Solved,
-    Wait,
-)
-from fxremat.solvers.offload.emit import infeasible
+from fxremat.ir import Infeasible, Op, Prefetch, Problem, Solution, Solved
+from fxremat.solvers.offload.emit import sequence
 from fxremat.solvers.offload.line import Line, activations, line_of
 from fxremat.solvers.offload.phases import forward_phase, suffices, turned
 from fxremat.solvers.offload.vdnn import ratios
@@ -49,42 +36,29 @@ def solve(problem: Problem) -> Solution:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
     """
     line = line_of(problem)
-    refused = infeasible(line)
-    if refused is not None:
-        return refused
+    if line.budget < line.least_budget_bytes:
+        return Infeasible(line.least_budget_bytes)
     amounts = [0] * len(line.sizes)
     by_ratio = ratios(line)
     for i in sorted(by_ratio, key=lambda i: -by_ratio[i]):
         if suffices(line, amounts):
             break
         amounts[i] = line.sizes[i]
-    shared = problem.link is not None and problem.link.shared
-    return Solved(_emit(line, amounts), _seconds(line, amounts, shared=shared))
-
-
-def _emit(line: Line, amounts: Sequence[int]) -> Schedule:
-    ops: list[Op] = []
-    for i in range(len(line)):
-        ops.append(Forward(i, Keep.ALL))
+    back: list[list[Op]] = [[] for _ in range(2 * len(line))]
+    for i in range(len(line) - 1):
         if amounts[i]:
-            ops += [Offload(activations(i)), Free(activations(i))]
-    for i in reversed(range(len(line))):
-        if amounts[i]:
-            ops.append(Wait(activations(i)))
-        ops.append(Backward(i))
-        if i and amounts[i - 1]:
-            ops.append(Prefetch(activations(i - 1)))
-    return Schedule(tuple(ops))
+            back[2 * len(line) - 2 - i].append(Prefetch(activations(i)))
+    return Solved(sequence(line, amounts, back), _seconds(line, amounts))
 
 
-def _seconds(line: Line, amounts: Sequence[int], *, shared: bool) -> float:
+def _seconds(line: Line, amounts: Sequence[int]) -> float:
     """Time of that schedule."""
     forth = forward_phase(line, amounts, whole=True)
     moved = sum(amounts)
     copied = {t.index: t.end_s for t in forth.transfers}
     during, after = line.away(line.during_own), line.away(line.after_own)
     now, back_s = forth.end_s, 0.0
-    link_s = turned(line, forth) if shared else 0.0
+    link_s = turned(line, forth) if line.shared else 0.0
     home = 0  # bytes that are back or have their room
     for i in reversed(range(len(line))):
         takes = line.backward_s[i]

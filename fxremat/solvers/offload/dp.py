@@ -40,6 +40,7 @@ those whose ``Δ`` are in the same slots count as one, as all do in the paper.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -48,9 +49,9 @@ from numpy.typing import NDArray
 
 from fxremat.ir import Problem, Solution
 from fxremat.solvers.numbers import Floats, Ints
-from fxremat.solvers.offload.emit import answer, infeasible
+from fxremat.solvers.offload.emit import solved
 from fxremat.solvers.offload.greedy import eager
-from fxremat.solvers.offload.line import Line, line_of
+from fxremat.solvers.offload.line import Line
 from fxremat.solvers.offload.phases import plan
 from fxremat.solvers.quantize import quantum_bytes, slots_up, whole_count
 
@@ -77,16 +78,12 @@ def solve(problem: Problem, *, slots: int = 500, relaxed: bool = False) -> Solut
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
     """
     slots = whole_count(slots, name="slots")
-    line = line_of(problem)
-    quantum = quantum_bytes(line.budget, slots=slots)
-    refused = infeasible(line)
-    if refused is not None:
-        return refused
-    return answer(line, choose(line, quantum), whole=not relaxed)
+    return solved(problem, partial(_choose, slots=slots), whole=not relaxed)
 
 
-def choose(line: Line, quantum: int) -> list[int]:
+def _choose(line: Line, *, slots: int) -> list[int]:
     """What to offload of each activation: all or nothing."""
+    quantum = quantum_bytes(line.budget, slots=slots)
     everything = [size if i in line.movable else 0 for i, size in enumerate(line.sizes)]
     simple = [eager(line, rounded=True), everything]
     times = [_fluid_s(line, amounts) for amounts in simple]
@@ -122,25 +119,7 @@ class _States(NamedTuple):
 
     def only(self, which: Ints | NDArray[np.bool_]) -> _States:
         """Some of them."""
-        return _States(
-            self.kept[which],
-            self.forth[which],
-            self.back[which],
-            self.idle_s[which],
-            self.parent[which],
-            self.moved[which],
-        )
-
-    def and_these(self, others: _States) -> _States:
-        """These states and ``others``."""
-        return _States(
-            np.concatenate((self.kept, others.kept)),
-            np.concatenate((self.forth, others.forth)),
-            np.concatenate((self.back, others.back)),
-            np.concatenate((self.idle_s, others.idle_s)),
-            np.concatenate((self.parent, others.parent)),
-            np.concatenate((self.moved, others.moved)),
-        )
+        return _States._make(values[which] for values in self)
 
 
 def search(
@@ -163,15 +142,7 @@ def search(
         least_s = states.idle_s + np.maximum(0.0, backlog_s - rest_s)
         states = _thinned(states.only(least_s < below_s), backlog_s[least_s < below_s], quantum)
         states = states.only(np.lexsort((states.idle_s, states.kept)))
-        best = _undominated(
-            states.kept,
-            states.forth,
-            states.back,
-            states.idle_s,
-            line.offload_rate,
-            line.prefetch_rate,
-        )
-        states = states.only(best)
+        states = states.only(_undominated(*states[:4], line.offload_rate, line.prefetch_rate))
         history.append(states)
     total_s = _totals(line, states, quantum)
     if not total_s.size or total_s.min() >= below_s:
@@ -199,14 +170,8 @@ def _run(line: Line, i: int, states: _States, quantum: int) -> tuple[_States, Fl
     forward_idle = np.maximum(0.0, forth - forward_room[possible]) / line.offload_rate  # Eq. (1)
     backward_idle = np.maximum(0.0, back - backward_room[possible]) / line.prefetch_rate  # Eq. (6)
     idle_s = states.idle_s[possible] + forward_idle + backward_idle
-    after = _States(
-        states.kept[possible],
-        forth,
-        back,
-        idle_s,
-        possible,
-        np.zeros(possible.size, dtype=np.bool_),
-    )
+    stays = np.zeros(possible.size, dtype=np.bool_)
+    after = _States(states.kept[possible], forth, back, idle_s, possible, stays)
     forward_moved = (forward_idle + line.forward_s[i]) * line.offload_rate
     backward_moved = (backward_idle + line.backward_s[i]) * line.prefetch_rate
     return after, forward_moved, backward_moved
@@ -228,7 +193,7 @@ def _extended(line: Line, i: int, states: _States, quantum: int) -> _States:
         back=size + np.maximum(0.0, base.back - backward_moved),  # Eq. (7)
         moved=np.ones(base.moved.size, dtype=np.bool_),
     )
-    return stays.and_these(goes)
+    return _States._make(map(np.concatenate, zip(stays, goes, strict=True)))
 
 
 def _thinned(states: _States, backlog_s: Floats, quantum: int) -> _States:

@@ -14,9 +14,11 @@ what is on the host grows until the operation of the peak, and shrinks after it.
 
 from __future__ import annotations
 
+from functools import partial
+
 from fxremat.ir import Problem, Solution
-from fxremat.solvers.offload.emit import answer, infeasible
-from fxremat.solvers.offload.line import Line, line_of
+from fxremat.solvers.offload.emit import solved
+from fxremat.solvers.offload.line import Line
 
 
 def solve(problem: Problem, *, relaxed: bool = False) -> Solution:
@@ -34,11 +36,7 @@ def solve(problem: Problem, *, relaxed: bool = False) -> Solution:
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
     """
-    line = line_of(problem)
-    refused = infeasible(line)
-    if refused is not None:
-        return refused
-    return answer(line, eager(line, rounded=not relaxed), whole=not relaxed)
+    return solved(problem, partial(eager, rounded=not relaxed), whole=not relaxed)
 
 
 def eager(line: Line, *, rounded: bool) -> list[int]:

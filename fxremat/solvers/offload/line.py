@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fxremat.ir import Activations, Chain, Part, Problem
+from fxremat.solvers.numbers import check_total
 
 _MOST_BYTES = 1 << 62
 
@@ -26,11 +27,12 @@ class Line:
         forward_s, backward_s: ``u_F`` and ``u_B``.
         forward_own: what ``F_i`` holds beside ``x_0 … x_{i-1}``: ``x_i``, ``x_{i+1}``, its
             extra, gradients and what is fixed.
-        during_own, after_own: the same of ``B_i``, and of the time right after it.
-        backward_own: the greater of the two.
+        left_own: what is there of that right after it.
+        during_own, after_own: what ``B_i`` holds, and what is there right after it.
         budget: device memory.
         offload_rate, prefetch_rate: bytes per second; infinite where there is no link.
         linked: there is one.
+        shared: it carries one transfer at a time, whatever its direction.
     """
 
     sizes: tuple[int, ...]
@@ -38,16 +40,32 @@ class Line:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     forward_own: tuple[int, ...]
+    left_own: tuple[int, ...]
     during_own: tuple[int, ...]
     after_own: tuple[int, ...]
-    backward_own: tuple[int, ...]
     budget: int
     offload_rate: float
     prefetch_rate: float
     linked: bool
+    shared: bool
 
     def __len__(self) -> int:
         return len(self.forward_s)
+
+    @property
+    def backward_own(self) -> tuple[int, ...]:
+        """The greater of what is there during ``B_i`` and after it."""
+        return tuple(map(max, self.during_own, self.after_own))
+
+    @property
+    def running(self) -> list[int]:
+        """Bytes while each of the ``2 L`` computations runs in their order, nothing away."""
+        return [*self.totals(self.forward_own), *reversed(self.totals(self.during_own))]
+
+    @property
+    def after(self) -> list[int]:
+        """Bytes once each of them is done."""
+        return [*self.totals(self.left_own), *reversed(self.totals(self.after_own))]
 
     @property
     def movable(self) -> range:
@@ -97,17 +115,15 @@ def line_of(problem: Problem) -> Line:
     count = len(chain)
     saved = [chain.nbytes(chain.saved_set(i)) for i in range(count)]
     sizes = [chain.nbytes(chain.boundaries[0]), *saved]
-    forward_own, during_own, after_own = [], [], []
+    forward_own, left_own, during_own, after_own = [], [], [], []
     fixed = problem.costs.fixed_bytes
     for i, stage in enumerate(stages):
         both = fixed + sizes[i] + sizes[i + 1]
-        forward_own.append(both + stages[-1].gradient_bytes + stage.keep_extra_bytes)
-        after_own.append(fixed + sizes[i] + (stages[i - 1].gradient_bytes if i else 0))
+        left_own.append(both + stages[-1].gradient_bytes)
+        forward_own.append(left_own[-1] + stage.keep_extra_bytes)
         during_own.append(both + stage.gradient_bytes + stage.backward_extra_bytes)
-    backward_own = tuple(map(max, during_own, after_own))
-    total = sum(sizes) + max(*forward_own, *backward_own)
-    if total > _MOST_BYTES:
-        raise ValueError(f"the sizes add up to {total} bytes, more than {_MOST_BYTES}")
+        after_own.append(fixed + sizes[i] + (stages[i - 1].gradient_bytes if i else 0))
+    check_total(sum(sizes) + max(*forward_own, *during_own, *after_own), most=_MOST_BYTES)
     link = problem.link
     return Line(
         sizes=tuple(sizes),
@@ -115,13 +131,14 @@ def line_of(problem: Problem) -> Line:
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),
         forward_own=tuple(forward_own),
+        left_own=tuple(left_own),
         during_own=tuple(during_own),
         after_own=tuple(after_own),
-        backward_own=backward_own,
         budget=problem.budget_bytes,
         offload_rate=link.offload_bytes_per_s if link else 1.0,
         prefetch_rate=link.prefetch_bytes_per_s if link else 1.0,
         linked=link is not None,
+        shared=link is not None and link.shared,
     )
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxremat.ir import Problem, Solution
-from fxremat.solvers.offload.emit import answer, infeasible
-from fxremat.solvers.offload.line import Line, line_of
+from fxremat.solvers.offload.emit import solved
+from fxremat.solvers.offload.line import Line
 from fxremat.solvers.offload.phases import plan
 
 
@@ -34,16 +34,16 @@ def solve(problem: Problem) -> Solution:
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
     """
-    line = line_of(problem)
-    refused = infeasible(line)
-    if refused is not None:
-        return refused
+    return solved(problem, _fastest, whole=True)
+
+
+def _fastest(line: Line) -> list[int]:
     best_s, best = float("inf"), [0] * len(line.sizes)
     for amounts in _choices(line):
         planned = plan(line, amounts, whole=True)
         if planned is not None and planned.makespan_s < best_s:
             best_s, best = planned.makespan_s, amounts
-    return answer(line, best, whole=True)
+    return best
 
 
 def ratios(line: Line) -> dict[int, float]:
