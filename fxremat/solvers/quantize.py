@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -102,3 +104,22 @@ class BudgetTable(ABC):
             )
         slots = slots_down(budget_bytes - self.base_bytes, quantum=self.quantum_bytes)
         return min(slots, self.root.size - 1)
+
+
+_Table = TypeVar("_Table", bound=BudgetTable)
+
+
+def fitting(
+    build: Callable[[int], _Table], budget_bytes: int, *, slots: int, most_slots: int
+) -> _Table:
+    """The first of some tables with ever more slots, up to eight times, that fits a budget.
+
+    The last, if none does; with slots of a byte more would not help.
+    """
+    for factor in (1, 2, 4, 8):
+        if factor > 1 and slots * factor > most_slots:
+            break
+        table = build(min(slots * factor, most_slots))
+        if table.fits(budget_bytes) or table.quantum_bytes == 1:
+            break
+    return table

@@ -66,7 +66,7 @@ from fxremat.solvers.numbers import (
     unit_bytes,
     without_saved_sets,
 )
-from fxremat.solvers.quantize import BudgetTable, quantum_bytes, slots_down, whole_count
+from fxremat.solvers.quantize import BudgetTable, fitting, quantum_bytes, slots_down, whole_count
 from fxremat.solvers.sequences import base_bytes, seconds_of, walk
 
 _LARGEST_TABLE_BYTES = 1 << 29
@@ -100,18 +100,19 @@ def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> So
     least_bytes = base_bytes(chain, costs) + least.root_bytes
     if problem.budget_bytes < least_bytes:
         return Infeasible(least_bytes)
-    for factor in (1, 2, 4, 8):
-        if factor > 1 and _table_bytes(len(chain), slots * factor) > _LARGEST_TABLE_BYTES:
-            break
-        table = RotorTable.build(
+    rows = len(chain) * (len(chain) + 1) // 2
+    table = fitting(
+        lambda number: RotorTable.build(
             chain,
             costs,
             max_budget_bytes=problem.budget_bytes,
-            slots=slots * factor,
+            slots=number,
             tapes_late=tapes_late,
-        )
-        if table.fits(problem.budget_bytes) or table.quantum_bytes == 1:
-            break
+        ),
+        problem.budget_bytes,
+        slots=slots,
+        most_slots=max(slots, _LARGEST_TABLE_BYTES // (8 * rows) - 1),
+    )
     found = table.schedule(problem.budget_bytes)
     kept = store_all.solve(problem)  # rounding must not cost a budget that fits everything
     if tapes_late or isinstance(kept, Infeasible) or isinstance(found, Infeasible):
@@ -270,7 +271,3 @@ def _least_ops(least: Least, available_bytes: int) -> list[Compute]:
 def _staying(nbytes: Ints, away: float) -> Ints:
     """``nbytes`` without a share of them."""
     return nbytes - (nbytes * away).astype(np.int64)
-
-
-def _table_bytes(count: int, slots: int) -> int:
-    return count * (count + 1) // 2 * (slots + 1) * 8

@@ -63,7 +63,7 @@ from fxremat.solvers.join.tables import Choices, JoinLeast, JoinTable, fill, fil
 from fxremat.solvers.kernels import Table, filled
 from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Floats, Numbers
-from fxremat.solvers.quantize import BudgetTable, quantum_bytes, slots_down, whole_count
+from fxremat.solvers.quantize import BudgetTable, fitting, quantum_bytes, slots_down, whole_count
 from fxremat.solvers.sequences import seconds_of
 
 LARGEST_TABLE_BYTES = 1 << 30
@@ -96,20 +96,14 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
         assert isinstance(found, Solved | Infeasible)
         return found
     join, costs = problem.join, problem.costs
-    states = _checked_states(join)
-    most = max(1, LARGEST_TABLE_BYTES // (8 * states) - 1)
-    for factor in (1, 2, 4, 8):
-        if factor > 1 and slots * factor > most:
-            break
-        plans = JoinPlans.build(
-            join,
-            costs,
-            max_budget_bytes=problem.budget_bytes,
-            slots=min(slots * factor, most),
-        )
-        too_small = problem.budget_bytes < plans.least_budget_bytes
-        if too_small or plans.fits(problem.budget_bytes) or plans.quantum_bytes == 1:
-            break
+    plans = fitting(
+        lambda number: JoinPlans.build(
+            join, costs, max_budget_bytes=problem.budget_bytes, slots=number
+        ),
+        problem.budget_bytes,
+        slots=slots,
+        most_slots=max(1, LARGEST_TABLE_BYTES // (8 * _checked_states(join)) - 1),
+    )
     return plans.schedule(problem.budget_bytes)
 
 

@@ -106,9 +106,22 @@ class Limits(NamedTuple):
     slack_s: float
 
 
-@njit(inline="always")
-def _segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
-    """See ``segment``. Inlined: a call would count references to all the arrays."""
+@njit(inline="always", cache=True, nogil=True)
+def segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
+    """``C_Δ(s, cut - 1)``: the sequence that ends first.
+
+    Inlined: a call would count references to all the arrays.
+
+    Args:
+        sweep: the chain.
+        s, cut: the interval.
+        free: bytes beside boundary ``s``.
+        back: seconds to prefetch what has to be there at its end.
+
+    Returns:
+        The entry of the front, -1 for the sequence of least memory, -2 if not even that
+        fits; and its seconds.
+    """
     fronts = sweep.fronts
     row = row_of(s, cut - 1, fronts.numbers.gradient.size)
     m = min(fronts.size.shape[1] - 1, free // fronts.quantum)
@@ -129,23 +142,6 @@ def _segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[in
             best = -1
             best_s = seconds
     return best, best_s
-
-
-@njit(cache=True, nogil=True)
-def segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
-    """``C_Δ(s, cut - 1)``: the sequence that ends first.
-
-    Args:
-        sweep: the chain.
-        s, cut: the interval.
-        free: bytes beside boundary ``s``.
-        back: seconds to prefetch what has to be there at its end.
-
-    Returns:
-        The entry of the front, -1 for the sequence of least memory, -2 if not even that
-        fits; and its seconds.
-    """
-    return _segment(sweep, s, cut, free, back)
 
 
 @njit(inline="always")
@@ -263,7 +259,7 @@ def expand_ck(
             back = labels.back[node, label]
             waits = max(0.0, out + sweep.out_lag[i, cut] - free * sweep.out_s)
             forward_s = sweep_s + waits
-            _, backward_s = _segment(sweep, i, cut, sweep.budget - held, back)
+            _, backward_s = segment(sweep, i, cut, sweep.budget - held, back)
             takes = labels.spent[node, label] + forward_s + backward_s
             if takes >= limits.best_s[0]:
                 continue
