@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from fxremat.ir import (
     Chain,
+    Costs,
     Join,
     JoinCosts,
     JoinProblem,
+    Problem,
     SaveOption,
     Stage,
     StageCosts,
@@ -223,3 +225,21 @@ def ends_dropped() -> JoinProblem:
         (none, replace(none, forward_extra_bytes=5, keep_extra_bytes=4)),
     )
     return JoinProblem(join, costs, 4)
+
+
+def join_of(problem: Problem) -> JoinProblem:
+    """A chain of at least two stages as a join: all but the last stage are the only branch."""
+    chain, costs = problem.chain, problem.costs
+    branch = Chain(chain.storages, chain.boundaries[:-1], chain.stages[:-1])
+    trunk = Chain(chain.storages, chain.boundaries[-2:], chain.stages[-1:])
+    split = JoinCosts((costs.stages[:-1],), costs.stages[-1:], costs.fixed_bytes)
+    return JoinProblem(Join((branch,), trunk), split, problem.budget_bytes)
+
+
+def chain_of(problem: JoinProblem) -> Problem:
+    """A join of one branch after which nothing is held as a chain, the inverse of ``join_of``."""
+    join, costs = problem.join, problem.costs
+    (branch,) = join.branches
+    boundaries = (*branch.boundaries, *join.trunk.boundaries[1:])
+    chain = Chain(join.storages, boundaries, (*branch.stages, *join.trunk.stages))
+    return Problem(chain, Costs(costs.stages, costs.fixed_bytes), problem.budget_bytes)

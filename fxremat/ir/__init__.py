@@ -7,7 +7,7 @@ boundary ``l``.
 
 from fxremat.ir.chain import Chain, Stage, Storage
 from fxremat.ir.costs import Costs, SaveOption, StageCosts
-from fxremat.ir.join import Join, JoinCosts, JoinProblem, chain_of, join_of
+from fxremat.ir.join import Join, JoinCosts, JoinProblem
 from fxremat.ir.link import Link, MeasuredLink
 from fxremat.ir.problem import Infeasible, Problem, Solution, Solved, TimedOut
 from fxremat.ir.recorded import (
@@ -78,6 +78,4 @@ __all__ = [
     "Timeline",
     "Transfer",
     "Wait",
-    "chain_of",
-    "join_of",
 ]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxremat.ir.chain import Chain, Stage, Storage
-from fxremat.ir.costs import Costs, StageCosts
-from fxremat.ir.problem import Problem, check_bytes, check_chain, check_stage_costs
+from fxremat.ir.costs import StageCosts
+from fxremat.ir.problem import check_bytes, check_chain, check_stage_costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +48,6 @@ class Join:
         for line in self.lines:
             firsts.append(firsts[-1] + len(line))
         return tuple(firsts)
-
-    def locate(self, stage: int) -> tuple[int, int]:
-        """The line of ``stage`` and its place in it.
-
-        Raises:
-            IndexError: there is no such stage.
-        """
-        firsts = self.first_stages
-        if not 0 <= stage < firsts[-1]:
-            raise IndexError(f"stage {stage} is not one of 0 … {firsts[-1] - 1}")
-        line = max(i for i, first in enumerate(firsts[:-1]) if first <= stage)
-        return line, stage - firsts[line]
-
-    def stage(self, line: int, place: int) -> int:
-        """The number of the stage at ``place`` of ``line``."""
-        return self.first_stages[line] + place
 
     def nbytes(self, ids: Sequence[int]) -> int:
         """Bytes of the distinct storages among ``ids``."""
@@ -167,42 +151,6 @@ class JoinProblem:
         _check_disjoint(self.join)
         _check_costs(self.join, self.costs)
         check_bytes(self.budget_bytes, name="budget_bytes")
-
-
-def join_of(problem: Problem) -> JoinProblem:
-    """A chain of at least two stages as a join: all but the last stage are the only branch.
-
-    Raises:
-        ValueError: the chain has a single stage.
-    """
-    chain, costs = problem.chain, problem.costs
-    if len(chain) < 2:
-        raise ValueError("chain.stages has 1 entry, a join needs a branch and a trunk")
-    branch = Chain(chain.storages, chain.boundaries[:-1], chain.stages[:-1])
-    trunk = Chain(chain.storages, chain.boundaries[-2:], chain.stages[-1:])
-    split = JoinCosts((costs.stages[:-1],), costs.stages[-1:], costs.fixed_bytes)
-    return JoinProblem(Join((branch,), trunk), split, problem.budget_bytes)
-
-
-def chain_of(problem: JoinProblem) -> Problem:
-    """A join of one branch as a chain, the inverse of ``join_of``.
-
-    Raises:
-        ValueError: there are several branches, or something is held after a backward.
-    """
-    join, costs = problem.join, problem.costs
-    if len(join.branches) != 1:
-        raise ValueError(f"join.branches has {len(join.branches)} entries, expected 1")
-    if any(costs.done_bytes) or costs.trunk_done_bytes:
-        raise ValueError("costs.done_bytes and costs.trunk_done_bytes must be 0 for a chain")
-    (branch,) = join.branches
-    chain = Chain(
-        join.storages,
-        (*branch.boundaries, *join.trunk.boundaries[1:]),
-        (*branch.stages, *join.trunk.stages),
-    )
-    stages = (*costs.branches[0], *costs.trunk)
-    return Problem(chain, Costs(stages, costs.fixed_bytes), problem.budget_bytes)
 
 
 def _append_line(

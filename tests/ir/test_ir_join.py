@@ -8,16 +8,12 @@ import pytest
 
 from fxremat.ir import (
     Chain,
-    Costs,
     Join,
     JoinCosts,
     JoinProblem,
-    Problem,
     Stage,
     StageCosts,
     Storage,
-    chain_of,
-    join_of,
 )
 from tests.joins import two_towers
 
@@ -28,15 +24,6 @@ def test_stages_are_numbered_branch_after_branch() -> None:
     join = two_towers().join
     assert len(join) == 7
     assert join.first_stages == (0, 2, 5, 7)
-    assert [join.locate(i) for i in range(7)] == [
-        *((0, 0), (0, 1)),
-        *((1, 0), (1, 1), (1, 2)),
-        *((2, 0), (2, 1)),
-    ]
-    assert [join.stage(*join.locate(i)) for i in range(7)] == list(range(7))
-    for stage in (-1, 7):
-        with pytest.raises(IndexError, match=f"stage {stage} is not one of 0 … 6"):
-            join.locate(stage)
 
 
 def test_from_sizes_shares_nothing_but_the_ends() -> None:
@@ -45,21 +32,6 @@ def test_from_sizes_shares_nothing_but_the_ends() -> None:
     assert [join.nbytes(tuple(join.branches[1].saved_set(i))) for i in range(3)] == [50, 60, 70]
     ids = [i for line in join.branches for b in line.boundaries for i in b]
     assert len(set(ids)) == len(ids)
-
-
-def test_a_chain_is_a_join_of_one_branch() -> None:
-    chain = Chain.from_sizes([1, 2, 3, 0], [5, 6, 7])
-    problem = Problem(chain, Costs((COST,) * 3, 9), 100)
-    join = join_of(problem)
-    assert [len(line) for line in join.join.lines] == [2, 1]
-    assert chain_of(join) == problem
-    with pytest.raises(ValueError, match=r"chain.stages has 1 entry, a join needs a branch"):
-        join_of(Problem(Chain.from_sizes([1, 0], [1]), Costs((COST,)), 0))
-    with pytest.raises(ValueError, match=r"join.branches has 2 entries, expected 1"):
-        chain_of(two_towers())
-    left = replace(join.costs, trunk_done_bytes=1)
-    with pytest.raises(ValueError, match=r"costs.trunk_done_bytes must be 0"):
-        chain_of(replace(join, costs=left))
 
 
 def line(

@@ -15,9 +15,8 @@ from fxremat.ir import (
     JoinProblem,
     Problem,
     Solved,
-    join_of,
 )
-from tests.joins import costed_joins, join_costs, same_branch_first, sharing_joins
+from tests.joins import costed_joins, join_costs, join_of, same_branch_first, sharing_joins
 from tests.problems import NAMED, Named
 from tests.reference import brute
 from tests.reference.brute.join import Kind, solve

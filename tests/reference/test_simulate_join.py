@@ -22,10 +22,9 @@ from fxremat.ir import (
     Part,
     Problem,
     Schedule,
-    join_of,
 )
 from fxremat.solvers import rotor
-from tests.joins import costed_joins, two_towers
+from tests.joins import costed_joins, join_of, two_towers
 from tests.reference.simulate import simulate as simulate_chain
 from tests.reference.simulate.join import _Replay, check, simulate
 from tests.strategies import costed_chains
@@ -73,7 +72,7 @@ def held_before_the_end(text: str) -> list[int]:
     found = []
     for op in schedule(text).computations:
         assert isinstance(op, Forward)
-        line, place = problem.join.locate(op.stage)
+        line, place = replay.places[op.stage]
         replay._forward(replay.lines[line], place, op, None)
         found.append(replay._total() - problem.costs.fixed_bytes)
     return found

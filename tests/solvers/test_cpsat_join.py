@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved, TimedOut, join_of
+from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved, TimedOut
 from fxremat.solvers import cpsat
 from fxremat.solvers import join as solver
 from fxremat.solvers.cpsat.join import default_steps, solve
@@ -15,6 +15,7 @@ from tests.joins import (
     costed_joins,
     interrupted,
     join_costs,
+    join_of,
     joins,
     same_branch_first,
     sharing_joins,

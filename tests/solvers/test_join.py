@@ -20,8 +20,6 @@ from fxremat.ir import (
     Keep,
     Problem,
     Solved,
-    chain_of,
-    join_of,
 )
 from fxremat.passes.emit.program import keep_all
 from fxremat.solvers import join as solver
@@ -31,10 +29,12 @@ from fxremat.solvers.named import JOIN_SOLVERS
 from fxremat.solvers.named import solver as named
 from tests.examples import examples
 from tests.joins import (
+    chain_of,
     costed_joins,
     ends_dropped,
     interrupted,
     join_costs,
+    join_of,
     joins,
     joins_with_options,
     same_branch_first,

@@ -3,11 +3,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved, chain_of, join_of
+from fxremat.ir import Infeasible, Join, JoinCosts, JoinProblem, Solved
 from fxremat.solvers import join as solver
 from fxremat.solvers import rotor
 from fxremat.solvers.join import equiv
-from tests.joins import costed_joins, two_towers
+from tests.joins import chain_of, costed_joins, join_of, two_towers
 from tests.problems import keep_all
 from tests.reference.simulate import simulate as simulate_chain
 from tests.reference.simulate.join import check, simulate

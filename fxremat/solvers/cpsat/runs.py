@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from fxremat.ir import Backward, Compute, Forward, Keep
+from fxremat.solvers.cpsat.search import new_search
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr
@@ -76,7 +78,7 @@ def add_runs(model: CpModel, options: Sequence[int], runs: int, *, persistent: b
         _add_backward(model, run)
         if persistent:
             _add_persistent(model, run)
-    for before, run in itertools.pairwise(every):
+    for before, run in pairwise(every):
         _add_next(model, before, run)
     _add_ends(model, every)
     return every
@@ -197,16 +199,37 @@ def add_hint(model: CpModel, every: Sequence[Run], ops: Sequence[Compute]) -> bo
     parts = _split(ops)
     if len(parts) > len(every):
         return False
-    facts = _Facts(len(every[0].done), [len(options) for options in every[0].option])
-    for run, part in zip(every, [*parts, *[()] * (len(every) - len(parts))], strict=True):
-        for name, values in facts.of(part).items():
-            variables = getattr(run, name)
-            for variable, value in zip(_flat(variables), _flat(values), strict=True):
-                model.add_hint(variable, value)
+    decided, ran = model.clone(), set[int]()
+    for run, part in zip_longest(every, parts, fillvalue=[]):
+        chosen = [_variable(run, op, part[-1], ran) for op in part]
+        for variable in (*run.none, *run.ck, *run.rebuild, *run.back, *chain(*run.option)):
+            decided.add(variable == any(variable is other for other in chosen))
+    search = new_search(time_limit_s=math.inf, workers=1)
+    search.parameters.stop_after_first_solution = True
+    search.parameters.cp_model_presolve = False
+    search.solve(decided)  # what the other variables are then
+    for index in range(len(model.proto.variables)):
+        variable = model.get_int_var_from_proto_index(index)
+        model.add_hint(variable, search.value(variable))
     return True
 
 
-def _split(ops: Sequence[Compute]) -> list[tuple[Compute, ...]]:
+def _variable(run: Run, op: Compute, last: Compute, ran: set[int]) -> IntVar:
+    """What is 1 where ``op`` is in a run that ends with ``last``, after the stages that ``ran``."""
+    i = op.stage
+    if isinstance(op, Backward):
+        return run.back[i]
+    if op.keep is not Keep.ALL:
+        found = run.ck[i] if op.keep is Keep.INPUT else run.none[i]
+    elif i in ran and last == Backward(i):
+        found = run.rebuild[i]
+    else:
+        found = run.option[i][op.option]
+    ran.add(i)
+    return found
+
+
+def _split(ops: Sequence[Compute]) -> list[list[Compute]]:
     """Into runs: a backward ends one, and so does a forward that the next does not follow."""
     parts: list[list[Compute]] = []
     before: Compute | None = None
@@ -214,59 +237,6 @@ def _split(ops: Sequence[Compute]) -> list[tuple[Compute, ...]]:
         follows = isinstance(before, Forward) and (
             isinstance(op, Backward) or op.stage == before.stage + 1
         )
-        if follows:
-            parts[-1].append(op)
-        else:
-            parts.append([op])
+        parts = [*parts[:-1], [*parts[-1], op]] if follows else [*parts, [op]]
         before = op
-    return [tuple(part) for part in parts]
-
-
-def _flat(values: Sequence[Any]) -> list[Any]:
-    """Entries by stage, or by stage and option."""
-    return [v for value in values for v in (value if isinstance(value, list) else [value])]
-
-
-class _Facts:
-    """The fields of each run of a schedule, one run after the other."""
-
-    def __init__(self, count: int, options: Sequence[int]) -> None:
-        self.options = options
-        self.ran = [False] * count
-        self.done = [False] * count
-        self.kept = [False] * count
-        self.held = [[False] * ways for ways in options]
-
-    def of(self, part: Sequence[Compute]) -> dict[str, list[Any]]:
-        """Of the next run, in which these operations are."""
-        count = len(self.done)
-        found: dict[str, list[Any]] = {
-            name: [False] * count
-            for name in ("none", "ck", "all", "rebuild", "forward", "starts", "back")
-        }
-        found["option"] = [[False] * ways for ways in self.options]
-        found |= {"done": list(self.done), "kept": list(self.kept)}
-        found |= {"saved": list(map(any, self.held)), "held": [list(row) for row in self.held]}
-        last = part[-1] if part else None
-        for at, op in enumerate(part):
-            i = op.stage
-            if isinstance(op, Backward):
-                found["back"][i] = True
-                continue
-            found["forward"][i], found["starts"][i] = True, at == 0
-            self.kept[i] = op.keep is not Keep.NONE
-            if op.keep is not Keep.ALL:
-                found["ck" if op.keep is Keep.INPUT else "none"][i] = True
-            elif self.ran[i] and last == Backward(i):
-                found["rebuild"][i], self.kept[i] = True, False
-            else:
-                found["all"][i] = found["option"][i][op.option] = True
-                self.held[i][op.option] = True
-            self.ran[i] = True
-        found |= {"kept_after": list(self.kept), "saved_after": list(map(any, self.held))}
-        found["held_after"] = [list(row) for row in self.held]
-        if isinstance(last, Backward):
-            i = last.stage
-            self.done[i], self.kept[i] = True, False
-            self.held[i] = [False] * self.options[i]
-        return found
+    return parts

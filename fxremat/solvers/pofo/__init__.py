@@ -224,7 +224,7 @@ def _search(
     """Add a plan if there is a better one; returns how many labels were lost."""
     slack_s = slack * float(limits.best_s[0]) / sweep.numbers.gradient.size
     limits = limits._replace(slack_s=slack_s)
-    found = search(sweep, limits, most=labels, recompute=recompute)
-    if found.decisions is not None:
-        plans.append(plan_of(sweep, found.decisions))
-    return found.lost
+    decisions, lost = search(sweep, limits, most=labels, recompute=recompute)
+    if decisions is not None:
+        plans.append(plan_of(sweep, decisions))
+    return lost

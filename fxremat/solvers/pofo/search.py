@@ -39,21 +39,6 @@ class Decision(NamedTuple):
     moved: bool
 
 
-class Found(NamedTuple):
-    """The result of one search.
-
-    Attributes:
-        seconds: time of the decisions.
-        decisions: the best, ``None`` if nothing is better than what was known.
-        lost: labels that were dropped only because there were too many; if 0, and fronts
-            were wide enough, nothing is better.
-    """
-
-    seconds: float
-    decisions: tuple[Decision, ...] | None
-    lost: int
-
-
 def bound_s(sweep: Sweep, limits: Limits) -> float:
     """No schedule of the supplement's model takes less, sizes in slots."""
     free = sweep.budget - sweep.input_bytes
@@ -93,7 +78,9 @@ def _shares(sweep: Sweep) -> Floats:
     return np.array([[p, q] for p in sides[0] for q in sides[1]])
 
 
-def search(sweep: Sweep, limits: Limits, *, most: int, recompute: bool = True) -> Found:
+def search(
+    sweep: Sweep, limits: Limits, *, most: int, recompute: bool
+) -> tuple[tuple[Decision, ...] | None, int]:
     """The best decisions, if they are better than ``limits.best_s``, which is lowered.
 
     Args:
@@ -101,6 +88,10 @@ def search(sweep: Sweep, limits: Limits, *, most: int, recompute: bool = True) -
         limits: what is known.
         most: labels that a node may have; beyond, those of greatest bound are dropped.
         recompute: allow ``F_ck`` before the last stage.
+
+    Returns:
+        The decisions, or ``None``; and how many labels were dropped only because there were too
+        many: if 0, and fronts were wide enough, nothing is better.
     """
     count = sweep.numbers.gradient.size
     labels = _no_labels(2 * count, most)
@@ -121,7 +112,7 @@ def search(sweep: Sweep, limits: Limits, *, most: int, recompute: bool = True) -
                 tasks.append(partial(expand_ck, sweep, labels, limits, node, cuts))
             crew.run(tasks)
     decisions = tuple(_walk(labels, *end))[::-1] if end[0] >= 0 else None
-    return Found(float(limits.best_s[0]), decisions, int(labels.lost.sum()))
+    return decisions, int(labels.lost.sum())
 
 
 def _no_labels(nodes: int, most: int) -> Labels:

@@ -108,6 +108,10 @@ class _Replay:
             _Line(chain, stages, len(chain), [False] * len(chain))
             for chain, stages in zip(join.lines, costs.lines, strict=True)
         ]
+        places = (
+            (number, place) for number, line in enumerate(join.lines) for place in range(len(line))
+        )
+        self.places = list(places)  # of each stage its line, and where in it
         self.trunk = self.lines[-1]
         self.rebuild_peak: int | None = None  # set between the two operations of a rebuild
         for branch in self.lines[:-1]:
@@ -123,8 +127,8 @@ class _Replay:
             follower = ops[index + 1] if index + 1 < len(ops) else None
             try:
                 self._require(0 <= op.stage < len(self.join), "there is no such stage")
-                place = self.join.locate(op.stage)
-                line, stage = self.lines[place[0]], place[1]
+                number, stage = self.places[op.stage]
+                line = self.lines[number]
                 if isinstance(op, Forward):
                     seconds, peak = self._forward(line, stage, op, follower)
                 else:
@@ -136,7 +140,7 @@ class _Replay:
             now += seconds
         for number, line in reversed(list(enumerate(self.lines))):
             if line.level:
-                missing = self.join.stage(number, line.level - 1)
+                missing = self.places.index((number, line.level - 1))
                 raise ScheduleError(f"the schedule ends at op {len(ops)} before B {missing}")
         return Timeline(tuple(events))
 
