@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fxremat.ir import Backward, Compute, Forward, Keep
@@ -200,7 +200,8 @@ def add_hint(model: CpModel, every: Sequence[Run], ops: Sequence[Compute]) -> bo
     if len(parts) > len(every):
         return False
     decided, ran = model.clone(), set[int]()
-    for run, part in zip_longest(every, parts, fillvalue=[]):
+    parts += [[] for _ in range(len(every) - len(parts))]
+    for run, part in zip(every, parts, strict=True):
         chosen = [_variable(run, op, part[-1], ran) for op in part]
         for variable in (*run.none, *run.ck, *run.rebuild, *run.back, *chain(*run.option)):
             decided.add(variable == any(variable is other for other in chosen))
