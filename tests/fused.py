@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.rewrite import fuse
-from fxremat.passes.fuse.twice import computed_twice
-from fxremat.passes.fuse.unit import Unit
-from fxremat.passes.fuse.units import Units
+from fxremat.passes.fuse.unit import Unit, Units
 from fxremat.passes.joint.build import rebuilt
 from fxremat.passes.stages.linearize import linearize
 from tests.harness import SEED, Captured, Ran, capture, flatten

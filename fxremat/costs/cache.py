@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fxremat import torch_compat
-from fxremat.passes.stages.signature import Key
+from fxremat.passes.stages.blocks import Key
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ from torch import fx
 
 from fxremat.costs.cost import Measured
 from fxremat.errors import CostError
-from fxremat.passes.stages.block import Mode, dependencies, is_getitem
+from fxremat.passes.joint.graph import is_getitem
+from fxremat.passes.stages.block import Mode, dependencies
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import CostError
 from fxremat.ir import RecordedCosts, StageSeconds
-from fxremat.passes.joint.storage import is_tensor
-from fxremat.passes.stages.block import Block, Mode, is_getitem
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.joint.graph import is_getitem, is_tensor
+from fxremat.passes.stages.block import Block, Mode
+from fxremat.passes.stages.blocks import BlockCache, Key
 from fxremat.passes.stages.linearize import Line
-from fxremat.passes.stages.signature import Key
 from fxremat.progress import MEASURE, Progress
 
 

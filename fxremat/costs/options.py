@@ -21,8 +21,8 @@ from fxremat import optional
 from fxremat.costs.charges import Charges
 from fxremat.costs.cost import Measured, boundary_after, stage_blocks
 from fxremat.ir import Forward, Keep, Op, Schedule
-from fxremat.passes.joint.storage import is_tensor
-from fxremat.passes.stages.block import Mode, dependencies, is_getitem
+from fxremat.passes.joint.graph import is_getitem, is_tensor
+from fxremat.passes.stages.block import Mode, dependencies
 from fxremat.passes.stages.blocks import BlockCache
 
 MOST_OPTIONS = 8

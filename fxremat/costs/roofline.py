@@ -23,9 +23,8 @@ from fxremat.costs.cost import Measured, runs_of, stage_blocks, whole_block
 from fxremat.costs.devices import TF32, Device
 from fxremat.costs.work import Floats, Works
 from fxremat.ir import RecordedCosts, StageSeconds
-from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.storage import StorageTable, tensors_of
-from fxremat.passes.stages.block import Block, Mode, call_of, is_getitem
+from fxremat.passes.joint.graph import JointGraph, StorageTable, is_getitem, tensors_of
+from fxremat.passes.stages.block import Block, Mode, call_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.graph import JointGraph, is_getitem, tensors_of
 from fxremat.passes.joint.sizes import Layout, Values, layouts_of, product
-from fxremat.passes.joint.storage import tensors_of
-from fxremat.passes.stages.block import Mode, call_of, is_getitem
+from fxremat.passes.stages.block import Mode, call_of
 
 aten = torch.ops.aten
 

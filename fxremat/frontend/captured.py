@@ -25,17 +25,16 @@ from fxremat.frontend.ranks import Peers
 from fxremat.frontend.store import Store
 from fxremat.frontend.variants import StepGraph
 from fxremat.ir import RecordedCosts
+from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
-from fxremat.passes.fuse.twice import computed_twice
-from fxremat.passes.fuse.units import Units
+from fxremat.passes.fuse.unit import Units
+from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.build import build_joint_graph, rebuilt
 from fxremat.passes.joint.digest import digest, structure_digest
-from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.invert import is_inverse
+from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.joint.storage import tensors_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner.context import StepContext

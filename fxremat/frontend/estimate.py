@@ -28,7 +28,7 @@ from fxremat.frontend.sample import Sample, call_without_data, places_of
 from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
 from fxremat.frontend.untouched import in_training
 from fxremat.ir import MeasuredLink, RecordedCosts
-from fxremat.passes.joint.storage import allocated_bytes
+from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller

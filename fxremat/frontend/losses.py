@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from fxremat import torch_compat
 from fxremat.errors import ArgumentError
 from fxremat.frontend.sample import Sample
-from fxremat.passes.joint.storage import allocated_bytes
+from fxremat.passes.joint.graph import allocated_bytes
 
 Loss = Callable[..., torch.Tensor] | Literal["own"]
 """What ``loss=`` may be."""

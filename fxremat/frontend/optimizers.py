@@ -13,7 +13,7 @@ from torch import nn
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetWarning
-from fxremat.passes.joint.storage import allocated_bytes
+from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.runtime.profile import MemoryProfile, Watcher
 from fxremat.units import format_bytes
 

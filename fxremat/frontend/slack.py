@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fxremat import torch_compat
-from fxremat.passes.joint.storage import allocated_bytes
+from fxremat.passes.joint.graph import allocated_bytes
 
 
 @dataclass(slots=True)

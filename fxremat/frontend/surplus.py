@@ -21,7 +21,7 @@ from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.frontend.outputs import Unused
 from fxremat.frontend.sample import Sample
-from fxremat.passes.joint.storage import allocated_bytes
+from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.allocator import MOST_SMALL_BYTES
 
 

@@ -19,7 +19,8 @@ from torch import fx
 from fxremat import optional
 from fxremat.costs.charges import Charges
 from fxremat.costs.cost import Measured, backward_results
-from fxremat.passes.stages.block import Mode, dependencies, is_getitem
+from fxremat.passes.joint.graph import is_getitem
+from fxremat.passes.stages.block import Mode, dependencies
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.context_bytes import ContextBytes

@@ -10,7 +10,7 @@ from torch import fx
 from fxremat.costs.cost import Measured, backward_results, boundary_after, stage_blocks
 from fxremat.costs.options import Options
 from fxremat.ir import Chain, Costs, SaveOption, Stage, StageCosts, Storage
-from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line, StageNodes

@@ -12,9 +12,8 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.costs.workspaces import library_workspaces
-from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.graph import JointGraph, StorageTable, allocated_bytes
 from fxremat.passes.joint.sizes import Values, layouts_of, number_at
-from fxremat.passes.joint.storage import StorageTable, allocated_bytes
 from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import Counted
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat.passes.joint import batchnorm
-from fxremat.passes.joint.storage import StorageTable
-from fxremat.passes.stages.block import Block, Mode, is_getitem
+from fxremat.passes.joint.graph import StorageTable, is_getitem
+from fxremat.passes.stages.block import Block, Mode
 from fxremat.passes.stages.linearize import Line
 
 WorkspaceBytes = Callable[[fx.Node, Block], int]

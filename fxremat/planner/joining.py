@@ -16,8 +16,8 @@ from fxremat.ir import (
     Schedule,
 )
 from fxremat.ir.schedule import BACKWARD, KINDS, Codes, coded, decoded
-from fxremat.passes.stages.firsts import any_order
 from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.order import any_order
 from fxremat.planner.generators import Setting, ceilings
 from fxremat.planner.join import Branching, branchings_of, build_join, build_join_costs
 

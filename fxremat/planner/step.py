@@ -11,10 +11,9 @@ from torch import fx
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import Options
 from fxremat.passes.joint import rng
-from fxremat.passes.joint.batchnorm import NORMALIZED_VALUES, updates_statistics
-from fxremat.passes.joint.invert import is_inverse
-from fxremat.passes.joint.storage import is_tensor
-from fxremat.passes.stages.block import Mode, dependencies, is_getitem
+from fxremat.passes.joint.batchnorm import NORMALIZED_VALUES, is_inverse, updates_statistics
+from fxremat.passes.joint.graph import is_getitem, is_tensor
+from fxremat.passes.stages.block import Mode, dependencies
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.places import (
     ARENA,

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fxremat.costs.devices import DEVICES, Device
 from fxremat.costs.roofline import aside_bytes, estimate_line, operation_seconds
-from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.joint.graph import is_tensor
 from tests.harness import Captured, capture
 
 PLAIN = Device("plain", "cpu", 1e9, (("float32", 1e9), ("float64", 1e8)), 1e-6, 1e9)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from fxremat.passes.fuse.again import bases, computed_again
-from fxremat.passes.fuse.kinds import Kind, kinds_of
-from fxremat.passes.fuse.spans import Span, spans_of
+from fxremat.passes.fuse.again import computed_again
+from fxremat.passes.fuse.groups import Span, spans_of
+from fxremat.passes.fuse.kinds import Kind, bases, kinds_of
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.stages.linearize import Line, linearize
 from tests.fused import taken_apart

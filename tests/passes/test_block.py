@@ -10,6 +10,7 @@ from fxremat.costs.cost import stage_blocks
 from fxremat.costs.execute import compile_block
 from fxremat.errors import GraphError
 from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.stages.block import (
     Block,
     Mode,
@@ -18,7 +19,6 @@ from fxremat.passes.stages.block import (
     candidates,
     dependencies,
     extract,
-    is_getitem,
 )
 from fxremat.runtime import rng as runtime_rng
 from tests.harness import Captured, captured

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.passes.stages.segments import Segments
 from tests.harness import capture, captured

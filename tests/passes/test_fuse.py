@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxremat.passes.fuse.kinds import Kind, kinds_of
-from fxremat.passes.fuse.unit import Unit
-from fxremat.passes.fuse.units import Units
+from fxremat.passes.fuse.unit import Unit, Units
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.build import rebuilt
 from fxremat.passes.joint.sizes import layouts_of

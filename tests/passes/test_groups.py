@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from fxremat.passes.fuse.again import bases
 from fxremat.passes.fuse.groups import group
-from fxremat.passes.fuse.kinds import Kind
+from fxremat.passes.fuse.kinds import Kind, bases
 from fxremat.runtime import rng
 
 aten = torch.ops.aten

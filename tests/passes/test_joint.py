@@ -15,7 +15,6 @@ from fxremat.errors import CaptureError, GraphError
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.stages.linearize import is_old_value
 from tests.harness import SEED, Captured, capture, captured, run_traced
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
@@ -123,7 +122,7 @@ def test_old_values_of_mutated_buffers_are_copied_if_they_are_read():
     joint = step.joint
     mutated = {id(step.primals[joint.primals.index(n)]) for n in joint.mutated}
     assert mutated == {id(model.scale), id(model.steps)}
-    copies = [n for n in joint.forward if is_old_value(joint, n)]
+    copies = [n for n in joint.forward if joint.is_old_value(n)]
     assert [id(step.primals[joint.primals.index(n.args[0])]) for n in copies] == [id(model.scale)]
     for primal in joint.mutated:
         readers = {*primal.users} - {*copies, joint.module.graph.output_node()}
@@ -148,7 +147,7 @@ class Long(nn.Module):
 
 def test_old_values_are_copied_however_much_is_computed_of_them():
     joint = capture(Long(), (torch.randn(4, 4, requires_grad=True),)).joint
-    assert sum(is_old_value(joint, n) for n in joint.forward) == 1
+    assert sum(joint.is_old_value(n) for n in joint.forward) == 1
 
 
 def test_new_values_come_before_the_models_outputs():

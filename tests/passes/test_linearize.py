@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.stages import cuts as module
 from fxremat.passes.stages.cuts import Crossing, choose_cuts
 from fxremat.passes.stages.linearize import Line, Role, StageNodes, linearize

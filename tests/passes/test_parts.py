@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.passes.fuse.kinds import Kind, kinds_of
-from fxremat.passes.fuse.parts import Part, parts_of
-from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.fuse.kinds import Kind, Part, kinds_of, parts_of
+from fxremat.passes.joint.graph import is_tensor
 from tests.fused import MeanAlone, fused, taken_apart, units_in
 from tests.harness import Captured
 

@@ -13,7 +13,7 @@ from fxremat.ir import Backward, Forward
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.stages.block import Mode
-from fxremat.passes.stages.signature import block_key
+from fxremat.passes.stages.blocks import block_key
 from tests.harness import (
     SEED,
     Made,

@@ -13,9 +13,9 @@ from fxremat.errors import SizesError
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.graph import build_storage_table
 from fxremat.passes.joint.settle import settle
 from fxremat.passes.joint.sizes import Size, Sizes, layouts_of
-from fxremat.passes.joint.storage import build_storage_table
 from tests.harness import capture, captured, periodic, random_schedule, run_traced
 from tests.models.bits import assert_bitwise_equal
 from tests.sized import AtSize, capture_sized, static, symbolic

@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import pytest
 
+from fxremat.passes.fuse.groups import MUCH, NEAR, Span, spans_of
 from fxremat.passes.fuse.kinds import Kind, kinds_of
-from fxremat.passes.fuse.spans import MUCH, NEAR, Span, spans_of
 from fxremat.passes.joint import rng
 from fxremat.passes.stages.linearize import Line
 from tests.harness import ask_input_gradients, capture

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from fxremat.errors import GraphError
-from fxremat.passes.joint.storage import allocated_bytes, build_storage_table, is_tensor, tensors_of
+from fxremat.passes.joint.graph import allocated_bytes, build_storage_table, is_tensor, tensors_of
 from fxremat.torch_compat import fake_mode
 from tests.harness import captured
 

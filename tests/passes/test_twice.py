@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.kinds import Kind, kinds_of
-from fxremat.passes.fuse.twice import computed_twice
 from fxremat.passes.joint.build import rebuilt
 from fxremat.passes.joint.graph import JointGraph
 from tests.fused import STEPS, WIDTH, fused, run_fused, taken_apart

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxremat import torch_compat
-from fxremat.passes.fuse.unit import Unit
-from fxremat.passes.fuse.units import Units
+from fxremat.passes.fuse.unit import Unit, Units
 from fxremat.passes.joint.sizes import LAYOUTS, Layout, Size, layouts_of, product
 from tests.fused import run_operations
 from tests.models.bits import assert_bitwise_equal

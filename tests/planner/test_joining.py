@@ -13,8 +13,8 @@ from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Forward, JoinProblem, Keep, Schedule
 from fxremat.ir.schedule import coded, decoded
 from fxremat.passes.emit.program import Program
-from fxremat.passes.stages.firsts import any_order, check_draws
 from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.order import any_order, check_draws
 from fxremat.planner.generators import chain_schedules
 from fxremat.planner.join import Branching, branchings_of, build_join, build_join_costs
 from fxremat.planner.joining import equivalent_schedules, in_graph_order, join_schedules

@@ -14,9 +14,9 @@ from fxremat.costs.cost import Measured
 from fxremat.ir import Forward, Keep, Schedule
 from fxremat.ir.schedule import Codes, coded
 from fxremat.passes.emit.program import Program, keep_all
+from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.build import build_joint_graph
-from fxremat.passes.joint.invert import is_inverse
-from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.joint.graph import is_tensor
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.evaluator import Evaluator

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import Options
 from fxremat.passes.emit.program import Call, Program
-from fxremat.passes.joint.invert import is_inverse
+from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.stages.block import Mode
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.footprint import Footprints

@@ -12,9 +12,8 @@ from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Decision, Forward, Keep, Schedule
 from fxremat.passes.stages.block import Block, Mode, candidates
 from fxremat.passes.stages.blocks import NOTHING, BlockCache
-from fxremat.passes.stages.firsts import check_draws
 from fxremat.passes.stages.linearize import Line, Role
-from fxremat.passes.stages.sums import sums_at
+from fxremat.passes.stages.order import check_draws, sums_at
 
 NOTHING_MORE = Decision()
 

@@ -17,8 +17,8 @@ from fxremat import torch_compat
 from fxremat.ir import Shift
 from fxremat.passes.emit.program import Call
 from fxremat.passes.joint import batchnorm, rng
-from fxremat.passes.joint.storage import is_tensor
-from fxremat.passes.stages.block import Block, is_getitem
+from fxremat.passes.joint.graph import is_getitem, is_tensor
+from fxremat.passes.stages.block import Block
 from fxremat.passes.stages.linearize import Line
 
 

@@ -1,31 +1,38 @@
-"""Which values of a stage's forward its backward's kernels compute for themselves.
+"""Which values of a stage's forward its backward computes for itself.
 
 A kernel that reads a value can as well read what the value is computed from, element by element,
 and compute it on the way: that takes no memory and hardly any time. So of all that a backward
-reads of its stage, the least bytes are chosen that give the rest: a minimum cut, as in Chen's
-min-cut partitioner of AOTAutograd, but within a stage, and of what kernels read alone.
+reads of its stage, the least bytes are chosen that give the rest: a minimum cut, as in the min-cut
+partitioner of AOTAutograd, but within a stage, and of what kernels read alone.
+
+A product of the backward reads what its forward did, such as the output of an activation. Where a
+kernel of the same stage's backward reads what that is computed from anyway, it can write it as
+well: the value is not held from forward to backward, for one write to memory. AOTAutograd's
+partitioner does the same at any ``activation_memory_budget`` below 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any
 
 import networkx as nx
 from torch import fx
 
-from fxremat.passes.fuse.kinds import Kind
-from fxremat.passes.fuse.spans import Span
+from fxremat import torch_compat
+from fxremat.passes.fuse.groups import Span, spans_of
+from fxremat.passes.fuse.kinds import Kind, Kinds, bases, kinds_of
+from fxremat.passes.joint.graph import fake_result, tensors_of
 from fxremat.passes.stages.linearize import Line
 
 SOURCE, SINK = "given", "read"
 
+Roots = Mapping[fx.Node, tuple[fx.Node, ...]]
+"""Of values that readers compute for themselves, what each is computed from."""
+
 
 def computed_again(
-    line: Line,
-    span: Span,
-    kinds: Mapping[fx.Node, Kind],
-    *,
-    kept: Set[fx.Node] | None = None,
+    line: Line, span: Span, kinds: Kinds, *, kept: Set[fx.Node] | None = None
 ) -> frozenset[fx.Node]:
     """Forward values of ``span`` that its backward need not be given.
 
@@ -33,8 +40,7 @@ def computed_again(
         line: the step.
         span: of it.
         kinds: of its operations.
-        kept: what is in memory anyway, whatever reads it; ``None``: all that is read by what runs
-            alone.
+        kept: values that are in memory anyway; ``None``: all that operations that run alone read.
     """
     own = {n for n in span.forward if kinds[n] is not Kind.VIEW}
     there = line.pinned | (kept or set())
@@ -44,7 +50,7 @@ def computed_again(
         if kinds[reader].fuses or (kept is not None and kinds[reader] is Kind.ALONE):
             read |= found
         elif kinds[reader] is not Kind.VIEW:
-            there = there | found  # it is in memory anyway
+            there = there | found
     sources = {n: own.intersection(bases(n.all_input_nodes, kinds)) - there for n in own}
     held = _kept(line, span, kinds, sources={n: sources[n] for n in own - there}, read=read)
     again: set[fx.Node] = set()
@@ -60,19 +66,14 @@ def computed_again(
 def _kept(
     line: Line,
     span: Span,
-    kinds: Mapping[fx.Node, Kind],
+    kinds: Kinds,
     *,
     sources: Mapping[fx.Node, Set[fx.Node]],
     read: Set[fx.Node],
 ) -> set[fx.Node]:
     """The least bytes that all of ``read`` can be computed from.
 
-    Args:
-        line: the step.
-        span: of it.
-        kinds: of its operations.
-        sources: of each value that is not in memory anyway: others of them that it reads.
-        read: what a backward's kernels read.
+    ``sources`` are those of each value that is not in memory anyway.
     """
     table = line.joint.storages
     graph = nx.DiGraph()
@@ -94,10 +95,8 @@ def _kept(
     return {n for n in sources if ((n, "in") in far) != ((n, "out") in far)}
 
 
-def roots_of(
-    again: Set[fx.Node], span: Span, kinds: Mapping[fx.Node, Kind]
-) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """What each value of ``again`` is computed from, that is not of ``again`` itself."""
+def roots_of(again: Set[fx.Node], span: Span, kinds: Kinds) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """What each value of ``again`` is computed from that is not in ``again`` itself."""
     roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in span.forward:
         if node in again:
@@ -105,9 +104,7 @@ def roots_of(
     return roots
 
 
-def read_by(
-    node: fx.Node, roots: Mapping[fx.Node, tuple[fx.Node, ...]], kinds: Mapping[fx.Node, Kind]
-) -> dict[fx.Node, None]:
+def read_by(node: fx.Node, roots: Roots, kinds: Kinds) -> dict[fx.Node, None]:
     """What running ``node`` reads, where it computes for itself what has ``roots``.
 
     Views are left out: it is what they look at.
@@ -138,9 +135,91 @@ def sources_first(
     return order, others
 
 
-def bases(nodes: Iterable[fx.Node], kinds: Mapping[fx.Node, Kind]) -> Iterator[fx.Node]:
-    """What ``nodes`` are, or look at."""
+def computed_twice(line: Line) -> fx.GraphModule:
+    """The graph of ``line`` in which backwards compute values that their kernels can write.
+
+    Ensures: every value has the operations that it had; nothing else is computed.
+    """
+    kinds = kinds_of(line.joint)
+    old = line.joint.module.graph
+    gradients = {*line.joint.backward, *line.joint.tangents}
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(old, values))
+    graph.output_node().meta = dict(old.output_node().meta)
+    mode = torch_compat.fake_mode_of(t for n in old.nodes for t in tensors_of(n))
+    twice: dict[fx.Node, fx.Node] = {}
+    readers: dict[fx.Node, frozenset[fx.Node]] = {}
+    for span in spans_of(line, kinds):
+        again = _writable(line, span, kinds, gradients)
+        readers |= {n: again for n in span.backward if kinds[n] is Kind.ALONE}
+    for reader in old.nodes:
+        again = readers.get(reader, frozenset())
+        if again.isdisjoint(bases(reader.all_input_nodes, kinds)):
+            continue
+        is_again = lambda n, again=again: not again.isdisjoint(bases([n], kinds))
+        needed, given = sources_first(reader.all_input_nodes, is_again)
+        found = {n: values[n] for n in given}
+        with graph.inserting_before(values[reader]):
+            for node in needed:
+                if node not in twice:
+                    twice[node] = _once_more(graph, node, found, mode)
+                found[node] = twice[node]
+        values[reader].args = fx.node.map_arg(reader.args, found.__getitem__)
+        values[reader].kwargs = fx.node.map_arg(reader.kwargs, found.__getitem__)
+    graph.lint()
+    return torch_compat.graph_module(line.joint.module, graph)
+
+
+def _once_more(
+    graph: fx.Graph, node: fx.Node, sources: Mapping[fx.Node, fx.Node], mode: Any
+) -> fx.Node:
+    """``node`` of the forward computed in the backward, too."""
+    made = graph.create_node(
+        "call_function",
+        node.target,
+        fx.node.map_arg(node.args, sources.__getitem__),
+        fx.node.map_arg(node.kwargs, sources.__getitem__),
+        name=f"{node.name}_twice",
+    )
+    made.meta = dict(node.meta) | {"partitioner_tag": "is_backward"}
+    made.meta["val"] = fake_result(made.target, made.args, made.kwargs, mode)
+    return made
+
+
+def _writable(
+    line: Line,
+    span: Span,
+    kinds: Kinds,
+    gradients: Set[fx.Node],
+) -> frozenset[fx.Node]:
+    """What ``span``'s backward need not be given, as a kernel of it can write it in time.
+
+    That is a kernel of gradients that reads what the value needs, and needs no reader of it.
+    """
+    kept: set[fx.Node] = set()
+    readers = [n for n in span.backward if kinds[n] is Kind.ALONE]
+    while True:
+        again = computed_again(line, span, kinds, kept=kept)
+        roots = roots_of(again, span, kinds)
+        kernels = {n: read_by(n, roots, kinds).keys() for n in span.backward if kinds[n].fuses}
+        kernels = {n: read for n, read in kernels.items() if not gradients.isdisjoint(read)}
+        late: set[fx.Node] = set()
+        for reader in readers:
+            found = again.intersection(bases(reader.all_input_nodes, kinds))
+            after = _depending(reader, span.backward) if found else set[fx.Node]()
+            for value in found:
+                needed = set(roots[value]) - line.joint.given
+                if all(n in after or needed.isdisjoint(read) for n, read in kernels.items()):
+                    late.add(value)
+        if not late:
+            return again
+        kept |= late
+
+
+def _depending(source: fx.Node, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Those of ``nodes``, in order, that need ``source``."""
+    found = {source}
     for node in nodes:
-        while kinds.get(node) is Kind.VIEW and node.all_input_nodes:
-            node = node.all_input_nodes[0]
-        yield node
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found

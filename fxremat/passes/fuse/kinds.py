@@ -1,19 +1,16 @@
-"""What an operation is to a compiler of kernels: part of one, a look at memory, or on its own."""
+"""What an operation is to a compiler of kernels: part of one, a view of memory, or on its own."""
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum, IntEnum
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint import rng
-from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.invert import is_inverse
-from fxremat.passes.joint.storage import tensors_of
-from fxremat.passes.stages.block import is_getitem
-from fxremat.passes.stages.linearize import is_old_value
+from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint.graph import JointGraph, is_getitem, is_tensor, tensors_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -26,11 +23,11 @@ class Kind(Enum):
     REDUCTION = "reduction"
     """In a kernel with others; what it sums over is read whole."""
     VIEW = "view"
-    """It looks at memory that is there, or picks one of several such looks."""
+    """A view of memory that is there, or the pick of one of several views."""
     VALUE = "value"
-    """It picks one result of an operation with several."""
+    """The pick of one value of an operation with several."""
     ALONE = "alone"
-    """As torch runs it: products, convolutions, random draws, all that is not known."""
+    """As torch runs it: products, convolutions, random draws, any operation that is not known."""
 
     @property
     def fuses(self) -> bool:
@@ -46,7 +43,7 @@ POINTWISE = {
     aten.as_strided_scatter.default, aten._unsafe_index.Tensor, aten.repeat.default,
     aten.flip.default,
 }  # fmt: skip
-"""Beside those that torch tags so."""
+"""Pointwise operations beside those that torch tags so."""
 
 DTYPES = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -54,36 +51,140 @@ DTYPES = {
 }  # fmt: skip
 
 
+class Part(IntEnum):
+    """What is never one unit with others though it could be: a unit runs whole, and each part has
+    its own reason to run again, or not to. What reads another part's values in a level comes later.
+    """
+
+    AGAIN = 0
+    """Any operation."""
+    SUMS = 1
+    """A forward's sums over the first dimension, what leads to these alone, and small values
+    computed of them alone: they take long and leave little to keep. A kernel has read all of its
+    inputs before it knows one; sums along rows are known while the row is still at hand."""
+    ONCE = 2
+    """New values of mutated inputs, what reads old ones, and what leads to these alone: the old
+    values are gone by the time at which it could run again."""
+
+
+Kinds = Mapping[fx.Node, Kind]
+
+
 def kinds_of(joint: JointGraph) -> dict[fx.Node, Kind]:
-    """Of all operations."""
+    """The kind of each operation."""
     found: dict[fx.Node, Kind] = {}
     for node in (*joint.forward, *joint.backward):
         found[node] = _kind(node, joint, found)
     return found
 
 
-def _kind(node: fx.Node, joint: JointGraph, known: dict[fx.Node, Kind]) -> Kind:
-    table = joint.storages
-    own = table.of_node[node]
-    if own and table.of(node.all_input_nodes).issuperset(own):
-        source = known.get(node.all_input_nodes[0])
-        if not is_getitem(node) or source is Kind.VIEW:
-            return Kind.VIEW
-    if is_getitem(node):
-        return Kind.VALUE
+def _kind(node: fx.Node, joint: JointGraph, known: Kinds) -> Kind:
     target = node.target
+    views = joint.storages.of_node[node] and joint.storages.is_view(node)
+    if is_getitem(node):
+        return (
+            Kind.VIEW if views and known.get(node.all_input_nodes[0]) is Kind.VIEW else Kind.VALUE
+        )
+    if views:
+        return Kind.VIEW
     if not isinstance(target, torch._ops.OpOverload):
         return Kind.ALONE
-    kept = rng.is_state(node) or is_old_value(joint, node)  # nothing can compute it again
+    kept = rng.is_state(node) or joint.is_old_value(node)  # nothing can compute it again
     random = rng.is_draw(node) or torch.Tag.nondeterministic_seeded in target.tags
-    if kept or random or is_inverse(node) or not _is_plain(node, joint):
+    tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
+    plain = all(t.dtype in DTYPES and t.device == joint.device for t in tensors)
+    if kept or random or batchnorm.is_inverse(node) or not plain:
         return Kind.ALONE
     if target in POINTWISE or torch.Tag.pointwise in target.tags:
         return Kind.POINTWISE
     return Kind.REDUCTION if torch_compat.is_reduction(target) else Kind.ALONE
 
 
-def _is_plain(node: fx.Node, joint: JointGraph) -> bool:
-    """Whether all its tensors are of usual dtypes and on the device of the step."""
-    tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
-    return all(t.dtype in DTYPES and t.device == joint.device for t in tensors)
+def is_fused(node: fx.Node, kinds: Kinds) -> bool:
+    """Whether ``node`` can be part of a kernel with others, or is one value of what can."""
+    operation = node.all_input_nodes[0] if kinds[node] is Kind.VALUE else node
+    return kinds[operation].fuses
+
+
+def bases(nodes: Iterable[fx.Node], kinds: Kinds) -> Iterator[fx.Node]:
+    """What ``nodes`` are, or are views of."""
+    for node in nodes:
+        while kinds.get(node) is Kind.VIEW and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        yield node
+
+
+def readers_of(node: fx.Node, kinds: Kinds) -> Iterator[fx.Node]:
+    """What reads ``node``, or a view of it."""
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if kinds.get(user) is Kind.VIEW:
+            waiting += user.users
+        else:
+            yield user
+
+
+def parts_of(joint: JointGraph, kinds: Kinds) -> dict[fx.Node, Part]:
+    """The part of each operation that is of another than ``AGAIN``."""
+    sums = dict.fromkeys(_sums(joint, kinds), Part.SUMS)
+    return sums | dict.fromkeys(_once(joint, kinds), Part.ONCE)
+
+
+def _once(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
+    """What a forward returns is kept, so what reads that reads no old value."""
+    results = set(joint.results)
+    once = results.intersection(joint.forward_outputs[: len(joint.mutated)])
+    others = results - once
+    old = set(joint.mutated)
+    for node in joint.forward:
+        copies = joint.is_old_value(node) or batchnorm.updates_statistics(node)
+        if not copies and not old.isdisjoint(node.all_input_nodes):
+            once.add(node)
+            if node not in results:
+                old.add(node)
+    for node in reversed(joint.forward):
+        users = [u for u in node.users if u.op != "output"]
+        if users and once.issuperset(users) and node not in others:
+            once.add(node)
+    # Results of one operation are computed with it.
+    apart = {n for n in once if kinds[n] is Kind.VALUE and n.all_input_nodes[0] not in once}
+    return once - apart
+
+
+def _sums(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in joint.forward:
+        read = [n for n in bases(node.all_input_nodes, kinds) if n not in joint.given]
+        if kinds[node] is Kind.REDUCTION:
+            ours = _sums_over_first(node)
+        else:
+            small = kinds[node] is Kind.VALUE or _numel(node) <= max(map(_numel, read), default=0)
+            fuses = kinds[node] in (Kind.VALUE, Kind.POINTWISE)
+            ours = fuses and small and bool(read) and found.issuperset(read)
+        if ours:
+            found.add(node)
+    forward, results = set(joint.forward), set(joint.results)
+    for node in reversed(joint.forward):
+        if (kinds[node].fuses or kinds[node] is Kind.VALUE) and node not in results:
+            readers = forward.intersection(readers_of(node, kinds))
+            if readers and found.issuperset(readers):
+                found.add(node)
+    return found
+
+
+def _numel(node: fx.Node) -> int:
+    return max((int(t.numel()) for t in tensors_of(node)), default=0)
+
+
+def _sums_over_first(node: fx.Node) -> bool:
+    """Whether a reduction is over the first dimension of what it reads, maybe among others."""
+    source = node.all_input_nodes[0]
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    if not is_tensor(source) or "dim" not in names:
+        return True
+    place = names.index("dim")
+    dims = node.kwargs.get("dim", node.args[place] if place < len(node.args) else None)
+    rank = max(int(source.meta["val"].dim()), 1)
+    given = [dims] if isinstance(dims, int) else list(dims or range(rank))  # type: ignore[arg-type]
+    return any(dim % rank == 0 for dim in given)

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.passes.joint.graph import copy_origin, fake_result, tensors_of
 from fxremat.passes.joint.sizes import LAYOUTS
-from fxremat.passes.joint.storage import tensors_of
 
 aten = torch.ops.aten
 
@@ -40,6 +40,8 @@ def with_channels_last(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Writer:
+    """Copies a graph, operations in the layout that suits them."""
+
     def __init__(self, mode: Any) -> None:
         self.graph = fx.Graph()
         self._mode = mode
@@ -48,10 +50,14 @@ class _Writer:
 
     def copy(self, node: fx.Node) -> bool:
         """Add ``node``; whether that could be done."""
-        if node.op == "output":
-            return self._finish(node)
+        if node.op == "output":  # results lie as ever
+            before = {old: self._as_before(old, node) for old in node.all_input_nodes}
+            if None not in before.values():
+                output = self.graph.output(fx.node.map_arg(node.args[0], before.__getitem__))
+                output.meta = dict(node.meta)
+            return None not in before.values()
         if node.op != "call_function":
-            self._add(node, node.meta["val"])
+            self._values[node] = self.graph.node_copy(node, self._values.__getitem__)
             return True
         if node.target is aten.convolution.default:
             return self._run(node, {0})
@@ -83,16 +89,10 @@ class _Writer:
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What the operation returns, without data; ``None``: it cannot be run so."""
-
-        def value_of(n: fx.Node) -> Any:
-            return n.meta["val"]
-
-        with self._mode, torch.no_grad():
-            try:
-                target: Any = node.target
-                return target(*fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs, value_of))
-            except (RuntimeError, ValueError):
-                return None
+        try:
+            return fake_result(node.target, args, kwargs, self._mode)
+        except (RuntimeError, ValueError):
+            return None
 
     def _laid(self, new: fx.Node, reader: fx.Node) -> fx.Node:
         """``new`` with its channels last."""
@@ -119,22 +119,5 @@ class _Writer:
         made = self.graph.call_function(aten.clone.default, (new,), {"memory_format": wanted})
         with self._mode:
             made.meta["val"] = new.meta["val"].clone(memory_format=wanted)
-        source = reader if reader.op != "output" else new
-        for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
-            if key in source.meta:
-                made.meta[key] = source.meta[key]
+        copy_origin(new if reader.op == "output" else reader, made)
         return made
-
-    def _add(self, node: fx.Node, value: Any) -> None:
-        new = self.graph.node_copy(node, self._values.__getitem__)
-        new.meta = {**node.meta, "val": value}
-        self._values[node] = new
-
-    def _finish(self, node: fx.Node) -> bool:
-        """Add the results, which lie as ever."""
-        found = {old: self._as_before(old, node) for old in node.all_input_nodes}
-        if None in found.values():
-            return False
-        output = self.graph.output(fx.node.map_arg(node.args[0], found.__getitem__))
-        output.meta = dict(node.meta)
-        return True

@@ -1,22 +1,40 @@
-"""The joint graph with units in place of what they compute."""
+"""The joint graph with units in place of what they compute.
+
+An item is what becomes one operation of the new graph: a group of operations that fuse, or one
+alone. Items are ordered, and it is found what is asked of each, before any is written.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+import networkx as nx
+import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.fuse.again import sources_first
-from fxremat.passes.fuse.items import Item, Items
-from fxremat.passes.fuse.kinds import Kind
-from fxremat.passes.fuse.units import Units
+from fxremat.passes.fuse.again import Roots, computed_again, read_by, roots_of, sources_first
+from fxremat.passes.fuse.groups import group, spans_of
+from fxremat.passes.fuse.kinds import Kind, Kinds, Part, bases, kinds_of, parts_of
+from fxremat.passes.fuse.unit import Units
+from fxremat.passes.joint import rng
+from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.joint.position import locate
 from fxremat.passes.joint.sizes import LAYOUTS, Size, difference, layouts_of
 from fxremat.passes.stages.linearize import Line
 from fxremat.runtime.views import look
+
+aten = torch.ops.aten
+
+LEAST_OPERATIONS = 2
+"""An operation alone runs as torch runs it."""
+
+CONTIGUOUS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
+"""Operations whose results lie one way, whatever they are given."""
 
 
 def fuse(line: Line, units: Units) -> fx.GraphModule:
@@ -29,10 +47,146 @@ def fuse(line: Line, units: Units) -> fx.GraphModule:
     Ensures: no unit crosses a cut of ``line``; every tensor that is left has the layout it had;
         random draws keep their order.
     """
-    return _Writer(Items(line), units).write()
+    return _Writer(_Items(line), units).write()
 
 
-def _numbers(line: Line, ordered: Sequence[Item]) -> dict[Item, int]:
+@dataclass(eq=False, slots=True)
+class _Item:
+    """What becomes one operation of the graph, or a view.
+
+    Attributes:
+        nodes: what it computes, in order.
+        roots: of what it computes for itself though others do: what each is computed from.
+        fused: it becomes a unit.
+        given: values that are asked of it; none where nobody needs it.
+    """
+
+    nodes: list[fx.Node]
+    roots: Roots = field(default_factory=dict)
+    fused: bool = False
+    given: dict[fx.Node, None] = field(default_factory=dict)
+
+
+class _Items:
+    """All operations of a line.
+
+    Attributes:
+        line: of which.
+        kinds: of its operations.
+        ordered: each after all that it reads, else as the graph has them; random draws in
+            their order.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.kinds = kinds_of(line.joint)
+        self._all = self._found()
+        self._item_of = {n: item for item in self._all for n in item.nodes}
+        self.ordered = self._ordered()
+        self._ask()
+
+    def looked_at(self, node: fx.Node) -> fx.Node | None:
+        """What a view looks at, where that surely lies in memory as it was traced."""
+        if self.kinds.get(node) is not Kind.VIEW or not is_tensor(node):
+            return None
+        (base,) = bases([node], self.kinds)
+        if not is_tensor(base) or base.meta["val"].dtype != node.meta["val"].dtype:
+            return None
+        return base if self.is_sure(base) else None
+
+    def is_sure(self, node: fx.Node) -> bool:
+        """Whether a value surely lies in memory as it was traced."""
+        item = self._item_of.get(node)
+        made = item is not None and (item.fused or node.target in CONTIGUOUS)
+        return made or node in self.line.joint.given
+
+    def _found(self) -> list[_Item]:
+        """All operations, grouped."""
+        joint = self.line.joint
+        parts = parts_of(joint, self.kinds)
+        items: list[_Item] = []
+        for span in spans_of(self.line, self.kinds):
+            again = computed_again(self.line, span, self.kinds)
+            roots = roots_of(again, span, self.kinds)
+            items += self._grouped(span.forward, {}, parts)
+            items += self._grouped(span.backward, roots, parts)
+        grouped = {n for item in items for n in item.nodes}
+        rest = (*joint.forward, *joint.backward)
+        return items + [_Item([n]) for n in rest if n not in grouped]
+
+    def _grouped(
+        self, nodes: Sequence[fx.Node], roots: Roots, parts: Mapping[fx.Node, Part]
+    ) -> Iterator[_Item]:
+        table, given = self.line.joint.storages, self.line.joint.given
+        groups = group(
+            nodes,
+            self.kinds,
+            lambda n: read_by(n, roots, self.kinds),
+            shared=lambda n: n not in given,
+            nbytes=lambda n: table.total(table.of_node[n]),
+            parts=parts,
+        )
+        for own in groups:
+            enough = sum(self.kinds[n].fuses for n in own) >= LEAST_OPERATIONS
+            is_aten = getattr(own[0].target, "namespace", "") == "aten"
+            lacks = any(n in roots for n in bases(own[0].all_input_nodes, self.kinds))
+            if enough or not is_aten or lacks:
+                yield _Item(own, roots, fused=True)
+
+    def _reads_of(self, item: _Item, node: fx.Node) -> Iterable[fx.Node]:
+        """What running ``node`` reads in ``item``: outside of units a look is at what is sure."""
+        if item.fused:
+            return read_by(node, item.roots, self.kinds)
+        base = self.looked_at(node)
+        return node.all_input_nodes if base is None else [base]
+
+    def _ordered(self) -> list[_Item]:
+        order, joint = self.line.order, self.line.joint
+        after = nx.DiGraph()
+        after.add_nodes_from(self._all)
+        for item in self._all:
+            read = (n for own in item.nodes for n in self._reads_of(item, own))
+            sources = {self._item_of[n]: None for n in read if n in self._item_of}
+            after.add_edges_from((source, item) for source in sources if source is not item)
+        draws = [n for n in (*joint.forward, *joint.backward) if rng.is_state(n) or rng.draws(n)]
+        for one, other in pairwise(draws):
+            after.add_edge(self._item_of[one], self._item_of[other])
+        number = {item: i for i, item in enumerate(self._all)}
+        return list(
+            nx.lexicographical_topological_sort(
+                after, key=lambda item: (max(order[n] for n in item.nodes), number[item])
+            )
+        )
+
+    def _ask(self) -> None:
+        """Find what is asked of each item: nothing of those that nobody needs."""
+        joint = self.line.joint
+        for node in (*joint.forward_outputs, *joint.backward_outputs):
+            if isinstance(node, fx.Node):
+                self._give(node)
+        for item in reversed(self.ordered):
+            if not item.fused and (item.given or rng.draws(item.nodes[0])):
+                item.given.setdefault(item.nodes[0])
+            inside: set[fx.Node] = set()
+            waiting = list(item.given)
+            while waiting:
+                node = waiting.pop()
+                if node in inside:
+                    continue
+                inside.add(node)
+                for source in self._reads_of(item, node):
+                    if self._item_of.get(source) is item:
+                        waiting.append(source)
+                    else:
+                        self._give(source)
+
+    def _give(self, node: fx.Node) -> None:
+        item = self._item_of.get(node)
+        if item is not None:
+            item.given.setdefault(node)
+
+
+def _numbers(line: Line, ordered: Sequence[_Item]) -> dict[_Item, int]:
     """Sequence numbers: a backward's is that of the operation it differentiates."""
     positions = locate(line.joint, views=line.views)
     forward = [i for i in ordered if i.given and i.nodes[0] in positions.forward]
@@ -56,7 +210,7 @@ def _numbers(line: Line, ordered: Sequence[Item]) -> dict[Item, int]:
 class _Writer:
     """Writes the new graph."""
 
-    def __init__(self, items: Items, units: Units) -> None:
+    def __init__(self, items: _Items, units: Units) -> None:
         self._items = items
         self._joint = items.line.joint
         self._units = units
@@ -97,7 +251,7 @@ class _Writer:
         self._values[node] = new
         return new
 
-    def _unit(self, item: Item) -> fx.Node:
+    def _unit(self, item: _Item) -> fx.Node:
         """A call of the unit that computes ``item``."""
         given = sorted(item.given, key=item.nodes.index)
         graph, inputs = _graph_of(item, given, self._items.kinds)
@@ -130,7 +284,7 @@ def _kept(node: fx.Node) -> dict[str, Any]:
 
 
 def _graph_of(
-    item: Item, given: Sequence[fx.Node], kinds: Mapping[fx.Node, Kind]
+    item: _Item, given: Sequence[fx.Node], kinds: Kinds
 ) -> tuple[fx.Graph, list[fx.Node]]:
     """A graph that gives ``given``, and what it takes."""
     inside = {*item.nodes, *item.roots}

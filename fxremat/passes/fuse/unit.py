@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import operator
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,12 +15,17 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.sizes import Layout, evaluated, layouts_of
+from fxremat.passes.joint.digest import written
+from fxremat.passes.joint.graph import is_getitem, tensors_of
+from fxremat.passes.joint.sizes import Layout, evaluated, layouts_of, names_in
 
 LOG = logging.getLogger("fxremat")
 
 MOST_SIZES = 128
-"""For which it is known what runs; which was met first goes first."""
+"""Sizes of a unit whose kernels are kept; the oldest go first."""
+
+MOST_NAMES, DIGITS = 4, 8
+"""Operations, and digits of its digest, in the name of a unit."""
 
 Run = Callable[[list[Any]], Any]
 """Takes inputs in a list, which it empties; returns what the unit does."""
@@ -28,12 +33,12 @@ Run = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What a unit takes.
+    """A tensor that a unit takes.
 
     Attributes:
         layout: how it was traced to lie in memory.
         dtype: of it.
-        sure: it always lies so; what libraries make may lie otherwise than its trace.
+        sure: it always lies so; results of libraries may lie otherwise than their trace.
     """
 
     layout: Layout
@@ -93,8 +98,7 @@ class Unit:
     @property
     def operations(self) -> tuple[str, ...]:
         """Names of what it computes, in order."""
-        targets = (n.target for n in self.graph.nodes if n.op == "call_function")
-        return tuple(str(t).split(".")[1] for t in targets if t is not operator.getitem)
+        return _operations(self.graph)
 
     def compile(self) -> None:
         """Make its kernels for the sizes of the capture, where all lies as traced."""
@@ -103,7 +107,7 @@ class Unit:
         for i in self._unsure:
             key += tuple(map(int, self.inputs[i].layout.stride))
         if key not in self._runs:
-            self._compile(key, sizes, [_place(own.layout, self.hints) for own in self.inputs])
+            self._compile(key, sizes, self._places(self.hints))
 
     def _run_for(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Run:
         """What runs for these inputs, made now if it must be."""
@@ -118,7 +122,7 @@ class Unit:
     def _compile(self, key: tuple[int, ...], sizes: tuple[int, ...], places: list[Place]) -> None:
         """Have kernels made, for these sizes or, the second time, for all."""
         named = dict(zip(self.hints, sizes, strict=True))
-        as_traced = places == [_place(own.layout, named) for own in self.inputs]
+        as_traced = places == self._places(named)
         run = self._for_any_size(sizes) if named != self.hints and as_traced else None
         if run is None:
             run = self._made(named, places)
@@ -126,29 +130,31 @@ class Unit:
             self._runs.pop(next(islice(self._runs, 1, None)))
         self._runs[key] = self._checked(key, run, named)
 
-    def _kernels(self, sizes: Mapping[str, Any], places: Sequence[Place]) -> Run:
-        dtypes = [own.dtype for own in self.inputs]
-        return torch_compat.compile_kernels(
-            lambda _symbols: (self._settled(sizes), list(zip(places, dtypes, strict=True))),
-            self.device,
-        )
+    def _places(self, sizes: Mapping[str, Any]) -> list[Place]:
+        """How inputs lie where all lies as traced."""
+        return [_place(own.layout, sizes) for own in self.inputs]
+
+    def _described(
+        self, sizes: Mapping[str, Any], places: Sequence[Place]
+    ) -> torch_compat.Described:
+        return self._graph_at(sizes), [
+            (place, own.dtype) for place, own in zip(places, self.inputs, strict=True)
+        ]
 
     def _for_any_size(self, sizes: tuple[int, ...]) -> Run | None:
         """Kernels for all sizes at once, where they hold for ``sizes``."""
         if self.eager:
             return None
         if self._any_size is None:
-            dtypes = [own.dtype for own in self.inputs]
-
-            def described(symbols: Mapping[str, Any]) -> torch_compat.Described:
-                places = [_place(own.layout, symbols) for own in self.inputs]
-                return self._settled(symbols), list(zip(places, dtypes, strict=True))
-
             try:
-                self._any_size = torch_compat.compile_for_sizes(described, self.device, self.hints)
+                self._any_size = torch_compat.compile_for_sizes(
+                    lambda symbols: self._described(symbols, self._places(symbols)),
+                    self.device,
+                    self.hints,
+                )
             except Exception as error:
                 LOG.info("%s is compiled for each size: %s", self, error)
-                self._any_size = _never_run, _no_size
+                self._any_size = (lambda _args: None), (lambda *_sizes: False)
         run, holds = self._any_size
         return (lambda args: run([*args, *sizes])) if holds(*sizes) else None
 
@@ -156,7 +162,9 @@ class Unit:
         """Kernels, or the operations as they are where none can be made."""
         try:
             if not self.eager:
-                return self._kernels(sizes, places)
+                return torch_compat.compile_kernels(
+                    lambda _symbols: self._described(sizes, places), self.device
+                )
         except Exception as error:
             self.eager = True
             self.__qualname__ += "_as_it_is"  # costs of its kernels are not its own
@@ -166,21 +174,20 @@ class Unit:
                 f"by operation: {type(error).__name__}: {error}",
                 stacklevel=2,
             )
-        module = fx.GraphModule(torch.nn.Module(), self._settled(sizes))
+        module = fx.GraphModule(torch.nn.Module(), self._graph_at(sizes))
         return lambda args: module(*args)
 
-    def _settled(self, sizes: Mapping[str, Any]) -> fx.Graph:
+    def _graph_at(self, sizes: Mapping[str, Any]) -> fx.Graph:
         """The graph with numbers in place of what follows the sizes."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
-
         for node in graph.nodes:
             node.args = fx.node.map_aggregate(node.args, lambda value: evaluated(value, sizes))
             node.kwargs = fx.node.map_aggregate(node.kwargs, lambda value: evaluated(value, sizes))
         return graph
 
     def _checked(self, key: tuple[int, ...], run: Run, sizes: Mapping[str, int]) -> Run:
-        """``run``, with its results put right when they are seen for the first time."""
+        """``run``; results that lie wrong are found in the first run, and copied from then on."""
         output = self.graph.output_node()
         wanted: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
         single = len(wanted) == 1
@@ -188,7 +195,7 @@ class Unit:
         def first(args: list[Any]) -> Any:
             given = {torch_compat.storage_key(t) for t in args}
             results = list(run(args))
-            wrong = _wrong(given, results, [_place(_layout(n), sizes) for n in wanted])
+            wrong = _wrong(given, results, [_place(layouts_of(n)[0], sizes) for n in wanted])
             final = (lambda args: _put_right(list(run(args)), wrong)) if wrong else run
             self._runs[key] = (lambda args: final(args)[0]) if single else final
             _put_right(results, wrong)
@@ -199,11 +206,6 @@ class Unit:
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
-
-
-def _layout(node: fx.Node) -> Layout:
-    (layout,) = layouts_of(node)
-    return layout
 
 
 def _place(layout: Layout, sizes: Mapping[str, Any]) -> Place:
@@ -234,9 +236,60 @@ def _put_right(results: list[torch.Tensor], wrong: Mapping[int, Place]) -> list[
     return results
 
 
-def _never_run(_args: list[Any]) -> Any:
-    raise AssertionError("kernels that were never made")
+class Units:
+    """A table of units: equal ones are one."""
+
+    def __init__(self) -> None:
+        self._units: dict[str, Unit] = {}
+
+    def __iter__(self) -> Iterator[Unit]:
+        yield from self._units.values()
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def of(self, graph: fx.Graph, sure: Sequence[bool], device: torch.device) -> Unit:
+        """The unit that runs ``graph``.
+
+        Args:
+            graph: operations.
+            sure: which of its inputs surely lie as traced.
+            device: of all tensors.
+        """
+        described, names = _described(graph)
+        text = "\n".join([str(device), repr(list(sure)), *described])
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if digest not in self._units:
+            places = graph.find_nodes(op="placeholder")
+            inputs = [
+                Input(layouts_of(n)[0], n.meta["val"].dtype, own)
+                for n, own in zip(places, sure, strict=True)
+            ]
+            first = [*dict.fromkeys(_operations(graph))][:MOST_NAMES]
+            name = "_".join(["fused", *first, digest[:DIGITS]])
+            self._units[digest] = Unit(name, graph, inputs, names, device)
+        return self._units[digest]
 
 
-def _no_size(*_sizes: int) -> bool:
-    return False
+def _described(graph: fx.Graph) -> tuple[list[str], dict[str, int]]:
+    """All that makes two graphs the same, and the sizes that they follow."""
+    lines: list[str] = []
+    number: dict[fx.Node, int] = {}
+    names: dict[str, int] = {}
+    for node in graph.nodes:
+        number[node] = len(number)
+        target = str(node.target) if node.op == "call_function" else node.op
+        args = written((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
+        layouts = layouts_of(node)
+        dtypes = [str(t.dtype) for t in tensors_of(node)]
+        lines.append(f"{target} {args} {layouts} {dtypes}")
+        names |= names_in((node.args, node.kwargs))
+        for layout in layouts:
+            names |= names_in(layout.numbers)
+    return lines, names
+
+
+def _operations(graph: fx.Graph) -> tuple[str, ...]:
+    """Names of the operations of ``graph``, in order."""
+    nodes = (n for n in graph.nodes if n.op == "call_function" and not is_getitem(n))
+    return tuple(str(n.target).split(".")[1] for n in nodes)

@@ -1,22 +1,39 @@
-"""BatchNorm: its statistics move once a step, however often it is recomputed."""
+"""BatchNorm: its statistics move once a step, however often it is recomputed; and it may be undone.
+
+Undone: a norm's input is rebuilt from the output of the leaky ReLU after it. Rota Bulò, Porzi and
+Kontschieder (In-Place Activated BatchNorm, 2018), and Hascoet et al. after them: that output is
+kept anyway, for the convolution that reads it, and the input of the norm can be computed from it
+instead of by the convolution before. Equal in exact arithmetic, not in the last bits.
+"""
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from fxremat.passes.joint.graph import is_getitem, values_of
+from fxremat.passes.joint.sizes import describe_like
+from fxremat.runtime.inverse import invert_batch_norm
+
 aten = torch.ops.aten
 
-_FUNCTIONAL = aten._native_batch_norm_legit_functional.default
-_STATELESS = aten._native_batch_norm_legit.no_stats
+FUNCTIONAL = aten._native_batch_norm_legit_functional.default
+STATELESS = aten._native_batch_norm_legit.no_stats
 NORMALIZED_VALUES = 3
 """Both return the output, the mean and the inverse deviation first."""
 
+INVERSE = torch.ops.fxremat.invert_batch_norm.default
+assert invert_batch_norm is not None  # imported for its registration
+
+DEFAULT_SLOPE = 0.01
+"""Of torch's leaky ReLU."""
+
 
 def drop_running_statistics(graph: fx.Graph) -> None:
-    """The backward in training mode reads no running statistics: do not save them."""
+    """Save no running statistics for backwards: in training mode they read none."""
     for node in graph.find_nodes(
         op="call_function", target=aten.native_batch_norm_backward.default
     ):
@@ -27,32 +44,97 @@ def drop_running_statistics(graph: fx.Graph) -> None:
 
 def updates_statistics(node: fx.Node) -> bool:
     """Whether ``node`` normalizes by the batch and returns new running statistics."""
-    return node.target is _FUNCTIONAL and node.args[5] is True
+    return node.target is FUNCTIONAL and node.args[5] is True
 
 
 def reads_for_value(node: fx.Node) -> tuple[fx.Node, ...]:
     """What the normalized values of such a node depend on: not the running statistics."""
-    x, weight, bias = node.args[:3]
-    return tuple(n for n in (x, weight, bias) if isinstance(n, fx.Node))
+    return tuple(n for n in node.args[:3] if isinstance(n, fx.Node))
 
 
 def stateless_arguments(node: fx.Node) -> tuple[object, ...]:
-    """Arguments of :data:`STATELESS` for the same normalized values."""
+    """Arguments of :data:`STATELESS` for the normalized values of such a node."""
     x, weight, bias, _mean, _var, train, momentum, eps = node.args
     return (x, weight, bias, train, momentum, eps)
 
 
-STATELESS = _STATELESS
-
-
 def is_new_statistic(node: fx.Node) -> bool:
     """Whether ``node`` is a new running mean or variance."""
-    if node.target is not operator.getitem:
+    if not is_getitem(node):
         return False
-    source, index = node.args
-    return (
-        isinstance(source, fx.Node)
-        and source.target is _FUNCTIONAL
-        and isinstance(index, int)
-        and index >= NORMALIZED_VALUES
-    )
+    (source,), index = node.all_input_nodes, node.args[1]
+    return source.target is FUNCTIONAL and isinstance(index, int) and index >= NORMALIZED_VALUES
+
+
+def read_results(graph: fx.Graph) -> None:
+    """Let backwards of leaky ReLUs read the result instead of the input: the same bits.
+
+    They only ask for the sign, which a positive slope does not change.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.leaky_relu_backward.default):
+        gradient, source = node.all_input_nodes
+        _, _, slope, of_result = node.args
+        results = [n for n in source.users if _is_activation(n) and _slope_of(n) == slope]
+        if not of_result and results and _slope_of(results[0]) > 0:
+            node.args = (gradient, results[0], slope, True)
+
+
+def rebuild_norm_inputs(graph: fx.Graph) -> None:
+    """Let backwards of BatchNorms read an input that is computed from the activation's output.
+
+    Requires: backwards of leaky ReLUs read their results where they can.
+    Ensures: what a forward returns is the same to the last bit; gradients are up to rounding.
+    """
+    for pair in list(_pairs(graph)):
+        scale_and_shift = pair.norm.args[1:3]
+        slope = _slope_of(pair.activation)
+        arguments = (pair.activation, *scale_and_shift, pair.mean, pair.rstd, slope)
+        with graph.inserting_after(pair.activation):
+            rebuilt = graph.call_function(INVERSE, arguments)
+        describe_like(rebuilt, pair.source, torch.empty_like(pair.source.meta["val"]))
+        rebuilt.meta["partitioner_tag"] = "is_forward"
+        for backward in pair.backwards:
+            backward.replace_input_with(pair.source, rebuilt)
+
+
+def is_inverse(node: fx.Node) -> bool:
+    """Whether ``node`` rebuilds the input of a norm: only backwards read it."""
+    return node.target is INVERSE
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A norm, the leaky ReLU that alone reads its result, and the norm's backwards."""
+
+    source: fx.Node
+    norm: fx.Node
+    mean: fx.Node
+    rstd: fx.Node
+    activation: fx.Node
+    backwards: list[fx.Node]
+
+
+def _pairs(graph: fx.Graph) -> Iterator[_Pair]:
+    for norm in filter(updates_statistics, graph.nodes):
+        values = {n.args[1]: n for n in values_of(norm)}
+        source = norm.all_input_nodes[0]
+        readers = [n for n in source.users if n is not norm]
+        backwards = [n for n in readers if n.target is aten.native_batch_norm_backward.default]
+        # Anything else that reads the input would keep it anyway.
+        if not backwards or len(backwards) < len(readers) or not {0, 1, 2} <= values.keys():
+            continue
+        activations = [n for n in values[0].users if _is_activation(n)]
+        alone = len(values[0].users) == len(activations) == 1
+        alike = source.meta["val"].stride() == values[0].meta["val"].stride()
+        if alone and alike and _slope_of(activations[0]) > 0:
+            yield _Pair(source, norm, values[1], values[2], activations[0], backwards)
+
+
+def _is_activation(node: fx.Node) -> bool:
+    return node.target is aten.leaky_relu.default
+
+
+def _slope_of(node: fx.Node) -> float:
+    slope = node.args[1] if len(node.args) > 1 else DEFAULT_SLOPE
+    assert isinstance(slope, (int, float))
+    return float(slope)

@@ -11,11 +11,19 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError, SizesError
-from fxremat.passes.joint import batchnorm, invert, rng
-from fxremat.passes.joint.duplicates import merge_duplicates
-from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint.graph import (
+    JointGraph,
+    build_storage_table,
+    is_tensor,
+    replace_tensors,
+    tensors_of,
+    values_of,
+)
 from fxremat.passes.joint.sizes import Sizes, describe_like
-from fxremat.passes.joint.storage import build_storage_table, is_tensor
+
+SMALL_BYTES = 512
+"""Results of equal operations up to this size may live longer than they had to."""
 
 
 def build_joint_graph(
@@ -33,8 +41,8 @@ def build_joint_graph(
         forward_output_count: how many of its outputs belong to the forward.
         mutated_primals: indices of the primals that the forward mutates.
         exact: every value is computed as it was traced; else inputs of norms may be rebuilt
-            from outputs, see :mod:`fxremat.passes.joint.invert`.
-        sizes: what the graph follows, as settling it has told.
+            from outputs, see :mod:`fxremat.passes.joint.batchnorm`.
+        sizes: the symbols that the graph follows, as found by settling it.
 
     Requires: ``module`` is functional; one with symbols in place of sizes was settled
         (:func:`fxremat.passes.joint.settle.settle`).
@@ -50,25 +58,22 @@ def build_joint_graph(
     """
     _check_static(module.graph)
     _check_flat(module)
-    _check_collectives(module)
+    _check_collectives(module.graph)
     graph = fx.Graph()
-    output = graph.graph_copy(module.graph, {})
-    graph.output(output)
+    graph.output(graph.graph_copy(module.graph, {}))
     owner = torch_compat.graph_module(module, graph)
     _return_gradients_alone(graph, forward_output_count)
     _erase_detach(graph)
-    _gather_getitems(graph)
-    _wait_at_once(graph)
+    _gather_operations(graph)
     _eliminate_dead_code(graph)
     batchnorm.drop_running_statistics(graph)
-    invert.read_results(graph)
+    batchnorm.read_results(graph)
     if not exact:
-        invert.rebuild_norm_inputs(graph)
+        batchnorm.rebuild_norm_inputs(graph)
     _keep_old_values(graph, forward_output_count, mutated_primals)
     joint = _classify(owner, forward_output_count, mutated_primals)
-    if merge_duplicates(joint):
-        _gather_getitems(graph)
-        _wait_at_once(graph)
+    if _merge_duplicates(joint):
+        _gather_operations(graph)
         joint = _classify(owner, forward_output_count, mutated_primals)
     if rng.record_states(graph, joint.forward):
         joint = _classify(owner, forward_output_count, mutated_primals)
@@ -85,8 +90,7 @@ def rebuilt(
     Raises:
         GraphError: the graph is not what :func:`build_joint_graph` ensures.
     """
-    _gather_getitems(module.graph)
-    _wait_at_once(module.graph)
+    _gather_operations(module.graph)
     made = _classify(module, len(joint.forward_outputs), mutated_primals)
     module.graph.lint()
     _verify(made)
@@ -113,9 +117,9 @@ def _check_static(graph: fx.Graph) -> None:
             )
 
 
-def _check_collectives(module: fx.GraphModule) -> None:
+def _check_collectives(graph: fx.Graph) -> None:
     """Refuse collectives that nothing stands for where they are measured."""
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if torch_compat.is_collective(node) and torch_compat.alone(node.target) is None:
             raise CaptureError(
                 f"{node.target} waits for other processes\n{node.meta.get('stack_trace', '')}\n"
@@ -134,20 +138,6 @@ def _return_gradients_alone(graph: fx.Graph, forward_output_count: int) -> None:
         for node in results[forward_output_count:]
     ]
     output.args = ((*results[:forward_output_count], *gradients),)  # type: ignore[arg-type]
-
-
-def _wait_at_once(graph: fx.Graph) -> None:
-    """What waits for a collective returns its very result, and directly follows it.
-
-    How far they are apart in a step is decided with all else (``planner.overlap``).
-    """
-    for node in reversed(list(graph.nodes)):
-        if torch_compat.is_wait(node):
-            collective = torch_compat.awaited(node)
-            values = [user for user in collective.users if user.target is operator.getitem]
-            max([collective, *values]).append(node)
-            value = node.all_input_nodes[0].meta["val"]
-            node.meta["val"] = value.view_as(value)
 
 
 def _check_flat(module: fx.GraphModule) -> None:
@@ -179,12 +169,21 @@ def _erase_detach(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _gather_getitems(graph: fx.Graph) -> None:
+def _gather_operations(graph: fx.Graph) -> None:
+    """Put the values of an operation, and waits for it, directly after it.
+
+    What waits for a collective returns its very result. How far they are apart in a step is
+    decided with all else (``planner.overlap``).
+    """
     for node in list(graph.nodes):
-        if isinstance(node.meta.get("val"), (tuple, list)):
-            for user in reversed(list(node.users)):
-                if user.target is operator.getitem:
-                    node.append(user)
+        for value in reversed(values_of(node)):
+            node.append(value)
+    for node in reversed(list(graph.nodes)):
+        if torch_compat.is_wait(node):
+            collective = torch_compat.awaited(node)
+            max([collective, *values_of(collective)]).append(node)
+            value = node.all_input_nodes[0].meta["val"]
+            node.meta["val"] = value.view_as(value)
 
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:
@@ -230,6 +229,57 @@ def _running_once(graph: fx.Graph, forward_output_count: int) -> set[fx.Node]:
     return once
 
 
+def _merge_duplicates(joint: JointGraph) -> bool:
+    """Let the first of equal forward operations, such as a mask per layer, stand for all.
+
+    Both give the same bits, so one can stand for both, wherever that takes no memory: where its
+    result is a view, a few bytes, or kept for the backward anyway. The graph of ``joint`` is
+    changed. In it every tensor has the bits it had, and no result is another's alias that was not.
+
+    Returns whether anything changed.
+    """
+    table = joint.storages
+    given = table.of(joint.given)
+    returned = table.of((*joint.results, *joint.gradients))
+    first_of: dict[object, fx.Node] = {}
+    moved: dict[int, torch.Tensor] = {}
+    changed = False
+    for node in joint.forward:
+        if torch_compat.draws_random_numbers(node) or batchnorm.updates_statistics(node):
+            continue
+        # As they are written, so that 1, 1.0 and True, or 0.0 and -0.0, differ.
+        first = first_of.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        if first is node:
+            continue
+        storages = frozenset(table.of_node[first]) - given
+        free = (
+            table.is_view(first) or table.total(storages) <= SMALL_BYTES or storages <= joint.saved
+        )
+        if free and returned.isdisjoint({*storages, *table.of_node[node]}):
+            node.replace_all_uses_with(first)
+            joint.module.graph.erase_node(node)
+            for gone, stays in zip(tensors_of(node), tensors_of(first), strict=True):
+                if torch_compat.storage_key(gone) != torch_compat.storage_key(stays):
+                    moved[torch_compat.storage_key(gone)] = stays
+            changed = True
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        """What lies in a storage that is gone, in the one that stands for it."""
+        base = tensor
+        while torch_compat.storage_key(base) in moved:
+            base = moved[torch_compat.storage_key(base)]
+        if base is tensor:
+            return tensor
+        offset = int(tensor.storage_offset())
+        return torch_compat.fake_tensor(
+            tensor, base.untyped_storage(), tensor.shape, tensor.stride(), offset
+        )
+
+    if moved:
+        replace_tensors(joint.module.graph, placed)
+    return changed
+
+
 def _classify(
     module: fx.GraphModule, forward_output_count: int, mutated_primals: Sequence[int]
 ) -> JointGraph:
@@ -265,13 +315,10 @@ def _backward_nodes(
     graph: fx.Graph, tangents: Sequence[fx.Node], forward_outputs: Sequence[object]
 ) -> set[fx.Node]:
     """Whatever depends on a tangent, or was traced while differentiating for no output."""
-    for_outputs: set[fx.Node] = set()
-    pending = [n for n in forward_outputs if isinstance(n, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node not in for_outputs:
-            for_outputs.add(node)
-            pending.extend(node.all_input_nodes)
+    for_outputs = {n for n in forward_outputs if isinstance(n, fx.Node)}
+    for node in reversed(graph.nodes):
+        if node in for_outputs:
+            for_outputs.update(node.all_input_nodes)
     backward: set[fx.Node] = set()
     dependent = set(tangents)
     for node in graph.nodes:
@@ -291,14 +338,10 @@ def _verify(joint: JointGraph) -> None:
         if bad:
             raise GraphError(f"forward node {node.name} reads backward node {min(bad, key=str)}")
     for node in (*joint.forward, *joint.backward):
-        _check_functional(node)
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            raise GraphError(f"node {node.name} ({target}) writes into its arguments")
     if len(joint.backward_outputs) != len(joint.primals):
         raise GraphError(
             f"{len(joint.backward_outputs)} gradients for {len(joint.primals)} primals"
         )
-
-
-def _check_functional(node: fx.Node) -> None:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-        raise GraphError(f"node {node.name} ({target}) writes into its arguments")

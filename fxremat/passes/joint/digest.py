@@ -101,7 +101,7 @@ class _Writer:
     def line(self, node: fx.Node) -> tuple[str, str]:
         """Which operation reads what; and all that there is to say."""
         self._nodes[node] = len(self._nodes)
-        target = _name(node.target) if node.op == "call_function" else node.op
+        target = target_name(node.target) if node.op == "call_function" else node.op
         sources = [self._nodes[source] for source in node.all_input_nodes]
         number = torch_compat.sequence_number(node)
         whole = (
@@ -197,7 +197,8 @@ def written(
     return f"{type(value).__name__} {value}"  # a dtype, a device, a layout, a memory format
 
 
-def _name(target: object) -> str:
+def target_name(target: object) -> str:
+    """What an operation calls, by name."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"

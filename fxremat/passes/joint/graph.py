@@ -1,14 +1,51 @@
-"""The joint forward and backward graph of a step."""
+"""The joint forward and backward graph of a step, and which of its tensors share memory."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from fxremat.passes.joint.sizes import Sizes
-from fxremat.passes.joint.storage import StorageTable, tensors_of
+from fxremat import torch_compat
+from fxremat.errors import CaptureError, GraphError
+from fxremat.passes.joint.sizes import Sizes, layouts_of
+
+
+@dataclass(frozen=True, slots=True)
+class StorageTable:
+    """Storages of a graph's tensors; a storage's id is its index in ``nbytes``.
+
+    Attributes:
+        nbytes: size of each storage.
+        owner: the first node, in graph order, whose value lies in the storage.
+        of_node: ids of the storages that a node's value lies in (several for a node
+            that returns a tuple; none for numbers and None).
+        asked_bytes: what each is asked of the allocator with, and how it follows the sizes.
+        granule_bytes: what the allocator rounds each up to.
+    """
+
+    nbytes: tuple[int, ...]
+    owner: tuple[fx.Node, ...]
+    of_node: dict[fx.Node, tuple[int, ...]]
+    asked_bytes: tuple[int, ...] = ()
+    granule_bytes: tuple[int, ...] = ()
+
+    def total(self, ids: Iterable[int]) -> int:
+        """Bytes of the distinct storages among ``ids``."""
+        return sum(self.nbytes[i] for i in set(ids))
+
+    def of(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
+        """Storages that any of ``nodes`` lies in."""
+        return frozenset(i for node in nodes for i in self.of_node[node])
+
+    def is_view(self, node: fx.Node) -> bool:
+        """Whether all that ``node`` returns lies in storages of what it reads."""
+        return self.of(node.all_input_nodes).issuperset(self.of_node[node])
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +57,7 @@ class JointGraph:
         primals: placeholders of the forward: parameters, buffers and inputs.
         tangents: placeholders of the backward: gradients of the outputs.
         constants: ``get_attr`` nodes.
-        forward, backward: operations in graph order; the outputs of an operation with
+        forward, backward: operations in graph order; the values of an operation with
             several (``getitem`` nodes) follow it directly.
         forward_outputs: what the forward returns: new values of mutated inputs, then
             the model's outputs. Each a node or a plain value, which may be a ``Size``.
@@ -31,6 +68,9 @@ class JointGraph:
         sizes: what the graph follows, where its sizes are not the same in every call.
         device: where the step runs: a single input, such as a generator's state, may lie
             elsewhere.
+        given: nodes whose value exists before the step: primals and constants.
+        results, gradients: the nodes among ``forward_outputs`` and ``backward_outputs``.
+        saved: storages that the forward allocates and a backward operation reads.
     """
 
     module: fx.GraphModule
@@ -45,14 +85,137 @@ class JointGraph:
     storages: StorageTable
     sizes: Sizes = field(default_factory=Sizes)
     device: torch.device = field(init=False)
+    given: frozenset[fx.Node] = field(init=False)
+    results: tuple[fx.Node, ...] = field(init=False)
+    gradients: tuple[fx.Node, ...] = field(init=False)
+    saved: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         tensors = [t for node in (*self.tangents, *self.primals) for t in tensors_of(node)]
         devices = [t.device for t in tensors] or [torch.device("cpu")]
         own = next((device for device in devices if device.type != "cpu"), devices[0])
         object.__setattr__(self, "device", own)
+        object.__setattr__(self, "given", frozenset((*self.primals, *self.constants)))
+        for name, values in (
+            ("results", self.forward_outputs),
+            ("gradients", self.backward_outputs),
+        ):
+            object.__setattr__(self, name, tuple(n for n in values if isinstance(n, fx.Node)))
+        read = self.storages.of(n for node in self.backward for n in node.all_input_nodes)
+        own_storages = self.storages.of(self.forward) - self.storages.of(self.given)
+        object.__setattr__(self, "saved", read & own_storages)
 
-    @property
-    def given(self) -> frozenset[fx.Node]:
-        """Nodes whose value exists before the step: primals and constants."""
-        return frozenset((*self.primals, *self.constants))
+    def is_old_value(self, node: fx.Node) -> bool:
+        """Whether ``node`` copies a primal that the forward mutates."""
+        return torch_compat.is_clone(node) and node.args[0] in self.mutated
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether ``node`` picks one value of an operation with several."""
+    return node.target is operator.getitem
+
+
+def values_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that pick a value of ``node``, an operation with several."""
+    return [user for user in node.users if is_getitem(user)]
+
+
+def operation_of(node: fx.Node) -> fx.Node:
+    """The operation that ``node`` runs with: what it picks a value of, or waits for, or itself."""
+    if torch_compat.is_wait(node):
+        return torch_compat.awaited(node)
+    return node.all_input_nodes[0] if is_getitem(node) else node
+
+
+def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
+    """Fake tensors that running ``node`` returns, in order.
+
+    Raises:
+        GraphError: the node was traced without a value.
+    """
+    if node.op == "output":
+        return
+    if "val" not in node.meta:
+        raise GraphError(f"node {node.name} ({node.target}) carries no traced value")
+    value = node.meta["val"]
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(item, torch.Tensor):
+            yield item
+
+
+def copy_origin(source: fx.Node, target: fx.Node) -> None:
+    """Let ``target`` come from where in the model, and from which phase, ``source`` comes."""
+    for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def fake_result(target: Any, args: Any, kwargs: Any, mode: Any) -> Any:
+    """What an operation returns, of fake values of the nodes among its arguments in their mode."""
+
+    def value_of(node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    with mode, torch.no_grad():
+        return target(*fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs, value_of))
+
+
+def replace_tensors(graph: fx.Graph, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let ``place`` of it take the place of each tensor that a node of ``graph`` returns."""
+    for node in graph.nodes:
+        if node.op != "output" and "val" in node.meta:
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, place, node.meta["val"])
+
+
+def allocated_bytes(nbytes: int, device: torch.device) -> int:
+    """The least that the device's allocator hands out for a request of ``nbytes``.
+
+    The CUDA caching allocator rounds requests up to 512 bytes. A cached block may be larger:
+    that depends on what was asked for before (``planner.allocations``).
+    """
+    granule = granule_of(device)
+    return -(-nbytes // granule) * granule
+
+
+def granule_of(device: torch.device) -> int:
+    """Bytes that the device's allocator rounds requests up to."""
+    return 512 if device.type == "cuda" else 1
+
+
+def build_storage_table(graph: fx.Graph) -> StorageTable:
+    """Group the tensors of ``graph`` by storage.
+
+    Requires: every node but the output carries the fake value of its trace.
+    Ensures: every tensor lies in exactly one storage; views share their base's.
+
+    Raises:
+        CaptureError: a tensor is sparse.
+    """
+    ids: dict[int, int] = {}
+    asked: list[int] = []
+    granules: list[int] = []
+    owner: list[fx.Node] = []
+    of_node: dict[fx.Node, tuple[int, ...]] = {}
+    for node in graph.nodes:
+        found = []
+        for index, tensor in enumerate(tensors_of(node)):
+            if tensor.layout is not torch.strided:
+                raise CaptureError(
+                    f"{node.name} ({node.target}) is a tensor of layout {tensor.layout}, whose "
+                    "memory cannot be planned: use dense tensors (sparse=False in an embedding)"
+                )
+            key = torch_compat.storage_key(tensor)
+            if key not in ids:
+                ids[key] = len(asked)
+                asked.append(layouts_of(node)[index].storage_bytes)
+                granules.append(granule_of(tensor.device))
+                owner.append(node)
+            found.append(ids[key])
+        of_node[node] = tuple(dict.fromkeys(found))
+    sizes = (-(-int(n) // granule) * granule for n, granule in zip(asked, granules, strict=True))
+    return StorageTable(tuple(sizes), tuple(owner), of_node, tuple(asked), tuple(granules))

@@ -7,15 +7,13 @@ holds this position, wherever the cuts are put.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.invert import is_inverse
+from fxremat.passes.joint.batchnorm import is_inverse
+from fxremat.passes.joint.graph import JointGraph, operation_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,10 @@ class Positions:
     backward: dict[fx.Node, int]
     count: int
 
+    def of(self, node: fx.Node) -> int | None:
+        """The position of ``node``, if it has any."""
+        return self.forward.get(node, self.backward.get(node))
+
 
 def locate(joint: JointGraph, *, views: frozenset[fx.Node] = frozenset()) -> Positions:
     """Give every node its position, but the forward's ``views`` of given tensors.
@@ -46,10 +48,9 @@ def locate(joint: JointGraph, *, views: frozenset[fx.Node] = frozenset()) -> Pos
     for node in joint.forward:
         if node in views:
             continue
-        if node.target is operator.getitem and node.args[0] in forward:
-            forward[node] = forward[node.args[0]]  # type: ignore[index]
-        elif torch_compat.is_wait(node):
-            forward[node] = forward[torch_compat.awaited(node)]
+        operation = operation_of(node)
+        if operation is not node and operation in forward:
+            forward[node] = forward[operation]
         elif is_inverse(node):  # no later than the backward of what it is computed from
             forward[node] = forward[node.all_input_nodes[0]]
         else:
@@ -67,48 +68,50 @@ def _locate_backward(
         if number is not None:
             differentiates[number] = position
     located = dict.fromkeys(joint.tangents, max(count - 1, 0))
-    waiting: list[fx.Node] = []
+    free = gradient_free(joint)
     last_draw = count - 1
     for node in joint.backward:
-        sources = [located[n] for n in node.all_input_nodes if n in located]
-        if not sources:
-            waiting.append(node)
+        if node in free:
             continue
-        if node.target is operator.getitem or torch_compat.is_wait(node):  # one position for all
+        sources = [located[n] for n in node.all_input_nodes if n in located]
+        if operation_of(node) is not node:  # one position for all
             (located[node],) = sources
             continue
         position = min(*sources, _natural(node, differentiates, forward))
         if torch_compat.draws_random_numbers(node):
             position = last_draw = min(position, last_draw)
         located[node] = position
-    # What depends on no gradient (a mask, a scale) is computed where it is first read.
-    for node in reversed(waiting):
+    # What depends on no gradient is computed where it is first read.
+    for node in reversed(free):
         readers = [located[user] for user in node.users if user in located]
         located[node] = max(readers, default=_natural(node, differentiates, forward))
-    for node in waiting:
-        if node.target is operator.getitem or torch_compat.is_wait(node):
+    for node in free:
+        if operation_of(node) is not node:
             located[node] = located[node.all_input_nodes[0]]
-    _settle(joint, located)
+    for node in joint.backward:  # such a one may stand above something that it reads
+        located[node] = min(located[n] for n in (node, *node.all_input_nodes) if n in located)
     return {node: located[node] for node in joint.backward}
 
 
+def gradient_free(joint: JointGraph) -> dict[fx.Node, None]:
+    """Backward nodes that depend on no gradient, in order: a mask, a scale."""
+    dependent = set(joint.tangents)
+    free: dict[fx.Node, None] = {}
+    for node in joint.backward:
+        if dependent.isdisjoint(node.all_input_nodes):
+            free[node] = None
+        else:
+            dependent.add(node)
+    return free
+
+
 def _natural(node: fx.Node, differentiates: dict[int, int], forward: dict[fx.Node, int]) -> int:
-    """The position that ``node`` would take if its gradients were there already.
+    """The position that ``node`` would take if its gradients were there already; no less than that
+    of what it reads of the forward.
 
     Sums of gradients carry a number past every forward operation's: any place will do.
     """
     number = torch_compat.sequence_number(node)
     anywhere = max(differentiates.values(), default=0)
     natural = anywhere if number is None else differentiates.get(number, anywhere)
-    return max(natural, _last_birth(node.all_input_nodes, forward))
-
-
-def _last_birth(nodes: Iterable[fx.Node], forward: dict[fx.Node, int]) -> int:
-    return max((forward[n] for n in nodes if n in forward), default=0)
-
-
-def _settle(joint: JointGraph, located: dict[fx.Node, int]) -> None:
-    """Lower whoever stands above something it reads (only what waited can)."""
-    for node in joint.backward:
-        sources = [located[n] for n in node.all_input_nodes if n in located]
-        located[node] = min([located[node], *sources])
+    return max([natural, *(forward[n] for n in node.all_input_nodes if n in forward)])

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import GraphError
+from fxremat.passes.joint.graph import copy_origin, tensors_of
 from fxremat.runtime import rng
 
 
@@ -29,7 +30,7 @@ def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> bool:
                 state = graph.call_function(rng.record_state, (str(device),))
             nbytes = rng.state_bytes(str(device))
             state.meta["val"] = torch_compat.fake_bytes_like(node, nbytes)
-            _copy_origin(node, state)
+            copy_origin(node, state)
             operation: Any = node.target
             node.args = (state, str(device), operation, *node.args)
             node.target = rng.draw
@@ -52,20 +53,13 @@ def draws(node: fx.Node) -> bool:
     return is_draw(node) or torch_compat.draws_random_numbers(node)
 
 
-def _copy_origin(source: fx.Node, target: fx.Node) -> None:
-    for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
-        if key in source.meta:
-            target.meta[key] = source.meta[key]
-
-
 def _device_of_draw(node: fx.Node) -> torch.device:
-    value = node.meta["val"]
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(item, torch.Tensor):
-            if item.device.type not in ("cpu", "cuda"):
-                raise GraphError(
-                    f"{node.name} ({node.target}) draws on {item.device}, "
-                    "whose generator cannot be recorded: use cpu or cuda"
-                )
-            return item.device
-    raise GraphError(f"random operation {node.name} ({node.target}) returns no tensor")
+    tensor = next(tensors_of(node), None)
+    if tensor is None:
+        raise GraphError(f"random operation {node.name} ({node.target}) returns no tensor")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise GraphError(
+            f"{node.name} ({node.target}) draws on {tensor.device}, "
+            "whose generator cannot be recorded: use cpu or cuda"
+        )
+    return tensor.device

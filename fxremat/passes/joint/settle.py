@@ -1,8 +1,8 @@
-"""A graph traced for all sizes as one of those it was traced with.
+"""A graph with symbols in place of sizes, as one of numbers: those of its capture.
 
-Dynamo may trace a step with symbols in place of sizes. The passes, the planner and whoever
-measures work with numbers, so a symbolic graph is settled first: every tensor gets the shape,
-strides and storage that it has at the sizes of the capture.
+Dynamo may trace a step with symbols in place of sizes. Passes, planner and measurements work with
+numbers, so a symbolic graph is settled first: every tensor gets the shape, strides and storage
+that it has at the sizes of the capture.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, SizesError
+from fxremat.passes.joint.graph import replace_tensors
 from fxremat.passes.joint.sizes import (
     LAYOUTS,
     PREFIX,
@@ -25,6 +26,7 @@ from fxremat.passes.joint.sizes import (
     Size,
     Sizes,
     evaluated,
+    lay,
     layout_of,
     names_in,
     symbol,
@@ -32,15 +34,15 @@ from fxremat.passes.joint.sizes import (
 
 
 def settle(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
-    """A joint graph with symbols in place of sizes, as one of the sizes of its capture.
+    """A joint graph at the sizes of its capture, and its symbols.
 
     Args:
         module: AOTAutograd's joint graph; it is not changed.
 
-    Ensures: it is the graph itself where no size is a symbol. Else a copy in which each tensor
+    Ensures: the graph is ``module`` where no size is a symbol. Else a copy in which each tensor
         is as large as at the capture, views share storages as before, and every node carries
-        its layouts; what computes sizes is gone, and what read it has a :class:`Size` in its
-        place. Placeholders, symbols among them, and results stay where they are.
+        its layouts; nodes that compute sizes are gone, with a :class:`Size` in place of each in
+        arguments. Placeholders, symbols among them, and results stay where they are.
 
     Raises:
         CaptureError: a size depends on data.
@@ -63,36 +65,22 @@ def place(module: fx.GraphModule, device: torch.device) -> None:
     Views share storages as before.
     """
 
-    def placed(item: object) -> object:
-        if not isinstance(item, torch.Tensor) or item.layout is not torch.strided:
-            return item
-        layout = layout_of(item)
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
+        own = layout_of(tensor)
+        storage = tensor.untyped_storage()
         return torch_compat.fake_tensor(
-            item,
-            item.untyped_storage(),
-            layout.shape,
-            layout.stride,
-            layout.offset,
-            device=device,
+            tensor, storage, own.shape, own.stride, own.offset, device=device
         )
 
-    for node in module.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, (tuple, list)):
-            node.meta["val"] = type(value)(map(placed, value))
-        elif value is not None:
-            node.meta["val"] = placed(value)
+    replace_tensors(module.graph, placed)
 
 
 def _symbols(*numbers: int | torch.SymInt) -> set[Any]:
-    """Those that numbers follow."""
+    """The symbols that numbers follow."""
     symbolic = (n for n in numbers if isinstance(n, torch.SymInt))
     return set().union(*(torch_compat.expression_of(n)[0].free_symbols for n in symbolic))
-
-
-def _hint(number: int | torch.SymInt) -> int | None:
-    """The number at the sizes of the capture."""
-    return torch_compat.expression_of(number)[1] if isinstance(number, torch.SymInt) else number
 
 
 def _items(node: fx.Node) -> Iterator[object]:
@@ -162,31 +150,25 @@ class _Settler:
         if node.op == "output" or not tensors:
             return
         if all(t.layout is torch.strided for t in tensors):
-            new.meta[LAYOUTS] = tuple(self._layout(t, node) for t in tensors)
-            made = map(self._tensor, tensors, new.meta[LAYOUTS])
-            values = [
-                next(made) if isinstance(item, torch.Tensor) else item for item in _items(node)
-            ]
-            new.meta["val"] = type(value)(values) if isinstance(value, (tuple, list)) else values[0]
+            lay(new, [self._layout(t, node) for t in tensors], self.storages)
 
     def _layout(self, tensor: torch.Tensor, node: fx.Node) -> Layout:
         """How a tensor lies.
 
-        An input may be a view of a tensor with sizes of its own, which nothing tells where it is
-        called: where it is all of that in the capture, it is taken to be so at every size.
+        An input may be a view of a tensor with sizes that no call of the forward tells: where it
+        is all of that tensor in the capture, it is taken to be all of it at every size.
         """
         nbytes = tensor.untyped_storage().nbytes()
-        own_bytes = tensor.numel() * tensor.element_size()
-        foreign = _symbols(nbytes) - _symbols(*tensor.shape)
-        if node.op == "placeholder" and foreign and _hint(nbytes) == _hint(own_bytes):
-            size = self._size
-            return Layout(
-                tuple(size(number, node) for number in tensor.shape),
-                tuple(size(number, node) for number in tensor.stride()),
-                size(tensor.storage_offset(), node),
-                size(own_bytes, node),
-            )
-        return layout_of(tensor, lambda number: self._size(number, node))
+        if node.op == "placeholder" and _symbols(nbytes) - _symbols(*tensor.shape):
+            own_bytes = tensor.numel() * tensor.element_size()
+            if torch_compat.hint_of(nbytes) == torch_compat.hint_of(own_bytes):
+                nbytes = own_bytes
+        return Layout(
+            tuple(self._size(number, node) for number in tensor.shape),
+            tuple(self._size(number, node) for number in tensor.stride()),
+            self._size(tensor.storage_offset(), node),
+            self._size(nbytes, node),
+        )
 
     def _number(self, number: Any, node: fx.Node) -> float:
         """A number that a node computes."""
@@ -232,15 +214,6 @@ class _Settler:
                 self.most[name] = torch_compat.symbol_most(number, met)
         self.zeros = self.zeros or torch_compat.equalities_of(number)
         return Size(hint, expression.xreplace(self.names), self.hints)
-
-    def _tensor(self, traced: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The tensor at the sizes of the capture; those of one storage share one."""
-        key = torch_compat.storage_key(traced)
-        if key not in self.storages:
-            self.storages[key] = torch_compat.meta_storage(layout.storage_bytes)
-        return torch_compat.fake_tensor(
-            traced, self.storages[key], layout.shape, layout.stride, layout.offset
-        )
 
     def sizes(self, primals: Sequence[fx.Node]) -> Sizes:
         """The symbols, and where they are read.

@@ -18,6 +18,7 @@ import sympy
 import torch
 from numpy.typing import NDArray
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
 
@@ -271,14 +272,39 @@ def layouts_of(node: fx.Node) -> tuple[Layout, ...]:
     return tuple(layout_of(t) for t in items if isinstance(t, torch.Tensor))
 
 
-def layout_of(tensor: torch.Tensor, number: Callable[[Any], int] = int) -> Layout:
-    """Of one tensor, in numbers that are ``number`` of those that it has."""
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Of one tensor, in plain numbers."""
     return Layout(
-        tuple(map(number, tensor.shape)),
-        tuple(map(number, tensor.stride())),
-        number(tensor.storage_offset()),
-        number(tensor.untyped_storage().nbytes()),
+        tuple(map(int, tensor.shape)),
+        tuple(map(int, tensor.stride())),
+        int(tensor.storage_offset()),
+        int(tensor.untyped_storage().nbytes()),
     )
+
+
+def lay(
+    node: fx.Node, layouts: Sequence[Layout], storages: dict[int, torch.UntypedStorage]
+) -> None:
+    """Let the tensors that ``node`` returns lie as ``layouts`` say, without data.
+
+    Args:
+        node: its value is replaced.
+        layouts: of each tensor, in order.
+        storages: new ones by what they stand for, so that views share them as before; what is
+            missing is added.
+    """
+    each = iter(layouts)
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        layout, key = next(each), torch_compat.storage_key(tensor)
+        if key not in storages:
+            storages[key] = torch_compat.meta_storage(layout.storage_bytes)
+        return torch_compat.fake_tensor(
+            tensor, storages[key], layout.shape, layout.stride, layout.offset
+        )
+
+    node.meta[LAYOUTS] = tuple(layouts)
+    node.meta["val"] = pytree.tree_map_only(torch.Tensor, placed, node.meta["val"])
 
 
 def describe_like(node: fx.Node, source: fx.Node, value: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -13,9 +12,9 @@ from torch import fx
 
 from fxremat.errors import GraphError
 from fxremat.passes.joint import batchnorm, rng
-from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.joint.graph import is_getitem, is_tensor
 from fxremat.passes.stages.linearize import Line
-from fxremat.passes.stages.sums import Sums, backward_nodes
+from fxremat.passes.stages.order import Sums, backward_nodes
 from fxremat.runtime.rng import redraw
 from fxremat.runtime.views import held
 
@@ -287,8 +286,3 @@ def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
     if mode is Mode.AGAIN and batchnorm.updates_statistics(node):
         return batchnorm.STATELESS, batchnorm.stateless_arguments(node), {}
     return node.target, node.args, kwargs
-
-
-def is_getitem(node: fx.Node) -> bool:
-    """Whether ``node`` picks one of several results."""
-    return node.target is operator.getitem

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
+from networkx.utils import UnionFind
 from torch import fx
 
 from fxremat.passes.joint import batchnorm, rng
-from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.position import Positions
-from fxremat.passes.joint.storage import is_tensor
+from fxremat.passes.joint.graph import JointGraph, is_tensor
+from fxremat.passes.joint.position import Positions, gradient_free
 from fxremat.passes.stages.segments import Segments
 
 LEAST_SHARE = 0.05
@@ -74,62 +74,11 @@ class Placed:
                 continue
             here = segments.at(position)
             for user in node.users:
-                at = where.forward.get(user, where.backward.get(user))
+                at = where.of(user)
                 there = here if at is None else segments.at(at)
                 if user in self.sums or there not in segments.path(here):
                     return False
         return True
-
-
-class _Groups:
-    """Operations and storages that activations connect, and the saved bytes of each group."""
-
-    def __init__(
-        self, joint: JointGraph, *, apart: frozenset[int], saved: Mapping[int, int]
-    ) -> None:
-        self._table = joint.storages
-        self._apart = apart
-        self._saved = saved
-        self._parent: dict[fx.Node | int, fx.Node | int] = {}
-        self._saved_bytes: dict[fx.Node | int, int] = {}
-        self._operations: dict[fx.Node | int, int] = {}
-
-    def heavy(self, least_bytes: int) -> dict[fx.Node | int, int]:
-        """The groups that are large enough for a branch, and what they save."""
-        return {
-            group: nbytes
-            for group, nbytes in self._saved_bytes.items()
-            if nbytes >= least_bytes and self._operations.get(group, 0) >= LEAST_OPERATIONS
-        }
-
-    def add(self, node: fx.Node) -> None:
-        """Connect ``node`` with what it makes and reads, but what connects nothing."""
-        for storage in self._table.of((node, *node.all_input_nodes)) - self._apart:
-            self._join(node, storage)
-        for source in node.all_input_nodes:
-            if not is_tensor(source) and source in self._parent:
-                self._join(node, source)  # an operation with several values
-        group = self.find(node)
-        self._operations[group] = self._operations.get(group, 0) + 1
-
-    def find(self, item: fx.Node | int) -> fx.Node | int:
-        """What stands for the group of ``item``."""
-        if item not in self._parent:
-            self._parent[item] = item
-            if isinstance(item, int) and item in self._saved:
-                self._saved_bytes[item] = self._saved[item]
-        while self._parent[item] != item:
-            self._parent[item] = self._parent[self._parent[item]]
-            item = self._parent[item]
-        return item
-
-    def _join(self, one: fx.Node | int, other: fx.Node | int) -> None:
-        a, b = self.find(one), self.find(other)
-        if a != b:
-            self._parent[b] = a
-            for sizes in (self._saved_bytes, self._operations):
-                if b in sizes:
-                    sizes[a] = sizes.get(a, 0) + sizes.pop(b)
 
 
 def find_branches(
@@ -152,17 +101,48 @@ def find_branches(
     """
     nodes = [n for n in joint.forward if n not in views]
     looking = [n for n in joint.forward if n in views]
-    forking = _Forking.of(joint, nodes, pinned)
+    apart = _carrying_no_gradient(joint, pinned) | joint.storages.of(joint.given)
+    saved_bytes = joint.storages.total(joint.saved - pinned)
+    forking = _Forking(joint, apart, max(1, int(LEAST_SHARE * saved_bytes)))
     for nested in (True, False):
         segments, into = forking.split(nodes, nested=nested)
         if len(segments) == 1:
             return
         ordered = [node for own in segments for node in own]
-        if _draws(ordered) == _draws(nodes) and _is_order(ordered):
+        draws = list(filter(rng.draws, nodes))
+        if list(filter(rng.draws, ordered)) == draws and _is_order(ordered):
             segment_of = {node: i for i, own in enumerate(segments) for node in own}
             yield Branches((*looking, *ordered), into, segment_of)
         if len(set(into)) == 1:
             return
+
+
+Item = fx.Node | int
+"""An operation or a storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Operations and storages that activations connect.
+
+    Attributes:
+        joined: the groups, each by one item of it.
+        saved_bytes, operations: of groups that have any.
+    """
+
+    joined: UnionFind = field(default_factory=UnionFind)
+    saved_bytes: dict[Item, int] = field(default_factory=dict)
+    operations: dict[Item, int] = field(default_factory=dict)
+
+    def add(self, node: fx.Node, connected: Mapping[Item, int]) -> None:
+        """Connect ``node`` with items that save so many bytes."""
+        new_bytes = sum(n for item, n in connected.items() if item not in self.joined.parents)
+        before = {self.joined[item] for item in (node, *connected)}
+        self.joined.union(node, *connected)
+        for sums, more in ((self.saved_bytes, new_bytes), (self.operations, 1)):
+            total = more + sum(sums.pop(group, 0) for group in before)
+            if total:
+                sums[self.joined[node]] = total
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,22 +152,12 @@ class _Forking:
     Attributes:
         joint: the step.
         apart: storages that connect nothing.
-        saved: sizes of the storages that the backward reads.
         least_bytes: that a branch saves.
     """
 
     joint: JointGraph
     apart: frozenset[int]
-    saved: dict[int, int]
     least_bytes: int
-
-    @staticmethod
-    def of(joint: JointGraph, nodes: Sequence[fx.Node], pinned: frozenset[int]) -> _Forking:
-        """For these operations of a forward."""
-        saved = _saved_bytes(joint, nodes)
-        total_bytes = sum(n for s, n in saved.items() if s not in pinned)
-        apart = _carrying_no_gradient(joint, pinned) | joint.storages.of(joint.given)
-        return _Forking(joint, apart, saved, max(1, int(LEAST_SHARE * total_bytes)))
 
     def split(
         self, nodes: Sequence[fx.Node], *, nested: bool
@@ -208,25 +178,45 @@ class _Forking:
 
     def _fork(self, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]:
         """Branches of ``nodes``, if there are any, and what comes after them."""
-        groups = _Groups(self.joint, apart=self.apart, saved=self.saved)
+        groups = _Groups()
         best_bytes, point = 1, 0
         for index, node in enumerate(nodes):
-            groups.add(node)
-            heavy = groups.heavy(self.least_bytes).values()
+            self._add(node, groups)
+            heavy = self._heavy(groups).values()
             beside_bytes = sum(heavy) - max(heavy, default=0)
             if beside_bytes >= best_bytes:
                 best_bytes, point = beside_bytes, index + 1
         if not point:
             return [nodes]
-        groups = _Groups(self.joint, apart=self.apart, saved=self.saved)
+        groups = _Groups()
         for node in nodes[:point]:
-            groups.add(node)
-        place = _places(nodes[:point], groups, groups.heavy(self.least_bytes).keys())
+            self._add(node, groups)
+        place = _places(nodes[:point], groups.joined, self._heavy(groups).keys())
         count = 1 + max(place.values())
         found: list[list[fx.Node]] = [[] for _ in range(count + 1)]
         for node in nodes:
             found[place.get(node, count)].append(node)
         return list(found)
+
+    def _add(self, node: fx.Node, groups: _Groups) -> None:
+        """Connect ``node`` with what it makes and reads, but what connects nothing."""
+        table = self.joint.storages
+        connected: dict[Item, int] = {
+            storage: table.nbytes[storage] if storage in self.joint.saved else 0
+            for storage in table.of((node, *node.all_input_nodes)) - self.apart
+        }
+        for source in node.all_input_nodes:
+            if not is_tensor(source) and source in groups.joined.parents:
+                connected[source] = 0  # an operation with several values
+        groups.add(node, connected)
+
+    def _heavy(self, groups: _Groups) -> dict[Item, int]:
+        """The groups that are large enough for a branch, and what they save."""
+        return {
+            group: nbytes
+            for group, nbytes in groups.saved_bytes.items()
+            if nbytes >= self.least_bytes and groups.operations.get(group, 0) >= LEAST_OPERATIONS
+        }
 
 
 def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozenset[int]:
@@ -244,26 +234,15 @@ def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozense
     return pinned - (carrying - once)
 
 
-def _saved_bytes(joint: JointGraph, nodes: Iterable[fx.Node]) -> dict[int, int]:
-    """Sizes of the storages that backward nodes read."""
-    backward = set(joint.backward)
-    return {
-        storage: joint.storages.nbytes[storage]
-        for node in nodes
-        if not backward.isdisjoint(node.users)
-        for storage in joint.storages.of_node[node]
-    }
-
-
 def _places(
-    nodes: Sequence[fx.Node], groups: _Groups, heavy: Set[fx.Node | int]
+    nodes: Sequence[fx.Node], groups: Mapping[Item, Item], heavy: Set[Item]
 ) -> dict[fx.Node, int]:
     """The branch of each node that is in one.
 
     A light group goes with the first branch that reads anything pinned that it makes.
     """
-    group_of = {node: groups.find(node) for node in nodes}
-    place: dict[fx.Node | int, int] = {}
+    group_of = {node: groups[node] for node in nodes}
+    place: dict[Item, int] = {}
     for group in group_of.values():
         if group in heavy:
             place.setdefault(group, len(place))
@@ -276,10 +255,6 @@ def _places(
             if group not in heavy and readers and min(readers) < place.get(group, len(heavy)):
                 place[group], changed = min(readers), True
     return {node: place[group] for node, group in group_of.items() if group in place}
-
-
-def _draws(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    return list(filter(rng.draws, nodes))
 
 
 def _is_order(nodes: Sequence[fx.Node]) -> bool:
@@ -325,12 +300,11 @@ class _Placing:
 
     def run(self) -> Placed | None:
         joint = self._joint
-        waiting = self._without_gradient()
-        for node in reversed(joint.backward):
-            if node in waiting:
-                self._lift(node)
+        free = gradient_free(joint)
+        for node in reversed(free):
+            self._lift(node)
         for node in joint.backward:
-            if node not in waiting:
+            if node not in free:
                 self._confine(node)
         for node in joint.backward:
             sources = [self._located[n] for n in node.all_input_nodes if n in self._located]
@@ -346,17 +320,6 @@ class _Placing:
 
     def _segment_of(self, node: fx.Node) -> int:
         return self._segments.at(self._located[node])
-
-    def _without_gradient(self) -> set[fx.Node]:
-        """Backward nodes that depend on no gradient: a mask, a scale."""
-        found: set[fx.Node] = set()
-        known = set(self._joint.tangents)
-        for node in self._joint.backward:
-            if known.isdisjoint(node.all_input_nodes):
-                found.add(node)
-            else:
-                known.add(node)
-        return found
 
     def _lift(self, node: fx.Node) -> None:
         """What several segments read is computed before any of them goes back."""

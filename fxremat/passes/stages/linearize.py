@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -10,11 +10,9 @@ from itertools import accumulate
 
 from torch import fx
 
-from fxremat import torch_compat
 from fxremat.passes.joint import batchnorm, rng
-from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.graph import JointGraph, is_tensor
 from fxremat.passes.joint.position import Positions, locate
-from fxremat.passes.joint.storage import is_tensor
 from fxremat.passes.stages.branches import Placed, find_branches, place_backward
 from fxremat.passes.stages.cuts import Crossing, choose_cuts, cut_apart
 from fxremat.passes.stages.segments import Segments
@@ -117,12 +115,8 @@ class Line:
         return (self.role_of[node], self.order[node])
 
 
-@dataclass(frozen=True, slots=True)
-class _Life:
-    """Of a storage: positions ``[birth, last)`` are cuts that it crosses."""
-
-    birth: int
-    last: int
+Lives = dict[int, range]
+"""By storage the cuts that it crosses, as positions: from its birth to its last reader."""
 
 
 def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bool = True) -> Line:
@@ -160,105 +154,68 @@ def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bo
     return _assemble(joint, placed, pinned, views, cuts)
 
 
-def _readers_position(user: fx.Node, positions: Positions) -> int | None:
-    if user in positions.forward:
-        return positions.forward[user]
-    return positions.backward.get(user)
-
-
-def _storage_lives(joint: JointGraph, positions: Positions) -> dict[int, _Life]:
+def _storage_lives(joint: JointGraph, positions: Positions) -> Lives:
     """Lives of the storages that forward operations allocate."""
-    births: dict[int, int] = {}
-    lasts: dict[int, int] = defaultdict(int)
+    lives: Lives = {}
     given = joint.storages.of(joint.given)
-    for node in positions.forward:
+    for node, position in positions.forward.items():
+        readers = [at for at in map(positions.of, node.users) if at is not None]
         for storage in joint.storages.of_node[node]:
-            if storage in given:
-                continue
-            position = positions.forward[node]
-            births.setdefault(storage, position)
-            readers = [_readers_position(user, positions) for user in node.users]
-            last = max((p for p in readers if p is not None), default=position)
-            lasts[storage] = max(lasts[storage], last, position)
-    return {storage: _Life(birth, lasts[storage]) for storage, birth in births.items()}
+            if storage not in given:
+                life = lives.setdefault(storage, range(position, position))
+                lives[storage] = range(life.start, max([life.stop, position, *readers]))
+    return lives
 
 
 def _choose_pinned(
-    joint: JointGraph,
-    positions: Positions,
-    lives: dict[int, _Life],
-    pin_below_bytes: int | None,
+    joint: JointGraph, positions: Positions, lives: Lives, pin_below_bytes: int | None
 ) -> frozenset[int]:
     """Storages to keep for the whole step.
 
     Outputs; what cannot be computed again; what a backward reads from a later stage; and
     what is small but would cross many cuts.
     """
-    outputs = [n for n in joint.forward_outputs if isinstance(n, fx.Node)]
-    pinned = set(joint.storages.of(outputs))
-    saved: set[int] = set()
-    for node in positions.forward:
-        for user in node.users:
-            if user not in positions.backward:
-                continue
-            saved.update(joint.storages.of_node[node])
-            if positions.backward[user] < positions.forward[node]:
-                pinned.update(joint.storages.of_node[node])
-        once = is_old_value(joint, node) or rng.is_state(node) or batchnorm.is_new_statistic(node)
-        if once:  # nothing can compute them again
+    pinned = set(joint.storages.of(joint.results))
+    for node, position in positions.forward.items():
+        late = any(positions.backward.get(user, position) < position for user in node.users)
+        once = joint.is_old_value(node) or rng.is_state(node) or batchnorm.is_new_statistic(node)
+        if late or once:
             pinned.update(joint.storages.of_node[node])
-    saved.intersection_update(lives)
     if pin_below_bytes is None:
-        pin_below_bytes = int(PIN_SHARE * joint.storages.total(saved))
+        pin_below_bytes = int(PIN_SHARE * joint.storages.total(joint.saved))
     long_life = max(LONG_LIFE, positions.count // LONG_SHARE)
     for storage, life in lives.items():
-        small = joint.storages.nbytes[storage] <= pin_below_bytes
-        if small and life.last - life.birth > long_life:
+        if joint.storages.nbytes[storage] <= pin_below_bytes and len(life) > long_life:
             pinned.add(storage)
     return frozenset(pinned)
 
 
-def is_old_value(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether ``node`` copies a primal that the forward mutates."""
-    return torch_compat.is_clone(node) and node.args[0] in joint.mutated
-
-
-def _crossing(
-    joint: JointGraph, placed: Placed, lives: dict[int, _Life], pinned: frozenset[int]
-) -> Crossing:
-    positions = placed.positions
-    saved = {
-        storage
-        for node in joint.forward
-        if any(user in positions.backward for user in node.users)
-        for storage in joint.storages.of_node[node]
-    }
-    change = [0] * (positions.count + 1)
-    reach = [0] * positions.count
-    saved_bytes = [0] * positions.count
+def _crossing(joint: JointGraph, placed: Placed, lives: Lives, pinned: frozenset[int]) -> Crossing:
+    count = placed.positions.count
+    change, reach, saved_bytes = [0] * (count + 1), [0] * count, [0] * count
     for storage, life in lives.items():
-        if storage not in pinned:
-            weight = joint.storages.nbytes[storage] * (1 if storage in saved else 2)
-            for span in _spans(life, placed.segments):
-                change[span.start] += weight
-                change[span.stop] -= weight
-                for position in span:
-                    reach[position] = max(reach[position], span.stop)
-            saved_bytes[life.birth] += joint.storages.nbytes[storage] * (storage in saved)
-    weights = accumulate(change[: positions.count])
-    return Crossing(tuple(weights), tuple(reach), tuple(saved_bytes))
+        if storage in pinned:
+            continue
+        nbytes, saved = joint.storages.nbytes[storage], storage in joint.saved
+        for span in _spans(life, placed.segments):
+            change[span.start] += nbytes * (1 if saved else 2)
+            change[span.stop] -= nbytes * (1 if saved else 2)
+            for position in span:
+                reach[position] = max(reach[position], span.stop)
+        saved_bytes[life.start] += nbytes * saved
+    return Crossing(tuple(accumulate(change[:count])), tuple(reach), tuple(saved_bytes))
 
 
-def _spans(life: _Life, segments: Segments) -> list[range]:
+def _spans(life: range, segments: Segments) -> list[range]:
     """Cuts that a storage crosses in its own segment and those after it, in no other branch."""
-    found = [range(life.birth, life.last)]
-    for segment in segments.path(segments.at(life.birth))[:-1]:
+    found = [life]
+    for segment in segments.path(segments.at(life.start))[:-1]:
         cut = segments.ends[segment]
-        if life.last <= cut:
+        if life.stop <= cut:
             break
         after = segments.start(segments.into[segment])
         found[-1] = range(found[-1].start, cut)
-        found.append(range(after, max(life.last, after)))
+        found.append(range(after, max(life.stop, after)))
     return found
 
 
@@ -269,60 +226,50 @@ def _assemble(
     views: frozenset[fx.Node],
     cuts: Sequence[int],
 ) -> Line:
-    positions = placed.positions
-    stage_at: list[int] = []
-    for i, end in enumerate([*cuts, max(positions.count, 1) - 1]):
-        stage_at.extend([i] * (end + 1 - len(stage_at)))
-    count = len(cuts) + 1
-    stage_of = {n: stage_at[p] for n, p in positions.forward.items()}
-    stage_of.update({n: stage_at[p] for n, p in positions.backward.items()})
+    where = placed.positions
+    stage_of = {
+        n: bisect_left(cuts, p) for n, p in (*where.forward.items(), *where.backward.items())
+    }
     fixed = frozenset(
         n
         for n in joint.forward
         if is_tensor(n) and n not in views and pinned.issuperset(joint.storages.of_node[n])
     )
-    boundaries: list[list[fx.Node]] = [[] for _ in range(count + 1)]
-    saved: list[list[fx.Node]] = [[] for _ in range(count)]
-    for node in joint.forward:
-        if not is_tensor(node) or node in fixed or node in views:
-            continue
-        born = stage_of[node]
-        users = [stage_of[u] for u in node.users if u in stage_of]
-        for cut in range(born + 1, max(users, default=born) + 1):
-            boundaries[cut].append(node)
-        if any(u in positions.backward and stage_of[u] == born for u in node.users):
-            saved[born].append(node)
-    forward: list[list[fx.Node]] = [[] for _ in range(count)]
-    backward: list[list[fx.Node]] = [[] for _ in range(count)]
-    for node in joint.forward:
-        if node not in views:
-            forward[stage_of[node]].append(node)
+    count = len(cuts) + 1
+    forward, backward, boundary, saved = ([list[fx.Node]() for _ in range(count)] for _ in range(4))
     for node in joint.backward:
         backward[stage_of[node]].append(node)
+    for node in joint.forward:
+        if node in views:
+            continue
+        own = stage_of[node]
+        forward[own].append(node)
+        if is_tensor(node) and node not in fixed:
+            for cut in range(own + 1, max((stage_of.get(u, 0) for u in node.users), default=0) + 1):
+                boundary[cut].append(node)
+            if any(u in where.backward and stage_of[u] == own for u in node.users):
+                saved[own].append(node)
     stages = tuple(
         StageNodes(
-            forward=tuple(forward[i]),
-            backward=tuple(backward[i]),
-            boundary=tuple(boundaries[i]),
-            saved=tuple(saved[i]),
-            pinned=tuple(n for n in forward[i] if n in fixed),
+            tuple(forward[i]),
+            tuple(backward[i]),
+            tuple(boundary[i]),
+            tuple(saved[i]),
+            tuple(n for n in forward[i] if n in fixed),
         )
         for i in range(count)
     )
-    roles = _roles(joint, stages, fixed)
-    order = {node: index for index, node in enumerate(joint.module.graph.nodes)}
+    ends = tuple(bisect_left(cuts, end) for end in placed.segments.ends)
     return Line(
         joint,
         (*stages, *_turn_of(joint, stages)),
         fixed,
         views,
         stage_of,
-        roles,
-        order,
-        segments=replace(
-            placed.segments, ends=tuple(stage_at[end] for end in placed.segments.ends)
-        ),
-        drawing=tuple(i for i in range(count) if any(map(rng.draws, forward[i]))),
+        _roles(joint, stages, fixed),
+        order={node: index for index, node in enumerate(joint.module.graph.nodes)},
+        segments=replace(placed.segments, ends=ends),
+        drawing=tuple(i for i, own in enumerate(forward) if any(map(rng.draws, own))),
         sums=placed.stages_of_sums(joint, stage_of),
     )
 
@@ -342,7 +289,7 @@ def _views_of_given(joint: JointGraph) -> frozenset[fx.Node]:
     """Operations that only look at given tensors, but for outputs."""
     views = set(joint.given)
     given = joint.storages.of(joint.given)
-    results = {*joint.forward_outputs, *joint.backward_outputs}
+    results = {*joint.results, *joint.gradients}
     for node in joint.forward:
         sources = node.all_input_nodes
         looks = is_tensor(node) and given.issuperset(joint.storages.of_node[node])
