@@ -191,14 +191,12 @@ class _Move:
         there = {*nodes}
         modes = {n: self.block.mode_of(n) for n in guests if n not in block.nodes}
         waits = {**self.block.waits, **block.waits, **self.held}
-        return Block.of(
-            self.line,
-            block.stage,
-            block.mode,
-            nodes,
-            wanted,
-            again=[node for node in block.again if node in there],
+        changed = replace(
+            block,
+            nodes=tuple(nodes),
+            again=dict.fromkeys(node for node in block.again if node in there).keys(),
             guests={n: m for n, m in {**block.guests, **modes}.items() if n in there},
             waits={node: read for node, read in waits.items() if node in there},
             front=front,
         )
+        return changed.connected(self.line, wanted)

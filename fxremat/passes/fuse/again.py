@@ -14,7 +14,6 @@ partitioner does the same at any ``activation_memory_budget`` below 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any
 
 import networkx as nx
 from torch import fx
@@ -22,7 +21,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.passes.fuse.groups import Span, spans_of
 from fxremat.passes.fuse.kinds import Kind, Kinds, bases, kinds_of
-from fxremat.passes.joint.graph import fake_result, tensors_of
+from fxremat.passes.joint.graph import add_call, fake_result, tensors_of
 from fxremat.passes.stages.linearize import Line
 
 SOURCE, SINK = "given", "read"
@@ -162,28 +161,15 @@ def computed_twice(line: Line) -> fx.GraphModule:
         with graph.inserting_before(values[reader]):
             for node in needed:
                 if node not in twice:
-                    twice[node] = _once_more(graph, node, found, mode)
+                    call = (node.target, node.args, node.kwargs)
+                    made = twice[node] = add_call(graph, call, found, f"{node.name}_twice")
+                    made.meta = dict(node.meta) | {"partitioner_tag": "is_backward"}
+                    made.meta["val"] = fake_result((made.target, made.args, made.kwargs), mode)
                 found[node] = twice[node]
         values[reader].args = fx.node.map_arg(reader.args, found.__getitem__)
         values[reader].kwargs = fx.node.map_arg(reader.kwargs, found.__getitem__)
     graph.lint()
     return torch_compat.graph_module(line.joint.module, graph)
-
-
-def _once_more(
-    graph: fx.Graph, node: fx.Node, sources: Mapping[fx.Node, fx.Node], mode: Any
-) -> fx.Node:
-    """``node`` of the forward computed in the backward, too."""
-    made = graph.create_node(
-        "call_function",
-        node.target,
-        fx.node.map_arg(node.args, sources.__getitem__),
-        fx.node.map_arg(node.kwargs, sources.__getitem__),
-        name=f"{node.name}_twice",
-    )
-    made.meta = dict(node.meta) | {"partitioner_tag": "is_backward"}
-    made.meta["val"] = fake_result(made.target, made.args, made.kwargs, mode)
-    return made
 
 
 def _writable(

@@ -90,7 +90,7 @@ class _Writer:
     def _value(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What the operation returns, without data; ``None``: it cannot be run so."""
         try:
-            return fake_result(node.target, args, kwargs, self._mode)
+            return fake_result((node.target, args, kwargs), self._mode)
         except (RuntimeError, ValueError):
             return None
 

@@ -22,7 +22,7 @@ from fxremat.passes.fuse.groups import group, spans_of
 from fxremat.passes.fuse.kinds import Kind, Kinds, Part, bases, kinds_of, parts_of
 from fxremat.passes.fuse.unit import Units
 from fxremat.passes.joint import rng
-from fxremat.passes.joint.graph import is_tensor
+from fxremat.passes.joint.graph import add_call, is_tensor
 from fxremat.passes.joint.position import locate
 from fxremat.passes.joint.sizes import LAYOUTS, Size, difference, layouts_of
 from fxremat.passes.stages.linearize import Line
@@ -56,9 +56,9 @@ class _Item:
 
     Attributes:
         nodes: what it computes, in order.
-        roots: of what it computes for itself though others do: what each is computed from.
+        roots: of values that it computes for itself, though others compute them, too.
         fused: it becomes a unit.
-        given: values that are asked of it; none where nobody needs it.
+        given: values that others read; none where nobody needs it.
     """
 
     nodes: list[fx.Node]
@@ -71,10 +71,10 @@ class _Items:
     """All operations of a line.
 
     Attributes:
-        line: of which.
+        line: the step.
         kinds: of its operations.
-        ordered: each after all that it reads, else as the graph has them; random draws in
-            their order.
+        ordered: items, each after all that it reads, else as the graph has them; random draws
+            in their order.
     """
 
     def __init__(self, line: Line) -> None:
@@ -160,10 +160,8 @@ class _Items:
 
     def _ask(self) -> None:
         """Find what is asked of each item: nothing of those that nobody needs."""
-        joint = self.line.joint
-        for node in (*joint.forward_outputs, *joint.backward_outputs):
-            if isinstance(node, fx.Node):
-                self._give(node)
+        for node in (*self.line.joint.results, *self.line.joint.gradients):
+            self._give(node)
         for item in reversed(self.ordered):
             if not item.fused and (item.given or rng.draws(item.nodes[0])):
                 item.given.setdefault(item.nodes[0])
@@ -295,12 +293,7 @@ def _graph_of(
         copied[node] = graph.placeholder(f"in{i}")
         copied[node].meta = _kept(node)
     for node in order:
-        copied[node] = graph.create_node(
-            "call_function",
-            node.target,
-            fx.node.map_arg(node.args, copied.__getitem__),
-            fx.node.map_arg(node.kwargs, copied.__getitem__),
-        )
+        copied[node] = add_call(graph, (node.target, node.args, node.kwargs), copied)
         copied[node].meta = _kept(node)
     graph.output(tuple(copied[n] for n in given))
     return graph, inputs

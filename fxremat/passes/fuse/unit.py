@@ -7,7 +7,6 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import is_getitem, tensors_of
-from fxremat.passes.joint.sizes import Layout, evaluated, layouts_of, names_in
+from fxremat.passes.joint.sizes import evaluated, layouts_of, names_in
 
 LOG = logging.getLogger("fxremat")
 
@@ -31,19 +30,8 @@ Run = Callable[[list[Any]], Any]
 """Takes inputs in a list, which it empties; returns what the unit does."""
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    """A tensor that a unit takes.
-
-    Attributes:
-        layout: how it was traced to lie in memory.
-        dtype: of it.
-        sure: it always lies so; results of libraries may lie otherwise than their trace.
-    """
-
-    layout: Layout
-    dtype: torch.dtype
-    sure: bool
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
 
 
 class Unit:
@@ -54,7 +42,7 @@ class Unit:
     Args:
         name: in emitted code; it says what is computed, and is another for any other unit.
         graph: placeholders, operations, and a tuple of tensors in storages of their own.
-        inputs: what it takes.
+        sure: which of its inputs always lie as traced; results of libraries may lie otherwise.
         hints: the sizes that the operations follow, by name, and their values at the capture.
         device: of all tensors.
 
@@ -65,18 +53,18 @@ class Unit:
         self,
         name: str,
         graph: fx.Graph,
-        inputs: Sequence[Input],
+        sure: Sequence[bool],
         hints: Mapping[str, int],
         device: torch.device,
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = "fxremat.units"
         self.graph = graph
-        self.inputs = tuple(inputs)
+        self.inputs = tuple(graph.find_nodes(op="placeholder"))
         self.hints = dict(hints)
         self.device = device
         self.eager = False
-        self._unsure = [i for i, own in enumerate(self.inputs) if not own.sure]
+        self._unsure = [i for i, own in enumerate(sure) if not own]
         self._runs: dict[tuple[int, ...], Run] = {}
         self._any_size: tuple[Run, Callable[..., bool]] | None = None
         self._lock = threading.RLock()
@@ -89,7 +77,8 @@ class Unit:
             key += args[i].stride()
         run = self._runs.get(key)
         if run is None:
-            run = self._run_for(args[:count], tuple(map(int, args[count:])))
+            places = [(tuple(t.shape), tuple(t.stride())) for t in args[:count]]
+            run = self._run_for(tuple(map(int, args[count:])), places)
         return run([*args[:count]])
 
     def __repr__(self) -> str:
@@ -102,44 +91,31 @@ class Unit:
 
     def compile(self) -> None:
         """Make its kernels for the sizes of the capture, where all lies as traced."""
-        sizes = tuple(self.hints.values())
-        key = sizes
-        for i in self._unsure:
-            key += tuple(map(int, self.inputs[i].layout.stride))
-        if key not in self._runs:
-            self._compile(key, sizes, self._places(self.hints))
+        self._run_for(tuple(self.hints.values()), self._places(self.hints))
 
-    def _run_for(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Run:
-        """What runs for these inputs, made now if it must be."""
-        key = sizes
-        for i in self._unsure:
-            key += tensors[i].stride()
+    def _run_for(self, sizes: tuple[int, ...], places: list[Place]) -> Run:
+        """What runs for inputs that lie so, made now if it must be."""
+        key = (*sizes, *(stride for i in self._unsure for stride in places[i][1]))
         with self._lock:
             if key not in self._runs:
-                self._compile(key, sizes, [(tuple(t.shape), tuple(t.stride())) for t in tensors])
+                named = dict(zip(self.hints, sizes, strict=True))
+                run = None
+                if named != self.hints and places == self._places(named):
+                    run = self._for_any_size(sizes)
+                if len(self._runs) > MOST_SIZES:  # those of the capture come first, and stay
+                    self._runs.pop(next(islice(self._runs, 1, None)))
+                self._runs[key] = self._checked(key, run or self._made(named, places), named)
             return self._runs[key]
-
-    def _compile(self, key: tuple[int, ...], sizes: tuple[int, ...], places: list[Place]) -> None:
-        """Have kernels made, for these sizes or, the second time, for all."""
-        named = dict(zip(self.hints, sizes, strict=True))
-        as_traced = places == self._places(named)
-        run = self._for_any_size(sizes) if named != self.hints and as_traced else None
-        if run is None:
-            run = self._made(named, places)
-        if len(self._runs) > MOST_SIZES:  # those of the capture come first, and stay
-            self._runs.pop(next(islice(self._runs, 1, None)))
-        self._runs[key] = self._checked(key, run, named)
 
     def _places(self, sizes: Mapping[str, Any]) -> list[Place]:
         """How inputs lie where all lies as traced."""
-        return [_place(own.layout, sizes) for own in self.inputs]
+        return [_place(node, sizes) for node in self.inputs]
 
     def _described(
         self, sizes: Mapping[str, Any], places: Sequence[Place]
     ) -> torch_compat.Described:
-        return self._graph_at(sizes), [
-            (place, own.dtype) for place, own in zip(places, self.inputs, strict=True)
-        ]
+        dtypes = (node.meta["val"].dtype for node in self.inputs)
+        return self._graph_at(sizes), list(zip(places, dtypes, strict=True))
 
     def _for_any_size(self, sizes: tuple[int, ...]) -> Run | None:
         """Kernels for all sizes at once, where they hold for ``sizes``."""
@@ -195,7 +171,7 @@ class Unit:
         def first(args: list[Any]) -> Any:
             given = {torch_compat.storage_key(t) for t in args}
             results = list(run(args))
-            wrong = _wrong(given, results, [_place(layouts_of(n)[0], sizes) for n in wanted])
+            wrong = _wrong(given, results, [_place(n, sizes) for n in wanted])
             final = (lambda args: _put_right(list(run(args)), wrong)) if wrong else run
             self._runs[key] = (lambda args: final(args)[0]) if single else final
             _put_right(results, wrong)
@@ -204,11 +180,8 @@ class Unit:
         return first
 
 
-Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides."""
-
-
-def _place(layout: Layout, sizes: Mapping[str, Any]) -> Place:
+def _place(node: fx.Node, sizes: Mapping[str, Any]) -> Place:
+    (layout,) = layouts_of(node)
     return (
         tuple(evaluated(n, sizes) for n in layout.shape),
         tuple(evaluated(n, sizes) for n in layout.stride),
@@ -260,14 +233,9 @@ class Units:
         text = "\n".join([str(device), repr(list(sure)), *described])
         digest = hashlib.sha256(text.encode()).hexdigest()
         if digest not in self._units:
-            places = graph.find_nodes(op="placeholder")
-            inputs = [
-                Input(layouts_of(n)[0], n.meta["val"].dtype, own)
-                for n, own in zip(places, sure, strict=True)
-            ]
             first = [*dict.fromkeys(_operations(graph))][:MOST_NAMES]
             name = "_".join(["fused", *first, digest[:DIGITS]])
-            self._units[digest] = Unit(name, graph, inputs, names, device)
+            self._units[digest] = Unit(name, graph, sure, names, device)
         return self._units[digest]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,8 +155,22 @@ def copy_origin(source: fx.Node, target: fx.Node) -> None:
             target.meta[key] = source.meta[key]
 
 
-def fake_result(target: Any, args: Any, kwargs: Any, mode: Any) -> Any:
-    """What an operation returns, of fake values of the nodes among its arguments in their mode."""
+def add_call(
+    graph: fx.Graph,
+    call: tuple[Any, Any, Any],
+    values: Mapping[fx.Node, fx.Node],
+    name: str | None = None,
+) -> fx.Node:
+    """A call of a function, its arguments and keywords with ``values`` in place of their nodes."""
+    target, args, kwargs = call
+    args = fx.node.map_arg(args, values.__getitem__)
+    kwargs = fx.node.map_arg(kwargs, values.__getitem__)
+    return graph.create_node("call_function", target, args, kwargs, name=name)
+
+
+def fake_result(call: tuple[Any, Any, Any], mode: Any) -> Any:
+    """What a call returns for the fake values of the nodes among its arguments, in their mode."""
+    target, args, kwargs = call
 
     def value_of(node: fx.Node) -> Any:
         return node.meta["val"]

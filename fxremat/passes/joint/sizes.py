@@ -1,8 +1,8 @@
 """Sizes that are symbols, and numbers that follow them.
 
 In a graph that was settled (``passes.joint.settle``) such a number is a :class:`Size` or a
-:class:`Scale`: it is what it was at the capture, and still knows how it follows. Emitted code
-prints it as its expression; :class:`Formulas` evaluates many of them at once.
+:class:`Scale`: it is the number of the capture, and still knows its expression. Emitted code
+prints it as that; :meth:`Sizes.formulas` evaluates many of them at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ LAYOUTS = "fxremat_layouts"
 PREFIX = "SIZE"
 """Symbols are named so, and numbered as they are first met. Names of nodes are in lower case."""
 
+MODULES: Mapping[str, object] = {"math": math, "torch": torch}
+"""What expressions may name beside symbols."""
+
 Values = tuple[int, ...]
 """A number for each symbol."""
+
+Formulas = Callable[[Values], NDArray[np.int64]]
+"""Many numbers as a function of the sizes."""
 
 
 class Following:
@@ -44,11 +50,6 @@ class Following:
 
     names: Mapping[str, int]
     _text: str
-
-    @property
-    def value(self) -> Any:
-        """The number alone."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return self._text
@@ -83,11 +84,6 @@ class Size(Following, int):
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (int(self), self.expression, self.names)
 
-    @property
-    def value(self) -> int:
-        """The number alone."""
-        return int(self)
-
     @staticmethod
     def named(name: str, value: int) -> Size:
         """A symbol of its own, for what is found out otherwise for each size."""
@@ -109,11 +105,6 @@ class Scale(Following, float):
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (float(self), self._text, self.names)
 
-    @property
-    def value(self) -> float:
-        """The number alone."""
-        return float(self)
-
 
 def symbol(name: str) -> sympy.Symbol:
     """A size, by name."""
@@ -123,22 +114,19 @@ def symbol(name: str) -> sympy.Symbol:
 def product(factors: Iterable[int]) -> int:
     """Of numbers, some of which may follow the sizes."""
     factors = list(factors)
-    names = {name: n for x in factors if isinstance(x, Size) for name, n in x.names.items()}
-    value = math.prod(int(x) for x in factors)
-    if not names:
-        return value
-    expressions = [x.expression if isinstance(x, Size) else sympy.Integer(x) for x in factors]
-    return Size(value, sympy.Mul(*expressions), names)
+    return _combined(math.prod(map(int, factors)), sympy.Mul, factors)
 
 
 def difference(one: int, other: int) -> int:
     """Of numbers, which may follow the sizes."""
-    value = int(one) - int(other)
-    names = {name: n for x in (one, other) if isinstance(x, Size) for name, n in x.names.items()}
+    return _combined(int(one) - int(other), lambda a, b: a - b, (one, other))
+
+
+def _combined(value: int, combine: Callable[..., Any], numbers: Sequence[int]) -> int:
+    names = names_in(numbers)
     if not names:
         return value
-    first, second = (getattr(x, "expression", x) for x in (one, other))
-    found = sympy.sympify(first) - second
+    found = combine(*(sympy.sympify(getattr(n, "expression", n)) for n in numbers))
     return Size(value, found, names) if found.free_symbols else value
 
 
@@ -155,10 +143,6 @@ def names_in(value: object) -> dict[str, int]:
     return {}
 
 
-MODULES: Mapping[str, object] = {"math": math, "torch": torch}
-"""What expressions may name beside symbols."""
-
-
 def number_at(number: int, sizes: Mapping[str, int]) -> int:
     """A number, which may follow the sizes, where these are ``sizes``."""
     return int(evaluated(number, sizes))
@@ -173,27 +157,6 @@ def evaluated(number: Any, sizes: Mapping[str, Any]) -> Any:
 @functools.cache
 def _code(text: str) -> Any:
     return compile(text, "<size>", "eval")
-
-
-class Formulas:
-    """Many numbers as functions of the sizes: each distinct one is evaluated once.
-
-    Args:
-        names: of the symbols.
-        numbers: plain ones, and :class:`Size`.
-    """
-
-    def __init__(self, names: Sequence[str], numbers: Iterable[int]) -> None:
-        index: dict[str, int] = {}
-        self._place = np.array([index.setdefault(repr(n), len(index)) for n in numbers], int)
-        code = f"lambda {', '.join(names)}: ({''.join(f'{text}, ' for text in index)})"
-        self._evaluate: Callable[..., tuple[int, ...]] = eval(code, dict(MODULES))
-
-    def __call__(self, values: Values) -> NDArray[np.int64]:
-        """All of them at sizes ``values``, in their order."""
-        distinct = np.array(self._evaluate(*values), dtype=np.int64)
-        found: NDArray[np.int64] = distinct[self._place]
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +181,7 @@ class Sizes:
         return bool(self.names)
 
     def values(self, primals: Sequence[Any]) -> Values:
-        """Those of a call of the forward.
-
-        Args:
-            primals: what it takes.
-        """
+        """The sizes of a call of the forward with ``primals``."""
         return tuple(
             int(primals[i] if dim < 0 else primals[i].shape[dim]) for i, dim in self.sources
         )
@@ -233,13 +192,17 @@ class Sizes:
 
     def shaping(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
         """Symbols that a tensor of ``nodes`` follows; the others are only computed with."""
-        numbers = (n for node in nodes for layout in layouts_of(node) for n in layout.numbers)
-        names = {name for number in numbers if isinstance(number, Size) for name in number.names}
+        layouts = (layout for node in nodes for layout in layouts_of(node))
+        names = {name for layout in layouts for name in names_in(layout.numbers)}
         return frozenset(i for i, name in enumerate(self.names) if name in names)
 
     def formulas(self, numbers: Iterable[int]) -> Formulas:
-        """``numbers`` as functions of the sizes."""
-        return Formulas(self.names, numbers)
+        """``numbers`` as a function of the sizes, which evaluates each distinct one once."""
+        index: dict[str, int] = {}
+        place = np.array([index.setdefault(repr(n), len(index)) for n in numbers], int)
+        code = f"lambda {', '.join(self.names)}: ({''.join(f'{text}, ' for text in index)})"
+        evaluate = eval(code, dict(MODULES))
+        return lambda values: np.array(evaluate(*values), dtype=np.int64)[place]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxremat.errors import GraphError
 from fxremat.passes.joint import batchnorm, rng
-from fxremat.passes.joint.graph import is_getitem, is_tensor
+from fxremat.passes.joint.graph import add_call, is_getitem, is_tensor
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.order import Sums, backward_nodes
 from fxremat.runtime.rng import redraw
@@ -52,54 +51,22 @@ class Block:
     stage: int
     mode: Mode
     nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    reads: frozenset[int]
+    inputs: tuple[fx.Node, ...] = ()
+    outputs: tuple[fx.Node, ...] = ()
+    reads: frozenset[int] = frozenset()
     again: Set[fx.Node] = frozenset()
     guests: Mapping[fx.Node, Mode] = field(default_factory=dict)
     waits: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     front: int = 0
 
-    @staticmethod
-    def of(
-        line: Line,
-        stage: int,
-        mode: Mode,
-        nodes: Sequence[fx.Node],
-        wanted: Set[fx.Node],
-        *,
-        again: Iterable[fx.Node] = (),
-        guests: Mapping[fx.Node, Mode] | None = None,
-        waits: Mapping[fx.Node, tuple[fx.Node, ...]] | None = None,
-        front: int = 0,
-    ) -> Block:
-        """That of some operations.
-
-        Args:
-            line: the stages.
-            stage: which of them.
-            mode: how the block runs.
-            nodes: operations, in the order in which they run.
-            wanted: tensors that are asked for, if the block makes them.
-            again, guests, waits, front: as attributes.
-        """
-        block = Block(
-            stage,
-            mode,
-            tuple(nodes),
-            inputs=(),
-            outputs=tuple(sorted((n for n in nodes if n in wanted), key=line.rank)),
-            reads=frozenset(),
-            again=dict.fromkeys(again).keys(),
-            guests=guests or {},
-            waits=waits or {},
-            front=front,
-        )
-        chosen = set(nodes)
-        inputs = {n for node in nodes for n in block.sources(node) if n not in chosen}
+    def connected(self, line: Line, wanted: Set[fx.Node]) -> Block:
+        """The block with its inputs, and with ``wanted`` of what it makes as its outputs."""
+        inside = set(self.nodes)
+        inputs = {n for node in self.nodes for n in self.sources(node) if n not in inside}
         return replace(
-            block,
+            self,
             inputs=tuple(sorted(inputs, key=line.rank)),
+            outputs=tuple(sorted(inside & wanted, key=line.rank)),
             reads=line.joint.storages.of(inputs),
         )
 
@@ -136,11 +103,9 @@ def candidates(
     sums: Sums | None = None,
 ) -> tuple[fx.Node, ...]:
     """Tensors that a block of ``stage`` in ``mode`` can give; see :func:`extract`."""
+    there = line.pinned | held if mode is Mode.AGAIN else frozenset[fx.Node]()
     nodes = _operations(line, stage, mode, sums)
-    if mode is Mode.AGAIN:
-        there = line.pinned | held
-        return tuple(n for n in nodes if is_tensor(n) and n not in there)
-    return tuple(n for n in nodes if is_tensor(n))
+    return tuple(n for n in nodes if is_tensor(n) and n not in there)
 
 
 def extract(
@@ -159,7 +124,7 @@ def extract(
         line: the stages.
         stage: which of them.
         mode: how the block runs.
-        outputs: what is asked for.
+        outputs: tensors that are asked for.
         missing: for a backward: tensors of the stage's forward that nobody kept. Those
             that it needs are recomputed, each right before it is first read.
         held: tensors of the stage's forward that are kept from their first computation
@@ -185,7 +150,8 @@ def extract(
     inside.reverse()
     again = _recomputed(line, stage, needed, missing - held) if missing else []
     nodes = _interleave(line, inside, mode, again)
-    return Block.of(line, stage, mode, nodes, wanted, again=again)
+    block = Block(stage, mode, tuple(nodes), again=dict.fromkeys(again).keys())
+    return block.connected(line, wanted)
 
 
 def _recomputed(
@@ -205,7 +171,7 @@ def _recomputed(
 def _interleave(
     line: Line, nodes: list[fx.Node], mode: Mode, again: list[fx.Node]
 ) -> list[fx.Node]:
-    """``nodes``, and each view of a given tensor and each of ``again`` before its first reader.
+    """``nodes``, with each view of a given tensor and each of ``again`` before its first reader.
 
     The values of an operation with several directly follow it.
     """
@@ -248,7 +214,7 @@ def build_graph(block: Block) -> fx.Graph:
         copied[node] = graph.placeholder(f"in{i}")
         copied[node].meta["val"] = node.meta["val"]
     for node in block.nodes:
-        copied[node] = _copy_node(graph, node, copied, block.mode_of(node))
+        copied[node] = add_call(graph, call_of(node, block.mode_of(node)), copied, node.name)
         copied[node].meta = dict(node.meta)
         if block.waits.get(node):
             until = graph.call_function(held, tuple(copied[n] for n in block.waits[node]))
@@ -256,23 +222,6 @@ def build_graph(block: Block) -> fx.Graph:
     graph.output(tuple(copied[n] for n in block.outputs))
     graph.output_node().meta["val"] = tuple(n.meta["val"] for n in block.outputs)
     return graph
-
-
-def _copy_node(
-    graph: fx.Graph, node: fx.Node, copied: dict[fx.Node, fx.Node], mode: Mode
-) -> fx.Node:
-    target, args, kwargs = call_of(node, mode)
-
-    def look_up(source: fx.Node) -> fx.Node:
-        return copied[source]
-
-    return graph.create_node(
-        "call_function",
-        target,
-        torch.fx.map_arg(args, look_up),
-        torch.fx.map_arg(kwargs, look_up),
-        name=node.name,
-    )
 
 
 def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
