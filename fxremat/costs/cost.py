@@ -19,7 +19,7 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import CostError
 from fxremat.ir import RecordedCosts, StageSeconds
-from fxremat.passes.joint.graph import is_getitem, is_tensor
+from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.stages.block import Block, Mode
 from fxremat.passes.stages.blocks import BlockCache, Key
 from fxremat.passes.stages.linearize import Line
@@ -342,10 +342,9 @@ def stage_blocks(line: Line, blocks: BlockCache, index: int) -> tuple[Block, Blo
 
 def runs_of(line: Line, block: Block) -> Iterator[tuple[fx.Node, Iterable[Mode]]]:
     """The operations of a block, and how they may run."""
-    for node in block.nodes:
-        if not is_getitem(node):
-            # Views of given tensors are part of any block.
-            yield node, Mode if node in line.views else (block.mode_of(node),)
+    for node in block.operations:
+        # Views of given tensors are part of any block.
+        yield node, Mode if node in line.views else (block.mode_of(node),)
 
 
 def whole_block(line: Line, blocks: BlockCache, index: int) -> Block:

@@ -105,7 +105,7 @@ class Operations:
 
     def keys(self, block: Block) -> dict[fx.Node, Key]:
         """The signature of each operation of ``block``."""
-        return {node: self._key(node, block) for node in block.nodes if not is_getitem(node)}
+        return {node: self._key(node, block) for node in block.operations}
 
     def _key(self, node: fx.Node, block: Block) -> Key:
         """The signature of ``node`` as ``block`` runs it, made once: it is slow to make."""

@@ -23,7 +23,7 @@ from fxremat.costs.cost import Measured, runs_of, stage_blocks, whole_block
 from fxremat.costs.devices import TF32, Device
 from fxremat.costs.work import Floats, Works
 from fxremat.ir import RecordedCosts, StageSeconds
-from fxremat.passes.joint.graph import JointGraph, StorageTable, is_getitem, tensors_of
+from fxremat.passes.joint.graph import JointGraph, StorageTable, tensors_of
 from fxremat.passes.stages.block import Block, Mode, call_of
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
@@ -45,7 +45,7 @@ def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
         first, rebuild, backward = stage_blocks(line, blocks, index)
         whole = whole_block(line, blocks, index)
         stages.append(StageSeconds(*map(total_s, (first, rebuild, backward))))
-        operations = (order[n] for n in whole.nodes if not is_getitem(n))
+        operations = (order[n] for n in whole.operations)
         again.update({i: float(seconds[i]) for i in operations})
         for block in (first, whole, backward):
             runs.update((order[n], m.value) for n, modes in runs_of(line, block) for m in modes)

@@ -40,7 +40,6 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.work import Floats, Work, Works, ratio
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.fuse.unit import Unit
-from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.block import Block, Mode
 from fxremat.passes.stages.blocks import BlockCache
@@ -171,7 +170,7 @@ def _makers(line: Line) -> Indices:
 def _operations(line: Line, blocks: BlockCache) -> tuple[Indices, Indices]:
     """Operations of each stage's forward, rebuild and backward: the block's number, the node's."""
     three = (b for index in range(len(line.stages)) for b in stage_blocks(line, blocks, index))
-    pairs = [(i, line.order[n]) for i, b in enumerate(three) for n in b.nodes if not is_getitem(n)]
+    pairs = [(i, line.order[n]) for i, b in enumerate(three) for n in b.operations]
     block, node = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     return block, node
 

@@ -203,8 +203,7 @@ class _Record:
 
     def __post_init__(self) -> None:
         joint = self.line.joint
-        results = (node for node in joint.backward_outputs if isinstance(node, fx.Node))
-        self.gradients = joint.storages.of(results)
+        self.gradients = joint.storages.of(joint.gradients)
         self.forward = frozenset(joint.forward)
 
     def next(self) -> int:

@@ -19,7 +19,7 @@ from torch import fx
 from fxremat import optional
 from fxremat.costs.charges import Charges
 from fxremat.costs.cost import Measured, backward_results
-from fxremat.passes.joint.graph import is_getitem
+from fxremat.passes.joint.graph import is_getitem, values_of
 from fxremat.passes.stages.block import Mode, dependencies
 from fxremat.passes.stages.blocks import BlockCache
 from fxremat.passes.stages.linearize import Line
@@ -146,7 +146,7 @@ def _moments(
     given = table.of(line.joint.given)
     pinned = table.of(line.pinned) - given
     # What else is pinned goes after its last reader; a recorded state may never be made.
-    outputs = table.of(n for n in line.joint.forward_outputs if isinstance(n, fx.Node)) & pinned
+    outputs = table.of(line.joint.results) & pinned
     always = given | outputs | table.of(line.joint.tangents)
     kept = pinned - always
     constant_bytes = context_bytes.given_bytes + table.total(outputs)
@@ -231,7 +231,7 @@ def _operations(measured: Measured) -> list[Recomputation]:
         for node in stage.forward:
             if is_getitem(node):
                 continue
-            values = (node, *(user for user in node.users if is_getitem(user)))
+            values = (node, *values_of(node))
             reads = table.of(dependencies(node, Mode.AGAIN)) - held
             makes = table.of(values) - held - reads - made
             made |= makes

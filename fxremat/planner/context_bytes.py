@@ -249,7 +249,7 @@ def _largest_copied_gradient(joint: JointGraph, sizes: Mapping[str, int]) -> int
     """Autograd copies a gradient whose strides are not its parameter's, one at a time."""
     largest = 0
     of_node = joint.storages.of_node
-    times = Counter(of_node[n] for n in joint.backward_outputs if isinstance(n, fx.Node))
+    times = Counter(of_node[n] for n in joint.gradients)
     for primal, gradient in zip(joint.primals, joint.backward_outputs, strict=True):
         if isinstance(gradient, fx.Node):
             wanted, made = primal.meta["val"], gradient.meta["val"]
@@ -265,9 +265,7 @@ def _is_shared(joint: JointGraph, gradient: fx.Node) -> bool:
     """Whether autograd cannot take the tensor over: others lie in its storage, or it is a part."""
     table = joint.storages
     storage = table.of_node[gradient]
-    sharing = [
-        n for n in joint.backward_outputs if isinstance(n, fx.Node) and table.of_node[n] == storage
-    ]
+    sharing = [n for n in joint.gradients if table.of_node[n] == storage]
     value = gradient.meta["val"]
     part = value.untyped_storage().nbytes() > value.numel() * value.element_size()
     return len(sharing) > 1 or part

@@ -26,8 +26,7 @@ def handed_over(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:
 
 def staying(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:
     """Gradients that are there from when they are made to the end of the step."""
-    made = {n for n in line.joint.backward_outputs if isinstance(n, fx.Node)}
-    return frozenset(made - handed_over(line, context_bytes))
+    return frozenset(line.joint.gradients) - handed_over(line, context_bytes)
 
 
 def _readers(line: Line) -> Mapping[tuple[int, ...], set[int]]:

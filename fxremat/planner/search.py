@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from torch import fx
-
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import find_options
 from fxremat.ir import Chain, Costs
@@ -204,8 +202,7 @@ class Search:
         """
         line = self.measured.line
         joint, table = line.joint, line.joint.storages
-        results = (*joint.forward_outputs, *joint.backward_outputs)
-        returned = (n for n in results if isinstance(n, fx.Node))
+        returned = (*joint.results, *joint.gradients)
         fixed = table.of((*joint.given, *joint.tangents, *line.pinned, *returned))
         device = self.setting.context_bytes.device
         elsewhere = (n for n in joint.forward if any(t.device != device for t in tensors_of(n)))

@@ -208,8 +208,8 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
         if is_getitem(node) and node in forward:
             values.setdefault(node.all_input_nodes[0], []).append(number[node])
 
-    def ids(found: Iterable[object]) -> list[int]:
-        return list(dict.fromkeys(number[n] for n in found if isinstance(n, fx.Node)))
+    def ids(found: Iterable[fx.Node]) -> list[int]:
+        return list(dict.fromkeys(number[n] for n in found))
 
     def read_by(node: fx.Node, mode: Mode) -> list[int]:
         return [] if node in outside else ids(dependencies(node, mode))
@@ -224,8 +224,8 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
         reads_again=(read_by(n, Mode.AGAIN) for n in nodes),
         storages=(table.of_node[n] for n in nodes),
         values=(values.get(n, ()) for n in nodes),
-        later=[ids(joint.backward_outputs)],
-        returned=[ids(joint.forward_outputs)],
+        later=[ids(joint.gradients)],
+        returned=[ids(joint.results)],
     )
     layout.put(
         made_again=map(made_again, nodes),
@@ -284,7 +284,7 @@ def _put_operations(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> 
     joint, table = line.joint, line.joint.storages
     given = table.of(joint.given)
     fixed = given | table.of(line.pinned)
-    outputs = table.of(n for n in joint.forward_outputs if isinstance(n, fx.Node))
+    outputs = table.of(joint.results)
     nodes = [node for stage in line.stages for node in stage.forward]
     own = [[s for s in table.of_node[n] if s not in fixed] if is_tensor(n) else [] for n in nodes]
     users: list[list[int]] = [[] for _ in nodes]

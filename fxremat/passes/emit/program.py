@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -91,11 +91,11 @@ def build_program(
     check_draws(line, ops)
     summed = sums_at(line, ops)
     needed = _Needed(line)
-    needed.add(n for n in _tensors(joint.backward_outputs) if n not in handed)
+    needed.add(n for n in joint.gradients if n not in handed)
     needed.add_handed(handed)
-    returned = set(_tensors(joint.forward_outputs))  # be they read again or not
+    returned = set(joint.results)  # be they read again or not
     needed.add(returned)
-    later = set(_tensors(joint.backward_outputs))
+    later = set(joint.gradients)
     calls: list[Call] = []
     turn, saved = 0, later.copy()
     for op, mode in reversed(list(zip(ops, _modes(ops), strict=True))):
@@ -184,10 +184,6 @@ def _rank(line: Line, node: fx.Node) -> tuple[int, int, int]:
     """Sorts what is there throughout before all else, which goes stage by stage."""
     role, order = line.rank(node)
     return (line.stage_of[node] if role < Role.PINNED else -role, role, order)
-
-
-def _tensors(results: Iterable[object]) -> Iterator[fx.Node]:
-    return (n for n in results if isinstance(n, fx.Node))
 
 
 def _modes(ops: list[Compute]) -> list[Mode]:

@@ -17,7 +17,7 @@ from fxremat import torch_compat
 from fxremat.ir import Shift
 from fxremat.passes.emit.program import Call
 from fxremat.passes.joint import batchnorm, rng
-from fxremat.passes.joint.graph import is_getitem, is_tensor
+from fxremat.passes.joint.graph import is_tensor, values_of
 from fxremat.passes.stages.block import Block
 from fxremat.passes.stages.linearize import Line
 
@@ -63,8 +63,7 @@ def _needed(block: Block, last: fx.Node) -> tuple[fx.Node, ...]:
     for node in reversed(block.nodes):
         if node in needed:
             needed.update(block.sources(node))
-    values = (user for node in needed & {*block.nodes} for user in node.users if is_getitem(user))
-    needed.update([*values])
+    needed.update([value for node in needed & {*block.nodes} for value in values_of(node)])
     return tuple(node for node in block.nodes if node in needed)
 
 
@@ -95,7 +94,7 @@ def _held(line: Line, node: fx.Node) -> dict[fx.Node, tuple[fx.Node, ...]]:
     if torch_compat.is_wait(node):
         waits, collective = [node], torch_compat.awaited(node)
     else:
-        values = [node, *(user for user in node.users if is_getitem(user))]
+        values = [node, *values_of(node)]
         waits = [user for value in values for user in value.users if torch_compat.is_wait(user)]
         collective = node
     given = {*line.joint.given, *line.views}

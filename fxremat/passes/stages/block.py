@@ -70,6 +70,11 @@ class Block:
             reads=line.joint.storages.of(inputs),
         )
 
+    @property
+    def operations(self) -> tuple[fx.Node, ...]:
+        """Its nodes, but those that only pick a value of an operation with several."""
+        return tuple(node for node in self.nodes if not is_getitem(node))
+
     def mode_of(self, node: fx.Node) -> Mode:
         """How ``node``, one of the operations, runs."""
         return Mode.AGAIN if node in self.again else self.guests.get(node, self.mode)
