@@ -172,21 +172,11 @@ def _gradient_bytes(line: Line, stays: frozenset[fx.Node]) -> Sequence[int]:
     table = line.joint.storages
     held = table.of((*line.joint.given, *line.joint.tangents, *line.joint.forward))
     returned = table.of(stays)
-    count = len(line.stages)
-    change = [0] * (count + 1)
-    born: dict[int, int] = {}
-    ends: dict[int, int] = {}
-    for node in line.joint.backward:
-        stage = line.stage_of[node]
-        for storage in table.of_node[node]:
-            if storage in held:
-                continue
-            born.setdefault(storage, stage)
-            readers = [line.stage_of[u] for u in node.users if u in line.stage_of]
-            end = 0 if storage in returned else min(readers, default=stage)
-            ends[storage] = min(ends.get(storage, count), end)
-    for storage, stage in born.items():
-        # Alive when the backward of stages ends … stage-1 begins.
-        for index in range(max(ends[storage], 0), stage):
+    change = [0] * (len(line.stages) + 1)
+    for storage in table.of(line.joint.backward) - held:
+        born = line.stage_of[table.owner[storage]]
+        readers = (line.stage_of[u] for u in table.readers[storage] if u in line.stage_of)
+        end = 0 if storage in returned else min(readers, default=born)
+        for index in range(end, born):  # alive when the backwards of these stages begin
             change[index] += table.nbytes[storage]
     return change

@@ -16,12 +16,13 @@ from fxremat.passes.joint.sizes import LAYOUTS, Following, Layout
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Of a traced step.
+    """What makes a traced step the same as another.
 
     Attributes:
-        operations: of the operations, and of who reads whom.
-        code: of the whole trace: with sizes, dtypes, strides, storages, devices, constants of
-            operations and names of nodes, which emitted code has. Values of tensors are left out.
+        operations: digest of the operations and their data flow.
+        code: digest of the whole trace: with sizes, dtypes, strides, storages, devices, constants
+            of operations and names of nodes, which emitted code has. Values of tensors are left
+            out.
         inputs: dtype and shape of each parameter, buffer and argument.
     """
 
@@ -33,12 +34,9 @@ class Digests:
 def digest(
     module: fx.GraphModule, *, forward_output_count: int, mutated_primals: Sequence[int]
 ) -> Digests:
-    """Describe AOTAutograd's joint graph.
+    """The digests of AOTAutograd's joint graph, ``module``.
 
-    Args:
-        module: the traced joint graph.
-        forward_output_count: how many of its outputs belong to the forward.
-        mutated_primals: indices of the primals that the forward mutates.
+    ``forward_output_count`` of its outputs are the forward's, which mutates ``mutated_primals``.
     """
     writer = _Writer()
     lines = [writer.line(node) for node in module.graph.nodes]
@@ -56,21 +54,17 @@ def digest(
 
 
 def structure_digest(*modules: fx.GraphModule) -> str:
-    """A digest of graphs, the same where they differ in nothing but some integers.
+    """A digest of graphs, and of those that they call, by all but what a shard has of its own.
 
-    These are integers that an operation computes with, and those that say which part of a tensor
-    is taken: a process that has a shard of something has them of its own. Names, and where a part
-    begins in its storage, follow from them. Sizes, dtypes, strides, storages, dimensions, floats
-    and all arguments of collectives are part of the digest.
-
-    Args:
-        modules: graphs, that may call others.
+    Left out are integers that an operation computes with, and those that say which part of a
+    tensor is taken; names, and where a part begins in its storage, follow from them. Sizes,
+    dtypes, strides, storages, dimensions, floats and all arguments of collectives are in it.
     """
     return _sum(_sum(_lines(_Writer(parts=False), module)) for module in modules)
 
 
 def _lines(writer: _Writer, module: fx.GraphModule) -> Iterator[str]:
-    """All there is to say of each node; of a call of another graph, that graph too."""
+    """A line for each node, and a digest of each graph that one calls."""
     for node in module.graph.nodes:
         _edges, whole = writer.line(node)
         yield whole
@@ -84,10 +78,9 @@ def _sum(lines: Iterable[str]) -> str:
 
 
 class _Writer:
-    """Writes nodes in their order: nodes, storages, devices and the like by first mention.
+    """Writes nodes in their order; nodes, storages, devices and groups are numbered as they come.
 
-    Args:
-        parts: with all integers, and with names; else see :func:`structure_digest`.
+    ``parts``: with all integers, and with names; else as :func:`structure_digest` says.
     """
 
     def __init__(self, *, parts: bool = True) -> None:
@@ -99,7 +92,7 @@ class _Writer:
         self._devices: dict[str, int] = {}
 
     def line(self, node: fx.Node) -> tuple[str, str]:
-        """Which operation reads what; and all that there is to say."""
+        """Operation and sources of ``node`` as text; and all of it as text."""
         self._nodes[node] = len(self._nodes)
         target = target_name(node.target) if node.op == "call_function" else node.op
         sources = [self._nodes[source] for source in node.all_input_nodes]
@@ -119,7 +112,7 @@ class _Writer:
         return f"{target} {sources}", repr(whole)
 
     def _alike(self, node: fx.Node, arguments: Any) -> Any:
-        """Each process has devices of its own, and names for the groups that it is in."""
+        """Arguments, with numbers for devices and groups: each process names its own."""
         group = torch_compat.group_of(node)
 
         def shown(own: object) -> object:
@@ -136,7 +129,6 @@ class _Writer:
         return tuple(map(shown, arguments))
 
     def _device(self, device: torch.device) -> str:
-        """A device, with a number by first mention."""
         if str(device) == device.type:  # it has no number
             return device.type
         return f"{device.type} {self._devices.setdefault(str(device), len(self._devices))}"
@@ -159,7 +151,7 @@ class _Writer:
 
 
 def _value(node: fx.Node) -> object:
-    """What is known of a node's value; of an object such as a mesh, its class."""
+    """A node's traced value; of an object such as a mesh, its class."""
     value = node.meta.get("val")
     return type(value).__name__ if torch_compat.is_opaque(value) else value
 

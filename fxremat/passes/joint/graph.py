@@ -22,7 +22,8 @@ class StorageTable:
 
     Attributes:
         nbytes: size of each storage.
-        owner: the first node, in graph order, whose value lies in the storage.
+        owner: the first node, in graph order, whose value lies in each storage: it makes it.
+        readers: operations that read each storage, views of it among them.
         of_node: ids of the storages that a node's value lies in (several for a node
             that returns a tuple; none for numbers and None).
         asked_bytes: what each is asked of the allocator with, and how it follows the sizes.
@@ -32,6 +33,7 @@ class StorageTable:
     nbytes: tuple[int, ...]
     owner: tuple[fx.Node, ...]
     of_node: dict[fx.Node, tuple[int, ...]]
+    readers: tuple[tuple[fx.Node, ...], ...] = ()
     asked_bytes: tuple[int, ...] = ()
     granule_bytes: tuple[int, ...] = ()
 
@@ -231,5 +233,18 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
                 owner.append(node)
             found.append(ids[key])
         of_node[node] = tuple(dict.fromkeys(found))
+    readers: list[dict[fx.Node, None]] = [{} for _ in asked]
+    for node in graph.nodes:
+        if node.op != "output":
+            for source in node.all_input_nodes:
+                for storage in of_node[source]:
+                    readers[storage][node] = None
     sizes = (-(-int(n) // granule) * granule for n, granule in zip(asked, granules, strict=True))
-    return StorageTable(tuple(sizes), tuple(owner), of_node, tuple(asked), tuple(granules))
+    return StorageTable(
+        tuple(sizes),
+        tuple(owner),
+        of_node,
+        tuple(map(tuple, readers)),
+        tuple(asked),
+        tuple(granules),
+    )

@@ -157,13 +157,11 @@ def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bo
 def _storage_lives(joint: JointGraph, positions: Positions) -> Lives:
     """Lives of the storages that forward operations allocate."""
     lives: Lives = {}
-    given = joint.storages.of(joint.given)
-    for node, position in positions.forward.items():
-        readers = [at for at in map(positions.of, node.users) if at is not None]
-        for storage in joint.storages.of_node[node]:
-            if storage not in given:
-                life = lives.setdefault(storage, range(position, position))
-                lives[storage] = range(life.start, max([life.stop, position, *readers]))
+    table = joint.storages
+    for storage in table.of(positions.forward) - table.of(joint.given):
+        birth = positions.forward[table.owner[storage]]
+        reads = (positions.of(reader) for reader in table.readers[storage])
+        lives[storage] = range(birth, max((at for at in reads if at is not None), default=birth))
     return lives
 
 
