@@ -28,7 +28,7 @@ from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.passes.emit.code import SizedSchedule
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, Values
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.resize import resize
 from fxremat.planner.context_bytes import Caller, context_bytes_of
 from fxremat.planner.resized import search_at

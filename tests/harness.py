@@ -27,7 +27,7 @@ from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.settle import settle
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool
 from fxremat.planner.allocator import AllocatorSettings

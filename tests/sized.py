@@ -19,7 +19,7 @@ from fxremat.passes.emit.code import SizedSchedule
 from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, layouts_of
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
 from fxremat.progress import silent

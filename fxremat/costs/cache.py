@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fxremat import torch_compat
-from fxremat.passes.stages.blocks import Key
+from fxremat.passes.stages.block import Key
 
 
 @dataclass(slots=True)

@@ -17,8 +17,7 @@ from fxremat import torch_compat
 from fxremat.costs.cost import stage_blocks
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.graph import tensors_of
-from fxremat.passes.stages.block import Block
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import Block, BlockCache
 from fxremat.passes.stages.linearize import Line
 
 LATE = 6

@@ -20,8 +20,7 @@ from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import CostError
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.graph import is_tensor
-from fxremat.passes.stages.block import Block, Mode
-from fxremat.passes.stages.blocks import BlockCache, Key
+from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.progress import MEASURE, Progress
 

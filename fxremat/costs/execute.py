@@ -16,8 +16,7 @@ from fxremat.costs.measure import KernelClock
 from fxremat.errors import CostError
 from fxremat.passes.emit.code import compile_graph
 from fxremat.passes.joint.graph import allocated_bytes, is_getitem, tensors_of
-from fxremat.passes.stages.block import Block, Mode, build_graph, call_of
-from fxremat.passes.stages.blocks import Key, node_key
+from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, node_key
 
 BLOCK_S, OPERATION_S = 0.01, 0.002
 LEAST_RUNS, DOUBTFUL_RUNS, MOST_RUNS, AGREE = 2, 5, 20, 1.05

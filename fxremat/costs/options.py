@@ -22,8 +22,7 @@ from fxremat.costs.charges import Charges
 from fxremat.costs.cost import Measured, boundary_after, stage_blocks
 from fxremat.ir import Forward, Keep, Op, Schedule
 from fxremat.passes.joint.graph import is_getitem, is_tensor
-from fxremat.passes.stages.block import Mode, dependencies
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache, Mode, dependencies
 
 MOST_OPTIONS = 8
 """Choices of a stage beside that of keeping everything."""

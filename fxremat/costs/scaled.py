@@ -41,8 +41,7 @@ from fxremat.costs.work import Floats, Work, Works, ratio
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.stages.block import Block, Mode
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import Block, BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
 

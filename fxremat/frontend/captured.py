@@ -35,7 +35,7 @@ from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of, settled

@@ -15,8 +15,7 @@ from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.passes.emit.shifts import shifted
 from fxremat.passes.joint.digest import structure_digest
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.stages.block import Mode
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan

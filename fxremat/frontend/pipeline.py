@@ -28,7 +28,7 @@ from fxremat.frontend.variants import StepGraph, emit, fastest
 from fxremat.ir import Origin, RecordedCosts
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.stages.blocks import tensor_key
+from fxremat.passes.stages.block import tensor_key
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 from fxremat.planner.context_bytes import Caller

@@ -19,7 +19,7 @@ from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import ContextBytes

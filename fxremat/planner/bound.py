@@ -20,8 +20,7 @@ from fxremat import optional
 from fxremat.costs.charges import Charges
 from fxremat.costs.cost import Measured, backward_results
 from fxremat.passes.joint.graph import is_getitem, values_of
-from fxremat.passes.stages.block import Mode, dependencies
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache, Mode, dependencies
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.handed import staying

@@ -11,8 +11,7 @@ from fxremat.costs.cost import Measured, backward_results, boundary_after, stage
 from fxremat.costs.options import Options
 from fxremat.ir import Chain, Costs, SaveOption, Stage, StageCosts, Storage
 from fxremat.passes.joint.graph import is_tensor
-from fxremat.passes.stages.block import Mode
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line, StageNodes
 from fxremat.planner.evaluator import Alone, Evaluator
 from fxremat.planner.handed import staying

@@ -15,8 +15,7 @@ from fxremat.errors import CostError, ScheduleError
 from fxremat.ir import Decision, Tensors
 from fxremat.ir.schedule import Codes, coded, decoded
 from fxremat.passes.emit.program import Program, build_program, keep_all
-from fxremat.passes.stages.block import Mode
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Evaluation, Life

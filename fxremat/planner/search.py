@@ -10,7 +10,7 @@ from fxremat.costs.cost import Measured
 from fxremat.costs.options import find_options
 from fxremat.ir import Chain, Costs
 from fxremat.passes.joint.graph import tensors_of
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache
 from fxremat.planner.allocations import Allocated, Allocations
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.bound import Relaxation

@@ -15,7 +15,7 @@ from fxremat.costs.collectives import LATE, late_bytes, with_collectives
 from fxremat.errors import CaptureError
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.build import build_joint_graph
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 
 OPS: Any = torch.ops._c10d_functional

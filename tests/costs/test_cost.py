@@ -27,8 +27,7 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import CostError
 from fxremat.ir import RecordedCosts
 from fxremat.passes.joint.graph import is_getitem, tensors_of
-from fxremat.passes.stages.block import Block, Mode
-from fxremat.passes.stages.blocks import BlockCache, node_key
+from fxremat.passes.stages.block import Block, BlockCache, Mode, node_key
 from fxremat.progress import silent
 from tests.harness import Captured, capture, captured
 from tests.models.bits import assert_bitwise_equal

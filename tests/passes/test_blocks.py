@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxremat.costs.cost import stage_blocks
-from fxremat.passes.stages.block import Mode, candidates
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache, Mode, candidates
 from fxremat.passes.stages.order import home_sums
 from tests.harness import Captured, captured
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxremat.passes.joint.graph import is_tensor
-from fxremat.passes.stages import cuts as module
-from fxremat.passes.stages.cuts import Crossing, choose_cuts
-from fxremat.passes.stages.linearize import Line, Role, StageNodes, linearize
+from fxremat.passes.stages import linearize as module
+from fxremat.passes.stages.linearize import Crossing, Line, Role, StageNodes, choose_cuts, linearize
 from fxremat.planner.chain import build_chain
 from tests.harness import capture, captured
 from tests.models import ZOO

@@ -7,7 +7,7 @@ import pytest
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import measure_line
 from fxremat.passes.joint.sizes import layouts_of
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
 from fxremat.progress import silent

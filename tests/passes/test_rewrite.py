@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from fxremat.ir import Backward, Forward
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.passes.stages.block import Mode
-from fxremat.passes.stages.blocks import block_key
+from fxremat.passes.stages.block import Mode, block_key
 from tests.harness import (
     SEED,
     Made,

@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 
 from fxremat.costs.cost import stage_blocks
 from fxremat.passes.joint.graph import is_getitem
-from fxremat.passes.stages.block import Mode, build_graph
-from fxremat.passes.stages.blocks import block_key, node_key, tensor_key
+from fxremat.passes.stages.block import Mode, block_key, build_graph, node_key, tensor_key
 from tests.harness import Captured, capture, captured
 
 X = torch.zeros(4, 6)

@@ -10,7 +10,7 @@ from fxremat.costs.cost import Measured
 from fxremat.costs.options import find_options
 from fxremat.costs.scaled import ScaledCosts
 from fxremat.ir.schedule import coded, decoded
-from fxremat.passes.stages.blocks import BlockCache
+from fxremat.passes.stages.block import BlockCache
 from fxremat.planner.context_bytes import Caller, context_bytes_of
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.resized import least_bytes_at, search_at

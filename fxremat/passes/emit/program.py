@@ -10,8 +10,7 @@ from torch import fx
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Decision, Forward, Keep, Schedule
-from fxremat.passes.stages.block import Block, Mode, candidates
-from fxremat.passes.stages.blocks import NOTHING, BlockCache
+from fxremat.passes.stages.block import NOTHING, Block, BlockCache, Mode, candidates
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.order import check_draws, sums_at
 

@@ -15,8 +15,7 @@ from fxremat.ir import Backward, Keep, Move
 from fxremat.passes.emit.code import COMMENT, GROUP, ScheduleModule, compile_graph
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.sizes import Size, layouts_of
-from fxremat.passes.stages.block import Block, Mode, build_graph
-from fxremat.passes.stages.blocks import Key, block_key
+from fxremat.passes.stages.block import Block, Key, Mode, block_key, build_graph
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.runtime.views import tensor_in
 from fxremat.units import format_bytes

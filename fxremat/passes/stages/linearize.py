@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import fx
 
@@ -14,12 +14,14 @@ from fxremat.passes.joint import batchnorm, rng
 from fxremat.passes.joint.graph import JointGraph, is_tensor
 from fxremat.passes.joint.position import Positions, locate
 from fxremat.passes.stages.branches import Placed, find_branches, place_backward
-from fxremat.passes.stages.cuts import Crossing, choose_cuts, cut_apart
 from fxremat.passes.stages.segments import Segments
 
 LONG_LIFE, LONG_SHARE = 30, 16
 """Forward operations that a small storage must live across to be pinned: so many, and one in
 so many of the whole forward, which no storage within one of many blocks does."""
+
+MOST_STAGES = 160
+"""Solving takes time with the cube of the stages."""
 
 PIN_SHARE = 0.005
 """Storages above this share of the saved bytes are never pinned for being small."""
@@ -202,6 +204,85 @@ def _crossing(joint: JointGraph, placed: Placed, lives: Lives, pinned: frozenset
                 reach[position] = max(reach[position], span.stop)
         saved_bytes[life.start] += nbytes * saved
     return Crossing(tuple(accumulate(change[:count])), tuple(reach), tuple(saved_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What crosses the cut after each position.
+
+    Attributes:
+        weights: bytes of unpinned storages; twice where no backward reads them, because
+            then nobody would keep them but for the cut.
+        reach: the first position after which none of these storages crosses any more.
+        saved_bytes: of unpinned storages computed at the position that a backward reads.
+    """
+
+    weights: tuple[int, ...]
+    reach: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+
+
+def cut_apart(crossing: Crossing, ends: tuple[int, ...]) -> list[int]:
+    """Cut each branch, and the trunk, as if the others were not there."""
+    cuts: list[int] = []
+    for first, end in pairwise((0, *ends, len(crossing.weights))):
+        part = Crossing(
+            crossing.weights[first:end],
+            tuple(reach - first for reach in crossing.reach[first:end]),
+            crossing.saved_bytes[first:end],
+        )
+        cuts += [first + cut for cut in choose_cuts(part)]
+    cuts = sorted({*cuts, *(end - 1 for end in ends)})
+    return sorted({*_merge_smallest(cuts, crossing.saved_bytes), *(end - 1 for end in ends)})
+
+
+def choose_cuts(crossing: Crossing) -> list[int]:
+    """Positions after which to cut.
+
+    A cut is worth having where no neighbour's is cheaper: at the last position of every
+    level run that is a local minimum, and within the run wherever all that crossed at the
+    cut before is gone (a plain stack of layers is one level run). Never after the last
+    position.
+    """
+    weights = crossing.weights
+    cuts: list[int] = []
+    start = 0
+    while start < len(weights) - 1:
+        end = start
+        while end + 1 < len(weights) and weights[end + 1] == weights[start]:
+            end += 1
+        # Where nothing crosses, the line begins or ends anew.
+        before = weights[start - 1] if start else 0
+        after = weights[end + 1] if end + 1 < len(weights) else 0
+        if all(beside == 0 or beside > weights[start] for beside in (before, after)):
+            cuts.extend(_within_run(crossing, start, min(end, len(weights) - 2)))
+        start = end + 1
+    return _merge_smallest(cuts, crossing.saved_bytes)
+
+
+def _within_run(crossing: Crossing, start: int, end: int) -> list[int]:
+    cuts = []
+    gone_at = start
+    for position in range(start, end + 1):
+        renewed = position >= gone_at and crossing.reach[position] > position
+        if position == end or renewed:
+            cuts.append(position)
+            gone_at = crossing.reach[position]
+    return cuts
+
+
+def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int]) -> list[int]:
+    """Drop the cuts between the stages that save least, until there are few enough."""
+    total = [0, *accumulate(saved_bytes)]
+    cuts = list(cuts)
+    while len(cuts) > MOST_STAGES - 1:
+        ends = [-1, *cuts, len(saved_bytes) - 1]
+        merged = [
+            total[after + 1] - total[before + 1]
+            for before, after in zip(ends, ends[2:], strict=False)
+        ]
+        del cuts[merged.index(min(merged))]
+    return cuts
 
 
 def _spans(life: range, segments: Segments) -> list[range]:
