@@ -22,7 +22,7 @@ from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, measure_line, stage_blocks
 from fxremat.costs.options import Options, find_options
 from fxremat.ir import Backward, Decision, Forward, Keep, Schedule, StageSeconds, Tensors
-from fxremat.passes.emit.program import Program, build_program, keep_all
+from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
@@ -32,7 +32,7 @@ from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, pool
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of
-from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.evaluator import Evaluator, carried_out
 from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import Generator
 from fxremat.planner.search import GENERATORS, Search
@@ -143,7 +143,7 @@ class Captured:
     ) -> Program:
         line = self.measured.line
         decision = Decision(numbered(line, missing or {}), numbered(line, held or {}))
-        return build_program(self.measured.line, schedule, self.blocks, decision)
+        return carried_out(line, self.blocks, schedule, decision)
 
     def sweep(self, program: Program) -> Sweep:
         return sweep(program, self.footprints, bare(self.joint))

@@ -10,13 +10,14 @@ import torch
 from fxremat.errors import PlanError, ScheduleError
 from fxremat.ir import Lane, Move
 from fxremat.passes.emit.code import ScheduleModule, SizedSchedule
-from fxremat.passes.emit.program import Program, build_program
+from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.passes.emit.shifts import shifted
 from fxremat.passes.joint.digest import structure_digest
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.evaluator import carried_out
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
@@ -141,7 +142,7 @@ def carry_out(
     decision = plan.decision
     peaks = [event.peak_bytes for event in plan.timeline.events if event.lane is Lane.COMPUTE]
     try:
-        program = build_program(line, plan.schedule, blocks, decision)
+        program = carried_out(line, blocks, plan.schedule, decision)
         calls = shifted(program.calls, line, decision.shifts)
         program, moves = replace(program, calls=calls), decision.moves
         sizes = tuple(number for _, number in plan.sizes)

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from torch import fx
 
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import Options
-from fxremat.errors import CostError, ScheduleError
-from fxremat.ir import Decision, Tensors
+from fxremat.ir import Backward, Decision, Forward, Schedule, Tensors
 from fxremat.ir.schedule import Codes, coded, decoded
-from fxremat.passes.emit.program import Program, build_program, keep_all
+from fxremat.passes.emit.program import Call, Program, keep_all, link
 from fxremat.passes.stages.block import BlockCache, Mode
-from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.linearize import Line, Role
+from fxremat.passes.stages.order import check_draws
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Evaluation, Life
 from fxremat.planner.handed import handed_over
 from fxremat.planner.moves import moved
-from fxremat.planner.places import MODES, Flags, Floats, Ints
+from fxremat.planner.places import COLUMNS, MODES, Ints
 from fxremat.planner.pool import Candidate
-from fxremat.planner.step import Numbers, Step, step_of
+from fxremat.planner.step import Numbers, Step, numbering, step_of
 
 MOST_BYTES = 1 << 62
 """More than any step needs."""
-
-MOST_ROOM = 1 << 27
-"""Numbers of a step that no evaluation should need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +71,14 @@ class Evaluator:
         context_bytes: ContextBytes,
     ) -> Evaluator:
         """The evaluator of a measured line."""
-        room = step_of(measured, options)
-        return Evaluator(measured.line, blocks, options, context_bytes, room.numbers, room)
+        number = numbering(measured.line)
+        rebuilt = [
+            [parts.missing(mask) for mask in masks]
+            for parts, masks in zip(options.parts, options.masks, strict=True)
+        ]
+        numbers = Numbers.of(measured, options, number)
+        room = step_of(measured.line, number, rebuilt, numbers)
+        return Evaluator(measured.line, blocks, options, context_bytes, numbers, room)
 
     def within(self, context_bytes: ContextBytes) -> Evaluator:
         """This line's evaluator where something else is held beside it; both share their room."""
@@ -95,8 +97,12 @@ class Evaluator:
 
     @property
     def step(self) -> Step:
-        """The line as numbers, of the size that is meant."""
+        """The line as numbers, of the size and the context that are meant."""
         self.room.load(self.numbers)
+        now = self.context_bytes
+        if self.room.around is not now:
+            nbytes = now.given_bytes, now.turn_bytes, now.tangent_bytes, now.end_bytes
+            self.room.surround(now, nbytes, self._handed)
         return self.room
 
     @property
@@ -121,9 +127,9 @@ class Evaluator:
             CostError: it runs an operation that was never measured.
             ScheduleError: it reads what nothing computes.
         """
-        _calls, _call_s, total_s = self._replay(codes, self._flags(held))
-        peak_bytes = self._totals()["peak_bytes"]
-        return Candidate(codes, held, peak_bytes, total_s)
+        step = self.step
+        _calls, _call_s, total_s = step.evaluate(codes, step.flags(held))
+        return Candidate(codes, held, step.totals()["peak_bytes"], total_s)
 
     def climb(self, start: Candidate, *, limit_bytes: int = MOST_BYTES) -> list[Candidate]:
         """What local search finds from ``start`` on, each faster than the one before.
@@ -132,10 +138,11 @@ class Evaluator:
         """
         from fxremat.planner.climb import MOST_STEPS, climb  # noqa: PLC0415
 
-        found = np.zeros((MOST_STEPS, self.step.at.nodes), dtype=np.uint8)
+        step = self.step
+        found = np.zeros((MOST_STEPS, step.at.nodes), dtype=np.uint8)
         found_bytes, found_s = np.zeros(MOST_STEPS, dtype=np.int64), np.zeros(MOST_STEPS)
-        held = self._flags(start.held)
-        count = self._run(climb, start.codes, held, limit_bytes, found, found_bytes, found_s)
+        held = step.flags(start.held)
+        count = step.run(climb, start.codes, held, limit_bytes, found, found_bytes, found_s)
         bits = np.packbits(found[:count], axis=1)
         return [
             Candidate(start.codes, bits[i].tobytes(), int(found_bytes[i]), float(found_s[i]))
@@ -146,8 +153,9 @@ class Evaluator:
         """All that is found of a candidate."""
         from fxremat.planner.replay import HELD, OP, PEAK  # noqa: PLC0415
 
-        calls, call_s, _total_s = self._replay(candidate.codes, self._flags(candidate.held))
-        totals = self._totals()
+        step = self.step
+        calls, call_s, _total_s = step.evaluate(candidate.codes, step.flags(candidate.held))
+        totals = step.totals()
         count = totals["calls"]
         ops = decoded(candidate.codes).computations
         found = Evaluation(
@@ -179,9 +187,7 @@ class Evaluator:
         step = self.step
         inputs = np.zeros(step.at.nodes, dtype=np.int64)
         numbers = np.array([step.number[node] for node in asked], dtype=np.int64)
-        peak, change, count = self._run(
-            run_alone, stage, MODES[mode], option, numbers, kept, inputs
-        )
+        peak, change, count = step.run(run_alone, stage, MODES[mode], option, numbers, kept, inputs)
         return Alone(peak, change, tuple(step.nodes[i] for i in inputs[:count].tolist()))
 
     def decision(self, candidate: Candidate) -> Decision:
@@ -189,7 +195,7 @@ class Evaluator:
         missing = self.options.missing(self.options.kept_by(decoded(candidate.codes)))
         nodes, order = self.step.nodes, self.line.order
         held: dict[int, list[fx.Node]] = {}
-        for i in np.flatnonzero(self._flags(candidate.held)).tolist():
+        for i in np.flatnonzero(self.step.flags(candidate.held)).tolist():
             held.setdefault(self.line.stage_of[nodes[i]], []).append(nodes[i])
 
         def numbers(tensors: Mapping[int, Iterable[fx.Node]]) -> Tensors:
@@ -200,73 +206,14 @@ class Evaluator:
         return Decision(numbers(missing), numbers(held), candidate.moves, candidate.shifts)
 
     def program(self, candidate: Candidate) -> Program:
-        """The calls that carry a candidate out."""
-        handed = handed_over(self.line, self.context_bytes)
-        schedule, decision = decoded(candidate.codes), self.decision(candidate)
-        return build_program(self.line, schedule, self.blocks, decision, handed)
-
-    def _flags(self, held: bytes) -> Flags:
-        nodes = self.step.at.nodes
-        if not held:
-            return np.zeros(nodes, dtype=np.uint8)
-        return np.unpackbits(np.frombuffer(held, dtype=np.uint8), count=nodes)
-
-    def _replay(self, codes: Codes, held: Flags) -> tuple[Ints, Floats, float]:
-        # Loading numba takes longer than all else in the package: not at import.
-        from fxremat.planner.replay import evaluate  # noqa: PLC0415
-
-        calls, call_s = np.zeros((5, codes.size), dtype=np.int64), np.zeros(codes.size)
-        total_s = self._run(evaluate, codes, held, calls, call_s)
-        return calls, call_s, float(total_s)
-
-    def _run(self, kernel: Callable[..., Any], *args: object) -> Any:
-        """What ``kernel`` returns, once there is room enough for all blocks at once."""
-        from fxremat.planner.replay import TOO_LONG  # noqa: PLC0415
-
+        """The calls that carry a candidate out, but for its shifts: what was evaluated."""
         step = self.step
-        self._put_surroundings()
-        found = kernel(step.data, step.seconds, step.at, *args)
-        while self._totals()["ended"] == TOO_LONG and step.data.size < MOST_ROOM:
-            step.grow()
-            found = kernel(step.data, step.seconds, step.at, *args)
-        self._check()
-        return found
+        calls, _, _ = step.evaluate(candidate.codes, step.flags(candidate.held))
+        return program_of(step, self.line, self.blocks, candidate.codes, calls, self._handed)
 
-    def _put_surroundings(self) -> None:
-        """Let the step's numbers be those of this evaluator's context bytes."""
-        step, at, now = self.step, self.step.at, self.context_bytes
-        if step.around is now:
-            return
-        nbytes = now.given_bytes, now.turn_bytes, now.tangent_bytes, now.end_bytes
-        step.data[at.around : at.around + len(nbytes)] = nbytes
-        step.data[at.handed : at.handed + at.nodes] = 0
-        handed = [step.number[node] for node in handed_over(self.line, now)]
-        step.data[[at.handed + number for number in handed]] = 1
-        step.around = now
-
-    def _totals(self) -> dict[str, int]:
-        names = ("calls", "turn", "peak_bytes", "turn_bytes", "end_bytes", "ended", "node")
-        total = self.step.at.total
-        values = self.step.data[total : total + len(names)].tolist()
-        return dict(zip(names, values, strict=True))
-
-    def _check(self) -> None:
-        """Raise what the last evaluation found wrong."""
-        from fxremat.planner.replay import NEVER_COMPUTED, TOO_LONG, UNTIMED  # noqa: PLC0415
-
-        totals = self._totals()
-        if not totals["ended"]:
-            return
-        if totals["ended"] == TOO_LONG:
-            raise ScheduleError("a schedule runs more than can be evaluated at once")
-        node = self.step.nodes[totals["node"]]
-        if totals["ended"] == NEVER_COMPUTED:
-            raise ScheduleError(f"{node.name} is read but no operation computes it")
-        what = "timed" if totals["ended"] == UNTIMED else "measured in this way"
-        raise CostError(
-            f"{node.name} ({node.target}) is run by a schedule but was never {what}; "
-            "please report this model"
-        )
+    @property
+    def _handed(self) -> frozenset[fx.Node]:
+        return handed_over(self.line, self.context_bytes)
 
     def _lives(self, calls: Ints) -> tuple[Life, ...]:
         from fxremat.planner.replay import find_lives  # noqa: PLC0415
@@ -286,3 +233,91 @@ class Evaluator:
             Life(storage, nbytes[storage], tuple(own), used[storage], needed[storage])
             for storage, own in nodes.items()
         )
+
+
+def program_of(
+    step: Step,
+    line: Line,
+    blocks: BlockCache,
+    codes: Codes,
+    calls: Ints,
+    handed: frozenset[fx.Node] = frozenset(),
+) -> Program:
+    """The calls of the last evaluation of ``step``.
+
+    Args:
+        step: ``line`` as numbers.
+        line: the stages.
+        blocks: of ``line``.
+        codes: the schedule.
+        calls: what the evaluation found of each.
+        handed: gradients that are given back as soon as they are made.
+
+    Ensures: the calls compute exactly what the joint graph does.
+
+    Raises:
+        ScheduleError: the schedule draws random numbers in another order.
+    """
+    from fxremat.planner.extract import ASKED, INPUTS, NODES  # noqa: PLC0415
+    from fxremat.planner.replay import BLOCK, OP, REBUILT  # noqa: PLC0415
+
+    ops = decoded(codes).computations
+    check_draws(line, ops)
+    modes, seen = [], set()
+    for op in ops:
+        first = Mode.AGAIN if op.stage in seen else Mode.FIRST
+        modes.append(Mode.BACKWARD if isinstance(op, Backward) else first)
+        seen.add(op.stage)
+    data, at, totals = step.data, step.at, step.totals()
+    made = []
+    for index, block, rebuilds in calls[[OP, BLOCK, REBUILT], : totals["calls"]].T.tolist():
+        lists = at.block + COLUMNS * block
+        asked, runs, end = data[[lists + ASKED, lists + NODES, lists + INPUTS]].tolist()
+        op, mode = ops[index], modes[index]
+        own = blocks.of(op.stage, mode, data[runs:end], data[asked:runs], step.nodes)
+        made.append(Call(op, own, bool(rebuilds)))
+    joint = line.joint
+    results = (*joint.forward_outputs, *(n for n in joint.backward_outputs if n not in handed))
+    linked, _ = link(line, made, handed, (n for n in results if isinstance(n, fx.Node)))
+    saved = (step.nodes[i] for i in np.flatnonzero(data[at.saved : at.saved + at.nodes]).tolist())
+    crossing = set(saved).difference(joint.tangents, joint.constants)
+    return Program(
+        line, tuple(linked), totals["turn"], tuple(sorted(crossing, key=lambda n: _rank(line, n)))
+    )
+
+
+def _rank(line: Line, node: fx.Node) -> tuple[int, int, int]:
+    """Sorts what is there throughout before all else, which goes stage by stage."""
+    role, order = line.rank(node)
+    return (line.stage_of[node] if role < Role.PINNED else -role, role, order)
+
+
+def carried_out(line: Line, blocks: BlockCache, schedule: Schedule, decision: Decision) -> Program:
+    """The calls of what was decided before, of which nothing is measured.
+
+    Args:
+        line: the stages.
+        blocks: of ``line``.
+        schedule: what to do.
+        decision: what save options keep, and what is kept from a first forward until it is last
+            read.
+
+    Raises:
+        LookupError: the decision is one of another line.
+        ScheduleError: the schedule reads what nothing computes, or draws random numbers in another
+            order.
+    """
+    number, nodes = numbering(line), line.nodes
+    missing = dict(decision.missing)
+    most = max((op.option for op in schedule if isinstance(op, Forward)), default=0)
+    rebuilt = [
+        [frozenset(nodes[i] for i in missing.get(stage, ()))] * most
+        for stage in range(len(line.stages))
+    ]
+    step = step_of(line, number, rebuilt, Numbers.nothing(line, number))
+    held = step.flags(b"")
+    for _, own in decision.held:
+        held[[number[nodes[i]] for i in own]] = 1
+    codes = coded(schedule)
+    calls, _, _ = step.evaluate(codes, held)
+    return program_of(step, line, blocks, codes, calls)

@@ -1,4 +1,4 @@
-"""What runs in a call: compiled loops that extract blocks as ``passes.stages.block`` does.
+"""What runs in a call: compiled loops that find its block.
 
 What a call runs depends on few things: its stage, mode and save option, what is asked of it, and
 what is held. Schedules differ in a few stages, so each block is extracted once and found again
@@ -29,7 +29,7 @@ from fxremat.planner.places import (
     mixed,
 )
 
-MADE, NODES, INPUTS, DIRECT, READS, END, REBUILDS = range(7)
+ASKED, NODES, INPUTS, DIRECT, READS, END, REBUILDS = range(7)
 """Of a block: where each of its lists begins, and whether a backward runs operations again."""
 
 BLOCKS, FOOTPRINTS, STAMP, FAILED, EVALUATIONS, HANDED_BYTES = range(2, 8)
@@ -217,7 +217,7 @@ def block_of(data: Ints, at: At, held: Flags, stage: int, mode: int, option: int
 
 
 def extract(data: Ints, seconds: Floats, at: At, held: Flags) -> None:
-    """Make the ``MISSED`` block, as ``passes.stages.block.extract`` does."""
+    """Make the ``MISSED`` block: the least that gives what is asked of it."""
     entry, stage, mode, row, count = data[at.missed : at.missed + 5].tolist()
     block = int(data[at.counts + BLOCKS])
     data[at.counts + BLOCKS] += 1
@@ -234,7 +234,7 @@ def _select(
     """Mark what runs in a block; the last operations of ``at.own``, from which on is returned."""
     at: At = packed[0]
     stamp = data[at.counts + STAMP]
-    _record_made(data, at, block, count)
+    _record_asked(data, at, block, count)
     if mode != AGAIN:
         for i in range(count):
             if data[at.draws + data[at.own + i]]:
@@ -314,16 +314,15 @@ def _interleave(data: Ints, packed: Packed, inside: int, count: int, mode: int) 
 
 
 @njit(inline="always")
-def _record_made(data: Ints, at: At, block: int, count: int) -> None:
-    """Write the storages of what is asked of a block to the arena, and begin its lists."""
+def _record_asked(data: Ints, at: At, block: int, count: int) -> None:
+    """Write what is asked of a block to the arena, and begin its lists."""
     top = data[at.counts + TOP]
-    data[at.block + COLUMNS * block + MADE] = top
+    data[at.block + COLUMNS * block + ASKED] = top
     for i in range(count):
         node = data[at.own + i]
         if data[at.want + node] == data[at.counts + STAMP]:
-            for k in range(data[at.storages + node], data[at.storages + node + 1]):
-                data[top] = data[k]
-                top += 1
+            data[top] = node
+            top += 1
     data[at.counts + TOP] = top
 
 

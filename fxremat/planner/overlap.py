@@ -15,7 +15,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.ir import MeasuredLink, Move, Shift, Timeline
-from fxremat.passes.emit.program import Call, Program
+from fxremat.passes.emit.program import Call, Program, link
 from fxremat.passes.emit.shifts import blocks_of
 from fxremat.passes.stages.block import Block
 from fxremat.planner.allocations import Allocated
@@ -250,22 +250,11 @@ class _Overlap:
         self, low: int, high: int, blocks: Mapping[int, Block]
     ) -> tuple[list[Call], list[frozenset[fx.Node]]]:
         """Calls ``low`` to ``high`` with other blocks, and what is read after each of them."""
-        table = self.program.line.joint.storages
-        joint = self.program.line.joint
-        there = table.of((*joint.given, *joint.tangents))
-        calls, needed, after = [], [], self.needed[high]
-        for index in range(high, low - 1, -1):
-            block = blocks.get(index, self.calls[index].block)
-            outputs = frozenset(block.outputs)
-            handed = (outputs & self.handed) - after
-            rest = after - outputs
-            staying = there | table.of(rest)
-            gone = table.of(handed) - table.of(outputs - handed) - staying
-            kept = block.reads & staying
-            calls.append(replace(self.calls[index], block=block, kept=kept, handed=gone))
-            needed.append(after)
-            after = rest.union(block.inputs)
-        return calls[::-1], needed[::-1]
+        calls = [
+            replace(self.calls[i], block=blocks.get(i, self.calls[i].block))
+            for i in range(low, high + 1)
+        ]
+        return link(self.program.line, calls, self.handed, self.needed[high])
 
 
 def _messages_s(block: Block, messages_s: Mapping[fx.Node, float]) -> float:

@@ -1,8 +1,8 @@
 """What a decision does to memory and time, operation by operation: compiled loops.
 
 A schedule is read backwards: every tensor is taken from the last call before that can give it,
-every call gives only what is read later and frees what nobody reads again, as the emitted graphs
-do (``passes.emit.program``).
+every call gives only what is read later and frees what nobody reads again, and these
+calls are what is emitted (``planner.evaluator.program_of``).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from numba import njit
 
 from fxremat.ir.schedule import ALL, BACKWARD, KINDS
 from fxremat.planner.extract import (
+    ASKED,
     DIRECT,
     END,
     EVALUATIONS,
     FAILED,
     HANDED_BYTES,
     INPUTS,
-    MADE,
     MISSED,
     NO_ROOM,
     NODES,
@@ -161,7 +161,7 @@ def _go_on(
             if codes[i] == last:
                 turn = count
                 for node in range(at.nodes):
-                    data[at.saved + node] = data[at.needed + node] & LATER
+                    data[at.saved + node] = data[at.needed + node] & (LATER | HANDED)
     return _end(data, at, calls, call_s, count, turn)
 
 
@@ -392,5 +392,7 @@ def find_lives(data: Ints, packed: Packed, calls: Ints, last: Ints, after: Ints)
             elif after[data[k]] == -1:
                 after[data[k]] = call
         if call < turn:
-            for k in range(data[lists + MADE], data[lists + NODES]):
-                last[data[k]] = call
+            for i in range(data[lists + ASKED], data[lists + NODES]):
+                node = data[i]
+                for k in range(data[at.storages + node], data[at.storages + node + 1]):
+                    last[data[k]] = call

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import fx
 
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import Options
+from fxremat.errors import CostError, ScheduleError
+from fxremat.ir.schedule import Codes
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.batchnorm import NORMALIZED_VALUES, is_inverse, updates_statistics
 from fxremat.passes.joint.graph import is_getitem, is_tensor
@@ -24,9 +27,13 @@ from fxremat.planner.places import (
     TOP,
     UNKNOWN,
     At,
+    Flags,
     Floats,
     Ints,
 )
+
+MOST_ROOM = 1 << 27
+"""Numbers of a step that no evaluation should need."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,18 +47,26 @@ class Numbers:
     once_s: Floats
 
     @staticmethod
-    def of(
-        measured: Measured,
-        options: Options,
-        number: Mapping[fx.Node, int],
-    ) -> Numbers:
-        """Those of a measured line."""
+    def of(measured: Measured, options: Options, number: Mapping[fx.Node, int]) -> Numbers:
+        """Bytes and seconds of a measured line."""
         return Numbers(
             np.array(measured.line.joint.storages.nbytes, dtype=np.int64),
             _workspace(measured, number),
             np.array([s.forward_s for s in measured.stages]),
             np.array([s.backward_s for s in measured.stages]),
             _once_s(measured.line, options, tuple(number)),
+        )
+
+    @staticmethod
+    def nothing(line: Line, number: Mapping[fx.Node, int]) -> Numbers:
+        """Of a line of which only the calls are asked for: no workspace, no time."""
+        stages = np.zeros(len(line.stages))
+        return Numbers(
+            np.array(line.joint.storages.nbytes, dtype=np.int64),
+            np.zeros((3, len(number)), dtype=np.int64),
+            stages,
+            stages,
+            np.zeros((2, len(number))),
         )
 
 
@@ -99,11 +114,77 @@ class Step:
             self.seconds[place : place + seconds.size] = seconds
         resize(self.data, self.seconds, self.at)
 
-    def grow(self) -> None:
-        """Twice the room for blocks."""
-        arena = self.data.size - self.at.arena
-        self.data = np.concatenate([self.data, np.zeros(arena, dtype=np.int64)])
-        self.data[self.at.counts + ROOM] = self.data.size
+    def surround(self, key: object, nbytes: Sequence[int], handed: Iterable[fx.Node]) -> None:
+        """Evaluate for other context bytes from now on.
+
+        Args:
+            key: the object by which they are known again.
+            nbytes: given throughout, needed at the turn, held from it on, needed at the end.
+            handed: gradients that are given back as soon as they are made.
+        """
+        data, at = self.data, self.at
+        data[at.around : at.around + len(nbytes)] = nbytes
+        data[at.handed : at.handed + at.nodes] = 0
+        data[[at.handed + self.number[node] for node in handed]] = 1
+        self.around = key
+
+    def flags(self, held: bytes) -> Flags:
+        """A number for each node from a bit for each; none are set if ``held`` is empty."""
+        if not held:
+            return np.zeros(self.at.nodes, dtype=np.uint8)
+        return np.unpackbits(np.frombuffer(held, dtype=np.uint8), count=self.at.nodes)
+
+    def evaluate(self, codes: Codes, held: Flags) -> tuple[Ints, Floats, float]:
+        """Replay a decision: its calls, seconds of each, and of all; see ``replay.evaluate``."""
+        # Loading numba takes longer than all else in the package: not at import.
+        from fxremat.planner.replay import ROWS, evaluate  # noqa: PLC0415
+
+        calls, call_s = np.zeros((ROWS, codes.size), dtype=np.int64), np.zeros(codes.size)
+        total_s = self.run(evaluate, codes, held, calls, call_s)
+        return calls, call_s, float(total_s)
+
+    def run(self, kernel: Callable[..., Any], *args: object) -> Any:
+        """What ``kernel`` returns, once there is room enough for all blocks at once.
+
+        Raises:
+            CostError: it runs an operation that was never measured.
+            ScheduleError: it reads what nothing computes.
+        """
+        from fxremat.planner.replay import TOO_LONG  # noqa: PLC0415
+
+        found = kernel(self.data, self.seconds, self.at, *args)
+        while self.totals()["ended"] == TOO_LONG and self.data.size < MOST_ROOM:
+            arena = self.data.size - self.at.arena  # twice the room for blocks
+            self.data = np.concatenate([self.data, np.zeros(arena, dtype=np.int64)])
+            self.data[self.at.counts + ROOM] = self.data.size
+            found = kernel(self.data, self.seconds, self.at, *args)
+        self._check()
+        return found
+
+    def totals(self) -> dict[str, int]:
+        """What the last evaluation found of the whole step."""
+        names = ("calls", "turn", "peak_bytes", "turn_bytes", "end_bytes", "ended", "node")
+        total = self.at.total
+        values = self.data[total : total + len(names)].tolist()
+        return dict(zip(names, values, strict=True))
+
+    def _check(self) -> None:
+        """Raise what the last evaluation found wrong."""
+        from fxremat.planner.replay import NEVER_COMPUTED, TOO_LONG, UNTIMED  # noqa: PLC0415
+
+        totals = self.totals()
+        if not totals["ended"]:
+            return
+        if totals["ended"] == TOO_LONG:
+            raise ScheduleError("a schedule runs more than can be evaluated at once")
+        node = self.nodes[totals["node"]]
+        if totals["ended"] == NEVER_COMPUTED:
+            raise ScheduleError(f"{node.name} is read but no operation computes it")
+        what = "timed" if totals["ended"] == UNTIMED else "measured in this way"
+        raise CostError(
+            f"{node.name} ({node.target}) is run by a schedule but was never {what}; "
+            "please report this model"
+        )
 
 
 class _Layout:
@@ -169,15 +250,23 @@ def numbering(line: Line) -> dict[fx.Node, int]:
     return nodes
 
 
-def step_of(measured: Measured, options: Options) -> Step:
-    """The numbers of a measured line, but for its context bytes."""
-    line = measured.line
-    number = numbering(line)
+Rebuilt = Sequence[Sequence[Set[fx.Node]]]
+"""For each stage and each of its save options: tensors that its backward rebuilds."""
+
+
+def step_of(line: Line, number: dict[fx.Node, int], rebuilt: Rebuilt, numbers: Numbers) -> Step:
+    """A line as numbers, but for its context bytes.
+
+    Args:
+        line: the stages.
+        number: of each node, see :func:`numbering`.
+        rebuilt: by the stages' save options.
+        numbers: of its size.
+    """
     nodes = tuple(number)
-    numbers = Numbers.of(measured, options, number)
     layout = _Layout()
     _put_nodes(layout, line, number)
-    _put_stages(layout, line, number, options)
+    _put_stages(layout, line, number, rebuilt)
     _put_operations(layout, line, number)
     _put_numbers(layout, numbers)
     layout.put(longest=_longest_blocks(line))
@@ -239,7 +328,7 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
     )
 
 
-def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], options: Options) -> None:
+def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], rebuilt: Rebuilt) -> None:
     """The stages' operations, save options and sums."""
     forward = np.cumsum([0, *(len(s.forward) for s in line.stages)])
     backward = np.cumsum([forward[-1], *(len(s.backward) for s in line.stages)])
@@ -247,17 +336,13 @@ def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], options
     layout.put(
         forward=forward,
         backward=backward,
-        option=np.cumsum([0, *map(len, options.masks)]),
+        option=np.cumsum([0, *map(len, rebuilt)]),
         sums=(number[n] for n in sums),
         sum_home=(line.stage_of[n] for n in sums),
     )
     layout.put_lists(
         inverses=([number[n] for n in s.forward if is_inverse(n)] for s in line.stages),
-        missing=(
-            sorted(number[n] for n in parts.missing(mask))
-            for parts, masks in zip(options.parts, options.masks, strict=True)
-            for mask in masks
-        ),
+        missing=(sorted(number[n] for n in missing) for own in rebuilt for missing in own),
         sum_stages=(sorted(line.sums[n]) for n in sums),
     )
     forward_s = np.zeros(forward[-1])
@@ -362,7 +447,7 @@ def _longest_blocks(line: Line) -> Iterator[int]:
             waiting += [n for n in views if n not in nodes]
             nodes.update(dict.fromkeys(views))
         storages = sum(len(line.joint.storages.of_node[n]) for n in nodes)
-        yield len(nodes) + 4 * _count_reads(nodes) + 2 * storages
+        yield 2 * len(nodes) + 4 * _count_reads(nodes) + 2 * storages
 
 
 def _count_reads(nodes: Iterable[fx.Node]) -> int:

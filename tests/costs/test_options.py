@@ -24,7 +24,9 @@ from fxremat.costs.options import (
     search,
 )
 from fxremat.ir import Backward, Forward, Keep, Schedule
+from fxremat.ir.schedule import coded
 from fxremat.passes.stages.block import Mode
+from fxremat.planner.evaluator import Evaluator
 from tests.examples import examples
 from tests.harness import capture, captured, run_emitted
 from tests.models.bits import assert_bitwise_equal
@@ -221,13 +223,15 @@ def plain(count: int, options: dict[int, int]) -> Schedule:
 def test_a_backward_rebuilds_what_is_missing_and_no_more(name: str):
     step = captured(name)
     found = find_options(step.measured, step.blocks)
-    seen = 0
+    evaluator = Evaluator.of(step.measured, step.blocks, found, step.context_bytes)
+    count, seen = len(step.line.stages), 0
     for index, parts in enumerate(found.parts):
-        results = frozenset(backward_results(step.line, index))
-        backward = step.blocks(index, Mode.BACKWARD, results)
-        for mask in found.masks[index]:
+        backward = step.blocks(index, Mode.BACKWARD, frozenset(backward_results(step.line, index)))
+        for option, mask in enumerate(found.masks[index], start=1):
             missing = parts.missing(mask)
-            block = step.blocks(index, Mode.BACKWARD, results, missing)
+            candidate = evaluator.candidate(coded(plain(count, {index: option})))
+            calls = evaluator.program(candidate).calls
+            block = next(call.block for call in calls if call.op == Backward(index))
             assert not missing.intersection(block.inputs)
             assert set(block.nodes) - block.again == set(backward.nodes)
             order = {node: i for i, node in enumerate(block.nodes)}

@@ -16,13 +16,13 @@ from fxremat.passes.stages.block import (
     Mode,
     build_graph,
     call_of,
-    candidates,
     dependencies,
     extract,
 )
 from fxremat.runtime import rng as runtime_rng
 from tests.harness import Captured, captured
 from tests.models.bits import assert_bitwise_equal
+from tests.reference.program import candidates
 
 models = pytest.mark.parametrize("name", ["gpt", "resnet50", "outputs", "gru", "siamese"])
 aten = torch.ops.aten
@@ -71,9 +71,9 @@ def test_asking_for_less_runs_less():
     line = step.line
     stage = next(i for i, s in enumerate(line.stages) if len(s.saved) > 3)
     everything = candidates(line, stage, Mode.FIRST)
-    whole = extract(line, stage=stage, mode=Mode.AGAIN, outputs=line.stages[stage].saved)
-    part = extract(line, stage=stage, mode=Mode.AGAIN, outputs=line.stages[stage].saved[:1])
-    none = extract(line, stage=stage, mode=Mode.AGAIN, outputs=())
+    whole = extract(line, stage, Mode.AGAIN, line.stages[stage].saved)
+    part = extract(line, stage, Mode.AGAIN, line.stages[stage].saved[:1])
+    none = extract(line, stage, Mode.AGAIN, ())
     assert none.nodes == none.inputs == none.outputs == ()
     assert 0 < len(part.nodes) < len(whole.nodes) <= len(everything) + len(whole.inputs)
     assert part.outputs == line.stages[stage].saved[:1]
@@ -83,7 +83,7 @@ def test_the_first_run_draws_even_what_nobody_asked_for():
     step = captured("gpt")
     line = step.line
     stage = next(i for i, s in enumerate(line.stages) if any(rng.is_draw(n) for n in s.forward))
-    block = extract(line, stage=stage, mode=Mode.FIRST, outputs=())
+    block = extract(line, stage, Mode.FIRST, ())
     draws = [n for n in line.stages[stage].forward if rng.is_draw(n)]
     assert [n for n in block.nodes if rng.is_draw(n)] == draws
     assert block.outputs == ()
@@ -95,10 +95,10 @@ def test_a_recomputation_reads_pinned_tensors():
     pinning = [i for i, s in enumerate(line.stages) if s.pinned and s.saved]
     assert pinning
     for stage in pinning:
-        block = extract(line, stage=stage, mode=Mode.AGAIN, outputs=line.stages[stage].saved)
+        block = extract(line, stage, Mode.AGAIN, line.stages[stage].saved)
         assert line.pinned.isdisjoint(block.nodes)
         assert line.pinned.isdisjoint(candidates(line, stage, Mode.AGAIN))
-        first = extract(line, stage=stage, mode=Mode.FIRST, outputs=line.stages[stage].pinned)
+        first = extract(line, stage, Mode.FIRST, line.stages[stage].pinned)
         assert set(first.outputs) == set(line.stages[stage].pinned)
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Forward, Keep, Schedule
-from fxremat.passes.emit.program import Program, build_program, keep_all
+from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.stages.block import Mode
 from tests.harness import Captured, captured, periodic, random_schedule, run_emitted, run_traced
@@ -178,7 +178,7 @@ def test_a_schedule_without_a_forward_is_refused():
     count = len(step.line.stages)
     ops = tuple(op for op in keep_all(count) if op != Forward(3, Keep.ALL))
     with pytest.raises(ScheduleError, match="is read but no operation computes it"):
-        build_program(step.line, Schedule(ops), step.blocks)
+        step.program(Schedule(ops))
 
 
 class Uses:

@@ -10,10 +10,11 @@ from fxremat.costs.cost import Measured
 from fxremat.errors import CostError, ScheduleError
 from fxremat.ir import Forward, Keep, Schedule
 from fxremat.ir.schedule import coded, decoded
-from fxremat.passes.emit.program import build_program, keep_all
+from fxremat.passes.emit.program import keep_all
 from fxremat.passes.stages.block import Mode
-from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.evaluator import Evaluator, carried_out
 from tests.harness import captured, held_bits, measured_peak_bytes, numbered, periodic
+from tests.reference.program import build_program
 
 
 def test_a_candidate_stands_for_its_decision():
@@ -28,8 +29,9 @@ def test_a_candidate_stands_for_its_decision():
         kept = {stage: frozenset(nodes[i] for i in own) for stage, own in found.held}
         assert (held_bits(evaluator, kept) if kept else b"") == candidate.held
         schedule = decoded(candidate.codes)
-        program = build_program(step.line, schedule, step.blocks, found)
-        assert program == evaluator.program(candidate)
+        program = evaluator.program(candidate)
+        assert program == carried_out(step.line, step.blocks, schedule, found)
+        assert program == build_program(step.line, schedule, found)
         assert measured_peak_bytes(step, program) == candidate.peak_bytes
 
 

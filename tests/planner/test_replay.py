@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxremat.costs.cost import Measured
 from fxremat.ir import Forward, Keep, Schedule
-from fxremat.ir.schedule import Codes, coded
+from fxremat.ir.schedule import Codes, coded, decoded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.build import build_joint_graph
@@ -21,6 +21,7 @@ from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.extract import make_room
+from fxremat.planner.handed import handed_over
 from fxremat.planner.places import TABLE
 from fxremat.planner.search import GENERATORS
 from tests.harness import (
@@ -38,6 +39,7 @@ from tests.models import ZOO
 from tests.passes.test_invert import X, network
 from tests.planner.test_joining import random_join_schedule
 from tests.reference.plain_sweep import seconds, sweep
+from tests.reference.program import build_program
 
 evaluator_of = functools.cache(lambda name: captured(name).evaluator(around(captured(name))))
 
@@ -61,6 +63,9 @@ def check(step: Captured, evaluator: Evaluator, codes: Codes, held: Held) -> Non
     """An evaluation says what a sweep of the program finds."""
     candidate = evaluator.candidate(codes, held_bits(evaluator, held))
     found, program = evaluator.evaluation(candidate), evaluator.program(candidate)
+    handed = handed_over(step.line, evaluator.context_bytes)
+    decision = evaluator.decision(candidate)
+    assert program == build_program(step.line, decoded(codes), decision, handed)
     swept = sweep(program, step.footprints, evaluator.context_bytes)
     assert found.ops == tuple(call.op for call in program.calls)
     assert found.turn == program.turn

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from fxremat.errors import GraphError
@@ -16,11 +18,8 @@ from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import StorageTable, add_call, is_getitem, is_tensor
 from fxremat.passes.joint.sizes import names_in
 from fxremat.passes.stages.linearize import Line
-from fxremat.passes.stages.order import Sums, backward_nodes, home_sums
 from fxremat.runtime.rng import redraw
 from fxremat.runtime.views import held
-
-NOTHING: frozenset[fx.Node] = frozenset()
 
 Key = tuple[object, ...]
 """Equal for what one piece of code, or one measurement, can stand for."""
@@ -101,115 +100,46 @@ def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
     return tuple(node.all_input_nodes)
 
 
-def _operations(line: Line, stage: int, mode: Mode, sums: Sums | None) -> tuple[fx.Node, ...]:
-    parts = line.stages[stage]
-    if mode is not Mode.BACKWARD:
-        return parts.forward
-    return parts.backward if sums is None else backward_nodes(line, stage, sums)
+def extract(line: Line, stage: int, mode: Mode, outputs: Iterable[fx.Node]) -> Block:
+    """The least block of a stage, none of whose forward is missing or held, that gives ``outputs``.
 
-
-def candidates(
-    line: Line,
-    stage: int,
-    mode: Mode,
-    held: frozenset[fx.Node] = NOTHING,
-    sums: Sums | None = None,
-) -> tuple[fx.Node, ...]:
-    """Tensors that a block of ``stage`` in ``mode`` can give; see :func:`extract`."""
-    there = line.pinned | held if mode is Mode.AGAIN else NOTHING
-    nodes = _operations(line, stage, mode, sums)
-    return tuple(n for n in nodes if is_tensor(n) and n not in there)
-
-
-def extract(
-    line: Line,
-    *,
-    stage: int,
-    mode: Mode,
-    outputs: Iterable[fx.Node],
-    missing: frozenset[fx.Node] = NOTHING,
-    held: frozenset[fx.Node] = NOTHING,
-    sums: Sums | None = None,
-) -> Block:
-    """The least block that gives ``outputs``.
+    Blocks of a schedule are the planner's: see ``planner.extract``. In a backward the line's own
+    order has sums over branches where they are.
 
     Args:
         line: the stages.
         stage: which of them.
         mode: how the block runs.
-        outputs: tensors that are asked for.
-        missing: for a backward: tensors of the stage's forward that nobody kept. Those
-            that it needs are recomputed, each right before it is first read.
-        held: tensors of the stage's forward that are kept from their first computation
-            on, as pinned ones are: a recomputation reads them.
-        sums: for a backward: the sums that run with it, ``None`` for those of the line's
-            own order.
+        outputs: what is asked for, of the stage's forward or backward.
 
-    Requires: ``outputs`` are among :func:`candidates`, ``missing`` among those of
-        ``Mode.AGAIN``.
     Ensures: but in ``Mode.AGAIN``, every random draw runs, asked for or not.
     """
-    own = _operations(line, stage, mode, sums)
+    parts = line.stages[stage]
+    own = parts.backward if mode is Mode.BACKWARD else parts.forward
     wanted = set(outputs)
     needed = set(wanted)
     if mode is not Mode.AGAIN:
         needed.update(filter(rng.draws, own))
     inside: list[fx.Node] = []
     for node in reversed(own):
-        available = mode is Mode.AGAIN and (node in line.pinned or node in held)
-        if node in needed and not available:
+        if node in needed and not (mode is Mode.AGAIN and node in line.pinned):
             inside.append(node)
             needed.update(dependencies(node, mode))
     inside.reverse()
-    again = _recomputed(line, stage, needed, missing - held) if missing else []
-    nodes = _interleave(line, inside, mode, again)
-    block = Block(stage, mode, tuple(nodes), again=dict.fromkeys(again).keys())
-    return block.connected(line, wanted)
+    return Block(stage, mode, tuple(_with_views(line, inside, mode))).connected(line, wanted)
 
 
-def _recomputed(
-    line: Line, stage: int, needed: set[fx.Node], missing: frozenset[fx.Node]
-) -> list[fx.Node]:
-    """Forward operations of ``stage`` that give what is ``needed`` and ``missing``."""
-    wanted = set(needed)
-    found = []
-    for node in reversed(line.stages[stage].forward):
-        if node in wanted and (node in missing or not is_tensor(node)):
-            found.append(node)
-            wanted.update(dependencies(node, Mode.AGAIN))
-    found.reverse()
-    return found
-
-
-def _interleave(
-    line: Line, nodes: list[fx.Node], mode: Mode, again: list[fx.Node]
-) -> list[fx.Node]:
-    """``nodes``, with each view of a given tensor and each of ``again`` before its first reader.
-
-    The values of an operation with several directly follow it.
-    """
-    recomputed = set(again)
-    values: dict[fx.Node, list[fx.Node]] = {}
-    for node in again:
-        if is_getitem(node):
-            values.setdefault(node.all_input_nodes[0], []).append(node)
+def _with_views(line: Line, nodes: Iterable[fx.Node], mode: Mode) -> list[fx.Node]:
+    """``nodes``, and each view of a given tensor before its first reader."""
     result: dict[fx.Node, None] = {}
     for last in nodes:
         waiting = [last]
         while waiting:
-            node = waiting[-1]
-            how = Mode.AGAIN if node in recomputed else mode
-            before = [
-                source
-                for source in dependencies(node, how)
-                if (source in line.views or source in recomputed) and source not in result
-            ]
-            if before:
-                waiting.extend(reversed(before))
-                continue
-            waiting.pop()
-            result[node] = None
-            result.update(dict.fromkeys(values.get(node, ())))
+            sources = dependencies(waiting[-1], mode)
+            before = [n for n in sources if n in line.views and n not in result]
+            waiting.extend(reversed(before))
+            if not before:
+                result[waiting.pop()] = None
     return list(result)
 
 
@@ -251,41 +181,46 @@ def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
 
 
 class BlockCache:
-    """Blocks of one line by what they give and what else makes them differ."""
+    """Blocks of one line, each made once."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
         self._blocks: dict[tuple[object, ...], Block] = {}
-        self._home: dict[int, Sums] = {}
         self._keys: dict[int, tuple[Block, Key]] = {}
 
-    def __call__(
+    def __call__(self, stage: int, mode: Mode, outputs: frozenset[fx.Node]) -> Block:
+        """The block of ``stage`` that gives ``outputs``; see :func:`extract`."""
+        key = stage, mode, outputs
+        if key not in self._blocks:
+            self._blocks[key] = extract(self._line, stage, mode, outputs)
+        return self._blocks[key]
+
+    def of(
         self,
         stage: int,
         mode: Mode,
-        outputs: frozenset[fx.Node],
-        missing: frozenset[fx.Node] = NOTHING,
-        held: frozenset[fx.Node] = NOTHING,
-        sums: Sums | None = None,
+        runs: NDArray[np.int64],
+        asked: NDArray[np.int64],
+        nodes: tuple[fx.Node, ...],
     ) -> Block:
-        """The block of ``stage`` that gives ``outputs``; see :func:`extract`."""
-        if mode is not Mode.AGAIN and not missing:
-            held = NOTHING  # makes no difference
-        if sums is not None:
-            if stage not in self._home:
-                self._home[stage] = home_sums(self._line, stage)
-            sums = None if sums == self._home[stage] else sums
-        key = (stage, mode, outputs, missing, held, sums)
+        """The block that an evaluation found for a call.
+
+        Args:
+            stage: of the call.
+            mode: how it runs.
+            runs: twice the number of each operation, and 1 more where it is recomputed; in order.
+            asked: numbers of the tensors that it gives.
+            nodes: by number; operations of a forward have theirs in order.
+        """
+        key = stage, mode, runs.tobytes(), asked.tobytes()
         if key not in self._blocks:
-            self._blocks[key] = extract(
-                self._line,
-                stage=stage,
-                mode=mode,
-                outputs=outputs,
-                missing=missing,
-                held=held,
-                sums=sums,
-            )
+            again = np.sort(runs[runs % 2 == 1]) if mode is Mode.BACKWARD else runs[:0]
+            self._blocks[key] = Block(
+                stage,
+                mode,
+                tuple(nodes[i] for i in (runs // 2).tolist()),
+                again=dict.fromkeys(nodes[i] for i in (again // 2).tolist()).keys(),
+            ).connected(self._line, frozenset(nodes[i] for i in asked.tolist()))
         return self._blocks[key]
 
     def clear(self) -> None:
