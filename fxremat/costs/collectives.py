@@ -37,14 +37,7 @@ def speeds_of(line: Line, device: torch.device) -> dict[str, tuple[float, float]
 def with_collectives(
     costs: RecordedCosts, line: Line, blocks: BlockCache, speeds: Speeds
 ) -> RecordedCosts:
-    """``costs``, where collectives took no longer than this process alone, with the rest.
-
-    Args:
-        costs: of the line.
-        line: the stages.
-        blocks: its blocks.
-        speeds: of the groups.
-    """
+    """``costs`` of a line whose collectives were run by this process alone, with their messages."""
 
     def more_s(block: Block) -> float:
         return sum(_seconds(node, speeds) for node in block.nodes)

@@ -42,18 +42,15 @@ class Measured:
         """``line`` as it was measured.
 
         Raises:
-            CostError: ``costs`` are those of another graph.
+            CostError: ``costs`` are of another graph.
         """
         return Measured._of(line, costs, least_bytes=line.joint.storages.nbytes)
 
     def at(self, costs: RecordedCosts) -> Measured:
-        """This line at another size.
-
-        Args:
-            costs: at that size.
+        """This line at another size, of which ``costs`` are.
 
         Raises:
-            CostError: ``costs`` are those of another graph.
+            CostError: ``costs`` are of another graph.
         """
         return Measured._of(self.line, costs, least_bytes=(0,) * len(self.costs.storage_bytes))
 
@@ -155,10 +152,10 @@ def measure_line(
 
     Args:
         line: the stages.
-        blocks: blocks of ``line``.
+        blocks: of ``line``.
         real: values of primals, where known; others are made up with the right
             strides. Integers and masks flow through the stages as they really would.
-        cache: measurements that exist already; new ones are added.
+        cache: what is in it is not measured again; the rest is added.
         progress: told of each stage.
 
     Ensures: no tensor of ``real`` is written to; the random generators are as before.
@@ -273,13 +270,9 @@ class _Walk:
         inputs: Mapping[fx.Node, torch.Tensor],
         results: dict[fx.Node, torch.Tensor],
     ) -> dict[fx.Node, torch.Tensor]:
-        """Time ``block`` if it is new, which empties ``results``; what it gives.
+        """Time ``block``, which has run before, if it is new; its results.
 
-        Args:
-            block: it has run before.
-            key: its own; ``None``: there is nothing to do.
-            inputs: values of its inputs.
-            results: what it gave when it ran.
+        Timing empties ``results``, which the run before gave. No ``key``: there is nothing to do.
         """
         if key is None or key in self._cache.seconds:
             return results

@@ -198,13 +198,12 @@ def _gpu(
     """A GPU of the table.
 
     Args:
-        name: of it.
-        tera_flops: of float64, float32, TF32, and numbers of 16 bits, a second.
-        giga_bytes: of its memory, a second.
-        link: giga-bytes of one direction of its link, a second.
-        mib: of its memory.
-        hopper: its libraries take workspaces of that architecture, or a later one's.
-        bfloat16: numbers of that kind are as fast as those of float16.
+        name: its name in the table.
+        tera_flops: a second, of float64, float32, TF32 and numbers of 16 bits.
+        giga_bytes: bandwidth of its memory a second, and ``link``: of one direction of its link.
+        mib: its memory.
+        hopper: cuBLAS takes the workspaces of that architecture, or a later one.
+        bfloat16: is as fast as float16.
     """
     float64, float32, tf32, halves = (1e12 * rate for rate in tera_flops)
     return Device(

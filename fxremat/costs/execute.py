@@ -55,10 +55,10 @@ def least_s(
 
     Args:
         run: what is timed; it has run before.
-        kept: the result of that run and no other, or nothing. Each run drops it first, so
-            that there are never two; at the end it is that of the last run.
+        kept: the result of that run, or nothing. Each run drops it first, so that there are never
+            two; at the end it is that of the last run.
         clock: of the device.
-        enough_s: what all runs need not take longer than, were each as fast as the fastest.
+        enough_s: no more runs than fill that time, were each as fast as the fastest.
     """
 
     def once() -> None:
@@ -125,14 +125,10 @@ class Operations:
 
         Args:
             block: the operations.
-            inputs: their values.
-            keep: results that are asked for. Others are dropped after their last reader.
-            again: a recomputation of the same stage, whose operations are timed, too.
-
-        Requires: operations of ``again`` are among those of ``block``, and what they read is
-            there when the block runs them.
-
-        Returns the values of ``keep``.
+            inputs: values of all that they read from outside.
+            keep: results that are returned. Others are dropped after their last reader.
+            again: a recomputation whose operations are among the block's and read what is there
+                when it runs them: they are timed, too.
 
         Raises:
             CostError: an operation failed, or returned a copy where the trace has a view.
@@ -183,10 +179,10 @@ def asked_order(changes: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]
     """The order in which an operation asks for its results: a fused dropout wants its mask first.
 
     Args:
-        changes: what the allocator did meanwhile: bytes handed out, and taken back if negative.
-        sizes: of the results, as they are returned; 0: the device has none of it.
+        changes: of the allocator meanwhile: bytes handed out, and taken back if negative.
+        sizes: bytes of the results in the order of their return; 0 where the device has none.
 
-    Returns indices of ``sizes``; where it cannot be told, as they are returned.
+    Returns indices of ``sizes``, in order where that cannot be told.
     """
     live: list[int] = []
     for change in changes:

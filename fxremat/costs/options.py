@@ -158,11 +158,8 @@ def find_options(
 ) -> Options:
     """The save options of every stage; stages with equal numbers are searched once.
 
-    Args:
-        measured: the line and its costs.
-        blocks: of the line.
-        masks: to be taken instead, which were found at another size: schedules tell options by
-            their number.
+    With ``masks``, which were found at another size, these are taken: schedules tell options by
+    their number.
 
     Ensures: each stage has at most ``MOST_OPTIONS``, none better than another in both
         bytes and seconds, and none keeps everything.

@@ -177,16 +177,10 @@ def _operations(line: Line, blocks: BlockCache) -> tuple[Indices, Indices]:
 def with_workspaces(
     costs: RecordedCosts, line: Line, values: Values, cache: CostCache
 ) -> RecordedCosts:
-    """``costs`` with the workspaces that convolutions and units really take.
+    """``costs`` at sizes ``values``, with the workspaces that convolutions and units take there.
 
-    It takes about as long as all that are distinct together, and as making kernels for units at
-    their first other size; where there are none, it is ``costs``.
-
-    Args:
-        costs: of ``line`` at sizes ``values``.
-        line: at the size of the capture.
-        values: the sizes.
-        cache: measurements; new ones are added, known ones are not made again.
+    That takes about as long as all that are distinct together, and as making kernels for units at
+    their first other size; where ``line``, at the size of its capture, has none, it is ``costs``.
 
     Ensures: the random generators are as before.
 

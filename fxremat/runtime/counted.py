@@ -13,11 +13,6 @@ class Count:
     """The peak of a step by the allocator's own counters, which are not reset for it.
 
     What other threads allocate meanwhile is counted with it.
-
-    Args:
-        device: of the step, whose allocator counts.
-        others_bytes: of what is allocated when it begins, all that is none of the step's.
-        most_bytes: that the allocator has counted before.
     """
 
     __slots__ = ("_device", "_most_bytes", "_others_bytes")
@@ -29,9 +24,7 @@ class Count:
     def begin(device: torch.device, there_bytes: Callable[[], int]) -> Count | None:
         """Begin to count a step; ``None``: nothing is counted on its device.
 
-        Args:
-            device: of the step.
-            there_bytes: tells what is there and counts as the step's.
+        Of what is allocated now, ``there_bytes`` are counted as the step's.
         """
         counted = torch_compat.counted_bytes(device)
         if counted is None:

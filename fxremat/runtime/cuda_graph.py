@@ -24,10 +24,7 @@ def refuse_planning() -> None:
 
 
 def refuse_host_memory(nbytes: int) -> None:
-    """A step with host memory is to run now.
-
-    Args:
-        nbytes: of host memory, for the error.
+    """A step with ``nbytes`` of host memory is to run now.
 
     Raises:
         TransferError: a CUDA graph is being captured on the current stream.

@@ -61,11 +61,8 @@ class Lease(abc.ABC):
     def prefetch(self, *, offset: int, nbytes: int, device: torch.device) -> Tensor:
         """Start to copy what was offloaded to ``offset`` to a fresh uint8 tensor on ``device``.
 
-        Args:
-            offset: where it is.
-            nbytes: size of the fresh tensor, at least that of what was offloaded; plans
-                count what allocators hand out, which is more. The rest is not filled.
-            device: where it goes.
+        That has ``nbytes``, at least as many as were offloaded: plans count what allocators hand
+        out, which is more. The rest is not filled.
 
         Raises:
             TransferError: more was offloaded there, it is the wrong device, or a transfer

@@ -39,11 +39,7 @@ _library.define("wait(Tensor(a!) x) -> ()")
 
 
 def open_arena(arena: int, nbytes: int) -> Tensor:
-    """Lend the memory of one step: uint8, shape ``(nbytes,)``, in host memory.
-
-    Args:
-        arena: the ``id`` of an :class:`~fxremat.runtime.arena.Arena`.
-        nbytes: what the plan needs.
+    """Lend the memory of one step, uint8, shape ``(nbytes,)``, by the ``id`` of an arena.
 
     Raises:
         TransferError: there is no such arena, or it is smaller.
@@ -53,12 +49,7 @@ def open_arena(arena: int, nbytes: int) -> Tensor:
 
 
 def offload(x: Tensor, host: Tensor, offset: int) -> None:
-    """Start to copy the whole storage of ``x``, of which it may be a part, to host memory.
-
-    Args:
-        x: any dtype and strides.
-        host: what :func:`open_arena` returned.
-        offset: first byte in ``host``.
+    """Start to copy the whole storage of ``x``, of which it may be a part, to ``host[offset:]``.
 
     Raises:
         TransferError: it does not fit, or an earlier transfer of the step failed.
@@ -76,11 +67,6 @@ def release(x: Tensor, host: Tensor, offset: int) -> None:
 
     The caller drops its own names of it next; the runtime has none.
 
-    Args:
-        x: what was offloaded.
-        host: to where.
-        offset: first byte there.
-
     Raises:
         TransferError: nothing was offloaded there, or a transfer of the step failed.
     """
@@ -93,11 +79,7 @@ def release(x: Tensor, host: Tensor, offset: int) -> None:
 def prefetch(host: Tensor, offset: int, nbytes: int, device: torch.device) -> Tensor:
     """Start to copy what was offloaded to a fresh storage: uint8, shape ``(nbytes,)``.
 
-    Args:
-        host: where something was offloaded to.
-        offset: first byte there.
-        nbytes: size of the fresh storage, at least that of what was offloaded.
-        device: where it goes, the one it came from.
+    That may be larger than what was offloaded, and is on the device where it came from.
 
     Raises:
         TransferError: more was offloaded there, or a transfer of the step failed.

@@ -83,11 +83,8 @@ def fake_copy(
 ) -> torch.Tensor:
     """A tensor like ``tensor`` that has no data, in a fake mode and on ``device``.
 
-    Args:
-        tensor: it may be without data itself, such as one on ``meta``.
-        mode: the fake mode.
-        storages: of copies, by those of what they stand for; new ones are added.
-        device: it need not be here.
+    ``tensor`` may be without data itself, such as one on ``meta``, and ``device`` need not be here.
+    ``storages`` are the copies' by those of the originals; new ones are added.
     """
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415

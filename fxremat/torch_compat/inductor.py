@@ -81,12 +81,7 @@ Symbols = Mapping[str, Any]
 def compile_kernels(
     described: Callable[[Symbols], Described], device: torch.device
 ) -> BoxedCallable:
-    """A function of one list of tensors, by Inductor.
-
-    Args:
-        described: what to compile, of numbers alone.
-        device: of all tensors.
-    """
+    """A function of one list of tensors, by Inductor; ``described`` is of numbers alone."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
     return _compiled(described, device, FakeTensorMode(), {})
@@ -95,12 +90,9 @@ def compile_kernels(
 def compile_for_sizes(
     described: Callable[[Symbols], Described], device: torch.device, hints: Mapping[str, int]
 ) -> tuple[BoxedCallable, Callable[..., bool]]:
-    """A function of one list, of tensors and then sizes, and of which sizes it holds.
+    """A function of one list, of tensors and then sizes, and a test of which sizes it holds for.
 
-    Args:
-        described: what to compile, of the sizes.
-        device: of all tensors.
-        hints: the sizes, and what they are like.
+    ``described`` is called with symbols for the sizes, of which ``hints`` are examples by name.
     """
     from torch._dynamo.source import ConstantSource  # noqa: PLC0415
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
