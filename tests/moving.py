@@ -51,7 +51,7 @@ def held_back() -> Iterator[threading.Event]:
 def failing(
     error: BaseException, *, after: int = 0, times: int = 1 << 30
 ) -> Iterator[threading.Event]:
-    """``times`` copies from number ``after`` on raise. ``SystemExit`` ends the worker.
+    """``times`` copies from number ``after`` on raise.
 
     While the event is clear no copy begins.
     """

@@ -87,9 +87,9 @@ def record_transfers() -> Iterator[list[TransferRecord]]:
 def intercept_copies(interceptor: Interceptor) -> Iterator[None]:
     """Have ``interceptor`` called in the place of every copy that runs inside.
 
-    For tests: to delay copies, to make them fail, to end the worker (by an exception that
-    is no ``Exception``). On the CPU it is called in the thread that copies; on CUDA where
-    the copy is launched, with the stream of the transfer as the current one.
+    For tests: to delay copies, or to make them fail. On the CPU it is called in the thread
+    that copies; on CUDA where the copy is launched, with the stream of the transfer as the
+    current one.
     """
     _interceptors.append(interceptor)
     try:

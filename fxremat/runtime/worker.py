@@ -20,7 +20,7 @@ from fxremat.runtime.memory import Block, Bytes
 from fxremat.units import format_bytes
 
 _POLL_S = 1.0
-"""How often one who waits looks whether the worker is still there."""
+"""How often one who waits looks for himself: an interrupt may have lost what he was told."""
 
 _LAST_COPY_S = 10.0
 """How long the interpreter's exit waits for a copy that is under way."""
@@ -36,45 +36,34 @@ class Transfer:
         self.nbytes = source.nbytes
         self._ends: tuple[Bytes, Bytes] | None = (source, target)
         self._lease: WorkerLease | None = lease
-        self._worker = lease.worker
-        # A queue that each end puts something into, and a flag: an interrupt inside an Event
-        # would leave that locked, and the worker waiting for it for good. Both the worker and who
-        # finds it gone may end it: a lock would then be released in another's hands.
+        # A queue and a flag: an interrupt inside an Event would leave that locked, and the
+        # worker waiting for it for good.
         self._ended = False
         self._ends_told: SimpleQueue[None] = SimpleQueue()
         self._times: tuple[float, float] | None = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Copy, unless a transfer of the same step failed before. In the worker.
-
-        Raises:
-            BaseException: what ends the worker: anything but an ``Exception``.
-        """
-        lease = self._lease
-        assert lease is not None
-        if lease.failure is not None:
-            self.fail(lease.failure)
+        """Copy, unless a transfer of the same step failed before. In the worker."""
+        assert self._lease is not None
+        if self._lease.failure is not None:
+            self.fail(self._lease.failure)
             return
         begin_s = time.perf_counter()
         try:
             watch.perform(self._copy)
-        except Exception as error:
+        except BaseException as error:  # a worker that ended would be waited for
             self.fail(error)
-            return
-        except BaseException as error:
-            self.fail(error)
-            raise
-        self._times = (begin_s, time.perf_counter())
-        self._finish()
+        else:
+            self._times = (begin_s, time.perf_counter())
+            self._finish()
 
     def fail(self, error: BaseException) -> None:
-        """There will be no copy."""
+        """There will be no copy, nor any later one of the step."""
         # Its frames hold the arrays and the lease.
         self._error = error.with_traceback(None)
-        lease = self._lease
-        if lease is not None and lease.failure is None:
-            lease.failure = self._error
+        if self._lease is not None and self._lease.failure is None:
+            self._lease.failure = self._error
         self._finish()
 
     def wait(self) -> None:
@@ -96,12 +85,8 @@ class Transfer:
 
     def _end(self) -> None:
         while not self._ended:
-            try:
+            with contextlib.suppress(Empty):
                 self._ends_told.get(timeout=_POLL_S)
-            except Empty:
-                if not self._worker.alive():
-                    self.fail(self._worker.cause())
-            else:
                 self._ends_told.put(None)  # for others who wait
 
     def _copy(self) -> None:
@@ -130,74 +115,51 @@ class Worker:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
-        self._cause: BaseException | None = None
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fxremat-transfers", daemon=True)
         self._thread.start()
 
     def submit(self, transfer: Transfer) -> None:
-        """Have ``transfer`` made after all that were submitted before.
-
-        Raises:
-            TransferError: the worker is gone.
-        """
+        """Have ``transfer`` made after all that were submitted before."""
         if watch.recording():
             watch.started(transfer)
-        self._queue.put(transfer)
-        if not self.alive():
-            self._fail_the_rest()
-            raise failed(transfer.kind, transfer.nbytes, self.cause()) from self.cause()
-
-    def alive(self) -> bool:
-        """Whether it still copies."""
-        return self._cause is None and self._thread.is_alive()
-
-    def cause(self) -> BaseException:
-        """Why it does not copy any more."""
-        return self._cause or RuntimeError("the thread that copies is gone")
+        if self._stopped:
+            transfer.fail(RuntimeError(_EXITS))
+        else:
+            self._queue.put(transfer)
 
     def stop(self) -> None:
         """End it after the copy that is under way, and wait for that."""
-        self._cause = self._cause or RuntimeError("the interpreter exits")
+        self._stopped = True
         self._queue.put(None)
         self._thread.join(_LAST_COPY_S)
 
     def _run(self) -> None:
-        try:
-            while self._next():
-                pass
-        except BaseException as error:
-            self._cause = error.with_traceback(None)
-        finally:
-            self._cause = self._cause or RuntimeError("the thread that copies has ended")
-            self._fail_the_rest()
+        while self._next():
+            pass
 
     def _next(self) -> bool:
         """Make the next copy. What it holds on to is dropped on return."""
         transfer = self._queue.get()
-        if transfer is None or self._cause is not None:
-            if transfer is not None:
-                transfer.fail(self.cause())
+        if transfer is None:
             return False
-        transfer.run()
+        if self._stopped:
+            transfer.fail(RuntimeError(_EXITS))
+        else:
+            transfer.run()
         return True
 
-    def _fail_the_rest(self) -> None:
-        with contextlib.suppress(Empty):
-            while True:  # others may take some of them meanwhile
-                transfer = self._queue.get_nowait()
-                if transfer is not None:
-                    transfer.fail(self.cause())
 
-
+_EXITS = "the interpreter exits"
 _current: list[Worker] = []
 _starting = threading.Lock()
 
 
 def current_worker() -> Worker:
-    """The worker of the process; a new one if there is none or it has died."""
+    """The worker of the process, started where it is first asked for."""
     with _starting:
-        if not _current or not _current[0].alive():
-            _current[:] = [Worker()]
+        if not _current:
+            _current.append(Worker())
         return _current[0]
 
 
@@ -231,14 +193,13 @@ class WorkerLease(Lease):
     """Transfers by the worker; who needs one waits for it.
 
     Attributes:
-        worker: makes the copies.
         failure: why a transfer of the step failed; all later ones then fail, too.
     """
 
     def __init__(self, block: Block, *, nbytes: int, device: torch.device) -> None:
         super().__init__(block, nbytes=nbytes, device=device)
         self.failure: BaseException | None = None
-        self.worker = current_worker()
+        self._worker = current_worker()
 
     def _offload(self, source: Tensor, offset: int) -> Transfer:
         return self._submit("offload", source.numpy(), self._part(offset, source.numel()))
@@ -261,7 +222,7 @@ class WorkerLease(Lease):
     def _submit(self, kind: watch.Kind, source: Bytes, target: Bytes) -> Transfer:
         self._raise_failure(kind, source.nbytes)
         transfer = Transfer(kind, source, target, lease=self)
-        self.worker.submit(transfer)
+        self._worker.submit(transfer)
         return transfer
 
     def _raise_failure(self, kind: str, nbytes: int) -> None:
