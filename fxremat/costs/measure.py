@@ -103,16 +103,27 @@ def _garbage_left_alone() -> Iterator[None]:
 def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:
     """Seconds of one run of ``step``, by CUDA events on a GPU."""
     if device.type == "cuda":
-        with torch.cuda.device(device):  # events are recorded on its current stream
-            start, end = (_timed_event() for _ in range(2))
-            start.record()
-            step()
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end)) / 1e3
+        return _on_cuda_s(step, device)[0]
     begin = time.perf_counter()
     step()
     return time.perf_counter() - begin
+
+
+def _on_cuda_s(
+    run: Callable[[], object], device: torch.device, *, held_s: float = 0.0
+) -> tuple[float, float]:
+    """Seconds that a device takes, held up for ``held_s`` before, and the host for launches."""
+    with torch.cuda.device(device):  # events are recorded on its current stream
+        start, end = (_timed_event() for _ in range(2))
+        if held_s:
+            torch_compat.delay_device(device, held_s)
+        start.record()
+        begin = time.perf_counter()
+        run()
+        launched_s = time.perf_counter() - begin
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3, launched_s
 
 
 def fastest_s(run: Callable[[], object], *, device: torch.device, runs: int) -> float:
@@ -149,17 +160,8 @@ class KernelClock:
 
     def _behind(self, held_s: float, run: Callable[[], object]) -> float:
         """Seconds of a run, of the device or of the launches, on a device held up before."""
-        with torch.cuda.device(self.device):
-            start, end = (_timed_event() for _ in range(2))
-            if held_s:
-                torch_compat.delay_device(self.device, held_s)
-            start.record()
-            begin = time.perf_counter()
-            run()
-            self.launched_s = time.perf_counter() - begin
-            end.record()
-            end.synchronize()
-            return max(float(start.elapsed_time(end)) / 1e3, self.launched_s)
+        device_s, self.launched_s = _on_cuda_s(run, self.device, held_s=held_s)
+        return max(device_s, self.launched_s)
 
 
 LAUNCH_FACTOR = 3
