@@ -8,14 +8,17 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 ON_CUDA := STAND_IN_SMALL=1 tests/cuda_stand_in/run.sh .venv-cuda python -m pytest -n 2 \
 	--dist loadfile -p cuda_stand_in_pytest
 
-.PHONY: demo test test-slow test-cuda test-cuda-slow lint format docs clean
+.PHONY: demo test test-more test-slow test-cuda test-cuda-slow lint format docs clean
 
 # One thread: on a busy machine, threads that wait for each other make step times meaningless.
 demo: .venv/ready
 	OMP_NUM_THREADS=1 .venv/bin/python -m demo.train
 
 test: .venv/ready
-	$(PYTEST) -m "not slow and not cuda"
+	$(PYTEST) -m "not more and not slow and not cuda"
+
+test-more: .venv/ready
+	$(PYTEST) -m "(more or hypothesis) and not slow and not cuda" --hypothesis-profile=some
 
 test-slow: .venv/ready
 	$(PYTEST) -m "(slow or hypothesis) and not cuda" --hypothesis-profile=many

@@ -38,12 +38,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Capturing a large model costs more than most that is tested of it."""
-    from tests.models import RARE
+    from tests.models import HALF, RARE, ZOO
 
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if any(isinstance(value, str) and value in RARE for value in values):
+        models = {value for value in values if isinstance(value, str) and value in ZOO}
+        if models.intersection(RARE):
             item.add_marker(pytest.mark.slow)
+        elif models.difference(HALF):
+            item.add_marker(pytest.mark.more)
 
 
 @pytest.fixture

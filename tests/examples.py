@@ -1,19 +1,20 @@
-"""How many random examples a property is tried on: few each time, thousands in the slow suite.
+"""How many random examples a property is tried on: few, some in CI, thousands in the slow suite.
 
-The few are the same ones each time, so that a change fails for what it changes.
+The few and the some are the same ones each time, so that a change fails for what it changes.
 """
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-FEW, MANY = 100, 2500
+FEW, SOME, MANY = 20, 100, 2500
 
 
 def register_profiles() -> None:
-    """Make ``few``, which holds unless another is asked for, and ``many`` known."""
+    """Make ``few``, which holds unless another is asked for, ``some`` and ``many`` known."""
     relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck))
     settings.register_profile("few", relaxed, max_examples=FEW, derandomize=True)
+    settings.register_profile("some", relaxed, max_examples=SOME, derandomize=True)
     settings.register_profile("many", relaxed, max_examples=MANY)
     settings.load_profile("few")
 

@@ -18,7 +18,7 @@ from fxremat.ir import (
     StageCosts,
     Storage,
 )
-from tests.strategies import SECONDS, SIZES
+from tests.strategies import SECONDS, SIZES, stage_costs
 
 LENGTHS = st.sampled_from(
     [
@@ -97,17 +97,7 @@ def join_costs(
     seconds: st.SearchStrategy[float] = SECONDS,
 ) -> JoinCosts:
     """Costs that nothing relates to each other."""
-    stage = st.builds(
-        StageCosts,
-        forward_s=seconds,
-        backward_s=seconds,
-        rebuild_s=seconds,
-        gradient_bytes=sizes,
-        forward_extra_bytes=sizes,
-        keep_extra_bytes=sizes,
-        backward_extra_bytes=sizes,
-        rebuild_bytes=sizes,
-    )
+    stage = stage_costs(sizes, seconds)
     lines = [draw(st.tuples(*[stage] * len(line))) for line in join.lines]
     return JoinCosts(
         tuple(lines[:-1]),

@@ -40,16 +40,11 @@ def chains(draw: st.DrawFn, *, most: int = 6, sizes: st.SearchStrategy[int] = SI
     return Chain(tuple(storages), tuple(map(tuple, boundaries)), tuple(stages))
 
 
-@st.composite
-def any_costs(
-    draw: st.DrawFn,
-    chain: Chain,
-    *,
-    sizes: st.SearchStrategy[int] = SIZES,
-    seconds: st.SearchStrategy[float] = SECONDS,
-) -> Costs:
-    """Costs that nothing relates to each other."""
-    stage = st.builds(
+def stage_costs(
+    sizes: st.SearchStrategy[int], seconds: st.SearchStrategy[float]
+) -> st.SearchStrategy[StageCosts]:
+    """Sizes and seconds that nothing relates to each other."""
+    return st.builds(
         StageCosts,
         forward_s=seconds,
         backward_s=seconds,
@@ -60,7 +55,18 @@ def any_costs(
         backward_extra_bytes=sizes,
         rebuild_bytes=sizes,
     )
-    stages = draw(st.tuples(*[stage] * len(chain)))
+
+
+@st.composite
+def any_costs(
+    draw: st.DrawFn,
+    chain: Chain,
+    *,
+    sizes: st.SearchStrategy[int] = SIZES,
+    seconds: st.SearchStrategy[float] = SECONDS,
+) -> Costs:
+    """Costs that nothing relates to each other."""
+    stages = draw(st.tuples(*[stage_costs(sizes, seconds)] * len(chain)))
     return Costs(stages, draw(sizes))
 
 

@@ -196,6 +196,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "layer dropout": LayerDropout,
 }
 
+FEW = ("own function", "nonzero")
+"""Those that are always tried."""
+
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
     with seeded(0):
@@ -247,8 +250,13 @@ def held(name: str, budget: int | str) -> tuple[int, int]:
     return peak, compiled.plan.budget_bytes
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), 0.6, "min"])
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.more) for n in MODELS]
+)
+@pytest.mark.parametrize(
+    "share",
+    [pytest.param(0.8, marks=pytest.mark.slow), pytest.param(0.6, marks=pytest.mark.more), "min"],
+)
 def test_the_budget_holds(name: str, share: float | str) -> None:
     model, x = made(name)
     full = peak_of(model, model, x)
@@ -256,6 +264,7 @@ def test_the_budget_holds(name: str, share: float | str) -> None:
     assert peak <= budget
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["own function", "breaks in a loop", "lstm"])
 def test_a_refusal_tells_the_least_that_there_is(name: str) -> None:
     model, x = made(name)
@@ -286,6 +295,7 @@ def test_what_was_planned_goes_with_the_compiled_module() -> None:
     assert planner() is None
 
 
+@pytest.mark.more
 def test_a_hook_that_is_removed_leaves_one_graph_again() -> None:
     x = torch.randn(ROWS, WIDTH)
     call = fxremat.compile(Unbroken(), x, "min")
@@ -306,6 +316,7 @@ def test_a_hook_that_is_removed_leaves_one_graph_again() -> None:
     assert call.plan.least_budget_bytes == whole.least_budget_bytes
 
 
+@pytest.mark.more
 def test_what_is_captured_at_each_step_runs_as_it_is_after_some() -> None:
     """What it calls is captured once, and planned."""
     model, x = made("list grows")
@@ -321,6 +332,7 @@ def test_what_is_captured_at_each_step_runs_as_it_is_after_some() -> None:
     assert len(compiled.plan.regions) == 2
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["own function", "nonzero", "layer dropout"])
 def test_with_room_for_all_nothing_is_recomputed(name: str) -> None:
     model, x = made(name)
@@ -334,6 +346,7 @@ def test_with_room_for_all_nothing_is_recomputed(name: str) -> None:
     assert plan.predicted_peak_bytes == plan.baseline_peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["layer dropout", "nonzero"])
 def test_steps_that_differ_fit_once_their_like_was_seen(name: str) -> None:
     model, x = made(name)
@@ -348,6 +361,7 @@ def test_steps_that_differ_fit_once_their_like_was_seen(name: str) -> None:
         assert peak_of(model, compiled, x, seed) <= int(0.7 * full)
 
 
+@pytest.mark.more
 def test_a_model_of_which_nothing_is_captured_runs_as_it_is_and_is_told_of() -> None:
     class Plain(Blocks):
         def forward(self, x: Tensor) -> Tensor:
@@ -412,6 +426,7 @@ def test_planning_runs_nothing_between_graphs_and_steps_run_each_line_once() -> 
         assert model.sink.getvalue() == steps * "here\n"
 
 
+@pytest.mark.more
 def test_planned_at_the_first_call_it_runs_each_line_once_too() -> None:
     with seeded(0):
         model, x = Effects(), torch.randn(ROWS, WIDTH)
@@ -433,6 +448,7 @@ def test_a_backward_in_another_thread_is_told_of() -> None:
             model.zero_grad(set_to_none=True)
 
 
+@pytest.mark.more
 def test_a_step_that_raises_in_its_backward_leaves_the_next_ones_as_they_were() -> None:
     model, x = made("own function")
     expected = step(model, model, x)
@@ -450,6 +466,7 @@ def test_a_step_that_raises_in_its_backward_leaves_the_next_ones_as_they_were() 
     assert peak_of(model, compiled, x) <= compiled.plan.budget_bytes
 
 
+@pytest.mark.more
 def test_warnings_end_in_a_usual_loop_with_an_optimizer() -> None:
     model, x = made("own function")
     compiled = fxremat.compile(model, x, "min")
@@ -466,6 +483,7 @@ def test_warnings_end_in_a_usual_loop_with_an_optimizer() -> None:
     assert not [w for w in told if issubclass(w.category, BudgetWarning)]
 
 
+@pytest.mark.more
 def test_layers_that_the_user_checkpoints_between_breaks_are_told_of() -> None:
     """Dynamo passes by what a checkpoint calls where its caller is left to Python."""
 

@@ -26,11 +26,16 @@ def hold(seed: int, budget: Budget) -> None:
         pytest.fail(f"program {seed}, budget {budget}:\n{model.source}\n{told}", pytrace=False)
 
 
-@pytest.mark.parametrize("index", range(len(QUICK)), ids=lambda index: str(QUICK[index]))
+@pytest.mark.parametrize(
+    "index",
+    [i if i < 2 else pytest.param(i, marks=pytest.mark.more) for i in range(len(QUICK))],
+    ids=lambda index: str(QUICK[index]),
+)
 def test_few_programs(index: int):
     hold(QUICK[index], BUDGETS[index % len(BUDGETS)])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("seed", REGRESSIONS)
 def test_programs_that_failed_once(seed: int, budget: Budget):

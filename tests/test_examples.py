@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "budget"),
     [

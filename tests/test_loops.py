@@ -21,7 +21,10 @@ MLP = (
     "kept_forward", "failing", "optimizer_in_backward", "thawed", "halved_batches", "checkpointed",
     "second_thread", "parallel_inside",
 )  # fmt: skip
-"""Loops that are always tried, one of each kind; the others in the slow suite."""
+"""Loops of which one of each kind is tried; the others in the slow suite."""
+
+FEW = ("tutorial", "two_forwards", "halved_batches")
+"""Those that are always tried."""
 
 REGIONS = ("accumulate", "two_forwards", "failing", "parallel_inside")
 """Those that are tried where each module of the model is captured by itself."""
@@ -57,24 +60,29 @@ def _nobody_else_holds_anything() -> Iterator[None]:
     trace.disabled = False
 
 
-@pytest.mark.parametrize("name", MLP)
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.more) for n in MLP]
+)
 def test_loops_keep_to_the_budget(name: str, quick_search: None):
     faults = within(name, "mlp", 0.6).faults
     assert not faults
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", REGIONS)
 def test_loops_of_regions_keep_to_the_budget(name: str, quick_search: None):
     faults = within(name, "mlp", 0.6, regions=True).faults
     assert not faults
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", CONV)
 def test_loops_of_a_model_with_statistics(name: str, quick_search: None):
     faults = within(name, "conv", 0.6).faults
     assert not faults
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", LEAST)
 def test_loops_run_at_the_least_that_errors_ask_for(name: str, quick_search: None):
     cell = at_least(name, "mlp")
@@ -122,6 +130,7 @@ def roomy(name: str) -> Ran:
     return cell.ran
 
 
+@pytest.mark.more
 def test_gradients_are_added_to_those_that_exist_without_a_second_set(quick_search: None):
     plain, accumulated = roomy("plain"), roomy("accumulate")
     assert accumulated.peak_bytes - plain.peak_bytes <= 0.02 * plain.gradient_bytes

@@ -30,6 +30,12 @@ USUAL = ("gpt", "siamese", "buffers")
 """A line, a join and one with statistics: each time tried in both modes."""
 
 
+def _marks(name: str, mode: str) -> list[pytest.MarkDecorator]:
+    if name in USUAL:
+        return []
+    return [pytest.mark.more if mode == "auto" else pytest.mark.slow]
+
+
 def attempt_all(name: str, mode: str, shares: tuple[float, ...]) -> list[Tried]:
     """At ``shares`` of the way from the least feasible budget to the full peak."""
 
@@ -54,7 +60,7 @@ def check(tried: list[Tried], mode: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        pytest.param(n, mode, marks=[] if n in USUAL or mode == "auto" else pytest.mark.slow)
+        pytest.param(n, mode, marks=_marks(n, mode))
         for n in ZOO
         if n not in LARGE
         for mode in ("auto", "only")

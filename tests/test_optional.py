@@ -84,7 +84,9 @@ def trained(*hidden: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("hidden", [("ortools",), ("ortools", "rich")])
+@pytest.mark.parametrize(
+    "hidden", [("ortools", "rich"), pytest.param(("ortools",), marks=pytest.mark.more)]
+)
 def test_a_model_trains_without(hidden: tuple[str, ...]):
     told = trained(*hidden)
     assert set(told["loaded"]).isdisjoint(hidden)

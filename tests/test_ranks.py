@@ -11,6 +11,8 @@ import torch
 
 from tests.ranks import Case, Trained, trained
 
+pytestmark = pytest.mark.more
+
 WAYS = (
     "ddp_around", "ddp_inside", "fsdp", "hybrid", "tensor_parallel", "broken", "both", "gathered",
     "vocabulary",

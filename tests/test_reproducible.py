@@ -15,6 +15,8 @@ from fxremat.frontend import captured, pipeline
 from tests.frontend.test_emission import SAMPLE, model
 from tests.models import ZOO
 
+pytestmark = pytest.mark.more
+
 PLANS = ("gpt", "siamese", "transfers")
 """A line with draws, a join, and what travels to host memory."""
 

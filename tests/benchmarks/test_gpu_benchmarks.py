@@ -30,6 +30,8 @@ from tests.models.bits import assert_bitwise_equal
 from tests.models.images import images, labels
 from tests.models.zoo import drawn_once
 
+pytestmark = pytest.mark.more
+
 CPU = torch.device("cpu")
 
 

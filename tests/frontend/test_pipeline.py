@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -22,15 +23,17 @@ NAMES = ("gpt", "unet", "siamese")
 by_model = pytest.mark.parametrize("name", NAMES)
 
 
-def planned(name: str, budget: int | float | str) -> Planned:
+def planned(name: str, budget: int | float | str, **options: Any) -> Planned:
+    """The plan of a zoo model's step, alone."""
     step = captured(name)
+    options.setdefault("caller", Caller())
     return Planner(
         step.traced,
         forward_output_count=step.output_count,
         inputs=step.real,
         budget=Budget.read(budget),
-        caller=Caller(),
         progress=silent,
+        **options,
     ).first(StepContext())
 
 
@@ -121,19 +124,6 @@ ALLOCATORS = {
 }
 
 
-def planned_with(name: str, budget: int | str | float, caller: Caller, rules: str) -> Planned:
-    step = captured(name)
-    return Planner(
-        step.traced,
-        forward_output_count=step.output_count,
-        inputs=step.real,
-        budget=Budget.read(budget),
-        caller=caller,
-        progress=silent,
-        allocator=ALLOCATORS[rules],
-    ).first(StepContext())
-
-
 REPLAYED: list[tuple[str, str, Counted]] = [
     ("gpt", "usual", "allocated"),
     ("gpt", "usual", "reserved"),
@@ -145,13 +135,13 @@ REPLAYED: list[tuple[str, str, Counted]] = [
 
 @pytest.mark.parametrize(("name", "rules", "counted"), REPLAYED)
 def test_what_an_allocator_hands_out_keeps_to_the_budget(name: str, rules: str, counted: Counted):
-    caller = Caller(budget_on=counted)
-    least = planned_with(name, "min", caller, rules).plan
-    full = planned_with(name, 1.0, caller, rules).plan
+    rules_of = {"caller": Caller(budget_on=counted), "allocator": ALLOCATORS[rules]}
+    least = planned(name, "min", **rules_of).plan
+    full = planned(name, 1.0, **rules_of).plan
     assert least.counted_bytes == least.least_budget_bytes == least.budget_bytes
     assert full.counted_bytes == full.baseline_peak_bytes
     middle = (least.budget_bytes + full.budget_bytes) // 2
-    plans = [least, planned_with(name, middle, caller, rules).plan, full]
+    plans = [least, planned(name, middle, **rules_of).plan, full]
     for plan in plans:
         assert plan.predicted_held_bytes <= plan.predicted_peak_bytes
         assert plan.predicted_peak_bytes <= plan.predicted_reserved_bytes
@@ -164,7 +154,7 @@ def test_what_an_allocator_hands_out_keeps_to_the_budget(name: str, rules: str, 
     for less, more in itertools.pairwise(plans[:-1]):
         assert more.predicted_s <= less.predicted_s
     with pytest.raises(BudgetError, match=str(least.budget_bytes)):
-        planned_with(name, least.budget_bytes - 1, caller, rules)
+        planned(name, least.budget_bytes - 1, **rules_of)
 
 
 def test_without_an_allocator_of_its_own_a_device_hands_out_what_is_asked_for():

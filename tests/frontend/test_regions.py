@@ -154,7 +154,9 @@ def whole() -> tuple[list[Tensor], int, int]:
     return found, compiled.plan.baseline_peak_bytes, compiled.plan.least_budget_bytes
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4, 12])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(12, marks=pytest.mark.more)]
+)
 @pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), 0.5])
 def test_breaks_keep_to_the_budget_with_the_same_bits(count: int, share: float) -> None:
     expected, full_bytes, least_bytes = whole()
@@ -185,7 +187,10 @@ def test_a_loop_that_breaks_is_planned_layer_by_layer() -> None:
     assert peak_of(model, compiled, x) <= budget
 
 
-@pytest.mark.parametrize("budget", [pytest.param(1.0, marks=pytest.mark.slow), 0.5, "min"])
+@pytest.mark.parametrize(
+    "budget",
+    [pytest.param(1.0, marks=pytest.mark.slow), 0.5, pytest.param("min", marks=pytest.mark.more)],
+)
 def test_named_modules_are_captured_once_for_all_that_are_alike(budget: float | str) -> None:
     expected, full_bytes, _ = whole()
     model, x = made()
@@ -201,6 +206,7 @@ def test_named_modules_are_captured_once_for_all_that_are_alike(budget: float | 
         assert abs(compiled.plan.budget_bytes / (budget * full_bytes) - 1) < 0.02
 
 
+@pytest.mark.more
 def test_a_budget_below_the_least_tells_what_would_do() -> None:
     model, x = made(broken((6,)))
     compiled = fxremat.compile(model, x, 1 << 20)
@@ -217,6 +223,7 @@ def test_a_budget_below_the_least_tells_what_would_do() -> None:
     assert peak_of(model, compiled, x) <= least_bytes
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("loops", [False, True])
 def test_graphs_of_one_backend_share_its_budget(loops: bool) -> None:
     expected, full_bytes, _ = whole()
@@ -295,6 +302,7 @@ def test_a_call_that_raises_ends_its_step() -> None:
     assert peak_of(model, compiled, x) <= budget
 
 
+@pytest.mark.more
 def test_copies_are_captured_in_pieces_too() -> None:
     expected, full_bytes, _ = whole()
     model, x = made(broken((6,)))
@@ -307,6 +315,7 @@ def test_copies_are_captured_in_pieces_too() -> None:
     assert peak_of(copied, copied, x) <= budget
 
 
+@pytest.mark.more
 def test_inductors_kernels_in_pieces() -> None:
     model, x = made()
     names = [f"layers.{place}" for place in range(LAYERS)]
@@ -320,6 +329,7 @@ def test_inductors_kernels_in_pieces() -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.more
 def test_layers_of_a_llama_of_transformers() -> None:
     """What leads to them and from them, graphs without gradients among it, is captured as well."""
     batch = draw(64, 0)
@@ -346,6 +356,7 @@ def test_layers_of_a_llama_of_transformers() -> None:
     assert fxremat.measure_step(model, step).peak_bytes <= compiled.plan.budget_bytes
 
 
+@pytest.mark.more
 def test_batches_of_other_sizes_where_parameters_are_sharded() -> None:
     """What a hook hands a block may be a view, whose base has a size of its own."""
     distributed = torch.distributed

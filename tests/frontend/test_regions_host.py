@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import linecache
 import os
@@ -40,10 +41,14 @@ REGIONS = [f"layers.{place}" for place in range(LAYERS)]
 WAYS = ("breaks", "regions")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nobody_else_has_left_anything() -> None:
+    gc.collect()  # it is not to go while a step is watched
+
+
 @pytest.fixture(autouse=True)
 def _captured_anew() -> Iterator[None]:
     torch._dynamo.reset()
-    gc.collect()  # what other tests have left is not to go while a step is watched
     yield
     torch._dynamo.reset()
     linecache.cache.pop(BROKEN, None)
@@ -72,8 +77,25 @@ def allocated(limit: HostLimit) -> int:
     return sum(arena.allocated_bytes for arena in limit.arenas)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("offload", ["only", "auto"])
+@functools.cache
+def needed_bytes(way: str, budget: int) -> int:
+    """Host memory that steps take where nothing limits it; found once a process."""
+    model, x, call, limit = compiled_as(way, budget, offload="only")
+    learned(model, call, x)
+    needed = allocated(limit)
+    torch._dynamo.reset()
+    return needed
+
+
+@pytest.mark.parametrize(
+    ("way", "offload"),
+    [
+        ("breaks", "auto"),
+        ("regions", "only"),
+        pytest.param("breaks", "only", marks=pytest.mark.more),
+        pytest.param("regions", "auto", marks=pytest.mark.more),
+    ],
+)
 def test_the_same_bits_within_half_of_what_it_takes(way: str, offload: str) -> None:
     expected, full_bytes, _ = whole()
     model, x, call, limit = compiled_as(way, full_bytes // 2, offload=offload)
@@ -89,15 +111,14 @@ def test_the_same_bits_within_half_of_what_it_takes(way: str, offload: str) -> N
         assert not any(recomputes)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", WAYS)
 def test_a_limit_is_of_all_regions_together(way: str) -> None:
     """As little as it needs is enough, less says how much would do."""
     expected, full_bytes, _ = whole()
     budget = int(0.6 * full_bytes)
-    model, x, call, limit = compiled_as(way, budget, offload="only")
-    learned(model, call, x)
-    needed_bytes = allocated(limit)
-    for host_limit, enough in ((needed_bytes, True), (needed_bytes // 2, False)):
+    needed = needed_bytes(way, budget)
+    for host_limit, enough in ((needed, True), (needed // 2, False)):
         torch._dynamo.reset()
         options = {"offload": "only", "host_limit": host_limit}
         model, x, call, limit = compiled_as(way, budget, **options)
@@ -113,6 +134,7 @@ def test_a_limit_is_of_all_regions_together(way: str) -> None:
         assert peak_of(model, call, x) <= budget
 
 
+@pytest.mark.more
 def test_where_little_may_travel_the_rest_is_computed_again() -> None:
     expected, _, least_bytes = whole()
     limit_bytes = 1 << 19
@@ -124,6 +146,7 @@ def test_where_little_may_travel_the_rest_is_computed_again() -> None:
     assert allocated(limit) <= limit_bytes
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_that_overlap_share_the_limit(way: str) -> None:
     """The second one gets what the first one leaves; both backwards are right, in any order."""
@@ -151,12 +174,9 @@ def test_steps_that_overlap_share_the_limit(way: str) -> None:
 def travelling() -> tuple[nn.Module, Tensor, CompiledModule, HostLimit, list[Tensor]]:
     """Layers whose activations travel, within just the host memory that a step needs."""
     expected, full_bytes, _ = whole()
-    options: dict[str, Any] = {"offload": "only"}
-    model, x, call, limit = compiled_as("regions", full_bytes // 2, **options)
-    learned(model, call, x)
-    torch._dynamo.reset()
-    options["host_limit"] = allocated(limit)
-    model, x, call, limit = compiled_as("regions", full_bytes // 2, **options)
+    budget = full_bytes // 2
+    options: dict[str, Any] = {"offload": "only", "host_limit": needed_bytes("regions", budget)}
+    model, x, call, limit = compiled_as("regions", budget, **options)
     learned(model, call, x)
     return model, x, call, limit, expected
 
@@ -196,6 +216,7 @@ def test_what_ends_a_step_early_gives_host_memory_back() -> None:
     assert peak_of(model, call, x) <= call.plan.budget_bytes
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_takes_host_memory_of_its_own() -> None:
     model, x, call, limit, expected = travelling()

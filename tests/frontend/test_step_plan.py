@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -34,13 +35,15 @@ from tests.report.test_page import data_in
 
 REGIONS = [f"layers.{place}" for place in range(LAYERS)]
 
-WAYS = ("breaks", "regions", "loop", "host")
+WAYS = (
+    "breaks",
+    "regions",
+    *(pytest.param(way, marks=pytest.mark.more) for way in ("loop", "host")),
+)
 
 
-@pytest.fixture(autouse=True)
-def _captured_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    gc.collect()
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     linecache.cache.pop(BROKEN, None)
@@ -48,6 +51,8 @@ def _captured_anew() -> Iterator[None]:
 
 
 def compiled_as(way: str, budget: Any = 0.6) -> tuple[Any, fxremat.CompiledModule, torch.Tensor]:
+    torch._dynamo.reset()
+    gc.collect()  # what others have left is not to go while a step is watched
     model, x = made(broken(BREAKS[4]) if way in ("breaks", "host") else "")
     options: dict[str, Any] = {"regions": REGIONS} if way == "regions" else {}
     if way == "host":
@@ -59,8 +64,9 @@ def compiled_as(way: str, budget: Any = 0.6) -> tuple[Any, fxremat.CompiledModul
     return model, fxremat.compile(model, x, budget, **options), x
 
 
+@functools.cache
 def planned_as(way: str) -> tuple[fxremat.StepPlan, int]:
-    """The plan of a step, and the peak of one."""
+    """The plan of a step, and the peak of one; made once a process."""
     model, call, x = compiled_as(way)
     taught(model, call, x)
     peak_bytes = peak_of(model, call, x)
@@ -158,7 +164,7 @@ def test_the_table_has_each_region(way: str, capsys: pytest.CaptureFixture[str])
     assert notebook.count("<svg") == 1
 
 
-@pytest.mark.parametrize("way", ["breaks", "host"])
+@pytest.mark.parametrize("way", ["breaks", pytest.param("host", marks=pytest.mark.more)])
 def test_a_page_and_a_trace_show_the_whole_step(way: str, tmp_path: Path) -> None:
     plan, _ = planned_as(way)
     plan.save_html(tmp_path / "step.html")
@@ -221,6 +227,7 @@ def test_batches_of_other_sizes_have_plans_of_their_own() -> None:
     assert peak_of(model, call, x) <= large.predicted_peak_bytes
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_model_of_one_graph_has_a_plan_as_before() -> None:
     model, x = made()
     call = fxremat.compile(model, x, 1.0)

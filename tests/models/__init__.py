@@ -41,4 +41,9 @@ RARE = (
 )  # fmt: skip
 """Models of which the zoo has a smaller one of the kind: tests of these are slow ones."""
 
-__all__ = ["BENCH", "RARE", "ZOO", "ZooModel"]
+HALF = (
+    "gpt", "siamese", "tied", "lora", "inplace", "buffers", "outputs", "gru", "wavenet",
+)  # fmt: skip
+"""A line, a join, one with skips, and small ones: what tests of others show beside is ``more``."""
+
+__all__ = ["BENCH", "HALF", "RARE", "ZOO", "ZooModel"]

@@ -16,7 +16,7 @@ from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import build_storage_table
 from fxremat.passes.joint.settle import settle
 from fxremat.passes.joint.sizes import Size, Sizes, layouts_of
-from tests.harness import capture, captured, periodic, random_schedule, run_traced
+from tests.harness import Captured, capture, captured, periodic, random_schedule, run_traced
 from tests.models.bits import assert_bitwise_equal
 from tests.sized import AtSize, capture_sized, static, symbolic
 
@@ -90,6 +90,14 @@ def test_settling_leaves_numbers_only():
     assert step.joint.sizes.values(step.primals) == sizes.hints
 
 
+def check_ran_as(step: Captured, alone: Captured) -> None:
+    """With everything kept, at the size of ``alone``: the bits of its own capture."""
+    ran = AtSize.of(step, alone).run(step.program(keep_all(len(step.line.stages))))
+    truth = run_traced(alone)
+    assert_bitwise_equal(ran.outputs, truth.outputs)
+    assert_bitwise_equal(ran.gradients, truth.gradients)
+
+
 class _Alike(nn.Module):
     """Where a batch is 4, both masks have 16 elements."""
 
@@ -108,10 +116,7 @@ def test_expressions_that_agree_at_the_capture_are_not_taken_for_one():
     step = capture_sized(model, (torch.randn(4, 3),), dims=[(0,)])
     for batch in (4, 5, 9):
         alone = capture(model, (torch.randn(batch, 3),))
-        ran = AtSize.of(step, alone).run(step.program(keep_all(len(step.line.stages))))
-        truth = run_traced(alone)
-        assert_bitwise_equal(ran.outputs, truth.outputs)
-        assert_bitwise_equal(ran.gradients, truth.gradients)
+        check_ran_as(step, alone)
 
 
 class _TellsSize(nn.Module):
@@ -146,10 +151,7 @@ def test_a_fraction_of_a_size_is_that_of_the_call():
     step = capture_sized(model, (torch.randn(4, 3),), dims=[(0,)])
     for batch in (4, 7, 11):
         alone = capture(model, (torch.randn(batch, 3),))
-        ran = AtSize.of(step, alone).run(step.program(keep_all(len(step.line.stages))))
-        truth = run_traced(alone)
-        assert_bitwise_equal(ran.outputs, truth.outputs)
-        assert_bitwise_equal(ran.gradients, truth.gradients)
+        check_ran_as(step, alone)
 
 
 def test_a_scale_is_computed_as_at_the_size_itself():
@@ -158,10 +160,7 @@ def test_a_scale_is_computed_as_at_the_size_itself():
     step = capture_sized(model, (torch.randn(4, 3, 8, 8),), dims=[(0, 2)], apart=True)
     for batch, height in ((4, 8), (7, 5), (3, 11)):
         alone = capture(model, (torch.randn(batch, 3, height, 8),), apart=True)
-        ran = AtSize.of(step, alone).run(step.program(keep_all(len(step.line.stages))))
-        truth = run_traced(alone)
-        assert_bitwise_equal(ran.outputs, truth.outputs)
-        assert_bitwise_equal(ran.gradients, truth.gradients)
+        check_ran_as(step, alone)
 
 
 def test_a_graph_with_symbols_must_be_settled():

@@ -11,7 +11,7 @@ from tests.examples import examples
 from tests.reference.brute.offload import Transfers, least_budget, shortest_s
 from tests.reference.simulate import check
 from tests.solvers.test_offload import ORDER_COSTS_TIME, TICK_S, TWO_LINKS
-from tests.strategies import HUGE_SECONDS, HUGE_SIZES
+from tests.strategies import HUGE_SECONDS, HUGE_SIZES, stage_costs
 
 TICKS = st.integers(0, 5).map(float)
 UNITS = st.integers(0, 4)
@@ -32,18 +32,7 @@ def problems(
     count = draw(st.integers(1, most))
     boundaries = [draw(sizes) for _ in range(count + 1)]
     saved = [size + draw(sizes) for size in boundaries[1:]]
-    stage = st.builds(
-        StageCosts,
-        forward_s=seconds,
-        backward_s=seconds,
-        rebuild_s=seconds,
-        gradient_bytes=sizes,
-        forward_extra_bytes=sizes,
-        keep_extra_bytes=sizes,
-        backward_extra_bytes=sizes,
-        rebuild_bytes=sizes,
-    )
-    costs = Costs(draw(st.tuples(*[stage] * count)), draw(sizes))
+    costs = Costs(draw(st.tuples(*[stage_costs(sizes, seconds)] * count)), draw(sizes))
     chain, link = Chain.from_sizes(boundaries, saved), draw(links)
     least = offload.solve(Problem(chain, costs, 0, link))
     least_bytes = least.least_budget_bytes if isinstance(least, Infeasible) else 0

@@ -31,7 +31,7 @@ from tests.examples import examples
 from tests.reference.brute.offload import Transfers, least_budget, shortest_s
 from tests.reference.offload_bounds import lower_bounds
 from tests.reference.simulate import check
-from tests.strategies import HUGE_SECONDS, HUGE_SIZES
+from tests.strategies import HUGE_SECONDS, HUGE_SIZES, stage_costs
 
 TICK_S = 0.25
 """All times of small problems are multiples of it."""
@@ -177,17 +177,7 @@ def huge(draw: st.DrawFn) -> Problem:
     sizes = draw(st.lists(HUGE_SIZES, min_size=count + 1, max_size=count + 1))
     saved = [size + draw(HUGE_SIZES) for size in sizes[1:]]
     chain = Chain.from_sizes(sizes, saved)
-    stage = st.builds(
-        StageCosts,
-        forward_s=HUGE_SECONDS,
-        backward_s=HUGE_SECONDS,
-        rebuild_s=HUGE_SECONDS,
-        gradient_bytes=HUGE_SIZES,
-        forward_extra_bytes=HUGE_SIZES,
-        keep_extra_bytes=HUGE_SIZES,
-        backward_extra_bytes=HUGE_SIZES,
-        rebuild_bytes=HUGE_SIZES,
-    )
+    stage = stage_costs(HUGE_SIZES, HUGE_SECONDS)
     costs = Costs(draw(st.tuples(*[stage] * count)), draw(HUGE_SIZES))
     rates = st.floats(1e6, 1e12)
     link = Link(draw(rates), draw(rates), shared=draw(st.booleans()))
