@@ -24,15 +24,14 @@ from fxremat.frontend.arguments import (
 )
 from fxremat.frontend.batches import Batching, Dim, read_dims, read_most
 from fxremat.frontend.budget import Budget, Readable
+from fxremat.frontend.checks import check_verifiable, cross_checked, refuse_check, verified
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
-from fxremat.frontend.cross_check import cross_checked, refuse_check
 from fxremat.frontend.estimate import Asked, estimate_step
 from fxremat.frontend.losses import Loss
 from fxremat.frontend.ranks import Peers, Ranks
 from fxremat.frontend.sample import Sample, check_gradients
 from fxremat.frontend.surplus import check_optimizer
 from fxremat.frontend.untouched import generators_restored, in_training
-from fxremat.frontend.verified import check_verifiable, verified
 from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.progress import shown
 from fxremat.report.batches import Batches
@@ -297,7 +296,7 @@ def max_batch(
     (context,) = plan_cache.plans
     with generators_restored(), in_training(model), torch.enable_grad(), shown() as progress:
         return Batching(
-            plan_cache.planner.schedules,
+            plan_cache.planner,
             read.nbytes,
             context,
             model,
@@ -374,8 +373,7 @@ def estimate(
         target,
         Arguments.read(1.0 if budget is None else budget, **options),
         given,
-        known.measured if known else None,
-        known.overhead_s if known else 0.0,
+        known,
     )
     check_optimizer(asked.options.optimizer, model, call)
     with generators_restored():

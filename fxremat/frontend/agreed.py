@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from fxremat.costs.collectives import Speeds
 from fxremat.errors import RankError
 from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.origin import differences, key_of
 from fxremat.frontend.ranks import Budgets, Peers
+from fxremat.frontend.store import differences, key_of
 from fxremat.ir import Decision, MeasuredLink, Origin, RecordedCosts
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import NO_CORRECTION, Correction, RegionContext

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fxremat.errors import ArgumentError, BudgetError
-from fxremat.frontend.dimensions import Dimension, Taken, resized, taken_sizes
+from fxremat.frontend.dimensions import MOST_SIZE, Dimension, nearest, resized, taken_sizes
+from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.sample import Sample, call_without_data, places_of
-from fxremat.frontend.schedules import MOST_SIZE, Schedules
+from fxremat.frontend.schedules import fastest
 from fxremat.planner.context import StepContext
 from fxremat.progress import Progress
 from fxremat.report.batches import Batches, BatchPoint
@@ -36,8 +38,7 @@ FRONTIER = 8
 """Sizes of each further dimension, where there is one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class NamedDim(NamedTuple):
     """A dimension that the user named.
 
     Attributes:
@@ -62,7 +63,7 @@ class Asked:
         return ArgumentError(f"dim is {self.written!r}: {why}", argument="dim", value=self.written)
 
 
-def read_dims(model: nn.Module, sample: Sample, dim: Dim | Sequence[Dim]) -> tuple[Asked, ...]:
+def read_dims(model: nn.Module, sample: Sample, dim: Dim | Sequence[Dim]) -> tuple[NamedDim, ...]:
     """The dimensions that the user named.
 
     Raises:
@@ -82,7 +83,7 @@ def read_dims(model: nn.Module, sample: Sample, dim: Dim | Sequence[Dim]) -> tup
     return asked
 
 
-def _read_dim(model: nn.Module, sample: Sample, dim: Any) -> Asked:
+def _read_dim(model: nn.Module, sample: Sample, dim: Any) -> NamedDim:
     places = places_of(sample.args, sample.kwargs)
     argument, number = dim if isinstance(dim, tuple) and len(dim) == 2 else (None, dim)
     if not _is_number(number) or not (argument is None or isinstance(argument, (int, str))):
@@ -97,7 +98,7 @@ def _read_dim(model: nn.Module, sample: Sample, dim: Any) -> Asked:
         own = place == wanted or place.startswith(f"{wanted}[") or not wanted
         if own and -tensor.dim() <= number < tensor.dim():
             index = number % tensor.dim()
-            return Asked(place, index, tensor.shape[index], dim)
+            return NamedDim(place, index, tensor.shape[index], dim)
     known = ", ".join(f"{place} of shape {tuple(tensor.shape)}" for place, tensor in places)
     raise ArgumentError(
         f"dim is {dim!r}: the sample has no such dimension; its tensors are {known}",
@@ -140,7 +141,7 @@ class Batching:
     """One captured step whose sizes vary.
 
     Attributes:
-        schedules: of the step.
+        planner: of the step.
         budget_bytes: what is not to be exceeded.
         context: what the captured call found.
         model: what was captured.
@@ -150,7 +151,7 @@ class Batching:
         progress: told how far the search for sizes has come.
     """
 
-    schedules: Schedules
+    planner: Planner
     budget_bytes: int
     context: StepContext
     model: nn.Module
@@ -159,7 +160,7 @@ class Batching:
     most: int
     progress: Progress
 
-    def over(self, asked: Sequence[Asked]) -> Batches:
+    def over(self, asked: Sequence[NamedDim]) -> Batches:
         """The sizes that fit.
 
         Raises:
@@ -172,9 +173,9 @@ class Batching:
         names = tuple(one.name for one in asked)
         return Batches(self.budget_bytes, names, tuple(points))
 
-    def _group(self, asked: Asked) -> tuple[Dimension, ...]:
+    def _group(self, asked: NamedDim) -> tuple[Dimension, ...]:
         """All dimensions that vary with one."""
-        known, hints = self.schedules.step.dimensions, self.schedules.step.sizes.hints
+        known, hints = self.planner.step.dimensions, self.planner.step.sizes.hints
         if not any(d.place == asked.place and d.dim == asked.dim for d in known):
             raise asked.refuse(
                 f"{asked.name}, {asked.size} in the sample, does not vary: the model takes only "
@@ -200,9 +201,10 @@ class Batching:
     def _point(
         self, groups: Sequence[Sequence[Dimension]], sizes: tuple[int, ...], *, run: bool = True
     ) -> BatchPoint:
-        context = self._at(groups, sizes)
-        least, seconds = self.schedules.predicted(context, self.budget_bytes, run=run)
-        return BatchPoint(sizes, least, seconds + self.overhead_s)
+        schedules = self.planner.within(self._at(groups, sizes), self.budget_bytes, run=run)
+        least_bytes = min(own.least_bytes for own in schedules)
+        _, found = fastest(schedules, max(self.budget_bytes, least_bytes))
+        return BatchPoint(sizes, least_bytes, found.total_s + self.overhead_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
         taken = self._taken(self.context, group)
@@ -211,7 +213,7 @@ class Batching:
             largest -= taken.step
         if largest <= 0:
             raise self._nothing([group])
-        sizes = sorted({taken.near(largest * i // CURVE) for i in range(CURVE + 1)})
+        sizes = sorted({nearest(taken, largest * i // CURVE) for i in range(CURVE + 1)})
         found: dict[int, BatchPoint] = {}
         for size in sizes:
             self.progress("predict batches", len(found), len(sizes) + CLOSER)
@@ -221,27 +223,28 @@ class Batching:
             known = sorted(found)
             best = known.index(min(known, key=lambda size: found[size].seconds_a_sample))
             near = known[max(0, best - 1) : best + 2]
-            middles = {taken.near((a + b) // 2) for a, b in itertools.pairwise(near)}
+            middles = {nearest(taken, (a + b) // 2) for a, b in itertools.pairwise(near)}
             for size in middles - found.keys():
                 found[size] = self._point([group], (size,), run=False)
         return [found[size] for size in sorted(found)]
 
     def _needs_others(self, context: StepContext) -> bool:
         """Whether a call fits only by what was found at other sizes: alone it would not."""
-        return self.schedules.alone_bytes(context) > self.budget_bytes
+        return self.planner.alone_bytes(context) > self.budget_bytes
 
     def _frontier(self, groups: Sequence[Sequence[Dimension]]) -> list[BatchPoint]:
         """The largest size of the first dimension, for sizes of all others."""
         first, *others = groups
-        smallest = self._at([first], [self._taken(self.context, first).least])
+        smallest = self._at([first], [self._taken(self.context, first).start])
         spread = []
         count = max(2, round(FRONTIER ** (1 / len(others))))
         for group in others:
             top = self._largest(smallest, group)
             if top is None:
                 raise self._nothing(groups)
-            near = self._taken(smallest, group).near
-            spread.append(sorted({near(round(top ** ((i + 1) / count))) for i in range(count)}))
+            taken = self._taken(smallest, group)
+            tops = (round(top ** ((i + 1) / count)) for i in range(count))
+            spread.append(sorted({nearest(taken, size) for size in tops}))
         points = []
         choices = list(itertools.product(*spread))
         for done, sizes in enumerate(choices):
@@ -257,33 +260,33 @@ class Batching:
         def is_taken(size: int) -> bool:
             return self._is_taken(replace(context, sizes=resized(context.sizes, group, size)))
 
-        largest = self.schedules.largest(context, group, self.budget_bytes, most=self.most)
+        largest = self.planner.largest(context, group, self.budget_bytes, most=self.most)
         if largest is None or is_taken(largest):
             return largest
         taken = self._taken(context, group)
-        high = taken.count(largest)
+        high = bisect_right(taken, largest)
         for count in range(high - 1, max(0, high - NEAR), -1):  # such as multiples of something
             if is_taken(taken[count - 1]):
                 return taken[count - 1]
-        low = taken.count(context.sizes[group[0].symbol])
+        low = bisect_right(taken, context.sizes[group[0].symbol])
         low = low if low < high else 0  # the sample itself need not fit
         while high - low > 1:  # such as what a table of positions has room for
             middle = (low + high) // 2
             low, high = (middle, high) if is_taken(taken[middle - 1]) else (low, middle)
         return taken[low - 1] if low else None
 
-    def _taken(self, context: StepContext, group: Sequence[Dimension]) -> Taken:
+    def _taken(self, context: StepContext, group: Sequence[Dimension]) -> range:
         """Sizes for which the captured step holds, beside others for which it does."""
-        found = taken_sizes(self.schedules.step.sizes, context.sizes, group)
+        found = taken_sizes(self.planner.step.sizes, context.sizes, group)
         assert found is not None
         return found
 
     def _nothing(self, groups: Sequence[Sequence[Dimension]]) -> BudgetError:
         context, smallest = self.context, []
         for group in groups:
-            smallest.append(self._taken(context, group).least)
+            smallest.append(self._taken(context, group).start)
             context = self._at(groups[: len(smallest)], smallest)
-        least, budget = self.schedules.roughly(context), self.budget_bytes
+        least, budget = self.planner.roughly(context), self.budget_bytes
         named = zip(groups, smallest, strict=True)
         told = ", ".join(f"{group[0].name} is {size}" for group, size in named)
         return BudgetError(
@@ -294,8 +297,8 @@ class Batching:
 
     def _is_taken(self, context: StepContext) -> bool:
         """Whether the model takes arguments of such sizes, such as its table of positions does."""
-        hints = self.schedules.step.sizes.hints
-        new = {(d.place, d.dim): context.sizes[d.symbol] for d in self.schedules.step.dimensions}
+        hints = self.planner.step.sizes.hints
+        new = {(d.place, d.dim): context.sizes[d.symbol] for d in self.planner.step.dimensions}
         if context.sizes == hints:
             return True
         made: dict[int, torch.Tensor] = {}  # one tensor may be given in several places

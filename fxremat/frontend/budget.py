@@ -71,13 +71,12 @@ class Budget:
             raise BudgetError(f"budget is {written!r}: it must be at least one byte")
         return Budget(written, nbytes=nbytes)
 
-    def bytes_of(self, *, full_bytes: int, least_bytes: int) -> int:
-        """Bytes that it names, feasible or not.
+    def settled(self, nbytes: int) -> Budget:
+        """The budget where it means so many bytes from now on."""
+        return Budget(self.written, nbytes)
 
-        Args:
-            full_bytes: peak with everything kept.
-            least_bytes: least peak that a schedule reaches.
-        """
+    def bytes_of(self, *, full_bytes: int, least_bytes: int) -> int:
+        """Bytes that it names, feasible or not, of the peak with everything kept and the least."""
         if self.nbytes is not None:
             return self.nbytes
         return least_bytes if self.share is None else int(self.share * full_bytes)
@@ -90,7 +89,7 @@ class Budget:
         needed_by: Callable[[], str],
         beside: Sequence[tuple[str, int]] = (),
     ) -> int:
-        """Bytes that the budget means.
+        """Bytes that it names, if a schedule keeps to them.
 
         Args:
             full_bytes: peak with everything kept.

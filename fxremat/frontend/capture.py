@@ -18,6 +18,7 @@ from fxremat import torch_compat
 from fxremat.costs.overhead import call_s
 from fxremat.errors import BackwardError, CaptureError, SizesError
 from fxremat.frontend.budget import Budget
+from fxremat.frontend.captured import CapturedStep
 from fxremat.frontend.notices import NOT_CAPTURED
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planner
@@ -163,12 +164,11 @@ class StepCompiler:
         """
         assert self.latest is not None
         planned = self.latest.planned
-        if planned.rehearsal is None:
+        if planned.measure_overhead is None:
             self.overhead_s = planned.plan.overhead_s
         else:
             self.progress("measure overhead")
-            self.overhead_s = planned.rehearsal.overhead_s(call)
-            planned.note_overhead(self.overhead_s)
+            self.overhead_s = planned.measure_overhead(call)
         if self.peers is not None:
             self.overhead_s = self.peers.agree(
                 "what a step takes beside its calls",
@@ -355,20 +355,23 @@ class StepCompiler:
     ) -> PlanCache:
         inputs = _real_inputs(joint, example_inputs)
         with torch_compat.without_autotuning():
-            planner = Planner(
+            traced = CapturedStep(
                 joint,
                 forward_output_count=output_count,
                 inputs=inputs,
-                budget=self.budget,
                 caller=self._caller(),
                 progress=self.progress,
                 places=_places(inputs, self.arguments()),
-                host=self.host,
-                exact=self.exact,
-                fused=self.fused,
                 store=self.store,
+                fused=self.fused,
                 peers=peers,
                 model=self.model,
+            )
+            planner = Planner(
+                traced,
+                self.budget,
+                host=self.host,
+                exact=self.exact,
                 generators=self.generators,
             )
             again = (own for own in self.plan_caches if own.planner.step.is_same(planner.step))

@@ -20,11 +20,10 @@ from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.errors import ArgumentError, CaptureError, CostError
 from fxremat.frontend.agreed import agreed_costs, agreed_speeds
 from fxremat.frontend.dimensions import Dimension, dimensions_of
-from fxremat.frontend.origin import key_of, origin_of_costs
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.store import Store
-from fxremat.frontend.variants import StepGraph
-from fxremat.ir import RecordedCosts
+from fxremat.frontend.record import roles_of
+from fxremat.frontend.store import Store, key_of, origin_of_costs
+from fxremat.ir import Origin, RecordedCosts
 from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
@@ -40,6 +39,7 @@ from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of, settled
 from fxremat.progress import Progress, silent
+from fxremat.report.memory import Kind
 
 LOG = logging.getLogger("fxremat")
 
@@ -48,41 +48,59 @@ MOST_SIZES = 128
 
 
 @dataclass(slots=True)
-class Costed:
-    """A graph of the step at one size, what it costs, and what is beside it at every call."""
+class Variant:
+    """One way to compute a captured step at one size: as it was traced, or with norms undone.
 
-    graph: StepGraph
+    Attributes:
+        origin: what its costs hold for.
+        blocks: of its stages.
+        measured: its stages, and what they cost.
+        base: what is held beside it at every call.
+        exact: every value is computed as it was traced.
+        scaled: its costs at any sizes; ``None`` before another size is asked for.
+    """
+
+    origin: Origin
+    blocks: BlockCache
     measured: Measured
     base: ContextBytes
+    exact: bool
     scaled: ScaledCosts | None = None
 
+    @property
+    def line(self) -> Line:
+        """Its graph, cut into stages."""
+        return self.measured.line
+
     def around(self, context: StepContext) -> ContextBytes:
-        """What is beside the graph at a call, in bytes."""
-        return context.around(self.base, self.measured.line.joint)
+        """What is held beside it at a call, in bytes."""
+        return context.around(self.base, self.line.joint)
 
 
 class CapturedStep:
-    """What AOTAutograd captured.
+    """What AOTAutograd captured, and what is known of it.
 
     Args:
         module: its joint graph.
         forward_output_count: how many of its outputs are the forward's.
         inputs: real values of primals, by index; they are held until :meth:`settle`.
         caller: what is needed beside the step at every call.
-        progress: told how far measuring has come.
+        progress: told how far measuring and solving have come.
         places: of primals that are arguments of the call, where known.
         costs: of the step as it was traced, to be taken for what was measured.
-        store: costs that are known.
+        store: costs and plans that are known; ``None``: there are none.
         target: the device that the step is to be estimated for, and none that is here: nothing
             is run then.
         fused: operations run as units that Inductor compiles.
         peers: processes that agree on what it costs, until it is settled.
+        model: its class, for people.
+        roles: of primals; ``None``: as ``inputs`` and the caller's tensors tell.
 
     Attributes:
         sizes: symbols of the capture.
         dimensions: of arguments, whose sizes are symbols.
-        inputs, caller, progress: as given; no batch and silent once it is settled.
-        costs: as given.
+        inputs, caller, progress, peers: as given; no batch, silent and none once it is settled.
+        optimizer_bytes: that the caller holds beside tensors of the model.
         late_bytes: left alone for buffers of collectives that go late.
 
     Raises:
@@ -97,12 +115,14 @@ class CapturedStep:
         inputs: Mapping[int, torch.Tensor],
         caller: Caller,
         progress: Progress,
-        places: Mapping[int, str],
-        costs: RecordedCosts | None,
-        store: Store,
+        places: Mapping[int, str] | None = None,
+        costs: RecordedCosts | None = None,
+        store: Store | None = None,
         target: Device | None = None,
         fused: bool = False,
         peers: Peers | None = None,
+        model: str = "",
+        roles: Mapping[int, Kind] | None = None,
     ) -> None:
         self._module, self.sizes = settle(module)
         if fused:
@@ -110,19 +130,20 @@ class CapturedStep:
         if target is not None and target.kind != "cpu":  # where it was traced
             place(self._module, torch.device(target.kind))
         primals = self._module.graph.find_nodes(op="placeholder")
-        self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, places)
-        self.inputs = inputs
-        self.caller = caller
+        self.places = places or {}
+        self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, self.places)
+        self.inputs, self.caller, self.progress, self.peers = inputs, caller, progress, peers
+        self.roles = roles or roles_of(inputs, caller.resident, self.places)
+        self.optimizer_bytes = sum(caller.held_bytes)
+        self.model = model
         self.costs = costs
+        self.store = store or Store(None)
         self._output_count = forward_output_count
         self._mutated = torch_compat.mutated_primals(self._module)
         self._digests = digest(
             self._module, forward_output_count=forward_output_count, mutated_primals=self._mutated
         )
-        self.progress = progress
-        self._store = store
         self._target = target
-        self._peers = peers
         self._units = Units() if fused else None
         if self.has_collectives and peers is None:
             raise CaptureError(
@@ -131,8 +152,8 @@ class CapturedStep:
                 "the first call"
             )
         self.late_bytes = self._more_bytes = 0
-        self._graphs: list[Costed] = []
-        self._resized: dict[Values, list[Costed]] = {}
+        self._variants: list[Variant] = []
+        self._resized: dict[Values, list[Variant]] = {}
 
     def is_same(self, other: CapturedStep) -> bool:
         """Whether ``other`` is the same step, captured once more."""
@@ -167,39 +188,47 @@ class CapturedStep:
         failed = [str(unit) for unit in self._units if unit.eager]
         return f"inductor, but not {', '.join(failed)}" if failed else "inductor"
 
-    @property
-    def joint(self) -> JointGraph:
-        """The graph as it was traced; all have the same inputs and results."""
-        return self.graphs[0].graph.line.joint
+    def origin(self) -> Origin:
+        """What costs of it hold for that are measured now."""
+        return origin_of_costs(self._digests, self.device, self.executor, self._target)
 
     @property
-    def graphs(self) -> list[Costed]:
-        """Ways to compute the step, at the sizes of the capture, the traced one first.
+    def joint(self) -> JointGraph:
+        """The graph as it was traced; all variants have the same inputs and results."""
+        return self.variants[0].line.joint
+
+    @property
+    def variants(self) -> list[Variant]:
+        """Those at the sizes of the capture, the traced one first.
 
         Raises:
             CostError: an operation cannot be measured.
         """
-        if not self._graphs:
-            self.take(self.graph(exact=True))
-        return self._graphs
+        if not self._variants:
+            self.take(self.line(exact=True), exact=True)
+        return self._variants
+
+    def variant(self, *, exact: bool) -> Variant:
+        """The step as it was traced, or, not ``exact``, with norms undone."""
+        self.measure(exact=exact)
+        return next(variant for variant in self.variants if variant.exact == exact)
 
     @property
     def correction_key(self) -> str:
         """The key by which corrections of the step are kept."""
-        origin = origin_of_costs(self._digests, self.device, self.executor, self._target)
-        return key_of(origin, loss=(self.caller.loss_bytes, self.caller.loss_small_bytes))
+        return key_of(self.origin(), loss=(self.caller.loss_bytes, self.caller.loss_small_bytes))
 
     def settle(self) -> None:
         """Let the values of the captured call go: no batch outlives its step."""
-        traced = self.graphs[0].graph
-        self.caller = settled(self.caller, traced.line.joint, traced.real)
-        self.inputs = {}
-        self._graphs = [replace(own, graph=replace(own.graph, real={})) for own in self._graphs]
-        self.progress = silent
-        self._peers = None
+        self.caller = settled(self.caller, self.joint, self._real(self.joint))
+        self.inputs, self.progress, self.peers = {}, silent, None
 
-    def graph(self, *, exact: bool) -> StepGraph:
-        """The step's graph as it was traced, or, not ``exact``, with norms undone."""
+    def _real(self, joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
+        """Values of primals, where known."""
+        return {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
+
+    def line(self, *, exact: bool) -> Line:
+        """The step's graph as it was traced, or, not ``exact``, with norms undone, in stages."""
         joint = build_joint_graph(
             self._module,
             forward_output_count=self._output_count,
@@ -208,12 +237,7 @@ class CapturedStep:
             sizes=self.sizes,
         )
         line = linearize(joint)
-        if self._units is not None:
-            line = self._fused(line, self._units)
-            joint = line.joint
-        real = {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
-        origin = origin_of_costs(self._digests, joint.device, self.executor, self._target)
-        return StepGraph(line, BlockCache(line), real, exact, origin)
+        return line if self._units is None else self._fused(line, self._units)
 
     def _fused(self, line: Line, units: Units) -> Line:
         """``line`` with units, their kernels made.
@@ -238,73 +262,72 @@ class CapturedStep:
             self.progress("compile kernels", len(units), len(units))
         return linearize(rebuilt(line.joint, module, mutated_primals=self._mutated))
 
-    def take(self, graph: StepGraph, costs: RecordedCosts | None = None) -> None:
-        """Let ``graph`` be a further way to compute the step, at ``costs`` or what is measured."""
-        measured = Measured.of(graph.line, costs) if costs else self._measured(graph)
-        if self._graphs:  # nothing that is around knows how norms are computed
-            base = self._graphs[0].base
+    def take(self, line: Line, *, exact: bool, costs: RecordedCosts | None = None) -> Variant:
+        """Let ``line`` be a further variant, at ``costs`` or what is measured."""
+        origin, blocks = self.origin(), BlockCache(line)
+        known = Measured.of(line, costs) if costs is not None else None
+        measured = known or self._measured(origin, blocks, exact=exact)
+        if self._variants:  # nothing that is around knows how norms are computed
+            base = self._variants[0].base
         else:
-            base = self._around(measured.line.joint, graph.real, self.caller)
+            base = self._around(measured.line.joint)
             if self.caller.outputs_bytes is None:
                 self.caller = replace(self.caller, outputs_bytes=base.tangent_bytes)
-        if self._peers is not None:
-            measured, base = self._agreed(self._peers, graph, measured, base, new=costs is None)
-        self._graphs.append(Costed(graph, measured, base))
+        variant = Variant(origin, blocks, measured, base, exact)
+        if self.peers is not None:
+            variant = self._agreed(self.peers, variant, new=costs is None)
+        self._variants.append(variant)
         self._resized.clear()
+        return variant
 
-    def _agreed(
-        self, peers: Peers, graph: StepGraph, measured: Measured, base: ContextBytes, *, new: bool
-    ) -> tuple[Measured, ContextBytes]:
-        """What ``graph`` costs the slowest of several processes, and the most that is around it.
-
-        Args:
-            peers: the processes.
-            graph: the graph.
-            measured: by this one.
-            base: around it here.
-            new: collectives are not in it yet.
+    def _agreed(self, peers: Peers, variant: Variant, *, new: bool) -> Variant:
+        """``variant`` at what it costs the slowest of several processes, with the most that is
+        around it; ``new``: its collectives are not in its costs yet.
         """
-        own_bytes = base.given_bytes
+        line, base = variant.blocks.line, variant.base
         costs, most = agreed_costs(
-            peers, graph.origin, structure_digest(graph.line.joint.module), measured.costs, base
+            peers, variant.origin, structure_digest(line.joint.module), variant.measured.costs, base
         )
-        if not self._graphs:
+        if not self._variants:
             if self.has_collectives:
-                self.late_bytes = late_bytes(graph.line, self.device)
-            base = replace(most, given_bytes=most.given_bytes + self.late_bytes)
-            self._more_bytes = base.given_bytes - own_bytes
+                self.late_bytes = late_bytes(line, self.device)
+            most = replace(most, given_bytes=most.given_bytes + self.late_bytes)
+            self._more_bytes = most.given_bytes - base.given_bytes
+            base = most
         if self.has_collectives and new:
-            speeds = agreed_speeds(peers, speeds_of(graph.line, self.device))
-            costs = with_collectives(costs, graph.line, graph.blocks, speeds)
-        return Measured.of(graph.line, costs), base
+            speeds = agreed_speeds(peers, speeds_of(line, self.device))
+            costs = with_collectives(costs, line, variant.blocks, speeds)
+        return replace(variant, measured=Measured.of(line, costs), base=base)
 
-    def undo_norms(self) -> None:
-        """Let there be a way that rebuilds inputs of norms, if any can be rebuilt."""
-        if len(self.graphs) == 1:
-            undone = self.graph(exact=False)
-            if any(map(is_inverse, undone.line.joint.forward)):
-                self.take(undone)
+    def measure(self, *, exact: bool) -> None:
+        """Let there be the traced variant and, not ``exact``, one that rebuilds inputs of norms, if
+        any can be rebuilt.
+        """
+        (first, *others) = self.variants
+        if not exact and first.exact and not others:
+            undone = self.line(exact=False)
+            if any(map(is_inverse, undone.joint.forward)):
+                self.take(undone, exact=False)
 
     def forget_blocks(self) -> None:
         """Forget all blocks: those that are used again are found again."""
-        for costed in self._graphs:
-            costed.graph.blocks.clear()
+        for variant in self._variants:
+            variant.blocks.clear()
 
-    def at(self, values: Values) -> list[Costed]:
-        """The graphs at sizes ``values``, and what they cost there."""
+    def at(self, values: Values, *, run: bool = True) -> list[Variant]:
+        """The variants at sizes ``values``; not ``run``: with what no law tells of scaled as all
+        else, unless it was measured there already.
+        """
         if values == self.sizes.hints:
-            return self.graphs
-        if values not in self._resized:
+            return self.variants
+        if values in self._resized:
+            return self._resized[values]
+        found = [self._resize(own, values, run=run) for own in self.variants]
+        if run:
             if len(self._resized) >= MOST_SIZES:
                 self._resized.pop(next(iter(self._resized)))
-            self._resized[values] = [self._resize(own, values, run=True) for own in self.graphs]
-        return self._resized[values]
-
-    def roughly_at(self, values: Values) -> list[Costed]:
-        """As :meth:`at`, but kept for nobody and without running what no law tells of."""
-        if values == self.sizes.hints or values in self._resized:
-            return self.at(values)
-        return [self._resize(own, values, run=False) for own in self.graphs]
+            self._resized[values] = found
+        return found
 
     def around(self, context: StepContext) -> ContextBytes:
         """What is beside the step at a call, in bytes."""
@@ -312,8 +335,8 @@ class CapturedStep:
 
     def given_bytes(self, context: StepContext) -> int:
         """Bytes that are held throughout a call."""
-        costed = self.at(context.sizes)[0]
-        return context.given_bytes(costed.base, costed.measured.line.joint)
+        traced = self.at(context.sizes)[0]
+        return context.given_bytes(traced.base, traced.line.joint)
 
     def turn_bytes(self, context: StepContext) -> int:
         """Bytes that the step's own loss needs at a call."""
@@ -323,52 +346,55 @@ class CapturedStep:
         """Bytes of the gradients of the outputs, at sizes ``values``."""
         return self.at(values)[0].base.tangent_bytes
 
-    def _resize(self, costed: Costed, values: Values, *, run: bool) -> Costed:
-        """``costed`` at sizes ``values``; what no law tells of is measured there if ``run``."""
-        graph = costed.graph
-        if costed.scaled is None:
-            costed.scaled = ScaledCosts(graph.line, graph.blocks, costed.measured.costs)
-        costs = costed.scaled.at(values)
+    def _resize(self, variant: Variant, values: Values, *, run: bool) -> Variant:
+        """``variant`` at other sizes."""
+        line, blocks = variant.blocks.line, variant.blocks  # as traced
+        if variant.scaled is None:
+            variant.scaled = ScaledCosts(line, blocks, variant.measured.costs)
+        costs = variant.scaled.at(values)
         if run and self._target is None:
-            costs = with_workspaces(costs, graph.line, values, cost_cache())
-        measured = costed.measured.at(costs)
-        base = self._around(measured.line.joint, {}, self.caller, values)
+            costs = with_workspaces(costs, line, values, cost_cache())
+        measured = variant.measured.at(costs)
+        base = self._around(measured.line.joint, values)
         base = replace(base, given_bytes=base.given_bytes + self._more_bytes)
-        return Costed(replace(graph, line=measured.line), measured, base)
+        return replace(variant, measured=measured, base=base)
 
     def aside_bytes(self, values: Values) -> int:
         """Bytes set aside for workspaces at sizes ``values``, where none is known."""
-        if self._target is None or self.costs is not None:
-            return 0
-        return aside_bytes(self.at(values)[0].measured.line.joint)
+        return self._aside_bytes(self.at(values)[0].line.joint)
 
-    def _around(
-        self,
-        joint: JointGraph,
-        real: Mapping[fx.Node, torch.Tensor],
-        caller: Caller,
-        values: Values | None = None,
-    ) -> ContextBytes:
-        if self._target is not None and self.costs is None:
-            caller = replace(caller, reserve_bytes=caller.reserve_bytes + aside_bytes(joint))
-        return context_bytes_of(joint, real, caller, values=values)
+    def _aside_bytes(self, joint: JointGraph) -> int:
+        return aside_bytes(joint) if self._target is not None and self.costs is None else 0
 
-    def _measured(self, graph: StepGraph) -> Measured:
-        """What ``graph`` costs: given, known, or measured now."""
-        key = key_of(graph.origin, exact=graph.exact)
-        known = self.costs if graph.exact else None
-        if known is not None:
-            return Measured.of(graph.line, known)
+    def _around(self, joint: JointGraph, values: Values | None = None) -> ContextBytes:
+        """What is beside the step at every call; of another size than the capture's, if given."""
+        caller = replace(
+            self.caller, reserve_bytes=self.caller.reserve_bytes + self._aside_bytes(joint)
+        )
+        return context_bytes_of(
+            joint, self._real(joint) if values is None else {}, caller, values=values
+        )
+
+    def _measured(self, origin: Origin, blocks: BlockCache, *, exact: bool) -> Measured:
+        """What a graph costs: given, estimated, known, or measured now."""
+        line = blocks.line
+        if self.costs is not None and exact:
+            return Measured.of(line, self.costs)
         if self._target is not None:
-            return estimate_line(graph.line, graph.blocks, self._target)
-        known = self._store.get("costs", key, RecordedCosts)
+            return estimate_line(line, blocks, self._target)
+        key = key_of(origin, exact=exact)
+        known = self.store.get("costs", key, RecordedCosts)
         if known is not None:
             try:
-                return Measured.of(graph.line, known)
+                return Measured.of(line, known)
             except CostError as error:
                 LOG.warning("known costs are ignored: %s", error)
         measured = measure_line(
-            graph.line, graph.blocks, real=graph.real, cache=cost_cache(), progress=self.progress
+            line,
+            blocks,
+            real=self._real(line.joint),
+            cache=cost_cache(),
+            progress=self.progress,
         )
-        self._store.put("costs", key, RecordedCosts, measured.costs)
+        self.store.put("costs", key, RecordedCosts, measured.costs)
         return measured

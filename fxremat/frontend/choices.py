@@ -9,7 +9,7 @@ from dataclasses import replace
 from fxremat.frontend.agreed import Chosen
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planner
-from fxremat.frontend.variants import Variant
+from fxremat.frontend.schedules import Schedules
 from fxremat.planner.context import RegionContext, StepContext
 from fxremat.planner.pool import Candidate
 from fxremat.solvers import knapsack
@@ -32,7 +32,7 @@ def least_region_context(
         context: what it finds.
         host_bytes: of host memory, left for it; ``None``: as much as it takes.
     """
-    table = planner.step.at(context.sizes)[0].measured.line.joint.storages
+    table = planner.step.at(context.sizes)[0].line.joint.storages
     return RegionContext(0, sum(table.nbytes), 0, host_bytes)
 
 
@@ -66,14 +66,14 @@ def choices_of(planner: Planner, context: StepContext) -> tuple[Choice, ...]:
     found: dict[Choice, tuple[int, Candidate]] = {}
     for share in SHARES:
         beside = RegionContext(0, int(share * whole_bytes), 0)
-        variants = planner.schedules.searched(replace(context, waiting_bytes=0, beside=beside))
+        variants = planner.searched(replace(context, waiting_bytes=0, beside=beside))
         for graph, variant in enumerate(variants):
             for candidate in variant.graded():
                 found.setdefault(_choice(variant, candidate), (graph, candidate))
         kept = _choice(variants[0], variants[0].search.baseline)
     found.pop(kept, None)
     best = [choice for choice in found if not any(_beats(other, choice) for other in found)]
-    planner.schedules.sent[context.sizes] = tuple(
+    planner.sent[context.sizes] = tuple(
         tuple(c for graph, c in map(found.__getitem__, best) if graph == place and c.moves)
         for place in range(len(variants))
     )
@@ -105,7 +105,7 @@ def chosen_for(
     kept_bytes = knapsack.peak_bytes(calls, [len(call.choices) - 1 for call in calls])
     full_bytes = there_bytes + max(first_bytes, kept_bytes)
     if budget.grows and least_bytes > (budget.nbytes or 0):
-        budget = replace(budget, nbytes=least_bytes)
+        budget = budget.settled(least_bytes)
     budget_bytes = budget.resolve(
         full_bytes=full_bytes,
         least_bytes=least_bytes,
@@ -154,7 +154,7 @@ def _needed_by(
     )
 
 
-def _choice(variant: Variant, candidate: Candidate) -> Choice:
+def _choice(variant: Schedules, candidate: Candidate) -> Choice:
     search = variant.search
     evaluation, around = search.evaluator.evaluation(candidate), search.setting.context_bytes
     turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes

@@ -19,9 +19,9 @@ from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, agreed_corrections
 from fxremat.frontend.corrections import Corrections, warn, warn_counted
-from fxremat.frontend.emission import Emitted
+from fxremat.frontend.emission import Emitted, Planned
 from fxremat.frontend.optimizers import Optimizers
-from fxremat.frontend.pipeline import Planned, Planner
+from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import Correction, StepContext
@@ -414,7 +414,7 @@ class PlanCache:
         known = self.corrections.of_kind(context)
         if known.room_bytes:
             return
-        room = Correction(room_bytes=self.planner.schedules.room_bytes(context))
+        room = Correction(room_bytes=self.planner.room_bytes(context))
         if self.planner.fits(replace(context, correction=known | room)):
             self.corrections.teach(context, room)
 
@@ -447,8 +447,7 @@ class PlanCache:
             if not self._taught_waiting(context):
                 if self.planner.grown(error):
                     return context, self.planner.again(context)
-                budget_bytes = self.planner.budget.nbytes
-                raise self.planner.schedules.advised(error, context, budget_bytes) from None
+                raise self.planner.advised(error, context) from None
         planned = self.planner.again(context, least=True)
         plan = planned.plan
         budget_bytes = self.planner.budget.nbytes or 0
@@ -463,7 +462,7 @@ class PlanCache:
 
     def _taught_waiting(self, context: StepContext) -> bool:
         """Whether steps that wait could leave room for a further one; then they will."""
-        room = self.planner.schedules.room_bytes(context)
+        room = self.planner.room_bytes(context)
         corrections: list[tuple[Step, Correction]] = []
         for step in sorted(self.in_flight, key=lambda step: step.number, reverse=True):
             plan_cache: PlanCache = step.plan.plan_cache

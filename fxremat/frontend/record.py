@@ -45,10 +45,10 @@ def roles_of(
     resident: Iterable[torch.Tensor],
     places: Mapping[int, str],
 ) -> dict[int, Kind]:
-    """What primals are: parameters, buffers, or what is given to the graph.
+    """What primals are, where ``tensors`` has them: parameters, buffers of the model, or inputs.
 
     Args:
-        tensors: primals, where known.
+        tensors: primals, by index.
         resident: tensors of the model, and arguments.
         places: of primals that are arguments of the call.
     """
@@ -70,11 +70,11 @@ def record_memory(
     roles: Mapping[int, Kind],
     beside: Mapping[Kind, int],
 ) -> StepMemory:
-    """What is held while ``program`` runs.
+    """What is held while ``program`` runs, beside it ``context_bytes``.
 
     Args:
         program: the calls.
-        context_bytes: what is held beside them.
+        context_bytes: of the call of the step.
         footprints: of its line.
         moves: what travels.
         roles: what primals are, where known.
@@ -110,11 +110,6 @@ def record_memory(
 def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Footprints) -> str:
     """What the peak of ``program`` is needed for, as ``"addmm in module blocks.3.mlp, at
     model.py:23 (operation B 13)"``.
-
-    Args:
-        program: the calls.
-        context_bytes: what is held beside them.
-        footprints: of its line.
     """
     memory = record_memory(program, context_bytes, footprints, (), roles={}, beside={})
     held = memory.held_bytes()
@@ -196,8 +191,8 @@ class _Record:
         default_factory=lambda: defaultdict(list)
     )
     known: dict[int, Tensor] = field(default_factory=dict)
-    gradients: frozenset[int] = frozenset()
-    forward: frozenset[fx.Node] = frozenset()
+    gradients: frozenset[int] = field(init=False)
+    forward: frozenset[fx.Node] = field(init=False)
     now: int = 0
     gave: bool = False
 

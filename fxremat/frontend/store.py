@@ -1,17 +1,33 @@
-"""The cache folder: costs and plans that other processes have found."""
+"""Costs and plans as data: what they hold for, and the cache folder that keeps them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import importlib
+import json
 import logging
 import os
+import platform
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
+
+import fxremat.units as anchor
+from fxremat.costs.cache import THREADS, measuring_settings
+from fxremat.costs.devices import Device
+from fxremat.ir import Origin
+from fxremat.ir.recorded import Facts
+from fxremat.passes.joint.digest import Digests
+from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.context_bytes import Caller, ContextBytes
+from fxremat.planner.search import DEFAULT_GENERATORS
+from fxremat.planner.transfers import HostMemory
 from fxremat.report.codec import FormatError, decode, encode
 from fxremat.report.files import PARTIAL, pack, unpack, write_whole
 
@@ -129,3 +145,164 @@ class Store:
 @functools.cache
 def _warn_once(message: str) -> None:
     LOG.warning("%s: set %s to a folder of your own, or to 0", message, VARIABLE)
+
+
+def origin_of_costs(
+    digests: Digests, device: torch.device, executor: str, target: Device | None = None
+) -> Origin:
+    """What costs of a traced step hold for, measured on ``device`` under the settings of now.
+
+    Not measured, but estimated for ``target``, where there is one.
+    """
+    settings = {"executor": executor, **measuring_settings()}
+    if device.type != "cpu":
+        del settings[THREADS]
+    return Origin(
+        operations=digests.operations,
+        code=digests.code,
+        inputs=digests.inputs,
+        device=_device_name(device) if target is None else f"estimated for {target.name}",
+        versions=_facts(_versions(device)),
+        settings=_facts(settings),
+        options=(),
+        held=(),
+    )
+
+
+def origin_of_plan(
+    costs: Origin,
+    caller: Caller,
+    context_bytes: ContextBytes,
+    *,
+    host: HostMemory | None,
+    exact: bool,
+    generators: tuple[str, ...],
+    allocator: AllocatorSettings | None,
+) -> Origin:
+    """What a plan holds for that rests on such costs.
+
+    Args:
+        costs: of the step.
+        caller: what it needs beside the step at every call.
+        context_bytes: what it holds at this one.
+        host: memory to which storages may travel.
+        exact: gradients are bitwise those without a plan.
+        generators: names of solvers whose schedules are looked at.
+        allocator: rules of the device's.
+    """
+    options: dict[str, object] = {
+        "exact": exact,
+        "offload": host is not None and ("conv" if host.conv else "only" if host.only else "auto"),
+        "host_limit": host.limit_bytes if host else None,
+        "budget_on": caller.budget_on,
+        "reserve": caller.reserve_bytes,
+        "accumulate": caller.accumulate,
+        "optimizer": f"{sum(caller.held_bytes)} bytes",
+        "loss": None if caller.loss_bytes is None else f"{caller.loss_bytes} bytes",
+    }
+    if generators != DEFAULT_GENERATORS:
+        options["generators"] = ", ".join(generators)
+    held = {
+        "through the step": context_bytes.given_bytes,
+        "of that, tensor by tensor": context_bytes.given_each_bytes,
+        "at the turn": context_bytes.turn_bytes,
+        "as gradients of outputs": (context_bytes.tangent_bytes, *context_bytes.tangent_each_bytes),
+        "at the end": context_bytes.end_bytes,
+        "the allocator's rules": None if allocator is None else asdict(allocator),
+    }
+    return replace(costs, options=_facts(options), held=_facts(held))
+
+
+def key_of(origin: Origin, **more: object) -> str:
+    """A digest of ``origin``, of what else is named, and of this package's code."""
+    data = [_code_digest(), asdict(origin), _facts(more)]
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+
+def differences(plan: Origin, now: Origin, *, of: str = "the plan's") -> Iterator[str]:
+    """What is not now as it was for a plan, the plainest first.
+
+    Args:
+        plan: what that holds for.
+        now: what is there.
+        of: whose the former is.
+    """
+    if plan.device != now.device:
+        yield f"the device is {now.device}, {of} was {plan.device}"
+    yield from _changed("version of ", plan.versions, now.versions, of)
+    yield from _changed("option ", plan.options, now.options, of)
+    yield from _changed("setting ", plan.settings, now.settings, of)
+    inputs = list(_other_inputs(plan.inputs, now.inputs, of))
+    yield from inputs
+    if plan.operations != now.operations:
+        yield "the model computes other operations"
+    elif plan.code != now.code and not inputs:
+        yield "the operations are the same, but not their constants, strides or dtypes"
+    if not inputs and plan.operations == now.operations:
+        yield from _changed("bytes held ", plan.held, now.held, of)
+
+
+def _other_inputs(plan: tuple[str, ...], now: tuple[str, ...], of: str) -> Iterator[str]:
+    if len(plan) != len(now):
+        yield f"parameters, buffers and arguments are {len(now)}, {of} were {len(plan)}"
+        return
+    for index, (before, after) in enumerate(zip(plan, now, strict=True)):
+        if before != after:
+            yield f"input {index} is {after}, {of} was {before}"
+
+
+def _changed(what: str, plan: Facts, now: Facts, of: str) -> Iterator[str]:
+    before, after = dict(plan), dict(now)
+    for name in (*before, *(name for name in after if name not in before)):
+        if before.get(name) != after.get(name):
+            yield f"{what}{name} is {after.get(name)}, {of} was {before.get(name)}"
+
+
+def _facts(named: Mapping[str, object]) -> Facts:
+    return tuple((name, repr(value)) for name, value in named.items())
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _processor() -> str:
+    """The CPU's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def _versions(device: torch.device) -> dict[str, object]:
+    found: dict[str, object] = {"torch": torch.__version__, "fxremat": version_of("fxremat")}
+    if device.type == "cuda":
+        found["CUDA"] = torch.version.cuda
+        found["cuDNN"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return found
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package; ``None``: it is not installed."""
+    metadata: Any = importlib.import_module("importlib.metadata")
+    try:
+        return str(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _code_digest() -> str:
+    """A digest of this package's source: other code might have planned otherwise."""
+    root = Path(anchor.__file__).parent
+    found = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode())
+        found.update(file.read_bytes())
+    return found.hexdigest()

@@ -90,7 +90,7 @@ def trace_step(
     Raises:
         ValueError: it ran the graphs more or less than once.
     """
-    clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
+    clock = _Clock(device)
     with record_transfers() as copies, _calls_noted(compiler, clock):
         step()
     assert compiler.latest is not None
@@ -121,33 +121,23 @@ def _measured(
         yield replace(event, start_s=start - begin_s, end_s=end - begin_s)
 
 
-class _HostClock:
-    """Times on the clock of ``time.perf_counter``."""
+class _Clock:
+    """Begins and ends of calls on the clock of ``time.perf_counter``, as transfers are on it.
 
-    def __init__(self) -> None:
-        self._marks: list[float] = []
-
-    def mark(self) -> None:
-        """A call begins or ends."""
-        self._marks.append(time.perf_counter())
-
-    def intervals(self) -> list[tuple[float, float]]:
-        """Begin and end of each call."""
-        return list(zip(self._marks[::2], self._marks[1::2], strict=True))
-
-
-class _CudaClock:
-    """Events on the compute stream, told on the same clock as transfers are."""
+    On a CUDA device they are events of the compute stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """A call begins or ends."""
-        self._marks.append(self._recorded())
+        """Note that a call begins or ends."""
+        self._marks.append(self._now())
 
-    def _recorded(self) -> Any:
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
         event: Any = torch.cuda.Event
         made = event(enable_timing=True)
         made.record(torch.cuda.current_stream(self._device))
@@ -155,15 +145,17 @@ class _CudaClock:
 
     def intervals(self) -> list[tuple[float, float]]:
         """Begin and end of each call."""
-        now = self._recorded()
-        now.synchronize()
-        now_s = time.perf_counter()
-        times = [now_s - mark.elapsed_time(now) / 1e3 for mark in self._marks]
+        times = self._marks
+        if self._device.type == "cuda":
+            now = self._now()
+            now.synchronize()
+            now_s = time.perf_counter()
+            times = [now_s - mark.elapsed_time(now) / 1e3 for mark in times]
         return list(zip(times[::2], times[1::2], strict=True))
 
 
 @contextmanager
-def _calls_noted(compiler: StepCompiler, clock: _HostClock | _CudaClock) -> Iterator[None]:
+def _calls_noted(compiler: StepCompiler, clock: _Clock) -> Iterator[None]:
     """Mark begin and end of every call of a stage, in plans that are made meanwhile as well."""
     calls: list[tuple[Emitted, str, BoxedCallable]] = []
 

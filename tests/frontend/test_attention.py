@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxremat
-from fxremat.frontend.estimate import capture
-from fxremat.frontend.fake_copies import FakeCopies
 from fxremat.frontend.sample import Sample
+from fxremat.frontend.without_data import FakeCopies, capture
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"

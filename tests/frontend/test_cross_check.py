@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.frontend.cross_check import MOST_STAGES, cross_checked
+from fxremat.frontend.checks import MOST_STAGES, cross_checked
 from fxremat.ir import Infeasible, Problem, Solved
 from fxremat.report.facts import CrossCheck
 from fxremat.report.plan import Plan
@@ -113,6 +113,6 @@ def test_what_it_cannot_check_is_refused_at_once(options: dict[str, object], arg
 
 
 def test_without_ortools_it_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fxremat.frontend.cross_check.find", lambda _: None)
+    monkeypatch.setattr("fxremat.frontend.checks.find", lambda _: None)
     with pytest.raises(fxremat.ArgumentError, match="pip install ortools"):
         fxremat.plan(*model_and_sample(), "min", check=True)

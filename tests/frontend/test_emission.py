@@ -32,7 +32,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
         "schedules.measure_link",
         "pipeline.emit",
         "pipeline.fastest",
-        "pipeline.Rehearsal",
+        "emission.Rehearsal",
     ):
         monkeypatch.setattr(f"fxremat.frontend.{place}", refuse)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.frontend.largest import largest_fitting
+from fxremat.frontend.dimensions import largest_fitting
 
 
 class Asked:

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxremat
 from fxremat.errors import PlanError
-from fxremat.frontend.origin import key_of
+from fxremat.frontend.store import key_of
 from tests.frontend.test_emission import SAMPLE, model
 from tests.plans import everything_kept, plan_of
 

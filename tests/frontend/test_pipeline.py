@@ -9,32 +9,40 @@ import pytest
 
 from fxremat.errors import BudgetError
 from fxremat.frontend.budget import Budget
-from fxremat.frontend.pipeline import Planned, Planner
+from fxremat.frontend.captured import CapturedStep
+from fxremat.frontend.emission import Planned
+from fxremat.frontend.pipeline import Planner
 from fxremat.ir import Backward, Forward, Keep
 from fxremat.ir.schedule import decoded
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller
-from fxremat.progress import silent
+from fxremat.progress import Progress, silent
 from fxremat.units import Counted
 from tests.harness import captured, search_of, searched
 
 NAMES = ("gpt", "unet", "siamese")
+NOBODY = Caller()
 by_model = pytest.mark.parametrize("name", NAMES)
 
 
-def planned(name: str, budget: int | float | str, **options: Any) -> Planned:
-    """The plan of a zoo model's step, alone."""
+def planned(
+    name: str,
+    budget: int | float | str,
+    caller: Caller = NOBODY,
+    *,
+    progress: Progress = silent,
+    allocator: AllocatorSettings | None = None,
+) -> Planned:
     step = captured(name)
-    options.setdefault("caller", Caller())
-    return Planner(
+    traced = CapturedStep(
         step.traced,
         forward_output_count=step.output_count,
         inputs=step.real,
-        budget=Budget.read(budget),
-        progress=silent,
-        **options,
-    ).first(StepContext())
+        caller=caller,
+        progress=progress,
+    )
+    return Planner(traced, Budget.read(budget), allocator=allocator).first(StepContext())
 
 
 @by_model
@@ -95,16 +103,10 @@ def test_a_budget_too_small_names_the_least_and_what_needs_it():
 
 
 def test_measuring_and_solving_are_told_of():
-    step = captured("gpt")
     seen: list[str] = []
-    Planner(
-        step.traced,
-        forward_output_count=step.output_count,
-        inputs=step.real,
-        budget=Budget.read(1.0),
-        caller=Caller(),
-        progress=lambda what, done=0, total=0: seen.append(f"{what} {done <= total}"),
-    ).first(StepContext())
+    planned(
+        "gpt", 1.0, progress=lambda what, done=0, total=0: seen.append(f"{what} {done <= total}")
+    )
     assert {"plan True", "write True"} <= set(seen)
     assert not [entry for entry in seen if entry.endswith("False")]
 
@@ -135,7 +137,10 @@ REPLAYED: list[tuple[str, str, Counted]] = [
 
 @pytest.mark.parametrize(("name", "rules", "counted"), REPLAYED)
 def test_what_an_allocator_hands_out_keeps_to_the_budget(name: str, rules: str, counted: Counted):
-    rules_of = {"caller": Caller(budget_on=counted), "allocator": ALLOCATORS[rules]}
+    rules_of: dict[str, Any] = {
+        "caller": Caller(budget_on=counted),
+        "allocator": ALLOCATORS[rules],
+    }
     least = planned(name, "min", **rules_of).plan
     full = planned(name, 1.0, **rules_of).plan
     assert least.counted_bytes == least.least_budget_bytes == least.budget_bytes
@@ -159,19 +164,7 @@ def test_what_an_allocator_hands_out_keeps_to_the_budget(name: str, rules: str, 
 
 def test_without_an_allocator_of_its_own_a_device_hands_out_what_is_asked_for():
     for counted in ("allocated", "reserved"):
-        step = captured("gpt")
-        plan = (
-            Planner(
-                step.traced,
-                forward_output_count=step.output_count,
-                inputs=step.real,
-                budget=Budget.read("min"),
-                caller=Caller(budget_on=counted),
-                progress=silent,
-            )
-            .first(StepContext())
-            .plan
-        )
+        plan = planned("gpt", "min", Caller(budget_on=counted)).plan
         assert plan.predicted_peak_bytes == plan.predicted_held_bytes
         assert plan.predicted_reserved_bytes == plan.predicted_peak_bytes
         assert plan.budget_on == counted

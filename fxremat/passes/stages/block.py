@@ -184,7 +184,7 @@ class BlockCache:
     """Blocks of one line, each made once."""
 
     def __init__(self, line: Line) -> None:
-        self._line = line
+        self.line = line
         self._blocks: dict[tuple[object, ...], Block] = {}
         self._keys: dict[int, tuple[Block, Key]] = {}
 
@@ -192,7 +192,7 @@ class BlockCache:
         """The block of ``stage`` that gives ``outputs``; see :func:`extract`."""
         key = stage, mode, outputs
         if key not in self._blocks:
-            self._blocks[key] = extract(self._line, stage, mode, outputs)
+            self._blocks[key] = extract(self.line, stage, mode, outputs)
         return self._blocks[key]
 
     def of(
@@ -220,7 +220,7 @@ class BlockCache:
                 mode,
                 tuple(nodes[i] for i in (runs // 2).tolist()),
                 again=dict.fromkeys(nodes[i] for i in (again // 2).tolist()).keys(),
-            ).connected(self._line, frozenset(nodes[i] for i in asked.tolist()))
+            ).connected(self.line, frozenset(nodes[i] for i in asked.tolist()))
         return self._blocks[key]
 
     def clear(self) -> None:
@@ -232,7 +232,7 @@ class BlockCache:
         """Equal for blocks for which one piece of code can stand; see :func:`block_key`."""
         found = self._keys.get(id(block))
         if found is None:  # the entry keeps the block, so its id, alive
-            found = self._keys[id(block)] = block, block_key(block, self._line.joint.storages)
+            found = self._keys[id(block)] = block, block_key(block, self.line.joint.storages)
         return found[1]
 
 

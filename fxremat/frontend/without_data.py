@@ -1,0 +1,229 @@
+"""A step that is captured without data: shapes are there, nothing is allocated.
+
+On a GPU ``scaled_dot_product_attention`` chooses other kernels than where the step is traced, which
+keep other tensors for the backward. The choice here is torch's own on GPUs since Ampere
+(``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``), cuDNN's kernel left out, which keeps
+what FlashAttention keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from fxremat import torch_compat
+from fxremat.errors import CaptureError, FxrematError, SampleError
+from fxremat.frontend.outputs import Unused, forward_of
+from fxremat.frontend.refused import refused
+from fxremat.frontend.sample import Sample, places_of
+from fxremat.frontend.untouched import attributes_replaced
+
+aten = torch.ops.aten
+
+_Kernel = Callable[..., tuple[Tensor, ...]]
+
+_FLASH: _Kernel = aten._scaled_dot_product_flash_attention
+_EFFICIENT: _Kernel = aten._scaled_dot_product_efficient_attention
+_PLAIN: _Kernel = aten._scaled_dot_product_attention_math
+
+MOST_HEAD = 256
+"""The largest last dimension that FlashAttention takes."""
+
+HEAD_MULTIPLE = 8
+"""The last dimension is padded to one for FlashAttention."""
+
+HALVES = (torch.float16, torch.bfloat16)
+
+HOME = torch.device("cpu")
+"""Where copies are: any torch can trace there."""
+
+
+@dataclass(slots=True)
+class FakeCopies:
+    """Stand-ins for tensors: each gets one, and those of one storage share one.
+
+    Attributes:
+        mode: the fake mode that they are of.
+    """
+
+    mode: Any = field(default_factory=torch_compat.fake_mode)
+    _known: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+    def of(self, value: Any) -> Any:
+        """The copy of a tensor ``value``; anything else is returned as it is.
+
+        Raises:
+            SampleError: it is of a layout that has no storage.
+        """
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self._known:
+            if value.layout is not torch.strided:
+                raise SampleError(
+                    f"a tensor of shape {tuple(value.shape)} is of layout {value.layout}: only "
+                    "dense tensors can be estimated, give it as one"
+                )
+            made = torch_compat.fake_copy(value, self.mode, self._storages, HOME)
+            self._known[id(value)] = value, made  # it must live: ids are used again
+            self._known[id(made)] = made, made
+        return self._known[id(value)][1]
+
+    @contextlib.contextmanager
+    def inside(self, model: nn.Module) -> Iterator[None]:
+        """Let all that ``model`` holds be copies without data; it ends as it began."""
+        with attributes_replaced(model, self.of):
+            for module in model.modules():
+                for tensors in (module._parameters, module._buffers):
+                    tensors.update({name: self.of(tensor) for name, tensor in tensors.items()})
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What AOTAutograd would compile.
+
+    Attributes:
+        joint: its joint graph.
+        output_count: how many of its outputs are the forward's.
+        inputs: copies of primals without data, by index.
+    """
+
+    joint: fx.GraphModule
+    output_count: int
+    inputs: Mapping[int, torch.Tensor]
+
+    @property
+    def gradients(self) -> frozenset[int]:
+        """Leaves among the primals that get a gradient."""
+        made = torch_compat.differentiated_primals(
+            self.joint, forward_output_count=self.output_count
+        )
+        return frozenset(i for i in made if i in self.inputs and self.inputs[i].is_leaf)
+
+
+class _CapturedError(BaseException):
+    """Raised with what was captured: nothing is compiled.
+
+    No ``Exception``, so that no handler of the traced model can take it for its own.
+    """
+
+
+def capture(
+    model: nn.Module,
+    sample: Sample,
+    unused: Unused | None = None,
+    *,
+    dynamic: bool,
+    gpu: bool = False,
+) -> Captured:
+    """Capture the step of a call; model and sample have no data.
+
+    Args:
+        model: in training mode.
+        sample: of the call.
+        unused: outputs without a gradient.
+        dynamic: sizes of its tensors become symbols.
+        gpu: operations are those that a GPU would be given.
+
+    Raises:
+        CaptureError: the model breaks the graph, or computes nothing with a gradient.
+    """
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any], **_options: Any) -> Any:
+        def partition(
+            joint: fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
+        ) -> Any:
+            values = enumerate(torch_compat.primal_values(joint, inputs))
+            tensors = {i: value for i, value in values if isinstance(value, torch.Tensor)}
+            raise _CapturedError(Captured(joint, num_fwd_outputs, tensors))
+
+        def compiler(graph: fx.GraphModule, _inputs: object) -> Any:
+            return graph
+
+        aot = torch_compat.aot_autograd_backend(
+            forward_compiler=compiler,
+            backward_compiler=compiler,
+            inference_compiler=compiler,
+            partition=partition,
+        )
+        if gpu:
+            as_on_gpu(module)
+        return aot(module, inputs)
+
+    forward = torch_compat.with_code_of_its_own(forward_of(model, unused))
+    run = torch_compat.compile_function(forward, backend, whole=True, dynamic=dynamic)
+    places = places_of(sample.args, sample.kwargs) if dynamic else ()
+    try:
+        with torch_compat.sizes_vary([t for _, t in places]):
+            run(*sample.args, **sample.kwargs)
+    except _CapturedError as error:
+        (found,) = error.args
+        return found
+    except torch_compat.capture_failures() as error:
+        cause = torch_compat.failure_cause(error)
+        if isinstance(cause, _CapturedError):
+            (found,) = cause.args
+            return found
+        if isinstance(cause, FxrematError):
+            raise cause from None
+        raise refused(model, cause) from error
+    raise CaptureError(
+        f"{type(model).__name__} computes nothing with a gradient from this sample: there is no "
+        "step to plan"
+    )
+
+
+def as_on_gpu(module: fx.GraphModule) -> None:
+    """Let attention in a graph of Dynamo's be that of a GPU; the graph is changed."""
+    target = functional.scaled_dot_product_attention
+    for node in module.graph.find_nodes(op="call_function", target=target):
+        node.target = attention
+    module.recompile()
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What ``scaled_dot_product_attention`` does with these arguments on a GPU."""
+    head = query.shape[-1]
+    four = all(t.dim() == 4 for t in (query, key, value))
+    if four and query.dtype in HALVES and attn_mask is None and head <= MOST_HEAD:
+        scale = head**-0.5 if scale is None else scale
+        padded = (_padded(t) for t in (query, key, value))
+        made = _FLASH(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return made[..., : value.shape[-1]]
+    if four and query.dtype in (*HALVES, torch.float32) and not enable_gqa:
+        bias = _bias(attn_mask, query, key)
+        return _EFFICIENT(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return _PLAIN(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    missing = -tensor.shape[-1] % HEAD_MULTIPLE
+    return functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """What is added to the scores, as large as they are; it shares what ``mask`` has."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        mask = torch.where(mask, zero, float("-inf"))
+    return mask.expand(*query.shape[:-1], key.shape[-2])
