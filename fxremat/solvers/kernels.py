@@ -69,7 +69,14 @@ def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
 def last_filled(table: Table, numbers: Numbers) -> Table:
     """A copy with other sizes for what is kept, which count where the last stage is within."""
     own = table._replace(numbers=numbers, values=table.values.copy(), first=table.first.copy())
-    _fill_last(own)
+    count, end = numbers.gradient.size, table.values.shape[1]
+    for s in range(count - 2, -1, -1):
+        row = row_of.py_func(s, count - 1, count)
+        own.values[row] = np.inf
+        begin = _try_all(own, s, count - 1, end)
+        begin = _try_cuts(own, s, count - 1, s + 1, count, begin)
+        own.values[row, begin:] -= numbers.prefix_s[s]
+        own.first[row] = min(begin, end)
     return own
 
 
@@ -115,7 +122,7 @@ def leaf_way(n: Numbers, s: int, way: int) -> tuple[int, int, float]:
     return -way, all_bytes(n, s, s, way - 1), takes
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def _fill_leaf(table: Table, s: int) -> None:
     """Row ``(s, s)``: Eq. (1)."""
     n = table.numbers
@@ -211,15 +218,6 @@ def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int, begin: i
 
 
 @njit(cache=True, nogil=True)
-def _finish(table: Table, s: int, t: int, begin: int) -> None:
-    """Row ``(s, t)`` is lowered to all choices; ``begin`` is its first finite entry."""
-    row = row_of(s, t, table.numbers.gradient.size)
-    for m in range(begin, table.values.shape[1]):
-        table.values[row, m] -= table.numbers.prefix_s[s]
-    table.first[row] = min(begin, table.values.shape[1])
-
-
-@njit(cache=True, nogil=True)
 def _fill_tile(table: Table, s0: int, t0: int) -> None:
     """Rows ``(s, t)`` with ``s`` in the tile at ``s0`` and ``t`` in the one at ``t0``.
 
@@ -247,35 +245,22 @@ def _fill_tile(table: Table, s0: int, t0: int) -> None:
             _fill_leaf(table, s)
         for t in range(max(t0, s + 1), t1):
             b = _try_all(table, s, t, begin[s - s0, t - t0])
-            if s0 < t0:
-                b = _try_cuts(table, s, t, s + 1, s1, b)
-            b = _try_cuts(table, s, t, max(t0, s + 1), t + 1, b)
-            _finish(table, s, t, b)
+            for first, last in ((s + 1, s1 - 1 if s0 < t0 else s), (max(t0, s + 1), t)):
+                b = _try_cuts(table, s, t, first, last + 1, b)
+            row = row_of(s, t, count)
+            for m in range(b, end):
+                table.values[row, m] -= table.numbers.prefix_s[s]
+            table.first[row] = min(b, end)
 
 
-@njit(cache=True, nogil=True)
 def _fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
     """Eq. (2) for the tiles ``begin, begin + stride, …`` of one diagonal of tiles.
 
     Requires: all diagonals of lesser ``distance`` are filled.
     """
-    tiles = in_slots(table.numbers.gradient.size, TILE)
+    tiles = slots_up(table.numbers.gradient.size, TILE)
     for tile in range(begin, tiles - distance, stride):
         _fill_tile(table, tile * TILE, (tile + distance) * TILE)
-
-
-@njit(cache=True, nogil=True)
-def _fill_last(table: Table) -> None:
-    """Eq. (2) anew for the intervals that end with the last stage, of which sizes differ.
-
-    Requires: all rows of other intervals, and that of the last stage alone, are filled.
-    """
-    count, end = table.numbers.gradient.size, table.values.shape[1]
-    for s in range(count - 2, -1, -1):
-        table.values[row_of(s, count - 1, count)] = np.inf
-        begin = _try_all(table, s, count - 1, end)
-        begin = _try_cuts(table, s, count - 1, s + 1, count, begin)
-        _finish(table, s, count - 1, begin)
 
 
 @njit(cache=True, nogil=True)

@@ -14,7 +14,7 @@ from numba import njit
 from fxremat.solvers.kernels import NO_CHOICE, all_bytes, ck_bytes, leaf_way, leaf_ways
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
-ANY_BYTES = -1
+ANY_BYTES = np.int64(-1)  # no literal, for which functions would be compiled anew
 """Available to a choice that is to need as little as it can."""
 
 _MOST = np.iinfo(np.int64).max
