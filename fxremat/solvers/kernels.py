@@ -296,17 +296,10 @@ def choose(table: Table, s: int, t: int, m: int) -> int:
 
 @njit(cache=True, nogil=True)
 def read_out(table: Table, outer: Table, slots: int) -> Ints:
-    """The schedule of the whole chain within ``slots``, as codes: Algorithm 2.
+    """The schedule of the whole chain with ``slots`` free beside boundary 0: Algorithm 2.
 
-    With a stack of its own, since chains are deeper than one's.
-
-    Args:
-        table: of all intervals.
-        outer: of those that end with the last stage.
-        slots: free beside boundary 0.
-
-    Returns:
-        codes as of ``ir.schedule``; nothing if no choice explains the value of some interval.
+    ``outer`` has the values of intervals that end with the last stage. Returns codes as of
+    ``ir.schedule``; nothing if no choice explains the value of some interval.
     """
     last = table.numbers.gradient.size - 1
     codes = np.empty(8 * (last + 1), dtype=np.int64)

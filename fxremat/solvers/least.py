@@ -6,7 +6,7 @@ compiled by numba. Choices are numbers as in ``kernels``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numba import njit
@@ -14,7 +14,7 @@ from numba import njit
 from fxremat.solvers.kernels import NO_CHOICE, all_bytes, ck_bytes, leaf_way, leaf_ways
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
-ANY_BYTES = np.int64(-1)  # no literal, for which functions would be compiled anew
+ANY_BYTES = cast(int, np.int64(-1))  # no literal, for which functions would be compiled anew
 """Available to a choice that is to need as little as it can."""
 
 _MOST = np.iinfo(np.int64).max
@@ -52,13 +52,10 @@ class Least(NamedTuple):
 
 @njit(inline="always")
 def is_better(needs: int, takes: float, limit: int, best_s: float, tightens: bool) -> bool:
-    """Whether a choice is better than the best so far.
+    """Whether a choice is better than one of ``best_s`` seconds.
 
-    Args:
-        needs, takes: bytes and seconds of the choice.
-        limit: bytes that it may need; of the best so far if ``tightens``.
-        best_s: seconds of the best so far.
-        tightens: less memory is better than less time.
+    It may need ``limit`` bytes: where less memory is better than less time (``tightens``) those
+    of the best so far.
     """
     if takes == np.inf:
         return False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from fxremat.errors import ArgumentError, FxrematError
 from fxremat.ir import JoinProblem, Problem, Solution
@@ -31,15 +32,8 @@ JOIN_SOLVERS = ("join", "equiv_chain", "cpsat_join")
 """Solvers of a ``JoinProblem``; ``join`` and ``equiv_chain`` take a ``Problem`` as well."""
 
 
-class Solver(Protocol):
-    """Finds a schedule: ``Solved``, ``Infeasible`` or ``TimedOut``, never an exception for that."""
-
-    def __call__(self, problem: Problem | JoinProblem, /, **options: Any) -> Solution:
-        """Solve ``problem``."""
-
-
-def solver(name: str) -> Solver:
-    """The solver of a name.
+def solver(name: str) -> Callable[..., Solution]:
+    """The solver of a name: of a problem, and options by name.
 
     Raises:
         ArgumentError: there is none.
@@ -47,7 +41,8 @@ def solver(name: str) -> Solver:
     if name not in SOLVERS:
         message = f"solver is {name!r}: must be one of {', '.join(SOLVERS)}"
         raise ArgumentError(message, argument="solver", value=name)
-    return cast(Solver, importlib.import_module(f"fxremat.solvers.{SOLVERS[name]}").solve)
+    module = importlib.import_module(f"fxremat.solvers.{SOLVERS[name]}")
+    return cast(Callable[..., Solution], module.solve)
 
 
 def solve(name: str, problem: Problem | JoinProblem, /, **options: Any) -> Solution:

@@ -173,13 +173,9 @@ class _Run:
             for i, cost in enumerate(own, start=self.first)
         ]
         end_bytes = line.nbytes(set(line.boundaries[self.first + len(own)]) - head)
-        whole, *options = map(self._keeping, self.choices())
-        kept = self._kept_bytes((0,) * len(own))
-        rebuilding = [n + cost.keep_extra_bytes for n, cost in zip(kept, own, strict=True)]
-        back = [
-            n + cost.gradient_bytes - last.gradient_bytes + cost.backward_extra_bytes
-            for n, cost in zip(kept, own, strict=True)
-        ]
+        choices = self.choices()
+        whole, *options = map(self._keeping, choices)
+        kept, keeping, back = self._peaks(choices[0])
         return StageCosts(
             forward_s=sum(cost.forward_s for cost in own),
             backward_s=sum(cost.backward_s for cost in own),
@@ -188,7 +184,7 @@ class _Run:
             forward_extra_bytes=max(0, max(passing) - end_bytes),
             keep_extra_bytes=whole.keep_extra_bytes,
             backward_extra_bytes=whole.backward_extra_bytes,
-            rebuild_bytes=max(kept[-2] + last.rebuild_bytes, *rebuilding[:-1], *back[:-1]),
+            rebuild_bytes=max(kept[-2] + last.rebuild_bytes, *keeping[:-1], *back[:-1]),
             options=tuple(options),
         )
 
@@ -225,33 +221,35 @@ class _Run:
         options = self.stages[member].options
         return [self.line.saved_set(i), *(self.line.added(i, o.kept) for o in options)]
 
-    def _kept_bytes(self, choice: tuple[int, ...]) -> list[int]:
-        """What is kept up to each member, beside the input."""
+    def _parts(self, choice: tuple[int, ...]) -> list[StageCosts | SaveOption]:
+        """What each member costs with its option."""
+        pairs = zip(self.stages, choice, strict=True)
+        return [cost.options[option - 1] if option else cost for cost, option in pairs]
+
+    def _peaks(self, choice: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+        """What is kept up to each member, and the peaks of its ``F_all`` and backward.
+
+        All of it beside the input, and the gradients after the last member.
+        """
         held: set[int] = set()
         head = set(self.line.boundaries[self.first])
-        total = []
-        for member, option in enumerate(choice):
-            held |= self._kept(member)[option]
-            total.append(self.line.nbytes(held - head))
-        return total
+        kept, keeping, back = [], [], []
+        for member, part in enumerate(self._parts(choice)):
+            held |= self._kept(member)[choice[member]]
+            kept.append(self.line.nbytes(held - head))
+            more = self.stages[member].gradient_bytes - self.stages[-1].gradient_bytes
+            keeping.append(kept[-1] + part.keep_extra_bytes)
+            back.append(kept[-1] + more + part.backward_extra_bytes)
+        return kept, keeping, back
 
     def _keeping(self, choice: tuple[int, ...]) -> SaveOption:
         """The merged stage with an option of each member."""
-        kept = self._kept_bytes(choice)
-        last = self.stages[-1].gradient_bytes
-        own = [
-            cost.options[option - 1] if option else cost
-            for cost, option in zip(self.stages, choice, strict=True)
-        ]
-        keeping = [n + part.keep_extra_bytes for n, part in zip(kept, own, strict=True)]
-        back = [
-            n + cost.gradient_bytes - last + part.backward_extra_bytes
-            for n, cost, part in zip(kept, self.stages, own, strict=True)
-        ]
+        kept, keeping, back = self._peaks(choice)
         ids = frozenset[int]().union(*(self._kept(m)[o] for m, o in enumerate(choice)))
+        parts = self._parts(choice)
         return SaveOption(
             tuple(sorted(ids)),
-            sum(part.recompute_s for part in own if isinstance(part, SaveOption)),
+            sum(part.recompute_s for part in parts if isinstance(part, SaveOption)),
             max(0, max(keeping) - kept[-1]),
             max(0, max(back) - kept[-1]),
         )

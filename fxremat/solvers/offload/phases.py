@@ -76,7 +76,6 @@ class Plan:
         forwards, backwards: start of each ``F_i`` and ``B_i``.
         offloads, prefetches: the transfers.
         makespan_s: its length.
-        whole: transfers are.
     """
 
     forwards: tuple[float, ...]
@@ -84,7 +83,6 @@ class Plan:
     offloads: tuple[Transferred, ...]
     prefetches: tuple[Transferred, ...]
     makespan_s: float
-    whole: bool
 
 
 def plan(line: Line, amounts: Sequence[float], *, whole: bool) -> Plan | None:
@@ -122,7 +120,6 @@ def plan(line: Line, amounts: Sequence[float], *, whole: bool) -> Plan | None:
             for t in reversed(back.transfers)
         ),
         makespan_s=total,
-        whole=whole,
     )
 
 

@@ -43,13 +43,10 @@ def _lower(
     takes: tuple[float, float, float, float],
     then: tuple[int, int],
 ) -> None:
-    """Lower one entry to what a step takes, and then another entry.
+    """Lower the bound of ``node`` at ``m`` slots to a step and the bound of what comes ``then``.
 
-    Args:
-        limits: the bounds.
-        node, m: the entry.
-        takes: seconds of forwards, of backwards, of an offload and of a prefetch.
-        then: the other entry; a node of -1 is the end.
+    The step ``takes`` seconds of forwards, backwards, an offload and a prefetch. A node of -1 is
+    the end.
     """
     out = limits.bounds[node, m]
     shares = limits.shares

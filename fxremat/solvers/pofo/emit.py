@@ -24,17 +24,17 @@ class _Times(NamedTuple):
 
 
 def _follow(
-    steps: tuple[Step, ...], copies: list[tuple[int, int]], budget: int, byte_s: float, ready: int
+    steps: tuple[Step, ...],
+    copies: list[tuple[int, int]],
+    budget: int,
+    byte_s: float,
+    *,
+    ready: bool,
 ) -> _Times:
     """Run steps as early as memory allows, giving back what is copied as it is copied.
 
-    Args:
-        steps: the steps.
-        copies: step that reads it, and bytes, of each value, in their order.
-        budget: memory for the steps and for all that still waits to be copied.
-        byte_s: seconds to copy a byte.
-        ready: 0 if a value can be copied from when its reader could have begun, 1 from
-            when its reader has ended.
+    ``copies`` are the step that reads a value, and its bytes, in their order. A value can be
+    copied from when its reader has ended if ``ready``, else from when that could have begun.
     """
     now = lane = 0.0
     begins: list[float] = []
@@ -55,10 +55,12 @@ def _follow(
 def _both(plan: Plan, budget: int, link: Link | None) -> tuple[_Times, _Times]:
     out_s = 1.0 / link.offload_bytes_per_s if link else 0.0
     back_s = 1.0 / link.prefetch_bytes_per_s if link else 0.0
-    ahead = _follow(plan.sweep, [(v.kept, v.nbytes) for v in plan.moved], budget, out_s, 0)
+    ahead = _follow(
+        plan.sweep, [(v.kept, v.nbytes) for v in plan.moved], budget, out_s, ready=False
+    )
     last = len(plan.back) - 1
     undone = [(last - v.needed, v.nbytes) for v in plan.moved]
-    return ahead, _follow(plan.back[::-1], undone, budget, back_s, 1)
+    return ahead, _follow(plan.back[::-1], undone, budget, back_s, ready=True)
 
 
 def fluid_seconds(plan: Plan, budget: int, link: Link | None) -> float:

@@ -141,13 +141,9 @@ def _last(sweep: Sweep, way: int, held: int) -> Step:
 
 
 def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) -> list[Step]:
-    """The sequence of an interval.
+    """An entry of the front of an interval, or with -1 its sequence of least memory.
 
-    Args:
-        sweep: the chain.
-        interval: ``(s, t)``.
-        free: bytes beside boundary ``s``.
-        choice: an entry of its front, -1 for the sequence of least memory.
+    ``free`` are the bytes beside its first boundary.
     """
     fronts = sweep.fronts
     quantum = fronts.quantum

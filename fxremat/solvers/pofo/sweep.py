@@ -110,17 +110,11 @@ class Limits(NamedTuple):
 def segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
     """``C_Δ(s, cut - 1)``: the sequence that ends first.
 
-    Inlined: a call would count references to all the arrays.
+    There are ``free`` bytes beside boundary ``s``, and at its end has to be there what takes
+    ``back`` seconds to prefetch. Inlined: a call would count references to all the arrays.
 
-    Args:
-        sweep: the chain.
-        s, cut: the interval.
-        free: bytes beside boundary ``s``.
-        back: seconds to prefetch what has to be there at its end.
-
-    Returns:
-        The entry of the front, -1 for the sequence of least memory, -2 if not even that
-        fits; and its seconds.
+    Returns the entry of the front, -1 for the sequence of least memory, -2 if not even that
+    fits; and its seconds.
     """
     fronts = sweep.fronts
     row = row_of(s, cut - 1, fronts.numbers.gradient.size)
@@ -239,12 +233,7 @@ def expand_ck(
 ) -> None:
     """``OC^{F_ck}``: extend a node's labels by ``F_ck i, F_none …`` up to each of some cuts.
 
-    Args:
-        sweep: the chain.
-        labels: of all nodes; those of the cuts get more.
-        limits: what a label has to be good for.
-        node: the node.
-        cuts: first cut, end and stride. Threads with other cuts write other labels.
+    ``cuts`` are the first, the end and a stride: threads with other cuts write other labels.
     """
     n = sweep.numbers
     i = node // 2
@@ -309,10 +298,9 @@ def expand_all(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> None:
 def finish(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> tuple[int, int]:
     """The loss: run the last stage, and wait between the phases for all transfers, ``ε_G``.
 
-    Returns:
-        The label that gives the best schedule so far and the way its last stage runs: 0
-        for ``F_all`` and ``B``, 1 for the forward alone first and then a rebuild; -1, -1
-        if none is better than ``limits.best_s``, which is lowered.
+    Returns the label that gives the best schedule so far, and whether its last stage runs
+    forward alone first and is rebuilt then (1) or not (0); -1, -1 if none is better than
+    ``limits.best_s``, which is lowered.
     """
     n = sweep.numbers
     i = node // 2
