@@ -152,11 +152,9 @@ class _Runs:
 
     def bound_s(self, search: CpSolver) -> float:
         """Below any schedule, durations as they were given."""
-        bound = search.best_objective_bound
-        if not self.ticks.exact:
-            bound -= (len(self.runs) + 1) * len(self.problem.chain) / 2
-        backward_s = sum(stage.backward_s for stage in self.problem.costs.stages)
-        return max(0.0, self.ticks.seconds(bound)) + backward_s
+        durations = (len(self.runs) + 1) * len(self.problem.chain)
+        bound_s = self.ticks.at_least(search.best_objective_bound, durations=durations)
+        return bound_s + sum(stage.backward_s for stage in self.problem.costs.stages)
 
     def found(self, search: CpSolver) -> Solved:
         """The schedule that the search ended with."""

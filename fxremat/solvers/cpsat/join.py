@@ -118,10 +118,8 @@ class _Model(JoinSteps):
 
     def bound_s(self, search: CpSolver) -> float:
         """Below any schedule, durations as they were given."""
-        bound = search.best_objective_bound
-        if not self.ticks.exact:
-            bound -= len(self.steps) / 2
-        return max(0.0, self.ticks.seconds(bound)) + sum(s.backward_s for s in self.costs)
+        bound_s = self.ticks.at_least(search.best_objective_bound, durations=len(self.steps))
+        return bound_s + sum(stage.backward_s for stage in self.costs)
 
     def hint(self, ops: tuple[Compute, ...]) -> None:
         """Let the search start from a schedule."""

@@ -65,6 +65,10 @@ class Ticks:
         """Ticks in a duration, to the nearest."""
         return round(Fraction(seconds) * self.per_s)
 
+    def at_least(self, ticks: float, *, durations: int) -> float:
+        """Seconds that so many durations take at least if their ticks add up to this."""
+        return max(0.0, self.seconds(ticks if self.exact else ticks - durations / 2))
+
     def seconds(self, ticks: float) -> float:
         """Seconds of a number of ticks."""
         return float(Fraction(ticks) / self.per_s)

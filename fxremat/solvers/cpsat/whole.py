@@ -51,8 +51,8 @@ class WholeModel:
 
     def bound_s(self, search: CpSolver) -> float:
         """Below any schedule, durations as they were given."""
-        rounding = 0 if self.ticks.exact else 2 * self.count + 2 * len(self.moved)
-        bound_s = self.ticks.seconds(search.best_objective_bound - rounding)
+        durations = 4 * (self.count + len(self.moved))
+        bound_s = self.ticks.at_least(search.best_objective_bound, durations=durations)
         return max(self.line.compute_s, bound_s)
 
     def found(self, search: CpSolver) -> Solved:

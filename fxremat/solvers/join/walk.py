@@ -12,7 +12,7 @@ from fxremat.ir import Backward, Compute, Forward, Join, Keep
 from fxremat.solvers import kernels, least
 from fxremat.solvers.join import tables
 from fxremat.solvers.join.numbers import JoinNumbers
-from fxremat.solvers.join.tables import Choices, JoinLeast, JoinTable
+from fxremat.solvers.join.tables import Choices, JoinLeast, JoinTable, State
 from fxremat.solvers.kernels import Table
 from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Ints
@@ -38,24 +38,11 @@ class _Segment(NamedTuple):
     available: int
 
 
-class _Walk(NamedTuple):
-    """What a walk reads off.
+_Choose = Callable[[State, int], Ints | None]
+"""The integers of the choice for a state and what is available to it, see ``tables``."""
 
-    Attributes:
-        numbers: the join's arrays.
-        first: of each line, the number of its first stage, and that of all stages.
-        quantum: bytes of a unit of what is available.
-        choose: the index among ``choices`` of that for a state, by its number.
-        choices: those of the state asked for last.
-        pick: the choice for a segment, see ``sequences.walk``.
-    """
-
-    numbers: JoinNumbers
-    first: tuple[int, ...]
-    quantum: int
-    choose: Callable[[tuple[int, int, int], int], int]
-    choices: Choices
-    pick: Callable[[int, int, int, int], tuple[int, int, int]]
+_Pick = Callable[[int, int, int, int], tuple[int, int, int]]
+"""``sequences.Pick`` of a line."""
 
 
 def table_ops(
@@ -64,16 +51,16 @@ def table_ops(
     """The schedule behind entry ``slots`` of the whole join; ``lines`` are rotor's tables."""
     choices, last = Choices.room(table.numbers), table.segments.shape[1] - 1
 
-    def choose(state: tuple[int, int, int], m: int) -> int:
-        return tables.choose(table, state, m, choices)
+    def choose(state: State, m: int) -> Ints | None:
+        found = tables.choose(table, state, m, choices)
+        return choices.sizes[found] if found >= 0 else None
 
     def pick(line: int, s: int, t: int, m: int) -> tuple[int, int, int]:
         choice = kernels.choose(lines[line], s, t, min(m, last))
         added = kernels.added_bytes(lines[line].numbers, s, choice)
         return choice, m - slots_up(added, table.quantum), m
 
-    walked = _Walk(table.numbers, join.first_stages, table.quantum, choose, choices, pick)
-    return _ops(walked, slots)
+    return _ops(join, table.numbers, choose, pick, slots, quantum=table.quantum)
 
 
 def least_ops(
@@ -82,66 +69,55 @@ def least_ops(
     """A schedule within ``available_bytes``, which are at least what is needed."""
     choices = Choices.room(states.numbers)
 
-    def choose(state: tuple[int, int, int], m: int) -> int:
-        return tables.choose_least(states, state, m, choices)[0]
+    def choose(state: State, m: int) -> Ints | None:
+        found, _, _ = tables.choose_least(states, state, m, choices)
+        return choices.sizes[found] if found >= 0 else None
 
     def pick(line: int, s: int, t: int, m: int) -> tuple[int, int, int]:
-        choice = least.choose_least(lines[line], s, t, m)[0]
+        choice, _, _ = least.choose_least(lines[line], s, t, m)
         return choice, m - kernels.added_bytes(lines[line].numbers, s, choice), m
 
-    walked = _Walk(states.numbers, join.first_stages, 1, choose, choices, pick)
-    return _ops(walked, available_bytes)
+    return _ops(join, states.numbers, choose, pick, available_bytes, quantum=1)
 
 
-def _ops(walked: _Walk, available: int) -> tuple[Compute, ...]:
+def _ops(
+    join: Join, n: JoinNumbers, choose: _Choose, pick: _Pick, available: int, *, quantum: int
+) -> tuple[Compute, ...]:
+    """The schedule of the whole join; ``quantum`` are the bytes of what is ``available``."""
+    first, trunk = join.first_stages, len(join.branches)
     ops: list[Compute] = []
-    n = walked.numbers
-    start = (0,) * n.lengths.size
-    todo: list[_State | _Segment | Compute] = [
-        _State(start, 0, n.turn_gradient.size - 1, available)
-    ]
+    todo: list[_State | _Segment | Compute]
+    todo = [_State((0,) * trunk, 0, len(join.trunk) - 1, available)]
     while todo:
         item = todo.pop()
-        if isinstance(item, _State):
-            todo += reversed(_expand(walked, item, ops))
-        elif isinstance(item, _Segment):
-            line, s, t, m = item
-            ops += walk(partial(walked.pick, line), s, t, m, first=walked.first[line])
-        else:
+        if isinstance(item, _Segment):
+            line, s, t, available = item
+            ops += walk(partial(pick, line), s, t, available, first=first[line])
+            continue
+        if not isinstance(item, _State):
             ops.append(item)
+            continue
+        p, h, t, available = item
+        choice = choose((int(np.dot(p, n.strides)), h, t), available)
+        if choice is None:
+            raise AssertionError(f"no choice explains the value of {item}")
+        kind, b, cut = choice[[tables.KIND, tables.BRANCH, tables.CUT_AT]].tolist()
+        rest = available - slots_up(int(choice[tables.STATE_BYTES]), quantum)
+        beside = available - slots_up(int(choice[tables.SEGMENT_BYTES]), quantum)
+        if kind == tables.KEEP:
+            ops.append(Forward(first[b] + p[b], Keep.ALL, option=cut))
+            moved = (*p[:b], p[b] + 1, *p[b + 1 :])
+            todo += [Backward(first[b] + p[b]), _State(moved, h | 1 << b, t, rest)]
+        elif kind == tables.CUT:
+            ops += sweep(first[b] + p[b], first[b] + cut)
+            moved = (*p[:b], cut, *p[b + 1 :])
+            todo += [_Segment(b, p[b], cut - 1, beside), _State(moved, h & ~(1 << b), t, rest)]
+        elif kind == tables.TURN:
+            for branch in tables.turn_order(n, np.array(p, dtype=np.int64)).tolist():
+                if p[branch] < n.lengths[branch]:
+                    ops += sweep(first[branch] + p[branch], first[branch + 1])
+            ops += [Forward(first[trunk] + j, Keep.NONE) for j in range(cut)]
+            todo += [_State(p, h, cut - 1, rest), _Segment(trunk, cut, t, beside)]
+        else:
+            todo.append(_Segment(trunk, 0, t, beside))
     return tuple(ops)
-
-
-def _expand(walked: _Walk, state: _State, ops: list[Compute]) -> list[_State | _Segment | Compute]:
-    """Append the forwards of a state's choice; returns what follows them, in order."""
-    p, h, t, available = state
-    number = int(np.dot(p, walked.numbers.strides))
-    found = walked.choose((number, h, t), available)
-    if found < 0:
-        raise AssertionError(f"no choice explains the value of {state}")
-    choice: Ints = walked.choices.sizes[found]
-    kind, b, cut = choice[[tables.KIND, tables.BRANCH, tables.CUT_AT]].tolist()
-    rest = available - slots_up(int(choice[tables.STATE_BYTES]), walked.quantum)
-    beside = available - slots_up(int(choice[tables.SEGMENT_BYTES]), walked.quantum)
-    first, trunk = walked.first, len(p)
-    if kind == tables.KEEP:
-        ops.append(Forward(first[b] + p[b], Keep.ALL, option=cut))
-        moved = (*p[:b], p[b] + 1, *p[b + 1 :])
-        return [_State(moved, h | 1 << b, t, rest), Backward(first[b] + p[b])]
-    if kind == tables.CUT:
-        ops += sweep(first[b] + p[b], first[b] + cut)
-        moved = (*p[:b], cut, *p[b + 1 :])
-        return [_State(moved, h & ~(1 << b), t, rest), _Segment(b, p[b], cut - 1, beside)]
-    if kind == tables.TURN:
-        _append_turn(walked, p, cut, ops)
-        return [_Segment(trunk, cut, t, beside), _State(p, h, cut - 1, rest)]
-    return [_Segment(trunk, 0, t, beside)]
-
-
-def _append_turn(walked: _Walk, p: tuple[int, ...], cut: int, ops: list[Compute]) -> None:
-    """From the heads to the branches' ends, in the order that needs least, and to the cut."""
-    n, first = walked.numbers, walked.first
-    for b in tables.turn_order(n, np.array(p, dtype=np.int64)).tolist():
-        if p[b] < n.lengths[b]:
-            ops += sweep(first[b] + p[b], first[b + 1])
-    ops += [Forward(first[-2] + j, Keep.NONE) for j in range(cut)]
