@@ -60,7 +60,9 @@ def numbers_of(chain: Chain, costs: Costs) -> Numbers:
     stages = costs.stages
     check_total(most_bytes(stages) + sum(storage.nbytes for storage in chain.storages))
     backward_s, (saved, keep, back) = _by_option(chain, stages)
-    step, sweep = _boundary_bytes(chain, [stage.forward_extra_bytes for stage in stages])
+    step = _steps(chain)
+    sweep = np.zeros_like(step)
+    sweep[:, 1:] = np.maximum.accumulate(forward_peaks(step, stages), axis=1)
     rebuild = [stage.gradient_bytes + stage.rebuild_bytes for stage in stages]
     leaf_bytes = [[nbytes, nbytes] for nbytes in rebuild]
     leaf_s = [[stage.rebuild_s + stage.backward_s] * 2 for stage in stages]
@@ -137,8 +139,8 @@ def check_total(nbytes: int, *, most: int = MOST_BYTES) -> None:
         raise ValueError(f"the sizes add up to {nbytes} bytes, more than {most}")
 
 
-def _boundary_bytes(chain: Chain, forward_extra: list[int]) -> tuple[Ints, Ints]:
-    """``step`` and ``sweep`` of ``Numbers``.
+def _steps(chain: Chain) -> Ints:
+    """``step`` of ``Numbers``.
 
     A storage of boundary ``s'`` is not in boundary ``s < s'`` exactly if its run begins
     after ``s``.
@@ -149,12 +151,14 @@ def _boundary_bytes(chain: Chain, forward_extra: list[int]) -> tuple[Ints, Ints]
     for i, boundary in enumerate(chain.boundaries):
         for storage in set(boundary):
             starting[born.setdefault(storage, i), i] += chain.storages[storage].nbytes
-    # step[s, s'] = Σ over runs that begin after s of what they have in boundary s'.
-    step = np.cumsum(starting[::-1], axis=0)[::-1][1:]
-    new = np.diagonal(starting)
-    sweep = np.zeros((count, count + 1), dtype=np.int64)
-    for s in range(count):
-        # Forward j holds boundaries j and j + 1; the second adds what begins there.
-        peaks = step[s, s:count] + new[s + 1 :] + forward_extra[s:]
-        sweep[s, s + 1 :] = np.maximum.accumulate(peaks)
-    return np.ascontiguousarray(step), sweep
+    # Σ over runs that begin after s of what they have in boundary s'.
+    return np.ascontiguousarray(np.cumsum(starting[::-1], axis=0)[::-1][1:])
+
+
+def forward_peaks(step: Ints, stages: Sequence[StageCosts]) -> Ints:
+    """``(L, L)``: peak of forward ``k`` beyond boundary ``s <= k``, without gradients.
+
+    It holds boundaries ``k`` and ``k + 1``, and what it needs for itself.
+    """
+    own = np.diagonal(step, 1) + [stage.forward_extra_bytes for stage in stages]
+    return np.triu(own + step[:, :-1])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fxremat.ir import Chain, Problem
 from fxremat.solvers.least import Least
-from fxremat.solvers.numbers import MOST_BYTES, Floats, Ints, Numbers, numbers_of
+from fxremat.solvers.numbers import MOST_BYTES, Floats, Ints, Numbers, forward_peaks, numbers_of
 from fxremat.solvers.pofo.intervals import Fronts, fill_fronts, fill_least_lags
 from fxremat.solvers.pofo.sweep import Sweep
 from fxremat.solvers.quantize import quantum_bytes, slots_down
@@ -40,7 +40,7 @@ def build(problem: Problem, *, slots: int) -> Sweep:
     link = problem.link
     out_s = 1.0 / link.offload_bytes_per_s if link else 0.0
     back_s = 1.0 / link.prefetch_bytes_per_s if link else 0.0
-    peaks = _peaks(problem, numbers)
+    peaks = forward_peaks(numbers.step, problem.costs.stages)
     sweep_lag, out_lag, rest = _lags(numbers, peaks, out_s=out_s, back_s=back_s)
     moves = movable_bytes(problem.chain, numbers)
     if link is None:
@@ -89,18 +89,6 @@ def movable_bytes(chain: Chain, numbers: Numbers) -> Ints:
             if i:
                 moves[i, 1] = numbers.saved[i - 1, 0]
     return moves
-
-
-def _peaks(problem: Problem, numbers: Numbers) -> Ints:
-    """``(L, L)``: peak of forward ``k`` beside boundary ``s <= k``, without gradients."""
-    count = len(problem.chain)
-    extra = [stage.forward_extra_bytes for stage in problem.costs.stages]
-    peaks = np.zeros((count, count), dtype=np.int64)
-    for k in range(count):
-        made = int(numbers.step[k, k + 1]) + extra[k]
-        for s in range(k + 1):
-            peaks[s, k] = made + (int(numbers.step[s, k]) if s < k else 0)
-    return peaks
 
 
 def _lags(
