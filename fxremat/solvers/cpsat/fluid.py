@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from fxremat.ir import Solved
 from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, MOST_TICKS, Ticks
 from fxremat.solvers.cpsat.search import new_model
-from fxremat.solvers.offload.emit import answer
 from fxremat.solvers.offload.line import Line
+from fxremat.solvers.offload.phases import answer
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpSolver, IntVar, LinearExpr

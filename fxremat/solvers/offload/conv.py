@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxremat.ir import Infeasible, Op, Prefetch, Problem, Solution, Solved
-from fxremat.solvers.offload.emit import sequence
 from fxremat.solvers.offload.line import Line, activations, line_of
-from fxremat.solvers.offload.phases import forward_phase, suffices, turned
+from fxremat.solvers.offload.phases import forward_phase, sequence, suffices, turned
 from fxremat.solvers.offload.vdnn import ratios
 
 

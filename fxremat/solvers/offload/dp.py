@@ -49,10 +49,9 @@ from numpy.typing import NDArray
 
 from fxremat.ir import Problem, Solution
 from fxremat.solvers.numbers import Floats, Ints
-from fxremat.solvers.offload.emit import solved
 from fxremat.solvers.offload.greedy import eager
 from fxremat.solvers.offload.line import Line
-from fxremat.solvers.offload.phases import plan
+from fxremat.solvers.offload.phases import plan, solved
 from fxremat.solvers.quantize import quantum_bytes, slots_up, whole_count
 
 _MOST_STATES = 1 << 15

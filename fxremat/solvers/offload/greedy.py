@@ -17,8 +17,8 @@ from __future__ import annotations
 from functools import partial
 
 from fxremat.ir import Problem, Solution
-from fxremat.solvers.offload.emit import solved
 from fxremat.solvers.offload.line import Line
+from fxremat.solvers.offload.phases import solved
 
 
 def solve(problem: Problem, *, relaxed: bool = False) -> Solution:

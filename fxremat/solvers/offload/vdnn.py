@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxremat.ir import Problem, Solution
-from fxremat.solvers.offload.emit import solved
 from fxremat.solvers.offload.line import Line
-from fxremat.solvers.offload.phases import plan
+from fxremat.solvers.offload.phases import plan, solved
 
 
 def solve(problem: Problem) -> Solution:
