@@ -93,7 +93,7 @@ def _bound_ck(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
     i = node // 2
     quantum = sweep.fronts.quantum
     room = (m + 1) * quantum - 1 - n.gradient[-1]
-    if room < sweep.first[i]:
+    if room < sweep.peaks[i, i]:
         return
     for cut in range(i + 1, n.gradient.size):
         forward_s = n.prefix_s[cut] - n.prefix_s[i]

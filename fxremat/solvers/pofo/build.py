@@ -57,7 +57,6 @@ def build(problem: Problem, *, slots: int) -> Sweep:
         out_s=out_s,
         back_s=back_s,
         moves=moves,
-        first=np.ascontiguousarray(np.diagonal(peaks)),
         rest=rest,
         peaks=peaks,
         out_lag=out_lag,

@@ -172,7 +172,7 @@ def least_memory(sweep: Sweep) -> tuple[int, tuple[Decision, ...]]:
             cuts[i][x] = i
             for cut in range(i + 1, count):
                 here = own + max(
-                    turn + int(sweep.first[i]), int(sweep.fronts.least.memory[i, cut - 1])
+                    turn + int(sweep.peaks[i, i]), int(sweep.fronts.least.memory[i, cut - 1])
                 )
                 here = max(here, turn + int(sweep.rest[i, cut]))
                 here = max(here, after(cut, 0, int(n.step[i, cut])))

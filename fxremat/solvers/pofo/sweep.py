@@ -39,7 +39,6 @@ class Sweep(NamedTuple):
         out_s: seconds to offload a byte.
         back_s: seconds to prefetch a byte.
         moves: ``(L, 2)``, size of ``I^x_i``, -1 if it has to stay on the device.
-        first: ``(L,)``, peak of forward ``i`` beyond its input.
         rest: ``(L, L + 1)``, as ``numbers.sweep`` but without the first of the forwards.
         peaks: ``(L, L)``, peak of forward ``k`` beyond boundary ``s``.
         out_lag: ``(L, L + 1)``, Lemma 1 for the forwards ``s … s' - 1``: they have to wait
@@ -56,7 +55,6 @@ class Sweep(NamedTuple):
     out_s: float
     back_s: float
     moves: Ints
-    first: Ints
     rest: Ints
     peaks: Ints
     out_lag: Floats
@@ -242,7 +240,7 @@ def expand_ck(
         for label in range(labels.size[node]):
             held = labels.held[node, label]
             free = sweep.budget - held - n.gradient[-1]
-            if labels.bound[node, label] >= limits.best_s[0] or free < sweep.first[i]:
+            if labels.bound[node, label] >= limits.best_s[0] or free < sweep.peaks[i, i]:
                 continue
             out = labels.out[node, label]
             back = labels.back[node, label]
