@@ -24,7 +24,7 @@ from benchmarks.steps import entry_of
 from fxremat.planner import allocations
 from fxremat.planner.allocations import Allocated, Allocations, Requests, requests_of_step
 from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.pool import Candidate
+from fxremat.planner.candidates import Candidate
 from fxremat.planner.search import Search
 from fxremat.progress import silent
 from fxremat.units import format_bytes

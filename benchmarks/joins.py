@@ -23,9 +23,9 @@ from benchmarks.steps import entry_of
 from benchmarks.unit_joins import figure_7
 from fxremat.costs.measure import seconds_of
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
+from fxremat.planner.candidates import Candidate
 from fxremat.planner.generators import Generator, chain_schedules
-from fxremat.planner.joining import equivalent_schedules
-from fxremat.planner.pool import Candidate
+from fxremat.planner.join import equivalent_schedules
 from fxremat.planner.search import GENERATORS, Search
 from fxremat.progress import silent
 from fxremat.units import format_bytes

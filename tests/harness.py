@@ -29,11 +29,11 @@ from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.settle import settle
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
-from fxremat.planner import bases, pool
+from fxremat.planner import bases, candidates
+from fxremat.planner.allocations import Footprints
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of
 from fxremat.planner.evaluator import Evaluator, carried_out
-from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import Generator
 from fxremat.planner.search import GENERATORS, Search
 from fxremat.progress import silent
@@ -415,8 +415,8 @@ def zoo(*names: str) -> list[ZooModel]:
 
 def search_quickly(patch: pytest.MonkeyPatch) -> None:
     """Local search sets out from few candidates."""
-    patch.setattr(pool, "STARTS", 3)
-    patch.setattr(pool, "CLOSER", 1)
+    patch.setattr(candidates, "STARTS", 3)
+    patch.setattr(candidates, "CLOSER", 1)
     patch.setattr(bases, "AWAY", bases.AWAY[::4])
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, fx, nn
 from fxremat.costs.cost import StageSeconds
 from fxremat.ir import Solved
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
+from fxremat.planner.candidates import Candidate
 from fxremat.planner.generators import chain_schedules
-from fxremat.planner.joining import equivalent_schedules, join_schedules
-from fxremat.planner.pool import Candidate
+from fxremat.planner.join import equivalent_schedules, join_schedules
 from fxremat.planner.search import Search
 from fxremat.progress import silent
 from tests.harness import Captured, bare, capture

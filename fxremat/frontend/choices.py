@@ -10,8 +10,8 @@ from fxremat.frontend.agreed import Chosen
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.schedules import Schedules
+from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import RegionContext, StepContext
-from fxremat.planner.pool import Candidate
 from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes

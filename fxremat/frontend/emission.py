@@ -20,19 +20,17 @@ from fxremat.frontend.store import key_of
 from fxremat.ir import Decision, Lane, Move, Origin
 from fxremat.ir.schedule import decoded
 from fxremat.passes.emit.code import ScheduleModule, SizedSchedule
-from fxremat.passes.emit.program import Program
+from fxremat.passes.emit.program import Program, shifted
 from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
-from fxremat.passes.emit.shifts import shifted
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.digest import structure_digest
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.stages.block import BlockCache, Mode, tensor_key
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.candidates import Candidate, Evaluation
 from fxremat.planner.context import StepContext
-from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.evaluator import carried_out
 from fxremat.planner.overlap import may_overlap, overlap_within
-from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.facts import Fused

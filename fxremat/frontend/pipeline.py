@@ -28,8 +28,8 @@ from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.allocations import settings_of
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
-from fxremat.planner.pool import Candidate
 from fxremat.planner.resized import least_bytes_at
 from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.planner.transfers import HostMemory

@@ -16,9 +16,8 @@ from fxremat.ir import Move
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.allocations import TANGENTS, requests_of_step
+from fxremat.planner.allocations import TANGENTS, WORKSPACE, Footprints, Request, requests_of_step
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.footprint import WORKSPACE, Footprints, Request
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
 from fxremat.report.modules import common_module
 

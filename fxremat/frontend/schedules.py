@@ -14,8 +14,8 @@ from fxremat.frontend.record import describe_peak
 from fxremat.frontend.store import key_of
 from fxremat.ir import MeasuredLink, RecordedCosts
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.candidates import Candidate
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.pool import Candidate
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search, generators_of
 from fxremat.planner.transfers import HostMemory, Transfers

@@ -1,5 +1,6 @@
 """What a step asks of the device's allocator, in order, and what it is handed out for that.
 
+Each operation of a block asks for its results and its workspace, and gives back what it reads last.
 An evaluation adds up what a step holds. An allocator that rounds, splits and keeps blocks hands out
 more: which is found by replaying every request of the emitted graphs in its model
 (``planner.allocator``).
@@ -12,20 +13,177 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import fx
 
 from fxremat import torch_compat
 from fxremat.ir import Move
 from fxremat.passes.emit.program import Program
+from fxremat.passes.joint import batchnorm
+from fxremat.passes.joint.graph import StorageTable, is_getitem
+from fxremat.passes.stages.block import Block, Mode
+from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator import (
     MOST_SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
     AllocatorSettings,
     CachingAllocator,
 )
+from fxremat.planner.candidates import Candidate
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.footprint import WORKSPACE, Footprints, Request
-from fxremat.planner.pool import Candidate
 from fxremat.units import Counted
+
+WorkspaceBytes = Callable[[fx.Node, Block], int]
+"""Peak bytes of an operation beyond its arguments and results."""
+
+Asked = Callable[[fx.Node, Block], tuple[int, ...]]
+"""The order in which an operation asks for its results; none: as they are returned."""
+
+Request = tuple[int, int]
+"""What is asked of the device's allocator: a key, and bytes that it is to hand out under that
+key, or, negative, to take back. Keys are storages, or below 0."""
+
+WORKSPACE = -1
+"""The key of what is asked for and given back at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What running a block does to memory.
+
+    Attributes:
+        peak_bytes: most bytes at any instant, less those at the start; never negative.
+        change_bytes: bytes at the end, less those at the start.
+    """
+
+    peak_bytes: int
+    change_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a block.
+
+    Attributes:
+        allocates: storages that its results take.
+        releases: storages whose last reader it is, the block's inputs among them.
+        workspace_bytes: needed while it runs.
+        node: the operation.
+    """
+
+    allocates: tuple[int, ...]
+    releases: tuple[int, ...]
+    workspace_bytes: int
+    node: fx.Node | None = None
+
+
+def _as_returned(_node: fx.Node, _block: Block) -> tuple[int, ...]:
+    return ()
+
+
+def steps_of(
+    block: Block,
+    storages: StorageTable,
+    workspace_bytes: WorkspaceBytes,
+    asked: Asked = _as_returned,
+) -> tuple[Step, ...]:
+    """What each operation of ``block`` allocates and releases."""
+    incoming = storages.of(block.inputs)
+    staying = storages.of(block.outputs)
+    last_use: dict[int, int] = {}
+    position = -1
+    groups: list[fx.Node] = []
+    for node in block.nodes:
+        if _follows(node, groups):
+            continue
+        groups.append(node)
+        position += 1
+        read = storages.of(block.sources(node))
+        last_use.update(dict.fromkeys((*read, *_made(node, block, storages)), position))
+    present = set(incoming)
+    steps = []
+    for i, node in enumerate(groups):
+        read = storages.of(block.sources(node))
+        results = [s for s in _made(node, block, storages) if s not in read]
+        places = asked(node, block)
+        if len(places) == len(results):
+            results = [results[i] for i in places]
+        new = tuple(s for s in results if s not in present)
+        # A recomputed operation also returns values that were pinned the first time:
+        # that second copy is gone as soon as the results asked for are picked out.
+        second = storages.total(s for s in results if s in present)
+        present.update(new)
+        releases = tuple(s for s, last in last_use.items() if last == i and s not in staying)
+        steps.append(Step(new, releases, workspace_bytes(node, block) + second, node))
+    return tuple(steps)
+
+
+def _made(node: fx.Node, block: Block, storages: StorageTable) -> tuple[int, ...]:
+    """Storages of the results of ``node`` as ``block`` runs it."""
+    made = storages.of_node[node]
+    if block.mode_of(node) is Mode.AGAIN and batchnorm.updates_statistics(node):
+        return made[: batchnorm.NORMALIZED_VALUES]
+    return made
+
+
+def _follows(node: fx.Node, groups: list[fx.Node]) -> bool:
+    """Whether ``node`` picks a result of the operation just run: both are one step then."""
+    return is_getitem(node) and bool(groups) and node.args[0] is groups[-1]
+
+
+def requests_of(
+    steps: tuple[Step, ...], storages: StorageTable, *, kept: frozenset[int]
+) -> tuple[Request, ...]:
+    """What running ``steps`` asks of the allocator, in order.
+
+    Args:
+        steps: of a block.
+        storages: sizes.
+        kept: storages that somebody outside still holds, so the block frees none of them.
+    """
+    asked: list[Request] = []
+    for step in steps:
+        asked.extend((s, storages.nbytes[s]) for s in step.allocates)
+        if step.workspace_bytes > 0:
+            asked += [(WORKSPACE, step.workspace_bytes), (WORKSPACE, -step.workspace_bytes)]
+        asked.extend((s, -storages.nbytes[s]) for s in step.releases if s not in kept)
+    return tuple(request for request in asked if request[1])
+
+
+def run(requests: tuple[Request, ...]) -> Footprint:
+    """What ``requests`` come to, each counted as it is."""
+    now = peak = 0
+    for _, nbytes in requests:
+        now += nbytes
+        peak = max(peak, now)
+    return Footprint(peak, now)
+
+
+class Footprints:
+    """Footprints of blocks of one line; what each block asks for is found once."""
+
+    def __init__(
+        self, line: Line, workspace_bytes: WorkspaceBytes, asked: Asked = _as_returned
+    ) -> None:
+        self._storages = line.joint.storages
+        self._workspace_bytes = workspace_bytes
+        self._asked = asked
+        self._steps: dict[int, tuple[Block, tuple[Step, ...]]] = {}
+
+    def of(self, block: Block, *, kept: frozenset[int]) -> Footprint:
+        """What ``block`` does to memory while others hold the storages ``kept``."""
+        return run(self.requests(block, kept=kept))
+
+    def requests(self, block: Block, *, kept: frozenset[int]) -> tuple[Request, ...]:
+        """What ``block`` asks of the allocator while others hold the storages ``kept``."""
+        return requests_of(self.steps(block), self._storages, kept=kept & block.reads)
+
+    def steps(self, block: Block) -> tuple[Step, ...]:
+        """What each operation of ``block`` does."""
+        if id(block) not in self._steps:  # the entry keeps the block, so its id, alive
+            steps = steps_of(block, self._storages, self._workspace_bytes, self._asked)
+            self._steps[id(block)] = (block, steps)
+        return self._steps[id(block)][1]
+
 
 STEPS = 2
 """Steps that are replayed one after the other: the first finds the cache empty, the next one as

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 
 from fxremat.ir import Infeasible, MeasuredLink, Problem, Solved
 from fxremat.ir.schedule import Codes, coded
+from fxremat.planner.candidates import Candidate, Pool
 from fxremat.planner.generators import SLOTS, Setting
-from fxremat.planner.pool import Candidate, Pool
 
 MOST = 64
 """Candidates of a planner that are looked at."""

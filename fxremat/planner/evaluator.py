@@ -16,12 +16,11 @@ from fxremat.passes.emit.program import Call, Program, keep_all, link
 from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.order import check_draws
+from fxremat.planner.candidates import Candidate, Evaluation, Life
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluation import Evaluation, Life
 from fxremat.planner.handed import handed_over
 from fxremat.planner.moves import moved
 from fxremat.planner.places import COLUMNS, MODES, Ints
-from fxremat.planner.pool import Candidate
 from fxremat.planner.step import Numbers, Step, numbering, step_of
 
 MOST_BYTES = 1 << 62

@@ -15,16 +15,13 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.ir import MeasuredLink, Move, Shift, Timeline
-from fxremat.passes.emit.program import Call, Program, link
-from fxremat.passes.emit.shifts import blocks_of
+from fxremat.passes.emit.program import Call, Program, blocks_of, link
 from fxremat.passes.stages.block import Block
-from fxremat.planner.allocations import Allocated
-from fxremat.planner.evaluation import Evaluation
-from fxremat.planner.footprint import Footprints
+from fxremat.planner.allocations import Allocated, Footprints
+from fxremat.planner.candidates import Candidate, Evaluation
 from fxremat.planner.handed import handed_over
-from fxremat.planner.pool import Candidate
+from fxremat.planner.moves import replay
 from fxremat.planner.search import Search
-from fxremat.planner.timing import replay
 
 ROUNDS = 4
 """How often room is looked for again, where the allocator hands out more than is asked for."""

@@ -81,7 +81,7 @@ class At(NamedTuple):
         held_hash: ``2 L``, of what each stage holds.
         stage, users, group, members, makes, settled: see :func:`_put_operations`.
         ran, direct, again_s, parent, depth, freed, gained_s, there, above, stays, begin, room:
-            what ``planner.effects`` finds; ``marks, marked`` are its marks.
+            what ``planner.climb`` finds; ``marks, marked`` are its marks.
         block_key, block_at: table of blocks.
         block, block_s: of each block its lists, and seconds of what it runs again in a forward
             and in a rebuild.

@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fxremat.costs.cost import Measured
-from fxremat.planner.allocations import Allocations
+from fxremat.planner.allocations import Allocations, Footprints
+from fxremat.planner.candidates import Candidate, Pool
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.footprint import Footprints
-from fxremat.planner.pool import Candidate, Pool
 from fxremat.planner.search import Search
 
 SPARE = 16

@@ -11,22 +11,22 @@ from fxremat.costs.options import find_options
 from fxremat.ir import Chain, Costs
 from fxremat.passes.joint.graph import tensors_of
 from fxremat.passes.stages.block import BlockCache
-from fxremat.planner.allocations import Allocated, Allocations
+from fxremat.planner.allocations import Allocated, Allocations, Footprints
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.bound import Relaxation
-from fxremat.planner.chain import build_chain, build_costs
+from fxremat.planner.candidates import Candidate, Pool
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.footprint import Footprints
 from fxremat.planner.generators import (
     Generator,
     Setting,
+    build_chain,
+    build_costs,
     chain_schedules,
     kept_over_turn,
     solved_by,
 )
-from fxremat.planner.joining import equivalent_schedules, join_schedules
-from fxremat.planner.pool import Candidate, Pool
+from fxremat.planner.join import equivalent_schedules, join_schedules
 from fxremat.progress import PLAN, Progress
 from fxremat.units import Counted
 

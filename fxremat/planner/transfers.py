@@ -1,7 +1,7 @@
 """The fastest schedule within a budget when storages may also travel to host memory.
 
 Any schedule of recomputations can be the base: what it holds too much of travels, as
-``planner.moves`` decides from bytes alone, and ``planner.timing`` predicts what that takes.
+``planner.moves`` decides from bytes alone, and ``planner.moves`` predicts what that takes.
 Bases are the candidates of the search, from nothing recomputed (transfers alone) to the
 least peak (recomputation alone), and schedules made for the budget (``bases``).
 """
@@ -19,10 +19,9 @@ from fxremat.costs.bandwidth import measure_link
 from fxremat.ir import MeasuredLink, Move
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner import bases
-from fxremat.planner.moves import Movable, conv_inputs, moved
-from fxremat.planner.pool import Candidate
+from fxremat.planner.candidates import Candidate
+from fxremat.planner.moves import Movable, conv_inputs, makespan_s, moved
 from fxremat.planner.search import Search
-from fxremat.planner.timing import makespan_s
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.slots import slot_bytes
 from fxremat.units import format_bytes

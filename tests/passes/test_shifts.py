@@ -10,9 +10,8 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.ir import Shift
-from fxremat.passes.emit.program import Program, keep_all
+from fxremat.passes.emit.program import Program, blocks_of, keep_all, shifted
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.passes.emit.shifts import blocks_of, shifted
 from tests.harness import Captured, periodic, run_emitted, run_traced
 from tests.models.bits import assert_bitwise_equal
 from tests.spread import gathering, group_of_one

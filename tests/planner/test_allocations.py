@@ -13,13 +13,17 @@ from fxremat.ir import Move
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.planner import allocations
-from fxremat.planner.allocations import Allocations, replay_requests, requests_of_step, settings_of
+from fxremat.planner.allocations import (
+    Allocations,
+    Request,
+    replay_requests,
+    requests_of_step,
+    settings_of,
+)
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.candidates import Candidate, Evaluation
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluation import Evaluation
-from fxremat.planner.footprint import Request
 from fxremat.planner.moves import Movable, moved
-from fxremat.planner.pool import Candidate
 from tests.harness import Captured, captured, periodic, random_schedule
 
 models = pytest.mark.parametrize("name", ["gpt_logits", "siamese", "unet", "buffers"])

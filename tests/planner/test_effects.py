@@ -11,9 +11,9 @@ import pytest
 from torch import fx
 
 from fxremat.passes.stages.block import Mode
-from fxremat.planner.effects import find_effects, mark_results
+from fxremat.planner.candidates import Candidate
+from fxremat.planner.climb import find_effects, mark_results
 from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.pool import Candidate
 from fxremat.planner.replay import evaluate
 from tests.harness import Captured, captured, search_of
 

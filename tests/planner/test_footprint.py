@@ -11,7 +11,7 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.passes.joint.batchnorm import updates_statistics
 from fxremat.passes.joint.graph import StorageTable, is_getitem
 from fxremat.passes.stages.block import Block, Mode, dependencies
-from fxremat.planner.footprint import Footprint, Step, requests_of, run, steps_of
+from fxremat.planner.allocations import Footprint, Step, requests_of, run, steps_of
 from fxremat.torch_compat import AllocationLog
 from tests.harness import captured
 

@@ -23,7 +23,7 @@ from fxremat.planner.generators import (
     chain_schedules,
     kept_over_turn,
 )
-from fxremat.planner.joining import equivalent_schedules, join_schedules
+from fxremat.planner.join import equivalent_schedules, join_schedules
 from fxremat.planner.search import GENERATORS, GENERATORS_BY_NAME, Search, generators_of
 from tests.harness import (
     Captured,

@@ -16,8 +16,15 @@ from fxremat.passes.emit.program import Program
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.order import any_order, check_draws
 from fxremat.planner.generators import chain_schedules
-from fxremat.planner.join import Branching, branchings_of, build_join, build_join_costs
-from fxremat.planner.joining import equivalent_schedules, in_graph_order, join_schedules
+from fxremat.planner.join import (
+    Branching,
+    branchings_of,
+    build_join,
+    build_join_costs,
+    equivalent_schedules,
+    in_graph_order,
+    join_schedules,
+)
 from fxremat.planner.search import Search
 from tests.harness import (
     Captured,

@@ -8,8 +8,8 @@ import pytest
 
 from fxremat import torch_compat
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.candidates import Candidate
 from fxremat.planner.overlap import Chosen, overlap_within
-from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
 from tests.harness import Captured, measured_peak_bytes, run_emitted, run_traced, searched
 from tests.models.bits import assert_bitwise_equal

@@ -17,8 +17,8 @@ from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import is_tensor
+from fxremat.planner.candidates import Evaluation
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluation import Evaluation
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.extract import make_room
 from fxremat.planner.handed import handed_over

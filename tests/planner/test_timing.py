@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fxremat.ir import Copy, Event, Lane, MeasuredLink, Move, Timeline
-from fxremat.planner.moves import Movable, moved
-from fxremat.planner.timing import replay
+from fxremat.planner.moves import Movable, moved, replay
 from tests.harness import captured
 
 

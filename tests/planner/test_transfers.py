@@ -10,10 +10,10 @@ import pytest
 from fxremat.ir import Forward, MeasuredLink
 from fxremat.ir.schedule import decoded
 from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.candidates import Candidate
 from fxremat.planner.context_bytes import Caller
 from fxremat.planner.generators import chain_schedules
 from fxremat.planner.moves import Movable
-from fxremat.planner.pool import Candidate
 from fxremat.planner.search import Search
 from fxremat.planner.transfers import HostMemory, Transfers
 from fxremat.runtime.slots import slot_bytes

@@ -1,4 +1,4 @@
-"""Decisions that no other beats in both peak and seconds."""
+"""Decisions with what an evaluation of each finds, and those that no other beats."""
 
 from __future__ import annotations
 
@@ -6,9 +6,58 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from fxremat.ir import Move, Shift
+from fxremat.ir import Compute, Move, Shift
 from fxremat.ir.schedule import Codes
 from fxremat.runtime.slots import slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A storage made in the forward and read after the turn, by calls ``last`` and ``next``.
+
+    Attributes:
+        storage: which.
+        nbytes: its size.
+        nodes: the tensors in it that the backward reads, by their index in the joint graph.
+        last: -1 if no call of the forward uses it.
+    """
+
+    storage: int
+    nbytes: int
+    nodes: tuple[int, ...]
+    last: int
+    next: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Memory and time of the calls that carry a decision out.
+
+    Attributes:
+        ops: the operation of the schedule that each call carries out.
+        turn: index of the first call of the backward.
+        peaks_bytes: most memory held during each call.
+        held_bytes: memory held after each call.
+        turn_bytes: most memory held at the turn.
+        end_bytes: most memory held after the last call.
+        seconds: of each call.
+        lives: storages that cross the turn, but for those that are given.
+    """
+
+    ops: tuple[Compute, ...]
+    turn: int
+    peaks_bytes: tuple[int, ...]
+    held_bytes: tuple[int, ...]
+    turn_bytes: int
+    end_bytes: int
+    seconds: tuple[float, ...]
+    lives: tuple[Life, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory held at any instant of the step."""
+        return max((self.turn_bytes, self.end_bytes, *self.peaks_bytes))
+
 
 STARTS = 10
 """Members that local search sets out from, evenly over their peaks."""
