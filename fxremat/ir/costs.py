@@ -61,6 +61,11 @@ class StageCosts:
     rebuild_bytes: int
     options: tuple[SaveOption, ...] = ()
 
+    def choices(self, saved: tuple[int, ...]) -> tuple[SaveOption, ...]:
+        """What ``F_all`` may keep: ``saved``, the ids of the whole saved set, then each option."""
+        whole = SaveOption(saved, 0.0, self.keep_extra_bytes, self.backward_extra_bytes)
+        return (whole, *self.options)
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:

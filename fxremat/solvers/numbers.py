@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fxremat.ir import Chain, Costs, SaveOption, StageCosts
+from fxremat.ir import Chain, Costs, StageCosts
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -96,10 +96,7 @@ def _by_option(chain: Chain, stages: Sequence[StageCosts]) -> tuple[Floats, Ints
     seconds = np.full((len(stages), width), np.inf)
     sizes = np.zeros((3, len(stages), width), dtype=np.int64)
     for i, stage in enumerate(stages):
-        whole = SaveOption(
-            chain.stages[i].saved, 0.0, stage.keep_extra_bytes, stage.backward_extra_bytes
-        )
-        for k, option in enumerate((whole, *stage.options)):
+        for k, option in enumerate(stage.choices(chain.stages[i].saved)):
             saved = chain.nbytes(chain.added(i, option.kept))
             back = stage.gradient_bytes + saved + option.backward_extra_bytes
             seconds[i, k] = stage.backward_s + option.recompute_s
@@ -126,8 +123,8 @@ def most_bytes(stages: Sequence[StageCosts]) -> int:
     return max(
         2 * stage.gradient_bytes
         + stage.forward_extra_bytes
-        + max([stage.keep_extra_bytes, *(o.keep_extra_bytes for o in stage.options)])
-        + max([stage.backward_extra_bytes, *(o.backward_extra_bytes for o in stage.options)])
+        + max(option.keep_extra_bytes for option in stage.choices(()))
+        + max(option.backward_extra_bytes for option in stage.choices(()))
         + stage.rebuild_bytes
         for stage in stages
     )

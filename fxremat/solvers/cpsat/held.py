@@ -108,9 +108,7 @@ class _Way(NamedTuple):
 def _ways(chain: Chain, costs: StageCosts, stage: int) -> Iterator[_Way]:
     """Keeping everything, then the options."""
     after = set(chain.boundaries[stage + 1])
-    private_bytes = chain.nbytes(chain.saved_set(stage) - after)
-    yield _Way(private_bytes, costs.keep_extra_bytes, costs.backward_extra_bytes)
-    for option in costs.options:
+    for option in costs.choices(chain.stages[stage].saved):
         private_bytes = chain.nbytes(chain.added(stage, option.kept) - after)
         yield _Way(private_bytes, option.keep_extra_bytes, option.backward_extra_bytes)
 

@@ -192,10 +192,8 @@ class _Run:
         """Keeping everything, and at some prices of a byte the best option of each member."""
         if len(self.stages) == 1:
             return [(option,) for option in range(len(self.stages[0].options) + 1)]
-        nbytes = [
-            [self.line.nbytes(kept) for kept in self._kept(i)] for i in range(len(self.stages))
-        ]
-        seconds = [[0.0, *(o.recompute_s for o in cost.options)] for cost in self.stages]
+        nbytes = [[self.line.nbytes(kept) for _, kept in own] for own in self._choices()]
+        seconds = [[option.recompute_s for option, _ in own] for own in self._choices()]
         prices = {
             takes / (sizes[0] - size)
             for sizes, times in zip(nbytes, seconds, strict=True)
@@ -215,16 +213,18 @@ class _Run:
         step = -(-len(others) // MOST_OPTIONS) or 1
         return [whole, *others[::-1][::step]]
 
-    def _kept(self, member: int) -> list[frozenset[int]]:
-        """What ``F_all`` of a member adds with each of its options, from 0."""
-        i = self.first + member
-        options = self.stages[member].options
-        return [self.line.saved_set(i), *(self.line.added(i, o.kept) for o in options)]
+    def _choices(self) -> list[list[tuple[SaveOption, frozenset[int]]]]:
+        """What each member's ``F_all`` may keep, and what it adds then."""
+        pairs = enumerate(
+            zip(self.stages, self.line.stages[self.first :], strict=False), self.first
+        )
+        return [
+            [(option, self.line.added(i, option.kept)) for option in cost.choices(stage.saved)]
+            for i, (cost, stage) in pairs
+        ]
 
-    def _parts(self, choice: tuple[int, ...]) -> list[StageCosts | SaveOption]:
-        """What each member costs with its option."""
-        pairs = zip(self.stages, choice, strict=True)
-        return [cost.options[option - 1] if option else cost for cost, option in pairs]
+    def _chosen(self, choice: tuple[int, ...]) -> list[tuple[SaveOption, frozenset[int]]]:
+        return [own[option] for own, option in zip(self._choices(), choice, strict=True)]
 
     def _peaks(self, choice: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
         """What is kept up to each member, and the peaks of its ``F_all`` and backward.
@@ -234,22 +234,21 @@ class _Run:
         held: set[int] = set()
         head = set(self.line.boundaries[self.first])
         kept, keeping, back = [], [], []
-        for member, part in enumerate(self._parts(choice)):
-            held |= self._kept(member)[choice[member]]
+        for cost, (option, added) in zip(self.stages, self._chosen(choice), strict=True):
+            held |= added
             kept.append(self.line.nbytes(held - head))
-            more = self.stages[member].gradient_bytes - self.stages[-1].gradient_bytes
-            keeping.append(kept[-1] + part.keep_extra_bytes)
-            back.append(kept[-1] + more + part.backward_extra_bytes)
+            more = cost.gradient_bytes - self.stages[-1].gradient_bytes
+            keeping.append(kept[-1] + option.keep_extra_bytes)
+            back.append(kept[-1] + more + option.backward_extra_bytes)
         return kept, keeping, back
 
     def _keeping(self, choice: tuple[int, ...]) -> SaveOption:
         """The merged stage with an option of each member."""
         kept, keeping, back = self._peaks(choice)
-        ids = frozenset[int]().union(*(self._kept(m)[o] for m, o in enumerate(choice)))
-        parts = self._parts(choice)
+        options, added = zip(*self._chosen(choice), strict=True)
         return SaveOption(
-            tuple(sorted(ids)),
-            sum(part.recompute_s for part in parts if isinstance(part, SaveOption)),
+            tuple(sorted(frozenset[int]().union(*added))),
+            sum(option.recompute_s for option in options),
             max(0, max(keeping) - kept[-1]),
             max(0, max(back) - kept[-1]),
         )
