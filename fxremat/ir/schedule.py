@@ -68,13 +68,20 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What a transfer moves: one of the values that a schedule keeps."""
+    """What a transfer moves: one of the values that a schedule keeps, or a single storage of it.
+
+    Attributes:
+        part: which of them.
+        stage: of which stage.
+        name: of the storage; empty: all of the value.
+    """
 
     part: Part
     stage: int
+    name: str = ""
 
     def __str__(self) -> str:
-        return f"{'a' if self.part is Part.INPUT else 's'}{self.stage}"
+        return self.name or f"{'a' if self.part is Part.INPUT else 's'}{self.stage}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fxremat.ir.schedule import Op
+from fxremat.ir.schedule import (
+    Activations,
+    Compute,
+    Free,
+    Move,
+    Offload,
+    Op,
+    Part,
+    Prefetch,
+    Schedule,
+    Wait,
+)
 
 
 class Lane(Enum):
@@ -92,6 +105,33 @@ class Timeline:
     def peak_bytes(self) -> int:
         """Most memory held at any instant, ``fixed_bytes`` included."""
         return max((e.peak_bytes for e in self.events), default=0)
+
+    def actions(self, moves: Sequence[Move]) -> Schedule:
+        """The operations of the compute lane with transfers where they are issued.
+
+        Args:
+            moves: storages that travel in this step.
+        """
+        copies = [e.op for e in self.events if e.lane is Lane.D2H and isinstance(e.op, Copy)]
+        leaving = sorted(moves, key=lambda move: move.offload)
+        storage: dict[int, Activations] = {}
+        seen: Counter[str] = Counter()
+        for move, copy in zip(leaving, copies, strict=True):
+            # Several results of one operation have its name.
+            name = f"{copy.name}.{seen[copy.name]}" if copy.name in seen else copy.name
+            storage[move.storage] = Activations(Part.SAVED, copy.stage, name)
+            seen[copy.name] += 1
+        back = sorted(moves, key=lambda move: move.wait)
+        ops: list[Op] = []
+        calls = [e.op for e in self.events if e.lane is Lane.COMPUTE]
+        for index, op in enumerate(calls):
+            ops += (Offload(storage[m.storage]) for m in moves if m.offload == index)
+            ops += (Free(storage[m.storage]) for m in moves if m.release == index)
+            ops += (Prefetch(storage[m.storage]) for m in back if m.prefetch == index)
+            ops += (Wait(storage[m.storage]) for m in moves if m.wait == index)
+            assert isinstance(op, Compute)
+            ops.append(op)
+        return Schedule(tuple(ops))
 
     @property
     def idle(self) -> Idle:

@@ -203,6 +203,14 @@ class PlanFacts:
     cross_check: CrossCheck | None = field(default=None, compare=False)
 
     @property
+    def actions(self) -> Schedule:
+        """All that the step does, in order: calls of stages, and transfers where they are issued.
+
+        Equal for plans that do the same; ``print`` shows one after the other.
+        """
+        return self.timeline.actions(self.decision.moves)
+
+    @property
     def counted_bytes(self) -> int:
         """The predicted peak in the bytes that the budget is for, allocated or reserved."""
         reserved = self.budget_on == "reserved"
