@@ -136,15 +136,7 @@ def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotorTable(BudgetTable):
-    """Every ``C(s, t, m)`` of a chain: schedules for all budgets up to the greatest.
-
-    Attributes:
-        chain: the chain it was built for.
-        costs: its costs.
-        max_budget_bytes: the greatest budget it answers for.
-        quantum_bytes: size of a slot.
-        slots: number of slots of the greatest budget.
-    """
+    """Every ``C(s, t, m)`` of a chain, for budgets of up to ``slots`` slots."""
 
     chain: Chain
     costs: Costs

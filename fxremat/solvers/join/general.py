@@ -125,14 +125,7 @@ def least_budget(join: Join, costs: JoinCosts) -> tuple[int, Schedule]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinPlans(BudgetTable):
-    """Every ``J(p, h, t, m)`` of a join: schedules for all budgets up to the greatest.
-
-    Attributes:
-        join: the join it was built for.
-        costs: its costs.
-        max_budget_bytes: the greatest budget it answers for.
-        quantum_bytes: size of a slot.
-    """
+    """Every ``J(p, h, t, m)`` of a join."""
 
     join: Join
     costs: JoinCosts

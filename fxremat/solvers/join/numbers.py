@@ -20,8 +20,8 @@ _Number = TypeVar("_Number", np.int64, np.float64)
 class JoinNumbers(NamedTuple):
     """A join of ``k`` branches, the longest of ``n`` stages, and a trunk of ``T`` stages.
 
-    The first index is the branch; entries beyond its length are 0. A branch's *head* at
-    ``p`` is its boundary ``p`` in memory. All sizes are in bytes.
+    The first index is the branch; entries beyond its length are 0 or, as seconds of a backward,
+    infinite. A branch's *head* at ``p`` is its boundary ``p`` in memory. All sizes are in bytes.
 
     Attributes:
         lengths: ``(k,)``, stages of each branch.
