@@ -31,7 +31,7 @@ def with_units(step: Captured) -> Captured:
     """``step``, taken apart, with units from now on, as whoever compiles has it."""
     for how in (computed_twice, lambda line: fuse(line, Units())):
         module = how(linearize(step.joint))
-        step.joint = rebuilt(step.joint, module, mutated_primals=step.mutated)
+        step.joint = rebuilt(step.joint, module)
     return step
 
 

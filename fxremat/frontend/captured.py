@@ -253,14 +253,14 @@ class CapturedStep:
                 argument="executor",
                 value="inductor",
             )
-        line = linearize(rebuilt(line.joint, computed_twice(line), mutated_primals=self._mutated))
+        line = linearize(rebuilt(line.joint, computed_twice(line)))
         module = fuse(line, units)
         if self._target is None:
             for done, unit in enumerate(units):
                 self.progress("compile kernels", done, len(units))
                 unit.compile()
             self.progress("compile kernels", len(units), len(units))
-        return linearize(rebuilt(line.joint, module, mutated_primals=self._mutated))
+        return linearize(rebuilt(line.joint, module))
 
     def take(self, line: Line, *, exact: bool, costs: RecordedCosts | None = None) -> Variant:
         """Let ``line`` be a further variant, at ``costs`` or what is measured."""

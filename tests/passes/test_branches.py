@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fxremat.passes.joint.graph import is_tensor
-from fxremat.passes.stages.linearize import Line, linearize
-from fxremat.passes.stages.segments import Segments
+from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.position import Segments
 from tests.harness import capture, captured
 from tests.models import ZOO
 
@@ -86,13 +86,6 @@ def test_every_shared_parameter_has_its_gradients_summed(name: str):
     shared = sum(1 for g in line.joint.backward_outputs if g in line.sums)
     parameters = sum(1 for p in ZOO[name].build().parameters())
     assert shared == parameters
-
-
-@every_join
-def test_asked_for_a_line_there_are_no_branches(name: str):
-    line = linearize(captured(name).joint, join=False)
-    assert line.branch_ends == ()
-    assert not line.sums
 
 
 @pytest.mark.parametrize("name", ["siamese", "siamese_resnet", "triplet", "two_texts"])

@@ -61,7 +61,7 @@ def test_each_state_is_of_its_draw(step: Captured):
 def test_it_is_a_step_as_it_was(step: Captured):
     """What is left of the traced operations lies as it lay, and stages can be found in it."""
     module = fused(step)
-    joint = rebuilt(step.joint, module, mutated_primals=step.mutated)
+    joint = rebuilt(step.joint, module)
     line = linearize(joint)
     assert [n.name for n in joint.primals] == [n.name for n in step.joint.primals]
     assert {n for stage in line.stages for n in stage.backward} == set(joint.backward)
@@ -106,7 +106,7 @@ def test_what_runs_once_is_in_no_unit_with_what_may_run_again():
     """The old value of a buffer is gone when something is computed again."""
     step = taken_apart(Buffers(), torch.randn(16, WIDTH))
     module = fused(step)
-    joint = rebuilt(step.joint, module, mutated_primals=step.mutated)
+    joint = rebuilt(step.joint, module)
     kept = joint.storages.of(n for n in joint.forward_outputs if n is not None)
     readers = [n for n in units_in(module) if joint.mutated.intersection(n.all_input_nodes)]
     assert readers

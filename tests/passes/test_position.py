@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxremat import torch_compat
-from fxremat.passes.joint.position import Positions, locate
+from fxremat.passes.stages.position import Positions, locate
 from tests.fused import with_units
 from tests.harness import Captured, capture, captured
 from tests.sized import capture_sized

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxremat.passes.stages.segments import Segments
+from fxremat.passes.stages.position import Segments
 
 NESTED = Segments(ends=(2, 5, 6, 10, 11, 13, 20), into=(2, 2, 7, 6, 5, 6, 7))
 """Two branches: one of two that meet, one of a plain one and one that is two in a row."""

@@ -125,3 +125,20 @@ def test_aliases_of_a_real_step():
     assert transposes
     for node in transposes:
         assert table.of_node[node] == table.of_node[node.args[0]]
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet50", "lora"])
+def test_a_step_knows_who_reads_a_storage_and_what_is_saved(name: str):
+    joint = captured(name).joint
+    table = joint.storages
+    for storage, readers in enumerate(table.readers):
+        reading = [
+            node
+            for node in (*joint.forward, *joint.backward)
+            if any(storage in table.of_node[source] for source in node.all_input_nodes)
+        ]
+        assert sorted(readers) == sorted(reading)
+        saved = table.owner[storage] in joint.forward and not set(readers).isdisjoint(
+            joint.backward
+        )
+        assert (storage in joint.saved) == saved

@@ -7,6 +7,7 @@ what is drawn at random is drawn for what lies as ever.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from fxremat.passes.joint.graph import copy_origin, fake_result, tensors_of
 from fxremat.passes.joint.sizes import LAYOUTS
 
 aten = torch.ops.aten
+
+CHANNELED: Mapping[object, int] = {
+    aten.convolution.default: 1,
+    aten.convolution_backward.default: 2,
+}
+"""So many of their first arguments lie with channels last."""
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -32,11 +39,17 @@ def with_channels_last(module: fx.GraphModule) -> fx.GraphModule:
         return module
     mode = torch_compat.fake_mode_of(t for n in nodes for t in tensors_of(n))
     writer = _Writer(mode)
-    for node in nodes:
-        if not writer.copy(node):
-            return module
+    try:
+        for node in nodes:
+            writer.copy(node)
+    except _StuckError:
+        return module
     writer.graph.lint()
     return torch_compat.graph_module(module, writer.graph)
+
+
+class _StuckError(Exception):
+    """An operation runs neither in the layout nor as it was."""
 
 
 class _Writer:
@@ -48,44 +61,35 @@ class _Writer:
         self._values: dict[fx.Node, fx.Node] = {}
         self._last: dict[fx.Node, fx.Node] = {}
 
-    def copy(self, node: fx.Node) -> bool:
-        """Add ``node``; whether that could be done."""
+    def copy(self, node: fx.Node) -> None:
+        """Add ``node``."""
         if node.op == "output":  # results lie as ever
             before = {old: self._as_before(old, node) for old in node.all_input_nodes}
-            if None not in before.values():
-                output = self.graph.output(fx.node.map_arg(node.args[0], before.__getitem__))
-                output.meta = dict(node.meta)
-            return None not in before.values()
-        if node.op != "call_function":
+            output = self.graph.output(fx.node.map_arg(node.args[0], before.__getitem__))
+            output.meta = dict(node.meta)
+        elif node.op == "call_function":
+            self._run(node, CHANNELED.get(node.target, 0))
+        else:
             self._values[node] = self.graph.node_copy(node, self._values.__getitem__)
-            return True
-        if node.target is aten.convolution.default:
-            return self._run(node, {0})
-        if node.target is aten.convolution_backward.default:
-            return self._run(node, {0, 1})
-        return self._run(node, set())
 
-    def _run(self, node: fx.Node, last: set[int]) -> bool:
-        """Add an operation, with arguments ``last`` in the layout."""
+    def _run(self, node: fx.Node, count: int) -> None:
+        """Add an operation, with its first arguments, so many, in the layout."""
         args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self._values.__getitem__)
-        args = tuple(self._laid(a, node) if i in last else a for i, a in enumerate(args))
+        args = tuple(self._laid(a, node) if i < count else a for i, a in enumerate(args))
         # Random numbers are drawn in the order in which they lie.
         draws = torch_compat.draws_random_numbers(node)
         value = None if draws else self._value(node, args, kwargs)
         if value is None:  # it needs its inputs as they were, as some views do
             back = {old: self._as_before(old, node) for old in node.all_input_nodes}
-            if None in back.values():
-                return False
             args = fx.node.map_arg(node.args, back.__getitem__)
             kwargs = fx.node.map_arg(node.kwargs, back.__getitem__)
             value = self._value(node, args, kwargs)
         if value is None:
-            return False
+            raise _StuckError
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         new.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"} | {"val": value}
         self._values[node] = new
-        return True
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What the operation returns, without data; ``None``: it cannot be run so."""
@@ -104,7 +108,7 @@ class _Writer:
             self._last[new] = self._clone(new, wanted, reader)
         return self._last[new]
 
-    def _as_before(self, old: fx.Node, reader: fx.Node) -> fx.Node | None:
+    def _as_before(self, old: fx.Node, reader: fx.Node) -> fx.Node:
         """The value of ``old`` as it was traced to lie in memory."""
         new = self._values[old]
         before, now = old.meta.get("val"), new.meta["val"]
@@ -113,7 +117,7 @@ class _Writer:
         for wanted in (torch.contiguous_format, FORMATS.get(before.dim())):
             if wanted is not None and before.is_contiguous(memory_format=wanted):
                 return self._clone(new, wanted, reader)
-        return None
+        raise _StuckError
 
     def _clone(self, new: fx.Node, wanted: torch.memory_format, reader: fx.Node) -> fx.Node:
         made = self.graph.call_function(aten.clone.default, (new,), {"memory_format": wanted})

@@ -23,9 +23,9 @@ from fxremat.passes.fuse.kinds import Kind, Kinds, Part, bases, kinds_of, parts_
 from fxremat.passes.fuse.unit import Units
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.graph import add_call, is_tensor
-from fxremat.passes.joint.position import locate
 from fxremat.passes.joint.sizes import LAYOUTS, Size, difference, layouts_of
 from fxremat.passes.stages.linearize import Line
+from fxremat.passes.stages.position import locate
 from fxremat.runtime.views import look
 
 aten = torch.ops.aten

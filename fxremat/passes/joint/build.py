@@ -20,6 +20,7 @@ from fxremat.passes.joint.graph import (
     tensors_of,
     values_of,
 )
+from fxremat.passes.joint.settle import is_symbolic
 from fxremat.passes.joint.sizes import Sizes, describe_like
 
 SMALL_BYTES = 512
@@ -51,12 +52,13 @@ def build_joint_graph(
         backward one.
 
     Raises:
-        CaptureError: a shape depends on data, an operation runs a graph of its own, or waits for
-            other processes.
+        CaptureError: an operation runs a graph of its own, or waits for other processes.
         SizesError: a size is a symbol.
         GraphError: the graph is not what AOTAutograd promises.
     """
-    _check_static(module.graph)
+    symbolic = next(filter(is_symbolic, module.graph.nodes), None)
+    if symbolic is not None:
+        raise SizesError(f"sizes of {symbolic.name} are symbols, and fxremat plans numbers")
     _check_flat(module)
     _check_collectives(module.graph)
     graph = fx.Graph()
@@ -71,50 +73,27 @@ def build_joint_graph(
     if not exact:
         batchnorm.rebuild_norm_inputs(graph)
     _keep_old_values(graph, forward_output_count, mutated_primals)
+    _merge_duplicates(_classify(owner, forward_output_count, mutated_primals))
+    _gather_operations(graph)
+    rng.record_states(graph, _classify(owner, forward_output_count, mutated_primals).forward)
     joint = _classify(owner, forward_output_count, mutated_primals)
-    if _merge_duplicates(joint):
-        _gather_operations(graph)
-        joint = _classify(owner, forward_output_count, mutated_primals)
-    if rng.record_states(graph, joint.forward):
-        joint = _classify(owner, forward_output_count, mutated_primals)
     graph.lint()
     _verify(joint)
     return replace(joint, sizes=sizes or Sizes())
 
 
-def rebuilt(
-    joint: JointGraph, module: fx.GraphModule, *, mutated_primals: Sequence[int]
-) -> JointGraph:
+def rebuilt(joint: JointGraph, module: fx.GraphModule) -> JointGraph:
     """A joint graph that was made of ``joint``, with the same inputs and results.
 
     Raises:
         GraphError: the graph is not what :func:`build_joint_graph` ensures.
     """
     _gather_operations(module.graph)
-    made = _classify(module, len(joint.forward_outputs), mutated_primals)
+    mutated = [i for i, primal in enumerate(joint.primals) if primal in joint.mutated]
+    made = _classify(module, len(joint.forward_outputs), mutated)
     module.graph.lint()
     _verify(made)
     return replace(made, sizes=joint.sizes)
-
-
-def _check_static(graph: fx.Graph) -> None:
-    """Refuse sizes that are not numbers; the operation that makes them is named first."""
-    for node in sorted(graph.nodes, key=lambda n: n.op == "placeholder"):
-        value = node.meta.get("val")
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            shown = tuple(item.shape) if isinstance(item, torch.Tensor) else item
-            sizes = shown if isinstance(shown, tuple) else (shown,)
-            if not any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
-                continue
-            if any(isinstance(s, torch.SymInt) for n in graph.nodes for s in _input_sizes(n)):
-                raise SizesError(
-                    f"the sizes {shown} of {node.name} are symbols, and fxremat plans numbers"
-                )
-            raise CaptureError(
-                f"the sizes {shown} computed by {node.target} depend on data\n"
-                f"{node.meta.get('stack_trace', '')}\n"
-                "fxremat plans static shapes: replace the data-dependent operation"
-            )
 
 
 def _check_collectives(graph: fx.Graph) -> None:
@@ -151,14 +130,6 @@ def _check_flat(module: fx.GraphModule) -> None:
                 "fxremat plans flat graphs: take control flow (torch.cond, while_loop, scan, …) "
                 "out of the forward"
             )
-
-
-def _input_sizes(node: fx.Node) -> tuple[object, ...]:
-    """Sizes of an input of the forward; nothing for other nodes."""
-    value = node.meta.get("val")
-    if node.op != "placeholder" or torch_compat.is_tangent(node):
-        return ()
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else (value,)
 
 
 def _erase_detach(graph: fx.Graph) -> None:
@@ -229,21 +200,18 @@ def _running_once(graph: fx.Graph, forward_output_count: int) -> set[fx.Node]:
     return once
 
 
-def _merge_duplicates(joint: JointGraph) -> bool:
+def _merge_duplicates(joint: JointGraph) -> None:
     """Let the first of equal forward operations, such as a mask per layer, stand for all.
 
     Both give the same bits, so one can stand for both, wherever that takes no memory: where its
     result is a view, a few bytes, or kept for the backward anyway. The graph of ``joint`` is
     changed. In it every tensor has the bits it had, and no result is another's alias that was not.
-
-    Returns whether anything changed.
     """
     table = joint.storages
     given = table.of(joint.given)
     returned = table.of((*joint.results, *joint.gradients))
     first_of: dict[object, fx.Node] = {}
     moved: dict[int, torch.Tensor] = {}
-    changed = False
     for node in joint.forward:
         if torch_compat.draws_random_numbers(node) or batchnorm.updates_statistics(node):
             continue
@@ -261,7 +229,6 @@ def _merge_duplicates(joint: JointGraph) -> bool:
             for gone, stays in zip(tensors_of(node), tensors_of(first), strict=True):
                 if torch_compat.storage_key(gone) != torch_compat.storage_key(stays):
                     moved[torch_compat.storage_key(gone)] = stays
-            changed = True
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         """What lies in a storage that is gone, in the one that stands for it."""
@@ -277,7 +244,6 @@ def _merge_duplicates(joint: JointGraph) -> bool:
 
     if moved:
         replace_tensors(joint.module.graph, placed)
-    return changed
 
 
 def _classify(

@@ -14,17 +14,14 @@ from fxremat.passes.joint.graph import copy_origin, tensors_of
 from fxremat.runtime import rng
 
 
-def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> bool:
+def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
     """Put a recorded state before each random draw of the forward.
 
     Ensures: the draw ``op(*args)`` reads ``draw(state, device, op, *args)``; a state
     that no recomputation reads costs nothing, because nobody asks for it then.
-
-    Returns whether there is any.
     """
-    found = False
-    for node in list(forward):
-        if node.op == "call_function" and torch_compat.draws_random_numbers(node):
+    for node in forward:
+        if torch_compat.draws_random_numbers(node):
             device = _device_of_draw(node)
             with graph.inserting_before(node):
                 state = graph.call_function(rng.record_state, (str(device),))
@@ -34,8 +31,6 @@ def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> bool:
             operation: Any = node.target
             node.args = (state, str(device), operation, *node.args)
             node.target = rng.draw
-            found = True
-    return found
 
 
 def is_state(node: fx.Node) -> bool:

@@ -48,7 +48,7 @@ def settle(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
         CaptureError: a size depends on data.
         SizesError: a value that is no integer depends on a size, or a symbol is no input's size.
     """
-    if not any(map(_is_symbolic, module.graph.nodes)):
+    if not any(map(is_symbolic, module.graph.nodes)):
         return module, Sizes()
     settler = _Settler()
     graph = fx.Graph()
@@ -88,7 +88,8 @@ def _items(node: fx.Node) -> Iterator[object]:
     yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
-def _is_symbolic(node: fx.Node) -> bool:
+def is_symbolic(node: fx.Node) -> bool:
+    """Whether a value of ``node``, or a size of it, is a symbol."""
     for item in _items(node):
         if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return True

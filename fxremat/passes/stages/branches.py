@@ -10,8 +10,7 @@ from torch import fx
 
 from fxremat.passes.joint import batchnorm, rng
 from fxremat.passes.joint.graph import JointGraph, is_tensor
-from fxremat.passes.joint.position import Positions, gradient_free
-from fxremat.passes.stages.segments import Segments
+from fxremat.passes.stages.position import Positions, Segments, gradient_free
 
 LEAST_SHARE = 0.05
 """A branch saves at least this share of all saved bytes; what saves less is the trunk's."""
@@ -34,51 +33,6 @@ class Branches:
     forward: tuple[fx.Node, ...]
     into: tuple[int, ...]
     segment_of: dict[fx.Node, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Positions of a forward in branches.
-
-    Attributes:
-        positions: a backward node's is in the segment of the gradients that it reads, or in
-            one that flows into it.
-        segments: of positions.
-        sums: backward nodes that read gradients of several branches: those that add up the
-            gradients of shared parameters, and what reads these. Their position is the
-            lowest of those they read.
-    """
-
-    positions: Positions
-    segments: Segments
-    sums: frozenset[fx.Node]
-
-    def stages_of_sums(
-        self, joint: JointGraph, stage_of: Mapping[fx.Node, int]
-    ) -> dict[fx.Node, frozenset[int]]:
-        """For each sum the stages whose backwards give what it reads."""
-        found: dict[fx.Node, frozenset[int]] = {}
-        for node in joint.backward:
-            if node in self.sums:
-                sources = (n for n in node.all_input_nodes if n in self.positions.backward)
-                found[node] = frozenset[int]().union(
-                    *(found[n] if n in found else {stage_of[n]} for n in sources)
-                )
-        return found
-
-    def is_apart(self, joint: JointGraph, pinned: frozenset[int]) -> bool:
-        """Whether no branch, and no sum, reads an activation of another branch."""
-        where, segments = self.positions, self.segments
-        for node, position in where.forward.items():
-            if pinned.issuperset(joint.storages.of_node[node]):
-                continue
-            here = segments.at(position)
-            for user in node.users:
-                at = where.of(user)
-                there = here if at is None else segments.at(at)
-                if user in self.sums or there not in segments.path(here):
-                    return False
-        return True
 
 
 def find_branches(
@@ -267,19 +221,28 @@ def _is_order(nodes: Sequence[fx.Node]) -> bool:
     return True
 
 
-def place_backward(joint: JointGraph, branches: Branches, positions: Positions) -> Placed | None:
+def place_backward(joint: JointGraph, branches: Branches, positions: Positions) -> Positions | None:
     """Keep the backward of each branch to itself.
 
-    Args:
-        joint: the step, its forward in the order of ``branches``.
-        branches: of the forward.
-        positions: as on a line of that order.
-
-    Returns:
-        None where a branch's backward takes more from another than sums of gradients do, or
-        a segment has no position of its own.
+    ``positions`` are those on a line of ``joint``, whose forward is in the order of ``branches``.
+    None where a branch's backward takes more from another than sums of gradients do, or a segment
+    has no position of its own.
     """
     return _Placing(joint, branches, positions).run()
+
+
+def is_apart(joint: JointGraph, where: Positions, pinned: frozenset[int]) -> bool:
+    """Whether no branch, and no sum, reads an activation of another branch."""
+    for node, position in where.forward.items():
+        if pinned.issuperset(joint.storages.of_node[node]):
+            continue
+        here = where.segments.at(position)
+        for user in node.users:
+            at = where.of(user)
+            there = here if at is None else where.segments.at(at)
+            if user in where.sums or there not in where.segments.path(here):
+                return False
+    return True
 
 
 class _Placing:
@@ -298,7 +261,7 @@ class _Placing:
         self._count = max(positions.count, self._segments.start(self._segments.trunk) + 1)
         self._sums: dict[fx.Node, frozenset[int]] = {}
 
-    def run(self) -> Placed | None:
+    def run(self) -> Positions | None:
         joint = self._joint
         free = gradient_free(joint)
         for node in reversed(free):
@@ -315,8 +278,9 @@ class _Placing:
         if not all(map(self._is_apart, joint.backward)):
             return None
         backward = {node: self._located[node] for node in joint.backward}
-        positions = Positions(self._forward, backward, self._count)
-        return Placed(positions, self._segments, frozenset(self._sums))
+        return Positions(
+            self._forward, backward, self._count, self._segments, frozenset(self._sums)
+        )
 
     def _segment_of(self, node: fx.Node) -> int:
         return self._segments.at(self._located[node])

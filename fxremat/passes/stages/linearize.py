@@ -12,9 +12,8 @@ from torch import fx
 
 from fxremat.passes.joint import batchnorm, rng
 from fxremat.passes.joint.graph import JointGraph, is_tensor
-from fxremat.passes.joint.position import Positions, locate
-from fxremat.passes.stages.branches import Placed, find_branches, place_backward
-from fxremat.passes.stages.segments import Segments
+from fxremat.passes.stages.branches import find_branches, is_apart, place_backward
+from fxremat.passes.stages.position import Positions, Segments, locate
 
 LONG_LIFE, LONG_SHARE = 30, 16
 """Forward operations that a small storage must live across to be pinned: so many, and one in
@@ -121,14 +120,8 @@ Lives = dict[int, range]
 """By storage the cuts that it crosses, as positions: from its birth to its last reader."""
 
 
-def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bool = True) -> Line:
+def linearize(joint: JointGraph) -> Line:
     """Cut the forward into stages.
-
-    Args:
-        joint: the step.
-        pin_below_bytes: storages up to this size that live across many operations are
-            pinned; a small share of the saved bytes if None.
-        join: look for branches.
 
     Requires: ``joint`` is functional and verified.
     Ensures: every forward node is in exactly one stage, in graph order, or branch after
@@ -141,19 +134,19 @@ def linearize(joint: JointGraph, *, pin_below_bytes: int | None = None, join: bo
     views = _views_of_given(joint)
     positions = locate(joint, views=views)
     lives = _storage_lives(joint, positions)
-    pinned = _choose_pinned(joint, positions, lives, pin_below_bytes)
-    for branches in find_branches(joint, views=views, pinned=pinned) if join else ():
+    pinned = _choose_pinned(joint, positions, lives)
+    for branches in find_branches(joint, views=views, pinned=pinned):
         ordered = replace(joint, forward=branches.forward)
         placed = place_backward(ordered, branches, locate(ordered, views=views))
-        if placed is not None:
-            apart = _storage_lives(ordered, placed.positions)
-            kept = _choose_pinned(ordered, placed.positions, apart, pin_below_bytes)
-            if placed.is_apart(ordered, kept):
-                cuts = cut_apart(_crossing(ordered, placed, apart, kept), placed.segments.ends)
-                return _assemble(ordered, placed, kept, views, cuts)
-    placed = Placed(positions, Segments(), frozenset())
-    cuts = choose_cuts(_crossing(joint, placed, lives, pinned))
-    return _assemble(joint, placed, pinned, views, cuts)
+        if placed is None:
+            continue
+        own_lives = _storage_lives(ordered, placed)
+        kept = _choose_pinned(ordered, placed, own_lives)
+        if is_apart(ordered, placed, kept):
+            joint, positions, lives, pinned = ordered, placed, own_lives, kept
+            break
+    cuts = cut_apart(_crossing(joint, positions, lives, pinned), positions.segments.ends)
+    return _assemble(joint, positions, pinned, views, cuts)
 
 
 def _storage_lives(joint: JointGraph, positions: Positions) -> Lives:
@@ -167,9 +160,7 @@ def _storage_lives(joint: JointGraph, positions: Positions) -> Lives:
     return lives
 
 
-def _choose_pinned(
-    joint: JointGraph, positions: Positions, lives: Lives, pin_below_bytes: int | None
-) -> frozenset[int]:
+def _choose_pinned(joint: JointGraph, positions: Positions, lives: Lives) -> frozenset[int]:
     """Storages to keep for the whole step.
 
     Outputs; what cannot be computed again; what a backward reads from a later stage; and
@@ -181,23 +172,24 @@ def _choose_pinned(
         once = joint.is_old_value(node) or rng.is_state(node) or batchnorm.is_new_statistic(node)
         if late or once:
             pinned.update(joint.storages.of_node[node])
-    if pin_below_bytes is None:
-        pin_below_bytes = int(PIN_SHARE * joint.storages.total(joint.saved))
+    small_bytes = int(PIN_SHARE * joint.storages.total(joint.saved))
     long_life = max(LONG_LIFE, positions.count // LONG_SHARE)
     for storage, life in lives.items():
-        if joint.storages.nbytes[storage] <= pin_below_bytes and len(life) > long_life:
+        if joint.storages.nbytes[storage] <= small_bytes and len(life) > long_life:
             pinned.add(storage)
     return frozenset(pinned)
 
 
-def _crossing(joint: JointGraph, placed: Placed, lives: Lives, pinned: frozenset[int]) -> Crossing:
-    count = placed.positions.count
+def _crossing(
+    joint: JointGraph, positions: Positions, lives: Lives, pinned: frozenset[int]
+) -> Crossing:
+    count = positions.count
     change, reach, saved_bytes = [0] * (count + 1), [0] * count, [0] * count
     for storage, life in lives.items():
         if storage in pinned:
             continue
         nbytes, saved = joint.storages.nbytes[storage], storage in joint.saved
-        for span in _spans(life, placed.segments):
+        for span in _spans(life, positions.segments):
             change[span.start] += nbytes * (1 if saved else 2)
             change[span.stop] -= nbytes * (1 if saved else 2)
             for position in span:
@@ -300,12 +292,11 @@ def _spans(life: range, segments: Segments) -> list[range]:
 
 def _assemble(
     joint: JointGraph,
-    placed: Placed,
+    where: Positions,
     pinned: frozenset[int],
     views: frozenset[fx.Node],
     cuts: Sequence[int],
 ) -> Line:
-    where = placed.positions
     stage_of = {
         n: bisect_left(cuts, p) for n, p in (*where.forward.items(), *where.backward.items())
     }
@@ -338,7 +329,7 @@ def _assemble(
         )
         for i in range(count)
     )
-    ends = tuple(bisect_left(cuts, end) for end in placed.segments.ends)
+    ends = tuple(bisect_left(cuts, end) for end in where.segments.ends)
     return Line(
         joint,
         (*stages, *_turn_of(joint, stages)),
@@ -347,10 +338,24 @@ def _assemble(
         stage_of,
         _roles(joint, stages, fixed),
         order={node: index for index, node in enumerate(joint.module.graph.nodes)},
-        segments=replace(placed.segments, ends=ends),
+        segments=replace(where.segments, ends=ends),
         drawing=tuple(i for i, own in enumerate(forward) if any(map(rng.draws, own))),
-        sums=placed.stages_of_sums(joint, stage_of),
+        sums=_stages_of_sums(joint, where, stage_of),
     )
+
+
+def _stages_of_sums(
+    joint: JointGraph, where: Positions, stage_of: Mapping[fx.Node, int]
+) -> dict[fx.Node, frozenset[int]]:
+    """For each sum the stages whose backwards give what it reads."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in joint.backward:
+        if node in where.sums:
+            sources = (n for n in node.all_input_nodes if n in where.backward)
+            found[node] = frozenset[int]().union(
+                *(found[n] if n in found else {stage_of[n]} for n in sources)
+            )
+    return found
 
 
 def _turn_of(joint: JointGraph, stages: Sequence[StageNodes]) -> tuple[StageNodes, ...]:
