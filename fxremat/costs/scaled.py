@@ -82,7 +82,7 @@ class ScaledCosts:
         self._sums_s = self._sums(self._model_s, self._again_s)
         self._storages = sizes.formulas(table.asked_bytes)
         self._granules = np.array(table.granule_bytes, dtype=np.int64)
-        self._makers = _makers(line)
+        self._makers = [line.order[maker] for maker in table.owner]
         measured, traced = np.array(costs.storage_bytes), self._traced_bytes(sizes.hints)
         self._larger_bytes = np.where(measured > traced, measured, 0).astype(float)
 
@@ -154,16 +154,6 @@ def rates_of(nbytes: Floats, flops: Floats, seconds: Floats) -> tuple[float, flo
         if np.all(found >= 0) and error < best[0]:
             best = (error, float(found[0]), float(found[1]))
     return call_s, *best[1:]
-
-
-def _makers(line: Line) -> Indices:
-    """The index of the first node that holds each storage."""
-    table = line.joint.storages
-    found = np.zeros(len(table.nbytes), dtype=np.int64)
-    for index, node in reversed(list(enumerate(line.joint.module.graph.nodes))):
-        for storage in table.of_node.get(node, ()):
-            found[storage] = index
-    return found
 
 
 def _operations(line: Line, blocks: BlockCache) -> tuple[Indices, Indices]:

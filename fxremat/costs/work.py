@@ -106,12 +106,9 @@ class Works:
 
     def _kind_of(self, node: fx.Node) -> int:
         """The kind of ``node``; 0 for what is no operation, or only looks at a tensor."""
-        table = self._joint.storages
-        if node.op != "call_function" or is_getitem(node):
+        if node.op != "call_function" or is_getitem(node) or self._joint.storages.is_view(node):
             return 0
         sources = tuple(node.all_input_nodes)
-        if frozenset(table.of_node[node]) <= table.of(sources):
-            return 0
         target, args, kwargs = call_of(node, Mode.FIRST)
         layouts = [(layouts_of(n), [t.dtype for t in tensors_of(n)]) for n in (*sources, node)]
         plain = fx.map_arg((args, kwargs), lambda _node: None)

@@ -234,13 +234,11 @@ def spread_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
 
 def own_gradients(joint: JointGraph) -> frozenset[int]:
     """Primals whose gradient is all there is in its storage, and made by the backward."""
-    table = joint.storages
-    made = table.of(joint.backward) - table.of((*joint.given, *joint.tangents, *joint.forward))
     return frozenset(
         i
         for i, gradient in enumerate(joint.backward_outputs)
         if isinstance(gradient, fx.Node)
-        and made.issuperset(table.of_node[gradient])
+        and joint.made_backward.issuperset(joint.storages.of_node[gradient])
         and not _is_shared(joint, gradient)
     )
 

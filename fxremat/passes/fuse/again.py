@@ -27,7 +27,7 @@ from fxremat.passes.stages.linearize import Line
 SOURCE, SINK = "given", "read"
 
 Roots = Mapping[fx.Node, tuple[fx.Node, ...]]
-"""Of values that readers compute for themselves, what each is computed from."""
+"""Values that readers compute for themselves, and what each is computed from."""
 
 
 def computed_again(
@@ -203,7 +203,7 @@ def _writable(
 
 
 def _depending(source: fx.Node, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Those of ``nodes``, in order, that need ``source``."""
+    """The ones of ``nodes``, which are in order, that depend on ``source``."""
     found = {source}
     for node in nodes:
         if not found.isdisjoint(node.all_input_nodes):

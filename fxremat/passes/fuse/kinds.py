@@ -132,7 +132,7 @@ def parts_of(joint: JointGraph, kinds: Kinds) -> dict[fx.Node, Part]:
 
 
 def _once(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
-    """What a forward returns is kept, so what reads that reads no old value."""
+    """Operations of ``Part.ONCE``. Results are kept, so what reads a result reads no old value."""
     results = set(joint.results)
     once = results.intersection(joint.forward_outputs[: len(joint.mutated)])
     others = results - once
@@ -153,6 +153,7 @@ def _once(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
 
 
 def _sums(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
+    """Operations of ``Part.SUMS``."""
     found: set[fx.Node] = set()
     for node in joint.forward:
         read = [n for n in bases(node.all_input_nodes, kinds) if n not in joint.given]

@@ -86,7 +86,7 @@ class _Items:
         self._ask()
 
     def looked_at(self, node: fx.Node) -> fx.Node | None:
-        """What a view looks at, where that surely lies in memory as it was traced."""
+        """The base of a view, where that surely lies in memory as it was traced."""
         if self.kinds.get(node) is not Kind.VIEW or not is_tensor(node):
             return None
         (base,) = bases([node], self.kinds)
@@ -101,7 +101,7 @@ class _Items:
         return made or node in self.line.joint.given
 
     def _found(self) -> list[_Item]:
-        """All operations, grouped."""
+        """Items of all operations of the line."""
         joint = self.line.joint
         parts = parts_of(joint, self.kinds)
         items: list[_Item] = []
@@ -134,7 +134,7 @@ class _Items:
                 yield _Item(own, roots, fused=True)
 
     def _reads_of(self, item: _Item, node: fx.Node) -> Iterable[fx.Node]:
-        """What running ``node`` reads in ``item``: outside of units a look is at what is sure."""
+        """What running ``node`` reads in ``item``: outside of units a view may read its base."""
         if item.fused:
             return read_by(node, item.roots, self.kinds)
         base = self.looked_at(node)
@@ -216,7 +216,7 @@ class _Writer:
         self._values: dict[fx.Node, fx.Node] = {}
 
     def write(self) -> fx.GraphModule:
-        """All of it."""
+        """The whole graph."""
         old = self._joint.module.graph
         for node in old.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -277,7 +277,7 @@ _OF_ONE = ("val", LAYOUTS, "tensor_meta", "desc", "seq_nr")
 
 
 def _kept(node: fx.Node) -> dict[str, Any]:
-    """What is known of the tensors of a node."""
+    """Metadata of the tensors that a node returns."""
     return {k: node.meta[k] for k in ("val", LAYOUTS) if k in node.meta}
 
 

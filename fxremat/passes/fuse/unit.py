@@ -108,7 +108,7 @@ class Unit:
             return self._runs[key]
 
     def _places(self, sizes: Mapping[str, Any]) -> list[Place]:
-        """How inputs lie where all lies as traced."""
+        """Shapes and strides of inputs as they were traced."""
         return [_place(node, sizes) for node in self.inputs]
 
     def _described(
@@ -240,7 +240,7 @@ class Units:
 
 
 def _described(graph: fx.Graph) -> tuple[list[str], dict[str, int]]:
-    """All that makes two graphs the same, and the sizes that they follow."""
+    """A line for each node, equal for graphs that compute the same; and the sizes in them."""
     lines: list[str] = []
     number: dict[fx.Node, int] = {}
     names: dict[str, int] = {}

@@ -23,13 +23,13 @@ aten = torch.ops.aten
 FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 STATELESS = aten._native_batch_norm_legit.no_stats
 NORMALIZED_VALUES = 3
-"""Both return the output, the mean and the inverse deviation first."""
+"""The results that BatchNorms with and without statistics share: output, mean, deviation."""
 
 INVERSE = torch.ops.fxremat.invert_batch_norm.default
 assert invert_batch_norm is not None  # imported for its registration
 
 DEFAULT_SLOPE = 0.01
-"""Of torch's leaky ReLU."""
+"""The slope of torch's leaky ReLU where none is given."""
 
 
 def drop_running_statistics(graph: fx.Graph) -> None:

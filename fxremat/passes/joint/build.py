@@ -109,7 +109,7 @@ def _check_collectives(graph: fx.Graph) -> None:
 
 
 def _return_gradients_alone(graph: fx.Graph, forward_output_count: int) -> None:
-    """What the backward hands on as it is, such as a mesh, the step's caller has."""
+    """Drop results of the backward that are no tensors, such as a mesh: its caller has them."""
     output = graph.output_node()
     results = _flat(output.args[0])
     gradients = [
@@ -231,7 +231,7 @@ def _merge_duplicates(joint: JointGraph) -> None:
                     moved[torch_compat.storage_key(gone)] = stays
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
-        """What lies in a storage that is gone, in the one that stands for it."""
+        """A tensor in the storage that stands for its own, where that is gone."""
         base = tensor
         while torch_compat.storage_key(base) in moved:
             base = moved[torch_compat.storage_key(base)]

@@ -1,4 +1,4 @@
-"""What makes two traced steps the same, as digests that any process computes alike."""
+"""Digests of traced steps, the same in any process."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def written(
 
 
 def target_name(target: object) -> str:
-    """What an operation calls, by name."""
+    """The name of the function that an operation calls."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"

@@ -73,6 +73,7 @@ class JointGraph:
         given: nodes whose value exists before the step: primals and constants.
         results, gradients: the nodes among ``forward_outputs`` and ``backward_outputs``.
         saved: storages that the forward allocates and a backward operation reads.
+        made_backward: storages that the backward allocates.
     """
 
     module: fx.GraphModule
@@ -91,21 +92,28 @@ class JointGraph:
     results: tuple[fx.Node, ...] = field(init=False)
     gradients: tuple[fx.Node, ...] = field(init=False)
     saved: frozenset[int] = field(init=False)
+    made_backward: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         tensors = [t for node in (*self.tangents, *self.primals) for t in tensors_of(node)]
         devices = [t.device for t in tensors] or [torch.device("cpu")]
         own = next((device for device in devices if device.type != "cpu"), devices[0])
         object.__setattr__(self, "device", own)
-        object.__setattr__(self, "given", frozenset((*self.primals, *self.constants)))
-        for name, values in (
-            ("results", self.forward_outputs),
-            ("gradients", self.backward_outputs),
-        ):
-            object.__setattr__(self, name, tuple(n for n in values if isinstance(n, fx.Node)))
-        read = self.storages.of(n for node in self.backward for n in node.all_input_nodes)
-        own_storages = self.storages.of(self.forward) - self.storages.of(self.given)
-        object.__setattr__(self, "saved", read & own_storages)
+        results, gradients = (
+            tuple(n for n in values if isinstance(n, fx.Node))
+            for values in (self.forward_outputs, self.backward_outputs)
+        )
+        forward, backward, table = {*self.forward}, {*self.backward}, self.storages
+        makers = list(enumerate(table.owner))
+        read = table.of(n for node in self.backward for n in node.all_input_nodes)
+        for name, value in {
+            "given": frozenset((*self.primals, *self.constants)),
+            "results": results,
+            "gradients": gradients,
+            "saved": read.intersection(i for i, maker in makers if maker in forward),
+            "made_backward": frozenset(i for i, maker in makers if maker in backward),
+        }.items():
+            object.__setattr__(self, name, value)
 
     def is_old_value(self, node: fx.Node) -> bool:
         """Whether ``node`` copies a primal that the forward mutates."""

@@ -29,7 +29,7 @@ PREFIX = "SIZE"
 """Symbols are named so, and numbered as they are first met. Names of nodes are in lower case."""
 
 MODULES: Mapping[str, object] = {"math": math, "torch": torch}
-"""What expressions may name beside symbols."""
+"""Modules that expressions may name, besides symbols."""
 
 Values = tuple[int, ...]
 """A number for each symbol."""
@@ -86,7 +86,7 @@ class Size(Following, int):
 
     @staticmethod
     def named(name: str, value: int) -> Size:
-        """A symbol of its own, for what is found out otherwise for each size."""
+        """A symbol of its own, whose value at another size is computed elsewhere."""
         return Size(value, symbol(name), {name: value})
 
 
@@ -112,13 +112,13 @@ def symbol(name: str) -> sympy.Symbol:
 
 
 def product(factors: Iterable[int]) -> int:
-    """Of numbers, some of which may follow the sizes."""
+    """The product of numbers, some of which may follow the sizes."""
     factors = list(factors)
     return _combined(math.prod(map(int, factors)), sympy.Mul, factors)
 
 
 def difference(one: int, other: int) -> int:
-    """Of numbers, which may follow the sizes."""
+    """The difference of numbers, which may follow the sizes."""
     return _combined(int(one) - int(other), lambda a, b: a - b, (one, other))
 
 
@@ -221,12 +221,12 @@ class Layout:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All of them."""
+        """All numbers of the layout."""
         return (*self.shape, *self.stride, self.offset, self.storage_bytes)
 
 
 def layouts_of(node: fx.Node) -> tuple[Layout, ...]:
-    """Of each tensor that ``node`` returns, in order."""
+    """The layout of each tensor that ``node`` returns, in order."""
     found: tuple[Layout, ...] | None = node.meta.get(LAYOUTS)
     if found is not None:
         return found
@@ -236,7 +236,7 @@ def layouts_of(node: fx.Node) -> tuple[Layout, ...]:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """Of one tensor, in plain numbers."""
+    """The layout of a tensor, in plain numbers."""
     return Layout(
         tuple(map(int, tensor.shape)),
         tuple(map(int, tensor.stride())),

@@ -251,16 +251,16 @@ def tensor_key(tensor: object) -> Key:
 
 
 def node_key(node: fx.Node, block: Block) -> Key:
-    """Of one operation as ``block`` runs it."""
+    """The key of an operation as ``block`` runs it."""
     return _call_key(
         call_of(node, block.mode_of(node)), lambda n: repr(tensor_key(n.meta.get("val")))
     )
 
 
 def block_key(block: Block, storages: StorageTable) -> Key:
-    """Of a block: equal keys mean that one piece of code can stand for both.
+    """The key of a block: one piece of code can stand for all blocks with an equal one.
 
-    Inputs that share a storage are told from inputs that do not.
+    Inputs that share a storage differ from inputs that do not.
     """
     index: dict[fx.Node, int] = {}
     shared: dict[tuple[int, ...], int] = {}
@@ -280,7 +280,7 @@ def block_key(block: Block, storages: StorageTable) -> Key:
 
 
 def _call_key(call: tuple[Any, Any, Any], describe: Callable[[fx.Node], str]) -> Key:
-    """Of a call whose nodes are described so; what follows the sizes differs by value, too."""
+    """The key of a call whose nodes are described so; numbers that follow sizes differ by value."""
     target, args, kwargs = call
     arguments = (args, dict(sorted(kwargs.items())))
     return (target_name(target), written(arguments, describe), *names_in(arguments).items())

@@ -106,7 +106,7 @@ class _Forking:
     Attributes:
         joint: the step.
         apart: storages that connect nothing.
-        least_bytes: that a branch saves.
+        least_bytes: what a branch saves at least.
     """
 
     joint: JointGraph
@@ -174,7 +174,7 @@ class _Forking:
 
 
 def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozenset[int]:
-    """Those of ``pinned`` that depend on nothing that gets a gradient, or only run once."""
+    """Storages of ``pinned`` that depend on nothing that gets a gradient, or are made once."""
     results = zip(joint.primals, joint.backward_outputs, strict=True)
     differentiable = {primal for primal, gradient in results if gradient is not None}
     carrying: set[int] = set()

@@ -67,7 +67,7 @@ class Segments:
         return next(s for s in first if all(s in path for path in others))
 
     def outmost(self, segments: Iterable[int]) -> frozenset[int]:
-        """Those that no other of them flows into."""
+        """The ones of ``segments`` that no other of these flows into."""
         found = frozenset(segments)
         return found.difference(*(self.path(s)[1:] for s in found))
 
