@@ -275,7 +275,7 @@ class _Placing:
             self._located[node] = min([*own, *sources])
         if any(self._segments.start(s) >= end for s, end in enumerate(self._segments.ends)):
             return None  # all of a segment's operations stand where others do: no stage is its own
-        if not all(map(self._is_apart, joint.backward)):
+        if not all(map(self._reads_ahead, joint.backward)):
             return None
         backward = {node: self._located[node] for node in joint.backward}
         return Positions(
@@ -305,7 +305,7 @@ class _Placing:
             first, last = self._segments.start(segment), self._segments.ends[segment] - 1
             self._located[node] = min(max(self._located[node], first), last)
 
-    def _is_apart(self, node: fx.Node) -> bool:
+    def _reads_ahead(self, node: fx.Node) -> bool:
         """Whether ``node`` reads what its own segment, or one further on, has."""
         if rng.draws(node):
             return False  # a backward's draws keep the order of the line

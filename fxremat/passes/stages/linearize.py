@@ -145,7 +145,7 @@ def linearize(joint: JointGraph) -> Line:
         if is_apart(ordered, placed, kept):
             joint, positions, lives, pinned = ordered, placed, own_lives, kept
             break
-    cuts = cut_apart(_crossing(joint, positions, lives, pinned), positions.segments.ends)
+    cuts = cut_segments(_crossing(joint, positions, lives, pinned), positions.segments.ends)
     return _assemble(joint, positions, pinned, views, cuts)
 
 
@@ -214,7 +214,7 @@ class Crossing:
     saved_bytes: tuple[int, ...]
 
 
-def cut_apart(crossing: Crossing, ends: tuple[int, ...]) -> list[int]:
+def cut_segments(crossing: Crossing, ends: tuple[int, ...]) -> list[int]:
     """Cut each branch, and the trunk, as if the others were not there."""
     cuts: list[int] = []
     for first, end in pairwise((0, *ends, len(crossing.weights))):
