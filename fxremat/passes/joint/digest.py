@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,17 +86,18 @@ class _Writer:
 
     def __init__(self, *, parts: bool = True) -> None:
         self._parts = parts
-        self._nodes: dict[fx.Node, int] = {}
-        self._storages: dict[int, int] = {}
-        self._numbers: dict[int, int] = {}
-        self._groups: dict[str, int] = {}
-        self._devices: dict[str, int] = {}
+        self._met: defaultdict[str, dict[object, int]] = defaultdict(dict)
+
+    def _number(self, kind: str, item: object) -> int:
+        """How many others of its kind came before ``item``."""
+        met = self._met[kind]
+        return met.setdefault(item, len(met))
 
     def line(self, node: fx.Node) -> tuple[str, str]:
         """Operation and sources of ``node`` as text; and all of it as text."""
-        self._nodes[node] = len(self._nodes)
+        self._number("node", node)
         target = target_name(node.target) if node.op == "call_function" else node.op
-        sources = [self._nodes[source] for source in node.all_input_nodes]
+        sources = [self._number("node", source) for source in node.all_input_nodes]
         number = torch_compat.sequence_number(node)
         whole = (
             target,
@@ -105,7 +107,7 @@ class _Writer:
             written(self._alike(node, dict(node.kwargs)), self._reference),
             written(_value(node), self._reference, self._tensor),
             # Numbers differ from process to process, equal ones do not.
-            "" if number is None else str(self._numbers.setdefault(number, len(self._numbers))),
+            "" if number is None else str(self._number("sequence", number)),
             str(torch_compat.is_backward_node(node)),
             *map(self._layout, node.meta.get(LAYOUTS, ())),
         )
@@ -119,7 +121,7 @@ class _Writer:
             if isinstance(own, torch.device):
                 return self._device(own)
             if isinstance(own, str) and own == group:
-                return f"group {self._groups.setdefault(own, len(self._groups))}"
+                return f"group {self._number('group', own)}"
             return own
 
         if not self._parts:
@@ -131,19 +133,18 @@ class _Writer:
     def _device(self, device: torch.device) -> str:
         if str(device) == device.type:  # it has no number
             return device.type
-        return f"{device.type} {self._devices.setdefault(str(device), len(self._devices))}"
+        return f"{device.type} {self._number('device', str(device))}"
 
     def _layout(self, layout: Layout) -> str:
         return repr(layout if self._parts else replace(layout, offset=0))
 
     def _reference(self, node: fx.Node) -> str:
-        return f"%{self._nodes[node]}"
+        return f"%{self._number('node', node)}"
 
     def _tensor(self, tensor: torch.Tensor) -> str:
         if tensor.layout is not torch.strided:
             return f"{_shape(tensor)} {tensor.layout}"
-        key = torch_compat.storage_key(tensor)
-        storage = self._storages.setdefault(key, len(self._storages))
+        storage = self._number("storage", torch_compat.storage_key(tensor))
         nbytes = tensor.untyped_storage().nbytes()
         strides, offset = tuple(tensor.stride()), tensor.storage_offset() if self._parts else ""
         device = self._device(tensor.device)
