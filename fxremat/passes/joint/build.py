@@ -73,9 +73,11 @@ def build_joint_graph(
     if not exact:
         batchnorm.rebuild_norm_inputs(graph)
     _keep_old_values(graph, forward_output_count, mutated_primals)
-    _merge_duplicates(_classify(owner, forward_output_count, mutated_primals))
+    traced = _classify(owner, forward_output_count, mutated_primals)
+    _merge_duplicates(traced)
     _gather_operations(graph)
-    rng.record_states(graph, _classify(owner, forward_output_count, mutated_primals).forward)
+    forward = frozenset(traced.forward)
+    rng.record_states(graph, [node for node in graph.nodes if node in forward])
     joint = _classify(owner, forward_output_count, mutated_primals)
     graph.lint()
     _verify(joint)
