@@ -196,10 +196,9 @@ def _gradient_bytes(line: Line, stays: frozenset[fx.Node]) -> Sequence[int]:
         stays: gradients that are there to the end.
     """
     table = line.joint.storages
-    held = table.of((*line.joint.given, *line.joint.tangents, *line.joint.forward))
     returned = table.of(stays)
     change = [0] * (len(line.stages) + 1)
-    for storage in table.of(line.joint.backward) - held:
+    for storage in line.joint.made_backward:
         born = line.stage_of[table.owner[storage]]
         readers = (line.stage_of[u] for u in table.readers[storage] if u in line.stage_of)
         end = 0 if storage in returned else min(readers, default=born)

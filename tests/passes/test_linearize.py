@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.stages import linearize as module
-from fxremat.passes.stages.linearize import Crossing, Line, Role, StageNodes, choose_cuts, linearize
+from fxremat.passes.stages.linearize import Crossing, Line, Role, StageNodes, choose_cuts
 from fxremat.planner.generators import build_chain
 from tests.harness import capture, captured
 from tests.models import ZOO
