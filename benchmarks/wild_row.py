@@ -303,7 +303,7 @@ def _attempt(
         finally:
             row["steps_taken"] = len(run.left)
             row["steps_s"] = time.perf_counter() - begin
-        nbytes = call._compiler.budget.nbytes
+        nbytes = call._compiler.loop.budget.nbytes
         resident = resident_bytes(case.model, case.args, case.kwargs)
         differs = [first_difference(*pair) for pair in zip(run.left, expected, strict=True)]
         row |= {

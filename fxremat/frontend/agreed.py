@@ -14,7 +14,7 @@ from fxremat.frontend.ranks import Budgets, Peers
 from fxremat.frontend.store import differences, key_of
 from fxremat.ir import Decision, MeasuredLink, Origin, RecordedCosts
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.context import NO_CORRECTION, Correction, RegionContext
+from fxremat.planner.context import NO_CORRECTION, Correction
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.report.codec import encode
 from fxremat.report.plan import Plan
@@ -89,7 +89,7 @@ class Chosen:
     """
 
     choices: tuple[Choice, ...]
-    besides: tuple[RegionContext, ...]
+    besides: tuple[Correction, ...]
     budget_bytes: int
     least_bytes: int
     full_bytes: int

@@ -81,6 +81,11 @@ class Arguments:
     ranks: Ranks | None = None
     generators: tuple[str, ...] = DEFAULT_GENERATORS
 
+    @property
+    def fused(self) -> bool:
+        """Whether operations run as units that Inductor compiles."""
+        return self.executor == "inductor"
+
     @staticmethod
     def read(
         budget: Readable | None,

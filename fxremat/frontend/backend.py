@@ -15,12 +15,9 @@ from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.frontend.losses import target_bytes
-from fxremat.frontend.runner import compiler_of
 from fxremat.frontend.sample import Sample
 from fxremat.frontend.step_plan import latest_plan
-from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
-from fxremat.planner.context_bytes import Caller
-from fxremat.progress import silent
+from fxremat.frontend.surplus import LossNeeds, needs_of_loss
 from fxremat.report.plan import Plan
 from fxremat.report.step_plan import StepPlan
 
@@ -107,17 +104,9 @@ def _compiler(module: fx.GraphModule, asked: Arguments) -> StepCompiler:
             value=asked.optimizer,
         )
     needs = _needs_of_loss(module, asked)
-    caller = Caller(
-        reserve_bytes=asked.reserve_bytes,
-        held_bytes=optimizer_bytes(asked.optimizer, nn.Module()),
-        accumulate=asked.accumulate,
-        in_flight=asked.in_flight,
-        loss_bytes=needs.nbytes if needs else None,
-        loss_small_bytes=needs.small_bytes if needs else 0,
-        target_bytes=_target_bytes(module, asked),
-        budget_on=asked.budget_on,
+    return StepCompiler.of(
+        asked, nn.Module(), needs=needs, target_bytes=_target_bytes(module, asked)
     )
-    return compiler_of(asked, caller, silent)
 
 
 def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None:

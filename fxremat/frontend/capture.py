@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,29 +11,26 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxremat import torch_compat
 from fxremat.costs.overhead import call_s
 from fxremat.errors import BackwardError, CaptureError, SizesError
-from fxremat.frontend.budget import Budget
+from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.captured import CapturedStep
+from fxremat.frontend.loop import Loop
 from fxremat.frontend.notices import NOT_CAPTURED
-from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.pipeline import Planner
-from fxremat.frontend.plan_cache import Compiled, PlanCache
+from fxremat.frontend.plan_cache import Compiled, PlanCache, abandon
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.regions import Regions
-from fxremat.frontend.slack import Slack
 from fxremat.frontend.store import Store
-from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
-from fxremat.planner.search import DEFAULT_GENERATORS
-from fxremat.planner.transfers import HostMemory
-from fxremat.progress import Progress
+from fxremat.frontend.surplus import LossNeeds, optimizer_bytes
+from fxremat.planner.context_bytes import Caller
+from fxremat.progress import Progress, silent
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
-from fxremat.runtime.profile import Watcher
-from fxremat.runtime.steps import InFlight, Step, latest_step
+from fxremat.runtime.steps import Step, latest_step
 
 LOG = logging.getLogger("fxremat")
 
@@ -73,80 +69,76 @@ class StepCompiler:
     """Plans each graph that Dynamo captures, all for one budget.
 
     Attributes:
-        budget, caller: what to plan for.
+        loop: around the model.
+        asked: of :func:`fxremat.compile`, or of the backend.
         progress: told how far planning has come.
         plan_caches: of all graphs captured so far, in order.
         latest: the plan of the step that ran last.
         dry: compiled graphs raise :class:`PlannedOnly` instead of running.
-        resident: tensors that the step being captured holds, used or not.
         arguments: tensors of the call being captured, and their places in it, where known.
-        host: memory to which storages may travel; ``None``: none may.
-        exact: gradients must be bitwise those without a plan.
-        fused: operations run as units that Inductor compiles.
-        whole: the model is one graph.
         asked_by: whoever asked for it, which stays as long as it does.
-        overhead_s: what a step takes beside its calls, once that is known.
         kept: a plan that the first graph follows.
         store: costs and plans that other processes have found.
-        peers: processes that train the same model; ``None``: this one plans for itself.
-        generators: names of solvers whose schedules are looked at.
-        in_flight: steps whose backward has not run.
-        watcher: of what new plans really take.
-        on_new: is told of each new plan.
-        optimizers: that step the model.
         regions: graphs that one step runs, where it runs several.
-        planning: one thread at a time plans: evaluators of one step share their room.
         no_symbols: a graph with symbols in place of sizes could not be followed, and runs as it is.
-        slack: of what the model holds.
         again: numbers of the steps in which code was captured though its graph was known.
         model: class of the model, where known.
     """
 
-    budget: Budget
-    caller: Caller
+    loop: Loop
+    asked: Arguments
     progress: Progress
     plan_caches: list[PlanCache] = field(default_factory=list)
     latest: Compiled | None = None
     dry: bool = False
-    resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
     arguments: Callable[[], tuple[tuple[str, torch.Tensor], ...]] = tuple
-    host: HostMemory | None = None
-    exact: bool = True
-    fused: bool = False
-    whole: bool = False
     asked_by: object = None
-    overhead_s: float = 0.0
     kept: Plan | None = None
-    store: Store = field(default_factory=lambda: Store(None))
-    peers: Peers | None = None
-    generators: tuple[str, ...] = DEFAULT_GENERATORS
-    in_flight: InFlight = field(default_factory=InFlight)
-    watcher: Watcher = field(default_factory=Watcher)
-    on_new: Callable[[Compiled], None] | None = None
-    planning: threading.RLock = field(default_factory=threading.RLock)
+    store: Store = field(default_factory=Store.of_environment)
+    regions: Regions = field(init=False)
     no_symbols: bool = False
-    slack: Slack = field(default_factory=Slack)
     again: dict[CodeType, set[int]] = field(default_factory=dict)
     model: str = ""
-    optimizers: Optimizers = field(init=False)
-    regions: Regions = field(init=False)
 
     def __post_init__(self) -> None:
-        told = sum(self.caller.held_bytes)
-        self.optimizers = Optimizers(lambda: self.budget.nbytes, told_bytes=told)
-        self.regions = Regions(
-            self.watcher,
-            lambda: self.budget,
-            self._settle_budget,
-            host=None if self.host is None else self.host.limit,
-            peers=self.peers,
-        )
+        self.regions = Regions(self.loop)
 
-    def _settle_budget(self, budget: Budget) -> None:
-        """The budget means so many bytes from now on."""
-        self.budget = budget
-        for plan_cache in self.plan_caches:
-            plan_cache.planner.budget = budget
+    @staticmethod
+    def of(
+        asked: Arguments,
+        model: nn.Module,
+        progress: Progress = silent,
+        *,
+        peers: Peers | None = None,
+        needs: LossNeeds | None = None,
+        target_bytes: tuple[int, ...] = (),
+    ) -> StepCompiler:
+        """What plans steps as asked.
+
+        Args:
+            asked: of the user.
+            model: whose parameters the optimizer steps.
+            progress: is told how far planning has come.
+            peers: processes that train the same model.
+            needs: of a loss outside the model, where it is known.
+            target_bytes: of each storage that the loss compares outputs with.
+
+        Raises:
+            ArgumentError: the optimizer's state cannot be found.
+        """
+        caller = Caller(
+            reserve_bytes=asked.reserve_bytes,
+            held_bytes=optimizer_bytes(asked.optimizer, model),
+            accumulate=asked.accumulate,
+            in_flight=asked.in_flight,
+            loss_bytes=needs.nbytes if needs else None,
+            loss_small_bytes=needs.small_bytes if needs else 0,
+            target_bytes=target_bytes,
+            budget_on=asked.budget_on,
+        )
+        host = asked.host.limit if asked.host is not None else None
+        loop = Loop(asked.budget, caller, host=host, peers=peers)
+        return StepCompiler(loop, asked, progress, kept=asked.kept)
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -165,19 +157,20 @@ class StepCompiler:
         assert self.latest is not None
         planned = self.latest.planned
         if planned.measure_overhead is None:
-            self.overhead_s = planned.plan.overhead_s
+            overhead_s = planned.plan.overhead_s
         else:
             self.progress("measure overhead")
-            self.overhead_s = planned.measure_overhead(call)
-        if self.peers is not None:
-            self.overhead_s = self.peers.agree(
+            overhead_s = planned.measure_overhead(call)
+        if self.loop.peers is not None:
+            overhead_s = self.loop.peers.agree(
                 "what a step takes beside its calls",
                 float,
-                self.overhead_s,
+                overhead_s,
                 lambda told: max(told.values()),
             )
+        self.loop.overhead_s = overhead_s
         for plan_cache in self.plan_caches:
-            plan_cache.know_overhead(self.overhead_s)
+            plan_cache.know_overhead(overhead_s)
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
@@ -188,12 +181,12 @@ class StepCompiler:
             CaptureError: a CUDA graph is being captured.
         """
         cuda_graph.refuse_planning()
-        broken = None if self.whole else self._broken(module)
+        broken = None if self.asked.fullgraph else self._broken(module)
         if broken is not None:
             self.refuse_parts(broken)
             self.regions.several = True
         if not self.regions.several:
-            self.watcher.end()
+            self.loop.watcher.end()
         call_s()  # measured before torch's tracers slow modules down
         me = self._seen_by_graphs()
         given = [example_inputs]  # AOTAutograd keeps what it is made with
@@ -231,7 +224,7 @@ class StepCompiler:
             backward_compiler=compile_backward,
             inference_compiler=lambda graph, _inputs: _inference(me, graph),
             partition=partition,
-            decompositions=torch_compat.decompositions() if self.fused else None,
+            decompositions=torch_compat.decompositions() if self.asked.fused else None,
         )
         try:
             with torch_compat.without_donated_buffers():
@@ -265,10 +258,6 @@ class StepCompiler:
         """Whether code is not captured any more, as that finds at each step what is known."""
         return len(self.again.get(code, ())) >= MOST_AGAIN
 
-    def slack_bytes(self, device: torch.device) -> int:
-        """How much larger blocks of what the model holds are than what lies in them."""
-        return self.slack.found(device, lambda: (*self.resident(), *self.optimizers.tensors()))
-
     def _captured_again(self, code: CodeType | None) -> None:
         if code is None or code.co_filename.startswith((_LIBRARY, _OWN)):
             return  # one code for all that is called through it
@@ -283,7 +272,7 @@ class StepCompiler:
         """Why a graph is not all of the model; ``None``: it is, as far as is known."""
         ended = torch_compat.break_of(module)
         line, inside = torch_compat.caller_of_captured(_OWN)
-        first = self.regions.called or not any(self.in_flight)  # where nobody tells of calls
+        first = self.regions.called or not any(self.loop.in_flight)  # where nobody tells of calls
         if ended is not None or (first and not inside):
             return ended
         return f"{line or 'its caller'}: what is called there {NOT_CAPTURED}"
@@ -298,7 +287,7 @@ class StepCompiler:
             CaptureError: something is.
         """
         self.regions.notices.why = self.regions.notices.why or broken
-        several = "in_flight=" if self.caller.in_flight > 1 else ""
+        several = "in_flight=" if self.asked.in_flight > 1 else ""
         asked = "plan=" if self.kept else several
         if asked:
             raise CaptureError(
@@ -322,14 +311,15 @@ class StepCompiler:
             together |= any(
                 plan_cache.planner.step.has_collectives for plan_cache in self.plan_caches
             )
-        if self.peers is None or not (together or self._first_step()):
+        if self.loop.peers is None or not (together or self._first_step()):
             return self._plan_cache_of(joint, example_inputs, output_count, None)
-        with self.peers.telling():
-            plan_cache = self._plan_cache_of(joint, example_inputs, output_count, self.peers)
+        peers = self.loop.peers
+        with peers.telling():
+            plan_cache = self._plan_cache_of(joint, example_inputs, output_count, peers)
         if together and self.regions.several:
             self.regions.together = True
             for own in self.plan_caches:
-                own.planner.bind(self.peers)
+                own.planner.bind(peers)
         return plan_cache
 
     def _caller(self) -> Caller:
@@ -340,7 +330,7 @@ class StepCompiler:
         first = None
         if self.plan_caches and not self.regions.several:
             first = self.plan_caches[0].planner.step.caller.outputs_bytes
-        return replace(self.caller, resident=self.resident(), outputs_bytes=first)
+        return replace(self.loop.caller, resident=self.loop.resident(), outputs_bytes=first)
 
     def _first_step(self) -> bool:
         """Whether what is captured is part of a step that all processes run."""
@@ -353,7 +343,7 @@ class StepCompiler:
         output_count: int,
         peers: Peers | None,
     ) -> PlanCache:
-        inputs = _real_inputs(joint, example_inputs)
+        inputs, asked = _real_inputs(joint, example_inputs), self.asked
         with torch_compat.without_autotuning():
             traced = CapturedStep(
                 joint,
@@ -363,16 +353,16 @@ class StepCompiler:
                 progress=self.progress,
                 places=_places(inputs, self.arguments()),
                 store=self.store,
-                fused=self.fused,
+                fused=asked.fused,
                 peers=peers,
                 model=self.model,
             )
             planner = Planner(
                 traced,
-                self.budget,
-                host=self.host,
-                exact=self.exact,
-                generators=self.generators,
+                self.loop.budget,
+                host=asked.host,
+                exact=asked.exact,
+                generators=asked.generators,
             )
             again = (own for own in self.plan_caches if own.planner.step.is_same(planner.step))
             known = next(again, None) if self.regions.several and peers is None else None
@@ -382,22 +372,16 @@ class StepCompiler:
             plan_cache = PlanCache.of(
                 planner,
                 joint,
-                [inputs.get(i) for i in range(len(torch_compat.primal_values(joint, ())))],
-                in_flight=self.in_flight,
-                watcher=self.watcher,
-                regions=self.regions,
-                optimizers=self.optimizers,
-                accumulate=self.caller.accumulate,
+                inputs,
+                self.regions,
                 output_count=output_count,
-                planning=self.planning,
                 kept=self.kept,
                 rehearse=self.dry and not planner.step.has_collectives,
-                spread_bytes=lambda: spread_gradient_bytes(self.resident()),
-                slack_bytes=lambda: self.slack_bytes(planner.step.device),
             )
         if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
-            plan_cache.know_overhead(self.overhead_s)
+            plan_cache.know_overhead(self.loop.overhead_s)
         self.plan_caches.append(plan_cache)
+        self.loop.planners.append(planner)
         self.regions.captured = True
         (self.latest,) = plan_cache.plans.values()
         return plan_cache
@@ -420,16 +404,24 @@ def _forward(
         if own.dry:
             raise PlannedOnly
         plan_cache = own.plan_caches[place]
-        results, own.latest = plan_cache.forward(args, ended_by=ended_by, on_new=own.on_new)
-        return results
+        step, run = plan_cache.begin(args, ended_by=ended_by)
+        try:
+            with torch_compat.without_autotuning():
+                results = list(run(args))
+        except BaseException as error:
+            abandon(args, error)
+            raise
+        own.latest = step.plan
+        return plan_cache.left(step, results)
 
     return torch_compat.boxed(forward)
 
 
 def _backward(args: list[Any]) -> Sequence[Any]:
     """The backward of whichever graph it is, as its step tells."""
-    plan_cache: PlanCache = Step.of(args[0]).plan.plan_cache
-    return plan_cache.backward(args)
+    step = Step.of(args[0])
+    plan_cache: PlanCache = step.plan.plan_cache
+    return plan_cache.backward(step, args)
 
 
 def _inference(
@@ -467,7 +459,7 @@ def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
         held = _Graph(step if torch_compat.saved_elsewhere() else None)
         torch_compat.before_backward(outputs, lambda: check_backward(settings, held))
         if step is not None:
-            step.plan.plan_cache.watcher.until_gone(held, step)
+            step.plan.plan_cache.loop.watcher.until_gone(held, step)
         return outputs
 
     return call

@@ -11,7 +11,7 @@ from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.schedules import Schedules
 from fxremat.planner.candidates import Candidate
-from fxremat.planner.context import RegionContext, StepContext
+from fxremat.planner.context import Correction, StepContext
 from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes
@@ -22,22 +22,14 @@ SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
 """Shares of what a region ever allocates, taken to be at the turn where plans are looked for."""
 
 
-def least_region_context(
-    planner: Planner, context: StepContext, host_bytes: int | None = None
-) -> RegionContext:
-    """The context of a region's call that is to leave least, whatever else that takes.
+def alone(context: StepContext, beside: Correction, host_bytes: int | None = None) -> StepContext:
+    """What a region's call finds, where all that is beside its graph is in ``beside``.
 
     Args:
-        planner: of its graph.
         context: what it finds.
+        beside: what is there beside it.
         host_bytes: of host memory, left for it; ``None``: as much as it takes.
     """
-    table = planner.step.at(context.sizes)[0].line.joint.storages
-    return RegionContext(0, sum(table.nbytes), 0, host_bytes)
-
-
-def alone(context: StepContext, beside: RegionContext) -> StepContext:
-    """What a call finds; all that is beside its graph is in ``beside``."""
     return replace(
         context,
         waiting=0,
@@ -45,15 +37,22 @@ def alone(context: StepContext, beside: RegionContext) -> StepContext:
         kept_bytes=0,
         state_bytes=0,
         spread_bytes=0,
-        beside=beside,
+        correction=beside,
+        region=True,
+        host_bytes=host_bytes,
     )
+
+
+def _own_bytes(planner: Planner, context: StepContext) -> int:
+    """All that a graph ever allocates."""
+    return sum(planner.step.at(context.sizes)[0].line.joint.storages.nbytes)
 
 
 def leaving_least(
     planner: Planner, context: StepContext, host_bytes: int | None = None
 ) -> StepContext:
-    """A call that is to leave least; arguments are those of :func:`least_region_context`."""
-    return alone(context, least_region_context(planner, context, host_bytes))
+    """A region's call that is to leave least, whatever else that takes; see :func:`alone`."""
+    return alone(context, Correction(turn_bytes=_own_bytes(planner, context)), host_bytes)
 
 
 def choices_of(planner: Planner, context: StepContext) -> tuple[Choice, ...]:
@@ -62,11 +61,13 @@ def choices_of(planner: Planner, context: StepContext) -> tuple[Choice, ...]:
 
     What travels in them is known to the planner from then on. The last one keeps everything.
     """
-    whole_bytes = least_region_context(planner, context).turn_bytes
+    own_bytes = _own_bytes(planner, context)
     found: dict[Choice, tuple[int, Candidate]] = {}
     for share in SHARES:
-        beside = RegionContext(0, int(share * whole_bytes), 0)
-        variants = planner.searched(replace(context, waiting_bytes=0, beside=beside))
+        beside = Correction(turn_bytes=int(share * own_bytes))
+        variants = planner.searched(
+            replace(context, waiting_bytes=0, correction=beside, region=True)
+        )
         for graph, variant in enumerate(variants):
             for candidate in variant.graded():
                 found.setdefault(_choice(variant, candidate), (graph, candidate))
@@ -120,10 +121,10 @@ def chosen_for(
         format_bytes(budget_bytes),
     )
     besides = (
-        RegionContext(
-            call.forward_bytes,
-            room - call.forward_bytes,
-            call.backward_bytes - call.forward_bytes,
+        Correction(
+            more_bytes=call.forward_bytes,
+            turn_bytes=room - call.forward_bytes,
+            left_bytes=call.backward_bytes - call.forward_bytes,
         )
         for call, room in zip(calls, knapsack.rooms(calls, found.chosen), strict=True)
     )

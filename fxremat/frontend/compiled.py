@@ -197,8 +197,8 @@ class CompiledModule(nn.Module):
         if runner is None:
             return asked, self._state.kept
         if runner.compiler.regions.several:  # a plan is one region's
-            return replace(asked, budget=runner.compiler.budget), None
-        return replace(asked, budget=runner.compiler.budget, kept=None), self.plans[0]
+            return replace(asked, budget=runner.compiler.loop.budget), None
+        return replace(asked, budget=runner.compiler.loop.budget, kept=None), self.plans[0]
 
 
 def _unsaved_loss(model: nn.Module) -> str:

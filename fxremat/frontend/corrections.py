@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from fxremat.errors import BudgetWarning
+from fxremat.frontend.loop import Loop
 from fxremat.frontend.pipeline import Planner
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 from fxremat.planner.context_bytes import SCALARS, ContextBytes
 from fxremat.report.plan import Plan
 from fxremat.runtime.profile import MemoryProfile
-from fxremat.runtime.steps import SCALAR_BYTES
+from fxremat.runtime.steps import SCALAR_BYTES, Step
 from fxremat.units import format_bytes
 
 LOG = logging.getLogger("fxremat")
@@ -32,31 +32,41 @@ class Corrections:
 
     Attributes:
         planner: of the plan cache.
-        planning: is held by whoever plans, or asks what would fit.
+        loop: around the model; ``planning`` is held by whoever asks what would fit.
         seen: what steps that were watched have taught, by sizes.
         several: of several steps at once, by kind of context.
         cleared: kinds whose gradients must be gone before the backward, or nothing fits.
         kept: kinds whose gradients were not.
+        changes: how often any of that has changed.
     """
 
     planner: Planner
-    planning: threading.RLock
+    loop: Loop
     seen: dict[Values, Correction] = field(default_factory=dict)
     several: dict[_Kind, Correction] = field(default_factory=dict)
     cleared: set[_Kind] = field(default_factory=set)
     kept: set[_Kind] = field(default_factory=set)
+    changes: int = 0
 
     @staticmethod
-    def of(planner: Planner, planning: threading.RLock) -> Corrections:
+    def of(planner: Planner, loop: Loop) -> Corrections:
         """Corrections of a plan cache that is new: those that other processes have learned."""
         if planner.together is not None:  # others may know of others
-            return Corrections(planner, planning)
+            return Corrections(planner, loop)
         known = planner.known_correction()
         seen = {planner.step.sizes.hints: known} if known != NO_CORRECTION else {}
-        return Corrections(planner, planning, seen)
+        return Corrections(planner, loop, seen)
 
     def applied(self, context: StepContext) -> StepContext:
-        """``context`` with the corrections that contexts like it have taught."""
+        """``context`` with the corrections that contexts like it have taught.
+
+        Where as many steps wait as may, and one of them is like this one, another will come while
+        this one waits: it leaves room for that at once.
+        """
+        if context.waiting >= self.planner.step.caller.in_flight:
+            waiting = self.loop.in_flight.waiting()
+            if any(step.context.kind == context.kind for step in waiting):
+                self._leave_room(context)
         correction = self._seen_at(context.sizes) | self.of_kind(context)
         cleared = context.kind in self.cleared
         if cleared or correction != NO_CORRECTION:
@@ -69,8 +79,39 @@ class Corrections:
 
     def teach(self, context: StepContext, correction: Correction) -> None:
         """Let steps in contexts of this kind be planned for ``correction`` too from now on."""
-        with self.planning:
+        with self.loop.planning:
             self.several[context.kind] = self.of_kind(context) | correction
+            self.changes += 1
+
+    def teach_waiting(self, context: StepContext) -> bool:
+        """Whether steps that wait could leave room for a further one; then they will."""
+        room_bytes = self.planner.room_bytes(context)
+        taught: list[tuple[Step, Corrections, Correction]] = []
+        for step in sorted(self.loop.in_flight, key=lambda step: step.number, reverse=True):
+            own: Corrections = step.plan.plan_cache.corrections
+            correction = own.of_kind(step.context) | Correction(room_bytes=room_bytes)
+            if not own.planner.fits(replace(step.context, correction=correction)):
+                return False
+            taught.append((step, own, correction))
+            room_bytes += step.held_bytes
+        for step, own, correction in taught:
+            own.teach(step.context, correction)
+        return bool(taught)
+
+    def _leave_room(self, context: StepContext) -> None:
+        known = self.of_kind(context)
+        if known.room_bytes:
+            return
+        room = Correction(room_bytes=self.planner.room_bytes(context))
+        if self.planner.fits(replace(context, correction=known | room)):
+            self.teach(context, room)
+
+    def take(self, seen: dict[Values, Correction]) -> None:
+        """Have steps that were watched taught just that, by sizes."""
+        with self.loop.planning:
+            if seen != self.seen:
+                self.seen = seen
+                self.changes += 1
 
     def are_watched(self, sizes: Values) -> bool:
         """Whether steps of these sizes may teach."""
@@ -82,14 +123,17 @@ class Corrections:
 
     def clear(self, context: StepContext) -> None:
         """Take gradients that calls in such contexts find to be gone before the backward."""
-        with self.planning:
+        with self.loop.planning:
             self.cleared.add(context.kind)
+            self.changes += 1
 
     def gradients_stayed(self, context: StepContext) -> None:
         """Note that gradients that a forward found were there when its backward began."""
-        with self.planning:
+        with self.loop.planning:
             self.kept.add(context.kind)
-            self.cleared.discard(context.kind)
+            if context.kind in self.cleared:
+                self.cleared.discard(context.kind)
+                self.changes += 1
         if context.cleared:
             more = sum(context.gradient_bytes(self.planner.step.joint))
             warn(
@@ -128,7 +172,7 @@ class Corrections:
         correction = _correction_of(seen, planned_bytes, around)
         peak_bytes = around.given_bytes - late_bytes + seen.peak_bytes
         over = peak_bytes - plan.budget_bytes
-        with self.planning:
+        with self.loop.planning:
             known = self._seen_at(context.sizes)
             if known | correction == known:
                 return peak_bytes
@@ -136,6 +180,7 @@ class Corrections:
             if over <= 0 and not self.planner.fits(taught, thorough=False):
                 return peak_bytes
             self.seen[context.sizes] = known | correction
+            self.changes += 1
         if context.sizes == self.planner.step.sizes.hints:
             self.planner.keep_correction(known | correction)
         told = _described(correction)

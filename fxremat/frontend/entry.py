@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
@@ -45,6 +47,8 @@ class Entry:
         dynamic: ``True``: symbols from the first call on; ``False``: never; ``None``: from the
             second size on, where what is computed can follow them.
         whole: it must be one graph.
+        failures: tells what is raised where it cannot be captured, before anything has run.
+        instead: is called with such an error and the arguments; ``None``: the error comes out.
     """
 
     def __init__(
@@ -54,10 +58,13 @@ class Entry:
         *,
         dynamic: bool | None,
         whole: bool,
+        failures: Callable[[], tuple[type[Exception], ...]] = torch_compat.capture_failures,
+        instead: Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
         self._dynamic = dynamic
         self._first: list[object] | None = None
         self._given = forward, backend, whole
+        self._failures, self._instead = failures, instead
         own, others = (torch_compat.with_code_of_its_own(forward) for _ in range(2))
         self._own = torch_compat.compile_function(
             own, backend, whole=whole, dynamic=dynamic is not False
@@ -67,16 +74,32 @@ class Entry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it, captured anew where it must be."""
-        if self._dynamic is False:
-            return self._own(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        sizes: list[object] = [t.shape for t in tensors]
-        sizes += [x for x in leaves if type(x) is int]
-        if self._first is None:
-            self._first = sizes
-        if sizes == self._first and not self._dynamic:
-            return self._own(*args, **kwargs)
+        try:
+            if self._dynamic is False:
+                return self._own(*args, **kwargs)
+            plain = not kwargs and all(type(x) is torch.Tensor for x in args)
+            leaves = args if plain else tree_leaves((args, kwargs))
+            tensors = args if plain else [x for x in leaves if isinstance(x, torch.Tensor)]
+            sizes: list[object] = [t.shape for t in tensors]
+            if not plain:
+                sizes += [x for x in leaves if type(x) is int]
+            if self._first is None:
+                self._first = sizes
+            if sizes == self._first and not self._dynamic:
+                return self._own(*args, **kwargs)
+            return self._of_other_sizes(tensors, args, kwargs)
+        except Exception as error:
+            if self._instead is None or not isinstance(error, self._failures()):
+                raise
+            failed = error
+        try:
+            return self._instead(failed, args, kwargs)
+        finally:
+            del failed  # this frame is its own
+
+    def _of_other_sizes(
+        self, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         # All sizes at once, not each as it is seen to change.
         vary = contextlib.nullcontext() if self._marked else torch_compat.sizes_vary(tensors)
         try:
@@ -98,6 +121,58 @@ class Entry:
         own = torch_compat.with_code_of_its_own(forward)
         self._own = torch_compat.compile_function(own, backend, whole=whole, dynamic=False)
         self._dynamic = False
+
+
+class SeparateCapture:
+    """A context in which modules are captured where their callers are not.
+
+    Calls of some are never part of their caller's graph. Those of torch's own containers, which
+    Dynamo passes by where it comes from code that it has left to Python, are then seen by it.
+
+    Their forwards are others in it, and their own again once nobody is in it any more.
+
+    Args:
+        model: whose containers are seen.
+        modules: of it, those that are never part of their caller's graph.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module] = ()) -> None:
+        self._forwards = {
+            module: torch_compat.seen(module.forward)
+            for module in model.modules()
+            if module is not model and torch_compat.is_passed_by(module)
+        }
+        self._forwards |= {
+            module: torch_compat.captured_separately(module.forward) for module in modules
+        }
+        self._before: dict[nn.Module, object] = {}
+        self._inside = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._forwards:
+            return
+        with self._lock:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            for module, forward in self._forwards.items():
+                if "forward" in vars(module):
+                    self._before[module] = vars(module)["forward"]
+                vars(module)["forward"] = forward
+
+    def __exit__(self, *_exc_info: object) -> None:
+        if not self._forwards:
+            return
+        with self._lock:
+            self._inside -= 1
+            if self._inside:
+                return
+            for module in self._forwards:
+                del vars(module)["forward"]
+            for module, forward in self._before.items():
+                vars(module)["forward"] = forward
+            self._before.clear()
 
 
 def _is_ours(found: object) -> bool:

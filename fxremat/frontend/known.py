@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from typing import Any
 
+from fxremat.frontend.agreed import Seen, agreed_profiles, agreed_step
 from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.ranks import Peers
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.context import RegionContext, StepContext
+from fxremat.planner.context import Correction, StepContext
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.solvers.knapsack import Call, Choice, peak_bytes
 
@@ -40,6 +43,9 @@ class Called:
         planner: of its graph.
         context: what it found, with nothing that steps before have shown.
         ended_by: the user's line after which the step leaves the graph, and why.
+        places: the known steps that it was taken for a call of, and its places in them.
+        parameters: that it reads, by ``id``.
+        compiled: what its forward has followed; ``None``: it has not ended.
         held_bytes: that its forward has left.
         back_bytes: what all calls held when its backward began; ``None``: it has not.
         profile: what was seen of it.
@@ -49,10 +55,17 @@ class Called:
     planner: Planner
     context: StepContext
     ended_by: str = ""
+    places: tuple[tuple[KnownStep, int], ...] = ()
+    parameters: tuple[int, ...] = ()
+    compiled: Any = None
     held_bytes: int = 0
     back_bytes: int | None = None
     profile: MemoryProfile | None = None
     times_s: list[float] = field(default_factory=list)
+
+    def remembered(self) -> Called:
+        """What is known of it once its step is over: no plan, nor what that holds."""
+        return Called(self.planner, self.context, self.ended_by)
 
     @property
     def key(self) -> Key:
@@ -101,7 +114,7 @@ class KnownStep:
     envelope: bool = False
     first_bytes: int = 0
     more_bytes: int = 0
-    besides: list[RegionContext] = field(default_factory=list)
+    besides: list[Correction] = field(default_factory=list)
     choices: tuple[Choice, ...] = ()
     there_bytes: int = 0
     least_bytes: int = 0
@@ -202,10 +215,23 @@ def _found_by(calls: Sequence[Called]) -> dict[int, set[frozenset[int]]]:
 
 
 class KnownSteps:
-    """The known steps of one model, the one that was watched last at the front."""
+    """The known steps of one model, the one that was watched last at the front.
 
-    def __init__(self) -> None:
+    Args:
+        peers: processes that run the same steps, and tell each other what they have seen;
+            ``None``: this one has nobody to tell.
+
+    Attributes:
+        elsewhere_bytes: that the process that has most has more than this one when a step begins.
+        has_news: the step before has taught this one something that it has not told.
+    """
+
+    def __init__(self, peers: Peers | None = None) -> None:
+        self.elsewhere_bytes = 0
+        self.has_news = False
+        self._peers = peers
         self._steps: list[KnownStep] = []
+        self._numbers: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[KnownStep]:
         return iter(self._steps)
@@ -234,6 +260,7 @@ class KnownSteps:
             profiles: of each.
             envelopes: they may be made.
         """
+        calls = [call.remembered() for call in calls]
         own = self.find(tuple(call.key for call in calls))
         if own is not None:
             own.see_again(profiles)
@@ -256,3 +283,67 @@ class KnownSteps:
             self.add(own)
             found.append(own)
         return found
+
+    def number(self, planner: Planner) -> None:
+        """A graph is called, for the first time or again: all processes number graphs alike."""
+        self._numbers.setdefault(id(planner), len(self._numbers))
+
+    def agree_with_any(self, there_bytes: int) -> None:
+        """Let all processes know of the latest step what any of them has seen of it.
+
+        Args:
+            there_bytes: what is there at the begin of the next one.
+        """
+        if self._peers is None:
+            return
+        own, latest = Seen(there_bytes), self.latest
+        if latest is not None:
+            own = replace(own, calls=self._described(latest.keys), profiles=latest.rows)
+        most = agreed_profiles(self._peers, own)
+        self.elsewhere_bytes = most.base_bytes - there_bytes
+        if latest is not None and most.profiles:
+            latest.see(most.profiles)
+
+    def agree_with_all(
+        self, before: Sequence[Called], called: Called, there_bytes: int, *, fits: bool
+    ) -> None:
+        """Know what all processes have seen, where all must go on alike and so know the same steps.
+
+        Where none has news, each of them only says so.
+
+        Args:
+            before: calls of the step before; what others have seen of it is taken over.
+            called: the first call of the step that begins.
+            there_bytes: what is there at its begin.
+            fits: plans that were chosen for steps that begin so leave room for that.
+
+        Raises:
+            RankError: other processes make other calls.
+        """
+        if self._peers is None:
+            return
+        keys = tuple(call.key for call in before)
+        latest = self.find(keys)
+        (begins,) = self._described((called.key,))
+        own = Seen(there_bytes, self._described(keys), begins=begins)
+        if self.has_news and latest is not None:
+            own = replace(own, profiles=latest.rows)
+        most = agreed_step(self._peers, own, settled=not self.has_news and fits)
+        self.has_news = False
+        if most is None:
+            return
+        self.elsewhere_bytes = most.base_bytes - there_bytes
+        for step in self:
+            step.besides = []
+        if most.profiles:
+            if latest is None:
+                latest = KnownStep(tuple(call.remembered() for call in before), [])
+                self.add(latest)
+            latest.see(most.profiles)
+
+    def _described(self, keys: Sequence[Key]) -> tuple[str, ...]:
+        """Calls as every process has them."""
+        return tuple(
+            f"{self._numbers[planner]} {values} {sorted(existing)}"
+            for planner, values, existing in keys
+        )

@@ -6,9 +6,8 @@ import contextlib
 import gc
 import itertools
 import logging
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,18 +19,18 @@ from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, agreed_corrections
 from fxremat.frontend.corrections import Corrections, warn, warn_counted
 from fxremat.frontend.emission import Emitted, Planned
-from fxremat.frontend.optimizers import Optimizers
+from fxremat.frontend.loop import Loop
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.context import Correction, StepContext
+from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import made_outputs, own_gradients
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.counted import Count
 from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_among, with_gradients
-from fxremat.runtime.profile import MemoryProfile, Watcher
-from fxremat.runtime.steps import InFlight, Step
+from fxremat.runtime.profile import MemoryProfile
+from fxremat.runtime.steps import Step
 from fxremat.units import format_bytes, format_seconds
 
 LOG = logging.getLogger("fxremat")
@@ -64,7 +63,7 @@ class Compiled:
     @property
     def plan(self) -> Plan:
         """The plan, for people: all that a step does not need is found when somebody asks."""
-        with self.plan_cache.planning:
+        with self.plan_cache.loop.planning:
             self.planned = self.planned.completed()
             return self.planned.plan
 
@@ -76,7 +75,7 @@ class Compiled:
             if values != tuple(n for _, n in self.planned.plan.sizes):
                 names = self.plan_cache.planner.step.sizes.named(values)
                 graphs = tuple(graph.at(names) for graph in graphs)
-            runs = self._runs = values, tuple(emitted(graph.forward) for graph in graphs)
+            runs = self._runs = values, tuple(graph.forward for graph in graphs)
         return runs[1]
 
 
@@ -86,101 +85,69 @@ class PlanCache:
 
     Attributes:
         planner: makes plans.
-        corrections: that its steps have taught.
-        in_flight: steps of the whole model whose backward has not run.
-        watcher: of one step of the whole model at a time.
-        regions: of the whole model.
-        optimizers: of the whole model.
-        accumulate: gradients exist at every call, or will.
+        loop: around the model.
+        regions: of the model.
         output_count: how many results of the forward go to its caller.
         gradients: primals that get a gradient, and which of the tensors that go in each is.
-        planning: is held by whoever plans, for any plan cache of the model.
+        passed: places of the backward's results that are inputs of the forward, and these.
+        corrections: that its steps have taught.
         plans: by context, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
-        overhead_s: what a step takes beside its calls.
-        spread_bytes: tells of gradients that exist of tensors that several processes share.
-        slack_bytes: tells by how much blocks of what is there are larger than what lies in them.
         calls: their numbers, from the first on; no two threads get the same.
-        passed: places of the backward's results that are inputs of the forward, and these.
     """
 
     planner: Planner
-    corrections: Corrections
-    in_flight: InFlight
-    watcher: Watcher
+    loop: Loop
     regions: Regions
-    optimizers: Optimizers
-    accumulate: bool
     output_count: int
     gradients: dict[int, int]
-    planning: threading.RLock
+    passed: dict[int, int]
+    corrections: Corrections
     plans: dict[StepContext, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
-    overhead_s: float = 0.0
-    spread_bytes: Callable[[], int] = int
-    slack_bytes: Callable[[], int] = int
-    passed: dict[int, int] = field(default_factory=dict)
     calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _own: frozenset[int] = frozenset()
     _made: tuple[int, ...] = ()
+    _without: tuple[int, ...] = ()  # primals that get no gradient
+    _latest: tuple[Any, StepContext, Compiled] | None = None  # and what was found at that call
 
     @staticmethod
     def of(
         planner: Planner,
         joint: fx.GraphModule,
-        values: Sequence[object],
-        *,
-        in_flight: InFlight,
-        watcher: Watcher,
+        inputs: Mapping[int, Tensor],
         regions: Regions,
-        optimizers: Optimizers,
-        accumulate: bool,
+        *,
         output_count: int,
-        planning: threading.RLock,
         kept: Plan | None = None,
         rehearse: bool = True,
-        spread_bytes: Callable[[], int] = int,
-        slack_bytes: Callable[[], int] = int,
     ) -> PlanCache:
         """The plan cache of a graph, with its first plan.
 
         Args:
             planner: makes plans.
             joint: the captured graph.
-            values: of its primals, where known.
-            in_flight: steps of the whole model.
-            watcher: of the whole model.
-            regions: of the whole model.
-            optimizers: of the whole model.
-            accumulate: a set of gradients is counted at every call.
+            inputs: values of its primals, where known.
+            regions: of the model, with the loop around it.
             output_count: how many results of the forward go to its caller.
-            planning: is held by whoever plans.
             kept: a plan that is followed, instead of making one.
             rehearse: let it be told what the step takes beside its calls.
-            spread_bytes: tells of gradients that exist of tensors that several processes share.
-            slack_bytes: tells by how much blocks of what is there are larger than what is in them.
 
         Raises:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
         """
-        gradients = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
-        corrections = Corrections.of(planner, planning)
         plan_cache = PlanCache(
             planner,
-            corrections,
-            in_flight,
-            watcher,
+            regions.loop,
             regions,
-            optimizers,
-            accumulate,
             output_count,
-            gradients,
-            planning,
-            spread_bytes=spread_bytes,
-            slack_bytes=slack_bytes,
-            passed=torch_compat.passed_primals(joint, forward_output_count=output_count),
+            torch_compat.differentiated_primals(joint, forward_output_count=output_count),
+            torch_compat.passed_primals(joint, forward_output_count=output_count),
+            Corrections.of(planner, regions.loop),
         )
-        context, _ = plan_cache._find(values, planner.step.sizes.hints)
+        values = [inputs.get(i) for i in range(len(torch_compat.primal_values(joint, ())))]
+        plan_cache._without = tuple(i for i in range(len(values)) if i not in plan_cache.gradients)
+        context = plan_cache._context_of(plan_cache._find(values, planner.step.sizes.hints)[0])
         if regions.several:
             context = regions.context_unknown(planner, context)
         planned = planner.first(context, kept=kept, rehearse=rehearse, least=regions.several)
@@ -191,134 +158,126 @@ class PlanCache:
 
     def know_overhead(self, seconds: float) -> None:
         """Let it be in all plans; no rehearsal stays, and with it no batch."""
-        self.overhead_s = seconds
         for compiled in self.plans.values():
             compiled.planned = compiled.planned.with_overhead(seconds)
 
-    def forward(
-        self,
-        args: list[Any],
-        *,
-        ended_by: str = "",
-        on_new: Callable[[Compiled], None] | None = None,
-    ) -> tuple[list[Any], Compiled]:
-        """Run the forward as planned for what this call finds.
+    def begin(
+        self, args: list[Any], *, ended_by: str = ""
+    ) -> tuple[Step, torch_compat.BoxedCallable]:
+        """A call of the graph begins, planned for what it finds.
 
         Args:
-            args: the primals; emptied.
+            args: the primals.
             ended_by: the user's line after which the step leaves the graph, and why.
-            on_new: is told of a plan that is made.
 
-        Returns the outputs and the step's token, and the plan.
+        Returns the step, and what runs its forward.
 
         Raises:
             BudgetError: no plan that was found fits; nothing has run.
         """
-        self.optimizers.watcher.end()
-        if not self.regions.several:
-            self.watcher.end()
+        loop, several, traced = self.loop, self.regions.several, self.planner.step
+        loop.optimizers.watcher.end()
+        if not several:
+            loop.watcher.end()
         number = next(self.calls)
         together = self.planner.together
         if together is not None and 1 < number <= AGREED:
-            self.corrections.seen = agreed_corrections(together, self.corrections.seen)
-        values = self.planner.step.sizes.values(args)
-        sizes = self._shaping(values)
-        compiled = None
-        while compiled is None:
-            context, leaves = self._find(args, sizes)
-            if self.regions.several:
-                if context.kept_bytes and self.regions.chooses(self.planner, context):
-                    gc.collect()  # what nobody can see any more
-                    context, leaves = self._find(args, sizes)
-                context, compiled = self._region(context, args, ended_by, on_new)
-                break
-            with contextlib.suppress(_LessHeldError):  # less each time
-                context, compiled = self._plan_for(context, on_new)
-        plan, arena = compiled.planned.plan, compiled.planned.graphs.arena
+            self.corrections.take(agreed_corrections(together, self.corrections.seen))
+        values = traced.sizes.values(args)
+        sizes = self._shaping(values) if values else values
+        context, compiled, leaves = self._plan_at(args, sizes, ended_by)
+        arena = compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
-        teaches = together is None or number < AGREED
-        if (
-            teaches
-            and not self.regions.several
-            and compiled.watches
-            and self.corrections.are_watched(sizes)
-        ):
-            compiled.watches -= self.watcher.begin(
-                self.planner.step.joint.device, lambda seen: _learn(context, compiled, seen)
-            )
-        forward, backward = compiled.at(values)
         count = None
-        if self.regions.several:
+        if several:
             self.regions.begin()
         else:
-            traced = self.planner.step
+            teaches = together is None or number < AGREED
+            if compiled.watches and teaches and self.corrections.are_watched(sizes):
+                compiled.watches -= loop.watcher.begin(
+                    traced.joint.device, lambda seen: _learn(context, compiled, seen)
+                )
             count = Count.begin(
-                traced.joint.device,
-                lambda: traced.given_bytes(context) - traced.late_bytes,
+                traced.joint.device, lambda: traced.given_bytes(context) - traced.late_bytes
             )
-        passed = {place: args[primal] for place, primal in self.passed.items()}
-        results = list(forward(args))
+        forward, backward = compiled.at(values)
+        step = Step(
+            compiled,
+            backward,
+            context=context,
+            leaves=leaves,
+            passed={place: args[primal] for place, primal in self.passed.items()},
+            count=count,
+            missing=self._missing(context, leaves),
+        )
+        return step, forward
+
+    def left(self, step: Step, results: list[Any]) -> list[Any]:
+        """A forward has run.
+
+        Args:
+            step: that :meth:`begin` has told of.
+            results: of the emitted forward.
+
+        Returns the outputs and the step's token.
+        """
         saved = results[self.output_count :]
         del results[self.output_count :]
         # Autograd makes the results lead to the step: it must not lead to them.
         returned = set(map(id, results))
         saved = [t.detach() if id(t) in returned else t for t in saved]
-        held_bytes = plan.waiting_bytes + self.planner.step.turn_bytes(context)
-        step = Step(
-            compiled,
-            backward,
-            saved,
-            [results[i] for i in self._made],
-            context=context,
-            held_bytes=held_bytes,
-            leaves=leaves,
-            passed=passed,
-            count=count,
-            missing=context.existing - with_gradients(leaves) if self.accumulate else frozenset(),
-        )
-        self.in_flight.add(step)
+        held_bytes = step.plan.planned.plan.waiting_bytes
+        held_bytes += self.planner.step.turn_bytes(step.context)
+        step.keep(saved, [results[i] for i in self._made], held_bytes=held_bytes)
+        self.loop.in_flight.add(step)
         if self.regions.several:
             self.regions.left(step)
         else:
-            self.watcher.left(step)
+            self.loop.watcher.left(step)
         results.append(step.token())
-        return results, compiled
+        return results
 
-    def backward(self, args: list[Any]) -> Sequence[Any]:
+    def backward(self, step: Step, args: list[Any]) -> Sequence[Any]:
         """Run the backward of a step.
 
         Args:
-            args: the step's token and the tangents; emptied.
+            step: of which.
+            args: its token and the tangents; emptied.
 
         Returns the gradients, by primal; ``None`` for those that are handed over.
 
         Raises:
             BackwardError: what the step needs is gone, or was written to.
         """
-        step = Step.of(args[0])
+        in_flight, watcher = self.loop.in_flight, self.loop.watcher
         self._back(step)
         gradients = Gradients(
             step.leaves,
             places=self.gradients,
             own=self._own,
             contributors=self.contributors,
-            others=any(other is not step for other in self.in_flight),
+            others=in_flight.has_others(step),
         )
         values: list[Any] = step.take()
         values.extend(args[1:])
         args.clear()
         values.append(gradients)
-        step.backward(values)
+        try:
+            with torch_compat.without_autotuning():
+                step.backward(values)
+        except BaseException as error:
+            abandon(values, error)
+            raise
         if self.regions.several:
             self.regions.done(step)
-        elif any(self.in_flight):
-            self.watcher.after(step)  # what follows is another step's
+        elif watcher.is_on and any(in_flight):
+            watcher.after(step)  # what follows is another step's
         returned = gradients.finish()
         if step.count is not None:
             self._counted(step, step.count.peak_bytes())
         if gradients.asked_for:
-            self.in_flight.returned(returned)
+            in_flight.returned(returned)
         if not step.passed:
             return returned
         return [step.passed.get(place, own) for place, own in enumerate(returned)]
@@ -326,9 +285,9 @@ class PlanCache:
     def _counted(self, step: Step, peak_bytes: int | None) -> None:
         """A step has ended; what the allocator tells of it, if that tells anything."""
         budget_bytes = step.plan.planned.plan.budget_bytes
-        if peak_bytes is None or peak_bytes <= budget_bytes or self.watcher.is_watching(step):
+        if peak_bytes is None or peak_bytes <= budget_bytes or self.loop.watcher.is_watching(step):
             return
-        if step.context.waiting or step.number != self.in_flight.latest:
+        if step.context.waiting or step.number != self.loop.in_flight.latest:
             return  # of several at once it tells of none
         step.plan.watches += 1
         warn_counted(peak_bytes, budget_bytes)
@@ -336,16 +295,16 @@ class PlanCache:
     def _back(self, step: Step) -> None:
         """Note what is there as a backward begins that was not when its forward ran."""
         if self.regions.several:
-            self.regions.back(step, self.in_flight)
+            self.regions.back(step, self.loop.in_flight)
         context: StepContext = step.context
         now = with_gradients(step.leaves)
-        if self.watcher.is_watching(step):
+        if self.loop.watcher.is_watching(step):
             gone = context.existing - now
             nbytes = [
                 replace(context, existing=those).gradient_bytes(self.planner.step.joint)
                 for those in (gone, gone & step.missing)
             ]
-            self.watcher.back(step, gone=nbytes[0], never=nbytes[1])
+            self.loop.watcher.back(step, gone=nbytes[0], never=nbytes[1])
         if self.regions.several:
             return
         if now & context.existing:
@@ -363,60 +322,92 @@ class PlanCache:
         shaping = self.planner.step.shaping
         return tuple(values[i] if i in shaping else hints[i] for i in range(len(values)))
 
+    def _missing(self, context: StepContext, leaves: Sequence[Tensor | None]) -> frozenset[int]:
+        if not self.loop.caller.accumulate:
+            return frozenset()
+        return context.existing - with_gradients(leaves)
+
     def _find(
         self, values: Sequence[object], sizes: Values
-    ) -> tuple[StepContext, list[Tensor | None]]:
-        """What a call with these primals finds, and the leaves among them that get gradients."""
-        waiting = list(self.in_flight)
-        made, accumulate = self.gradients, self.accumulate
-        alone = () if waiting else self.contributors.alone
+    ) -> tuple[tuple[Any, ...], list[Tensor | None]]:
+        """What a call with these primals finds, and the leaves among them that get gradients.
+
+        It is what a context begins with, in the order of its fields: cheaper to make and compare.
+        """
+        loop, made = self.loop, self.gradients
+        waiting = loop.in_flight.waiting()
         leaves = leaves_among(values)
-        existing, added = [], []
-        for primal, leaf in enumerate(leaves):
-            if leaf is None:
-                continue
-            there = leaf.grad is not None
-            if there or (accumulate and primal in made):
-                existing.append(primal)
-                if primal in made and (not there or (primal in alone and adds(leaf))):
-                    added.append(primal)
-            elif primal not in made:
+        for primal in self._without:
+            leaf = leaves[primal]
+            if leaf is not None and leaf.grad is None:
                 leaves[primal] = None
-        context = StepContext(
+        existing = with_gradients(leaves)
+        added: frozenset[int] = frozenset()
+        if loop.caller.accumulate:
+            existing |= {primal for primal in made if leaves[primal] is not None}
+        if existing:
+            alone = () if waiting else self.contributors.alone
+            own = ((primal, leaves[primal]) for primal in existing if primal in made)
+            added = frozenset(
+                primal
+                for primal, leaf in own
+                if leaf is not None and (leaf.grad is None or (primal in alone and adds(leaf)))
+            )
+        found = (
             sizes,
-            frozenset(existing),
-            frozenset(added),
+            existing,
+            added,
             len(waiting),
-            sum(step.held_bytes for step in waiting),
-            self.in_flight.kept_bytes(waiting),
-            self.optimizers.more_bytes,
+            sum([step.held_bytes for step in waiting]),
+            loop.in_flight.kept_bytes(waiting),
+            loop.optimizers.more_bytes,
             torch_compat.bucket_bytes(),
             self._workspace_bytes(),
-            0 if self.planner.together else self.slack_bytes(),  # which is each process's own
-            spread_bytes=self.spread_bytes() if self.passed else 0,
+            # Which is each process's own.
+            0 if self.planner.together else loop.slack_bytes(self.planner.step.device),
+            loop.spread_bytes() if self.passed else 0,
         )
-        with self.planning:
-            if self.regions.several:
-                return context, leaves
-            context = self.planner.shared_out(context)
-            many = len(waiting) >= self.planner.step.caller.in_flight
-            if many and any(step.context.kind == context.kind for step in waiting):
-                self._leave_room(context)
-            return self.corrections.applied(context), leaves
+        return found, leaves
+
+    def _context_of(self, found: tuple[Any, ...]) -> StepContext:
+        """The context of a call, with all that steps before have taught."""
+        context = StepContext(*found)
+        if self.regions.several:
+            return context
+        with self.loop.planning:
+            return self.corrections.applied(self.planner.shared_out(context))
+
+    def _plan_at(
+        self, args: Sequence[object], sizes: Values, ended_by: str
+    ) -> tuple[StepContext, Compiled, list[Tensor | None]]:
+        """The context of a call, the plan that it follows, and the leaves among its primals."""
+        found, leaves = self._find(args, sizes)
+        if self.regions.several:
+            context = self._context_of(found)
+            if context.kept_bytes and self.regions.chooses(self.planner, context):
+                gc.collect()  # what nobody can see any more
+                found, leaves = self._find(args, sizes)
+                context = self._context_of(found)
+            return *self._region(context, args, ended_by), leaves
+        latest = self._latest
+        if latest is not None and latest[0] == (found, self.corrections.changes):
+            return *latest[1:], leaves
+        while True:
+            changes = self.corrections.changes
+            with contextlib.suppress(_LessHeldError):  # less each time
+                context, compiled = self._plan_for(self._context_of(found))
+                break
+            found, leaves = self._find(args, sizes)
+        # Steps in flight may be of other kinds, or share the budget out anew.
+        alone = not context.waiting and self.loop.caller.in_flight == 1
+        stays = alone and self.plans.get(context) is compiled
+        self._latest = ((found, changes), context, compiled) if stays else None
+        return context, compiled, leaves
 
     def _workspace_bytes(self) -> int:
         """What libraries hold beyond what they did when the graph was captured."""
         step = self.planner.step
         return library_workspaces(step.device) - step.caller.library_bytes_on(step.device)
-
-    def _leave_room(self, context: StepContext) -> None:
-        """A step like this one still waits: a further one will come while this one does."""
-        known = self.corrections.of_kind(context)
-        if known.room_bytes:
-            return
-        room = Correction(room_bytes=self.planner.room_bytes(context))
-        if self.planner.fits(replace(context, correction=known | room)):
-            self.corrections.teach(context, room)
 
     def _new_plan(self, context: StepContext) -> tuple[StepContext, Planned]:
         """A plan for a context.
@@ -432,19 +423,19 @@ class PlanCache:
             return context, self.planner.again(context)
         except BudgetError as error:
             cleared = replace(context, cleared=True)
-            may_clear = not self.accumulate and self.corrections.may_clear(context)
+            may_clear = not self.loop.caller.accumulate and self.corrections.may_clear(context)
             if may_clear and self.planner.fits(cleared):
                 self.corrections.clear(context)
                 return cleared, self.planner.again(cleared)
             if context.waiting or context.kept_bytes:
                 torch_compat.drop_failed_backward()
                 gc.collect()  # what nobody can run backwards, or see, any more
-                waiting = list(self.in_flight)
+                waiting = list(self.loop.in_flight)
                 held_bytes = sum(step.held_bytes for step in waiting)
-                held_bytes += self.in_flight.kept_bytes(waiting)
+                held_bytes += self.loop.in_flight.kept_bytes(waiting)
                 if held_bytes < context.waiting_bytes + context.kept_bytes:
                     raise _LessHeldError from None
-            if not self._taught_waiting(context):
+            if not self.corrections.teach_waiting(context):
                 if self.planner.grown(error):
                     return context, self.planner.again(context)
                 raise self.planner.advised(error, context) from None
@@ -459,22 +450,6 @@ class PlanCache:
             "knowing of this one. From now on they leave room for it"
         )
         return context, planned
-
-    def _taught_waiting(self, context: StepContext) -> bool:
-        """Whether steps that wait could leave room for a further one; then they will."""
-        room = self.planner.room_bytes(context)
-        corrections: list[tuple[Step, Correction]] = []
-        for step in sorted(self.in_flight, key=lambda step: step.number, reverse=True):
-            plan_cache: PlanCache = step.plan.plan_cache
-            correction = plan_cache.corrections.of_kind(step.context) | Correction(room_bytes=room)
-            alone = replace(step.context, correction=correction)
-            if not plan_cache.planner.fits(alone):
-                return False
-            corrections.append((step, correction))
-            room += step.held_bytes
-        for step, correction in corrections:
-            step.plan.plan_cache.corrections.teach(step.context, correction)
-        return bool(corrections)
 
     def _as_good(self, context: StepContext) -> Compiled | None:
         """A plan for a call that found less and still fits, or one that recomputes nothing.
@@ -506,10 +481,9 @@ class PlanCache:
         context: StepContext,
         values: Sequence[object],
         ended_by: str,
-        on_new: Callable[[Compiled], None] | None,
     ) -> tuple[StepContext, Compiled]:
         """The plan for a call of one of several regions."""
-        with self.planning, self.regions.telling():
+        with self.loop.planning, self.regions.telling():
             found, known = self.regions.enter(self.planner, context, values, ended_by)
             compiled = self.plans.pop(found, None)
             if compiled is None:
@@ -522,10 +496,7 @@ class PlanCache:
                     self.regions.no_room()
                     found = self.regions.context_unknown(self.planner, context)
                     planned = self.planner.again(found, least=True)
-                compiled = Compiled(planned.with_overhead(self.overhead_s), self, found)
-                _tell(planned.plan)
-                if on_new is not None:
-                    on_new(compiled)
+                compiled = self._new(planned, found)
             self._keep(found, compiled)
             return found, compiled
 
@@ -534,19 +505,20 @@ class PlanCache:
             self.plans.pop(next(iter(self.plans)))
         self.plans[context] = compiled
 
-    def _plan_for(
-        self, context: StepContext, on_new: Callable[[Compiled], None] | None
-    ) -> tuple[StepContext, Compiled]:
+    def _new(self, planned: Planned, context: StepContext) -> Compiled:
+        compiled = Compiled(planned.with_overhead(self.loop.overhead_s), self, context)
+        _tell(planned.plan)
+        if self.loop.on_new is not None:
+            self.loop.on_new(compiled)
+        return compiled
+
+    def _plan_for(self, context: StepContext) -> tuple[StepContext, Compiled]:
         """The plan for a context, one that is there or a new one; and what it takes for true."""
-        with self.planning:
+        with self.loop.planning:
             compiled = self.plans.pop(context, None) or self._as_good(context)
             if compiled is None:
                 context, planned = self._new_plan(context)
-                planned = planned.with_overhead(self.overhead_s)
-                compiled = Compiled(planned, self, context)
-                _tell(planned.plan)
-                if on_new is not None:
-                    on_new(compiled)
+                compiled = self._new(planned, context)
                 if planned.plan.counted_bytes > (self.planner.budget.nbytes or 0):
                     return context, compiled  # for this time only
             self._keep(context, compiled)
@@ -561,7 +533,7 @@ def _learn(context: StepContext, compiled: Compiled, seen: MemoryProfile) -> Non
     given_bytes = plan_cache.planner.step.given_bytes(compiled.context)
     plan = compiled.planned.plan
     peak_bytes = plan_cache.corrections.learn(context, plan, given_bytes, seen)
-    with plan_cache.planning:
+    with plan_cache.loop.planning:
         if seen.taken_bytes is not None and peak_bytes != plan.measured_peak_bytes:
             plan = replace(compiled.planned.plan, measured_peak_bytes=peak_bytes)
             compiled.planned = replace(compiled.planned, plan=plan)
@@ -578,21 +550,15 @@ def _tell(plan: Plan) -> None:
     )
 
 
-def emitted(run: torch_compat.BoxedCallable) -> torch_compat.BoxedCallable:
-    """How an emitted graph is called: with the algorithms that were measured.
+def abandon(values: list[Any], error: BaseException) -> None:
+    """An emitted graph has raised: what it was computing is gone, whoever keeps the exception.
 
-    What it was computing is gone when it raises, whoever keeps the exception: a notebook keeps
-    the last one, and with its frames the activations and the host memory of a step that an
-    interrupt, or a device short of memory, has ended.
+    A notebook keeps the last one, and with its frames the activations and the host memory of a
+    step that an interrupt, or a device short of memory, has ended.
+
+    Args:
+        values: that it was called with; emptied.
+        error: that it has raised.
     """
-
-    def call(args: list[Any]) -> Sequence[Any]:
-        try:
-            with torch_compat.without_autotuning():
-                return run(args)
-        except BaseException as error:
-            args.clear()
-            traceback.clear_frames(error.__traceback__)
-            raise
-
-    return call
+    values.clear()
+    traceback.clear_frames(error.__traceback__)

@@ -1,14 +1,52 @@
-"""What an exception holds: a notebook keeps the last one, and with its frames their values."""
+"""Exceptions: what they hold, and what is said of a model that cannot be captured."""
 
 from __future__ import annotations
 
 import logging
+import re
 import traceback
+from pathlib import Path
+
+import torch
 
 from fxremat import torch_compat
-from fxremat.errors import FxrematError
+from fxremat.errors import CaptureError, FxrematError
 
 LOG = logging.getLogger("fxremat")
+
+_REMEDIES = (
+    (
+        "RNN, GRU, or LSTM",
+        "nn.RNN, nn.GRU and nn.LSTM are one call of a library, which cannot be cut: write the loop "
+        "over nn.RNNCell, nn.GRUCell or nn.LSTMCell. (Dynamo's allow_rnn crashes the process on a "
+        "CPU)",
+    ),
+    (
+        "backwards hooks",
+        "a full backward hook of an inner module cannot be captured: register it on the compiled "
+        "model itself, or a hook on a tensor",
+    ),
+    (
+        "`lock` context manager",
+        "what a model does under a lock in its first call alone is not captured after it: call "
+        "the model once before",
+    ),
+    ("Data-dependent branching", "let both branches be computed, and torch.where choose"),
+    (
+        "data-dependent expression",
+        "a number that is read from a tensor decides what is computed, as a BatchNorm of "
+        "momentum=None does: keep it a tensor, or a plain number",
+    ),
+)
+
+_DEFAULT = "fxremat plans whole steps: take what breaks the graph out of the forward"
+
+_EXPLANATION = re.compile(r"^ *Explanation: (.+)$", re.M)
+
+_FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n(?P<code>.*)$', re.M)
+
+MOST_LINES = 3
+"""Lines of the user's that a message names, the innermost ones."""
 
 
 class shortened:  # noqa: N801, a context manager; one of contextlib's would be a frame itself
@@ -43,3 +81,24 @@ def let_go(error: BaseException) -> None:
             found[id(error)] = error
             traceback.clear_frames(error.__traceback__)
             left += torch_compat.leading_to(error)
+
+
+def refused(model: torch.nn.Module, cause: BaseException) -> CaptureError:
+    """The error that tells of ``model``, which Dynamo could not capture for ``cause``."""
+    reason = str(cause).strip()
+    why = [reason.splitlines()[0], *_EXPLANATION.findall(reason)]
+    remedy = next((told for sign, told in _REMEDIES if sign in reason), _DEFAULT)
+    lines = [": ".join(why), *_lines_of(reason), remedy]
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured as one graph: " + "\n".join(lines)
+    )
+
+
+def _lines_of(reason: str) -> list[str]:
+    """The user's own lines that led there, once each."""
+    library = [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
+    found: dict[str, None] = {}
+    for frame in _FRAME.finditer(reason):
+        if not frame["file"].startswith(tuple(library)):
+            found[f'  File "{frame["file"]}", line {frame["line"]}: {frame["code"].strip()}'] = None
+    return list(found)[-MOST_LINES:]

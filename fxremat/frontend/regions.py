@@ -9,6 +9,7 @@ call beside what regions hold, and one plan for each is chosen together.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -21,19 +22,16 @@ import torch
 from fxremat import torch_compat
 from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, Chosen
-from fxremat.frontend.budget import Budget
 from fxremat.frontend.choices import alone, choices_of, chosen_for, leaving_least
 from fxremat.frontend.corrections import warn_counted
 from fxremat.frontend.known import Called, Key, KnownStep, KnownSteps
-from fxremat.frontend.news import News
+from fxremat.frontend.loop import Loop
 from fxremat.frontend.notices import Notices
 from fxremat.frontend.pipeline import Planner
-from fxremat.frontend.ranks import Peers
-from fxremat.frontend.walk import Ran, Walk, between, seen_profiles
-from fxremat.planner.context import RegionContext, StepContext
-from fxremat.runtime.arena import HostLimit
+from fxremat.frontend.walk import Walk, between, seen_profiles
+from fxremat.planner.context import Correction, StepContext
 from fxremat.runtime.counted import Count
-from fxremat.runtime.profile import MemoryProfile, Watcher, Whole
+from fxremat.runtime.profile import MemoryProfile
 from fxremat.runtime.steps import Step
 from fxremat.solvers.knapsack import Call, Choice
 
@@ -50,39 +48,30 @@ class Regions:
     """The regions of one model, the steps that run them, and the plans chosen for these.
 
     Attributes:
-        watcher: of the model's steps.
-        budget: what the peak of a step may reach.
-        settle_budget: is told what the budget means in bytes once that is known.
+        loop: around the model.
         notices: to the user of the model.
         several: steps are known to run several graphs.
         called: calls of the model are told.
         known: steps that were watched.
         parameters: that calls have read, by ``id``, where nobody tells of calls of the model.
         late_bytes: are left free beside what was seen: it may come, or go, at another moment.
-        host: what all of them keep to together of host memory; ``None``: nothing travels.
-        peers: processes that run the same steps, at least so many as they agree on.
         together: graphs have collectives: all processes must follow the same plans at all calls.
         steps: that have begun.
         captured: the step before has captured a graph: of that, circles are left that hold memory.
         latest: calls of the step that has followed plans chosen together last.
     """
 
-    watcher: Watcher
-    budget: Callable[[], Budget]
-    settle_budget: Callable[[Budget], None]
+    loop: Loop
     notices: Notices = field(default_factory=Notices)
     several: bool = False
     called: bool = False
-    known: KnownSteps = field(default_factory=KnownSteps)
+    known: KnownSteps = field(init=False)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     late_bytes: int = 0
-    host: HostLimit | None = None
-    peers: Peers | None = None
     together: bool = False
     steps: int = 0
     captured: bool = False
-    latest: list[Ran] = field(default_factory=list)
-    _news: News = field(init=False)
+    latest: list[Called] = field(default_factory=list)
     _watches: int = 1  # of steps to come, whatever they are
     _late_bytes: int = 0  # of collectives in graphs, likewise
     _before: Walk | None = None
@@ -91,7 +80,7 @@ class Regions:
     _walks: weakref.WeakKeyDictionary[Step, Walk] = field(default_factory=weakref.WeakKeyDictionary)
 
     def __post_init__(self) -> None:
-        self._news = News(self.peers)
+        self.known = KnownSteps(self.loop.peers)
 
     def call(self, device: torch.device, there_bytes: Callable[[], int]) -> None:
         """A call of the model begins, or goes on with a step whose backward has not begun.
@@ -121,17 +110,17 @@ class Regions:
         walk.open, walk.last = False, None
         if walk.calls and not walk.unknown:
             self.latest = walk.ran
-        if not walk.watched or not self.watcher.is_on:
+        if not walk.watched or not self.loop.watcher.is_on:
             return
         graph = _Graph()
-        self.watcher.close(graph)
+        self.loop.watcher.close(graph)
         torch_compat.before_each_backward(outputs, lambda: self._goes_back(graph, walk))
 
     def _goes_back(self, _graph: object, walk: Walk) -> None:
         """A backward begins where a call of the model has ended, in whatever thread."""
-        if self.watcher.is_on and not torch_compat.is_profiled():
+        if self.loop.watcher.is_on and not torch_compat.is_profiled():
             walk.unseen = "it runs in another thread than the forward"
-        torch_compat.after_backward(self.watcher.done)
+        torch_compat.after_backward(self.loop.watcher.done)
 
     def fail(self) -> None:
         """A call of the model has raised."""
@@ -175,7 +164,7 @@ class Regions:
                 self._begin_watch(walk, planner.step.joint.device)
         elif not walk.calls:  # what else was found, beside what the model holds
             walk.base_bytes += context.kept_bytes + sum(context.bucket_bytes)
-        self._news.number(planner)
+        self.known.number(planner)
         if not walk.calls:
             self._agree_on_begin(called, walk.base_bytes + context.waiting_bytes)
             walk.begin(self.known)
@@ -183,7 +172,7 @@ class Regions:
         self._watch(called, walk)
         walk.calls.append(called)
         read_by = tuple(id(p) for p in values if isinstance(p, torch.nn.Parameter))
-        walk.found = tuple(places), read_by
+        called.places, called.parameters = tuple(places), read_by
         if not places:
             walk.unknown = True
             return self.context_unknown(planner, context), False
@@ -194,13 +183,13 @@ class Regions:
             known.there_bytes + known.more_bytes + known.besides[place].more_bytes
             for known, place in places
         )
-        beside = RegionContext(
-            held_bytes - own_bytes + max(begins),
-            max(beside.turn_bytes for beside in besides),
-            max(beside.tangent_bytes for beside in besides),
-            self._host_bytes(max(known.later_host_bytes[place] for known, place in places)),
+        beside = Correction(
+            more_bytes=held_bytes - own_bytes + max(begins),
+            turn_bytes=max(beside.turn_bytes for beside in besides),
+            left_bytes=max(beside.left_bytes for beside in besides),
         )
-        return alone(context, beside), True
+        later_bytes = max(known.later_host_bytes[place] for known, place in places)
+        return alone(context, beside, self._host_bytes(later_bytes)), True
 
     def chooses(self, planner: Planner, context: StepContext) -> bool:
         """Whether a step that begins with this call has plans chosen anew, for what is there."""
@@ -216,7 +205,8 @@ class Regions:
     def no_room(self) -> None:
         """The call that was entered last does not fit where it was to: it leaves least."""
         self._now.walk.unknown = True
-        self._now.walk.found = (), ()
+        called = self._now.walk.calls[-1]
+        called.places, called.parameters = (), ()
 
     def _with_room(self, walk: Walk, called: Called) -> list[tuple[KnownStep, int]]:
         """Known steps that the one that goes on may be, and the call's places in them, each with
@@ -245,8 +235,8 @@ class Regions:
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
         """What fails in here, fails for all that must follow the same plans."""
-        if self.together and self.peers is not None:
-            return self.peers.telling()
+        if self.together and self.loop.peers is not None:
+            return self.loop.peers.telling()
         return contextlib.nullcontext()
 
     def context_unknown(self, planner: Planner, context: StepContext) -> StepContext:
@@ -271,11 +261,10 @@ class Regions:
         walk: Walk = self._now.walk
         walk.steps[step] = len(walk.calls) - 1
         self._walks[step] = walk
-        walk.calls[-1].held_bytes = step.held_bytes
-        walk.calls[-1].times_s.append(perf_counter())
-        peak_bytes = step.plan.planned.plan.predicted_peak_bytes
-        walk.ran.append(Ran(step.plan, *walk.found, step.held_bytes, peak_bytes))
-        self.watcher.left(step)
+        called = walk.calls[-1]
+        called.compiled, called.held_bytes = step.plan, step.held_bytes
+        called.times_s.append(perf_counter())
+        self.loop.watcher.left(step)
 
     def back(self, step: Step, in_flight: Iterable[Step]) -> None:
         """A backward begins, in whatever thread.
@@ -295,13 +284,13 @@ class Regions:
 
     def done(self, step: Step) -> None:
         """The backward of a region has ended."""
-        self.watcher.after(step)
+        self.loop.watcher.after(step)
         walk = self._walks.get(step)
         if walk is None:
             return
         walk.calls[walk.steps[step]].times_s.append(perf_counter())
         peak_bytes = walk.count.peak_bytes() if walk.count and not self.captured else None
-        budget_bytes = self.budget().nbytes
+        budget_bytes = self.loop.budget.nbytes
         if peak_bytes is not None and budget_bytes is not None and peak_bytes > budget_bytes:
             self._watches, walk.count = 2, None
             warn_counted(peak_bytes, budget_bytes)
@@ -309,17 +298,17 @@ class Regions:
     @property
     def _aside_bytes(self) -> int:
         """Bytes of the budget that are set aside for what this process did not see."""
-        return self.late_bytes + self._late_bytes + self._news.elsewhere_bytes
+        return self.late_bytes + self._late_bytes + self.known.elsewhere_bytes
 
     def _host_bytes(self, later_bytes: int = 0) -> int | None:
         """Host memory that a call may take beside what is lent and what later ones are to take."""
-        if self.host is None or self.host.nbytes is None:
+        if self.loop.host is None or self.loop.host.nbytes is None:
             return None
-        return max(0, self.host.nbytes - self.host.lent_bytes - later_bytes)
+        return max(0, self.loop.host.nbytes - self.loop.host.lent_bytes - later_bytes)
 
     @property
     def _much_bytes(self) -> float:
-        return MUCH * (self.budget().nbytes or 0)
+        return MUCH * (self.loop.budget.nbytes or 0)
 
     def _leaves_room(self, known: KnownStep, there_bytes: int) -> bool:
         """Whether plans were chosen for what is there when a step begins, or for little more."""
@@ -341,11 +330,11 @@ class Regions:
         if self.together and self._before is not None:
             now = [own for own in self.known if own.keys[:1] == (called.key,)]
             fit = [self._leaves_room(known, there_bytes + self._aside_bytes) for known in now]
-            self._news.of_all(
-                self.known, self._before, called, there_bytes, fits=bool(fit) and all(fit)
+            self.known.agree_with_all(
+                self._before.calls, called, there_bytes, fits=bool(fit) and all(fit)
             )
         elif 2 <= self.steps <= AGREED:
-            self._news.of_any(self.known, there_bytes)
+            self.known.agree_with_any(there_bytes)
 
     def _others_bytes(self, values: Sequence[object]) -> int:
         """Bytes of parameters that only other calls read, and of their gradients."""
@@ -357,11 +346,11 @@ class Regions:
 
     def _begin_watch(self, walk: Walk, device: torch.device) -> None:
         """Watch a step that begins, where it may teach."""
-        shared = self.peers is None or self.steps < AGREED  # what is seen, others learn
+        shared = self.loop.peers is None or self.steps < AGREED  # what is seen, others learn
         if not self._watches and not (shared and any(map(self._may_teach, self.known))):
             return
-        walk.watched = self.watcher.begin(
-            device, whole=lambda seen: self._learn(walk, seen), until_closed=self.called
+        walk.watched = self.loop.watcher.begin(
+            device, whole=functools.partial(self._learn, walk), until_closed=self.called
         )
         if not walk.watched:
             walk.unseen = "another profiler is on in its thread"
@@ -371,7 +360,7 @@ class Regions:
         if not known.envelope or not known.choices:
             return bool(known.watches) or known.envelope
         peak_bytes = known.there_bytes + known.planned_bytes
-        return bool(known.watches) or peak_bytes > NEAR * (self.budget().nbytes or 0)
+        return bool(known.watches) or peak_bytes > NEAR * (self.loop.budget.nbytes or 0)
 
     def _drop_failed(self) -> None:
         """Let what a step holds go that has raised, so that the next one has all room."""
@@ -398,7 +387,7 @@ class Regions:
         Raises:
             BudgetError: steps take more than the budget whatever their plans.
         """
-        self.watcher.end()
+        self.loop.watcher.end()
         if self.captured:
             gc.collect()
             self.captured = False
@@ -408,7 +397,7 @@ class Regions:
             self._before = walk
         if walk is not None:
             self._end(walk)
-        self.notices.refuse(self.budget())
+        self.notices.refuse(self.loop.budget)
         walk = self._now.walk = Walk()
         return walk
 
@@ -435,33 +424,32 @@ class Regions:
             called.profile = seen
 
         if walk.watched:
-            self.watcher.join(tell)
+            self.loop.watcher.join(tell)
 
-    def _learn(self, walk: Walk, seen: Whole) -> None:
-        """A step was watched, as far as it could be."""
-        if walk.failed or self.captured or not (seen.done or walk.calls):
+    def _learn(self, walk: Walk, first_bytes: int, peak_bytes: int, done: bool) -> None:
+        """A step was watched, as far as it could be: see :meth:`Watcher.begin`."""
+        if walk.failed or self.captured or not (done or walk.calls):
             return  # capturing measures, and that may be in the log
         base_bytes = (walk.base_bytes or 0) + sum(c.context.waiting_bytes for c in walk.calls[:1])
-        peak_bytes = base_bytes + seen.peak_bytes
-        if self.notices.peak(peak_bytes, self.budget(), walk):
+        if self.notices.peak(base_bytes + peak_bytes, self.loop.budget, walk):
             self._watches = 2  # as long as steps are over, they are watched
-        walk.done = seen.done
+        walk.done = done
         profiles = seen_profiles(walk)
         if profiles is None or not profiles:
             walk.unseen = walk.unseen or "their backwards had not ended when the next ones began"
             return
         if walk.unseen:
             self.notices.half_seen(walk)
-        self._news.learned = True
+        self.known.has_news = True
         followed = [known for known in walk.begun or walk.places if not walk.unknown]
         for known in self.known.learn(walk.calls, profiles, envelopes=not self.together):
-            known.first_bytes = max(known.first_bytes, seen.first_bytes)
-            known.seen_bytes = peak_bytes
+            known.first_bytes = max(known.first_bytes, first_bytes)
+            known.seen_bytes = base_bytes + peak_bytes
             if known in followed and known.choices:
                 explained_bytes = max(known.planned_bytes - known.more_bytes, *walk.planned_bytes())
-                known.more_bytes = max(known.more_bytes, seen.peak_bytes - explained_bytes)
+                known.more_bytes = max(known.more_bytes, peak_bytes - explained_bytes)
             there_bytes = self._aside_bytes + base_bytes
-            budget_bytes = self.budget().nbytes or 0
+            budget_bytes = self.loop.budget.nbytes or 0
             if not known.choices or there_bytes + known.planned_bytes > budget_bytes:
                 known.besides = []
 
@@ -478,10 +466,10 @@ class Regions:
         there_bytes += self._aside_bytes
         if self._leaves_room(known, there_bytes):
             return
-        if not known.choices and self.host is not None:
-            self.host.drop_idle()  # the first steps took it for plans that are not followed again
+        if not known.choices and self.loop.host is not None:
+            self.loop.host.drop_idle()  # first steps took it for plans that none follows again
         host_bytes = self._host_bytes()
-        if self.peers is None or not self.together:
+        if self.loop.peers is None or not self.together:
             found = self._chosen(known, there_bytes, host_bytes)
         else:
             made: list[Chosen] = []
@@ -490,8 +478,8 @@ class Regions:
                 made.append(self._chosen(known, there_bytes, host_bytes))
                 return made[0]
 
-            found = self.peers.follow("plans of regions", Chosen, make) or made[0]
-        self.settle_budget(replace(self.budget(), nbytes=found.budget_bytes, share=None))
+            found = self.loop.peers.follow("plans of regions", Chosen, make) or made[0]
+        self.loop.settle(replace(self.loop.budget, nbytes=found.budget_bytes, share=None))
         known.there_bytes, known.host_bytes = there_bytes, host_bytes
         known.least_bytes, known.full_bytes = found.least_bytes, found.full_bytes
         known.choices, known.besides = found.choices, list(found.besides)
@@ -505,7 +493,7 @@ class Regions:
         ]
         return chosen_for(
             calls,
-            self.budget(),
+            self.loop.budget,
             there_bytes=there_bytes + known.more_bytes,
             first_bytes=known.first_bytes,
             host_bytes=host_bytes,

@@ -20,24 +20,21 @@ from fxremat.errors import CaptureError, CostError, FxrematError
 from fxremat.frontend.agreed import agreed_arguments
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import PlannedOnly, RefusedError, StepCompiler
-from fxremat.frontend.entry import Backend, Entry
+from fxremat.frontend.entry import Backend, Entry, SeparateCapture
 from fxremat.frontend.losses import target_bytes
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
-from fxremat.frontend.raised import let_go, shortened
+from fxremat.frontend.raised import let_go, refused, shortened
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.refused import refused
 from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
-from fxremat.frontend.separate_capture import SeparateCapture
-from fxremat.frontend.store import Store
-from fxremat.frontend.surplus import LossNeeds, needs_of_loss, optimizer_bytes
+from fxremat.frontend.surplus import LossNeeds, needs_of_loss
 from fxremat.frontend.untouched import (
     attributes_replaced,
     generators_restored,
     hooks_of,
     in_training,
 )
-from fxremat.planner.context_bytes import Caller, model_bytes
-from fxremat.progress import CAPTURE, Progress, shown, silent
+from fxremat.planner.context_bytes import model_bytes
+from fxremat.progress import CAPTURE, shown, silent
 from fxremat.runtime import cuda_graph
 
 
@@ -76,11 +73,20 @@ class Runner:
         self._forward = forward_of(inner, unused)
         self._dynamic = dynamic
         self._must_be_whole = whole
-        self._whole = Entry(self._forward, Backend(compiler), dynamic=dynamic, whole=True)
+        self._whole = Entry(
+            self._forward,
+            Backend(compiler),
+            dynamic=dynamic,
+            whole=True,
+            failures=self._failures,
+            instead=self._not_whole,
+        )
         self._pieces: Entry | None = None
         self._hooks: list[dict[int, Any]] | None = None  # where it could not be captured whole
         self._tried: list[int] | None = None  # again, when there were so many hooks
-        self._run: Callable[..., Any] = self._captured if unused is None else self._planned
+        self._run: Callable[..., Any] = self._whole
+        if unused is not None or inner is not original:
+            self._run = self._captured if unused is None else self._planned
         if inner is not original:
             self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._run))
         self._regions = tuple(regions)
@@ -90,7 +96,7 @@ class Runner:
         self._device = device_of(original)
         # Dynamo keeps compiled code for longer than this lives.
         weakref.finalize(self, compiler.close).atexit = False
-        unwatch = compiler.optimizers.watch(original, self._device)
+        unwatch = compiler.loop.optimizers.watch(original, self._device)
         weakref.finalize(self, unwatch).atexit = False
 
     @staticmethod
@@ -145,17 +151,14 @@ class Runner:
         ):
             progress(CAPTURE)
             needs = _needs_of_loss(torch_compat.wrapped_by(model), call, asked, needs)
-            caller = Caller(
-                reserve_bytes=asked.reserve_bytes,
-                held_bytes=optimizer_bytes(asked.optimizer, model),
-                accumulate=asked.accumulate,
-                in_flight=asked.in_flight,
-                loss_bytes=needs.nbytes if needs else None,
-                loss_small_bytes=needs.small_bytes if needs else 0,
+            compiler = StepCompiler.of(
+                asked,
+                model,
+                progress,
+                peers=peers,
+                needs=needs,
                 target_bytes=target_bytes(asked.loss, model, call, device_of(model)),
-                budget_on=asked.budget_on,
             )
-            compiler = compiler_of(asked, caller, progress, peers)
             unused = needs.unused if needs else None
             if unused is not None:
                 unused = replace(unused, dropped=asked.drop_unused)
@@ -178,7 +181,7 @@ class Runner:
             if asked.kept is None and not compiler.regions.several:
                 assert compiler.latest is not None
                 first = compiler.latest.planned.plan
-                compiler.budget = replace(asked.budget, nbytes=first.budget_bytes, share=None)
+                compiler.loop.budget = replace(asked.budget, nbytes=first.budget_bytes, share=None)
             compiler.kept = None  # it is of this shape
         return runner
 
@@ -195,7 +198,8 @@ class Runner:
         """
         if self._hooks is None or self._tried == list(map(len, self._hooks)):
             return False
-        return self.compiler.peers is None and not any(self.compiler.in_flight)
+        loop = self.compiler.loop
+        return loop.peers is None and not any(loop.in_flight)
 
     def _planned(self, *args: Any, **kwargs: Any) -> Any:
         """What is captured, with outputs that have a gradient in the model's own."""
@@ -204,21 +208,24 @@ class Runner:
 
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
         """Call what is captured: as one graph, or in pieces once that could not be."""
-        if self._pieces is None:
-            try:
-                return self._whole(*args, **kwargs)
-            except self._failures() as error:  # before anything has run
-                failed = error
-            try:
-                why = self._why_not_whole(failed, Sample(args, kwargs))
-            finally:
-                del failed  # this frame is its own
-            self.compiler.refuse_parts(str(why))
-            self._hooks = hooks_of(self._inner)
-            self._capture_separately()
-            if not self.compiler.dry:
-                there = Sample(args, kwargs)
-                self.compiler.regions.call(self._device, lambda: self._there_bytes(there))
+        run = self._whole if self._pieces is None else self._in_pieces
+        return run(*args, **kwargs)
+
+    def _not_whole(self, failed: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model in pieces, as it could not be captured as one graph: nothing has run."""
+        compiler = self.compiler
+        try:
+            why = self._why_not_whole(failed, Sample(args, kwargs))
+        finally:
+            del failed  # this frame is its own
+        compiler.refuse_parts(str(why))
+        self._hooks = hooks_of(self._inner)
+        self._capture_separately()
+        if not compiler.dry:
+            compiler.regions.call(self._device, lambda: self._there_bytes(args, kwargs))
+        return self._in_pieces(*args, **kwargs)
+
+    def _in_pieces(self, *args: Any, **kwargs: Any) -> Any:
         if self.compiler.dry:
             raise PlannedOnly
         if self.compiler.no_symbols and self._dynamic is None:
@@ -231,7 +238,7 @@ class Runner:
         except RefusedError as refusal:
             raise refusal.error from None
 
-    def _failures(self) -> tuple[type[BaseException], ...]:
+    def _failures(self) -> tuple[type[Exception], ...]:
         """What may come up when it cannot be captured whole: where nothing runs, anything."""
         return (Exception,) if self.compiler.dry else torch_compat.capture_failures()
 
@@ -267,6 +274,8 @@ class Runner:
         self._separate = SeparateCapture(self._inner, self._regions)
         dynamic, compiler = self._dynamic, self.compiler
         self._pieces = Entry(self._forward, Backend(compiler), dynamic=dynamic, whole=False)
+        if self._run is self._whole:
+            self._run = self._in_pieces
 
     def run(
         self,
@@ -286,27 +295,28 @@ class Runner:
             BudgetError: this call needs more than the budget.
             CaptureError: new shapes or flags lead to code that cannot be captured.
         """
-        compiler, call = self.compiler, Sample(args, kwargs)
-        run = captured or self._run
-        compiler.resident = lambda: _resident(self.original, call)
+        compiler, loop, regions = self.compiler, self.compiler.loop, self.compiler.regions
+        loop.resident = lambda: _resident(self.original, args, kwargs)
         compiler.arguments = lambda: places_of(args, kwargs)
         try:
             if not compiler.dry:
-                compiler.regions.call(self._device, lambda: self._there_bytes(call))
-            outputs = run(*args, **kwargs)
-            if compiler.regions.several:
-                compiler.regions.returned(outputs)
-                compiler.in_flight.returned(tree_leaves(outputs))
+                regions.called = True
+                if regions.several:
+                    regions.call(self._device, lambda: self._there_bytes(args, kwargs))
+            outputs = (captured or self._run)(*args, **kwargs)
+            if regions.several:
+                regions.returned(outputs)
+                loop.in_flight.returned(tree_leaves(outputs))
             return outputs
         except torch_compat.capture_failures() as error:
             failed = error
         except BaseException as error:
             let_go(error)
-            compiler.regions.fail()
+            regions.fail()
             raise
         finally:
-            compiler.resident = compiler.arguments = tuple  # a batch must not outlive its step
-        failure = self._failure(failed, call)
+            loop.resident = compiler.arguments = tuple  # a batch must not outlive its step
+        failure = self._failure(failed, Sample(args, kwargs))
         try:
             let_go(failed)
             let_go(failure)
@@ -314,12 +324,11 @@ class Runner:
         finally:
             del failed, failure  # this frame is theirs
 
-    def _there_bytes(self, call: Sample) -> int:
+    def _there_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """What is there when a call begins."""
-        resident, compiler = _resident(self.original, call), self.compiler
-        nbytes = model_bytes(resident, compiler.caller, self._device)
-        nbytes += compiler.slack_bytes(self._device)
-        return nbytes + compiler.optimizers.more_bytes
+        loop = self.compiler.loop
+        nbytes = model_bytes(_resident(self.original, args, kwargs), loop.caller, self._device)
+        return nbytes + loop.slack_bytes(self._device) + loop.optimizers.more_bytes
 
     def _failure(self, error: BaseException, call: Sample) -> BaseException:
         """What really went wrong when ``call`` could not be captured."""
@@ -411,14 +420,7 @@ def _of_sharded(
     Calls of its modules gather them from other processes: none is made but the user's. What is
     gathered, or reduced, may go a moment later than in the steps that were watched.
     """
-    caller = Caller(
-        reserve_bytes=asked.reserve_bytes,
-        held_bytes=optimizer_bytes(asked.optimizer, model),
-        accumulate=asked.accumulate,
-        in_flight=asked.in_flight,
-        budget_on=asked.budget_on,
-    )
-    compiler = compiler_of(asked, caller, silent, peers)
+    compiler = StepCompiler.of(asked, model, peers=peers)
     compiler.refuse_parts("fully_shard has hooks around its modules")
     compiler.regions.late_bytes = torch_compat.late_bytes(model)
     runner = Runner(model, compiler, dynamic=asked.dynamic, regions=regions, whole=False)
@@ -442,26 +444,8 @@ def _with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     return found
 
 
-def compiler_of(
-    asked: Arguments, caller: Caller, progress: Progress, peers: Peers | None = None
-) -> StepCompiler:
-    """What plans steps as asked."""
-    return StepCompiler(
-        asked.budget,
-        caller,
-        progress,
-        host=asked.host,
-        exact=asked.exact,
-        fused=asked.executor == "inductor",
-        whole=asked.fullgraph,
-        kept=asked.kept,
-        store=Store.of_environment(),
-        peers=peers,
-        generators=asked.generators,
-    )
-
-
-def _resident(model: nn.Module, call: Sample) -> tuple[torch.Tensor, ...]:
-    arguments = tree_leaves((call.args, call.kwargs))
-    given = (value for value in arguments if isinstance(value, torch.Tensor))
+def _resident(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    given = (value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
     return (*torch_compat.tensors_of_module(model), *given)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fxremat.errors import PlanError
 from fxremat.frontend.capture import StepCompiler
-from fxremat.frontend.known import KnownStep
+from fxremat.frontend.known import Called, KnownStep
 from fxremat.frontend.notices import NOT_CAPTURED
 from fxremat.frontend.regions import Regions
-from fxremat.frontend.walk import Ran
 from fxremat.report.modules import block_of, common_module, named
 from fxremat.report.plan import Plan
 from fxremat.report.step_facts import RegionRow
@@ -58,7 +57,7 @@ def step_plan(regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepP
     there_bytes = known.there_bytes + known.more_bytes
     peak_bytes = max(there_bytes + known.first_bytes, *_peaks(rows, there_bytes))
     plans = [row.plan for row in rows]
-    budget = regions.budget()
+    budget = regions.loop.budget
     return StepPlan(
         budget=budget.written if isinstance(budget.written, (str, int)) else float(budget.written),
         budget_bytes=budget.nbytes or 0,
@@ -75,7 +74,7 @@ def step_plan(regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepP
     )
 
 
-def _followed(ran: Sequence[Ran]) -> tuple[KnownStep, list[int]] | None:
+def _followed(ran: Sequence[Called]) -> tuple[KnownStep, list[int]] | None:
     """The step that calls were taken for, and their places in it."""
     for known in dict(ran[0].places) if ran else ():
         places = [dict(call.places).get(known) for call in ran]
@@ -89,7 +88,7 @@ def _row(
     regions: Regions,
     known: KnownStep,
     place: int,
-    ran: Ran,
+    ran: Called,
     names: Mapping[int, str],
     *,
     is_last: bool,

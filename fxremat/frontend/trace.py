@@ -177,9 +177,9 @@ def _calls_noted(compiler: StepCompiler, clock: _Clock) -> Iterator[None]:
     try:
         for compiled in compiler.compiled:
             note(compiled)
-        compiler.on_new = note
+        compiler.loop.on_new = note
         yield
     finally:
-        compiler.on_new = None
+        compiler.loop.on_new = None
         for graph, name, call in calls:
             graph.call_by(name, call)

@@ -5,39 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from fxremat.frontend.known import Called, Key, KnownStep, Row
-from fxremat.report.plan import Plan
 from fxremat.runtime.counted import Count
 from fxremat.runtime.steps import Step
-
-
-class HasPlan(Protocol):
-    """What a call has followed."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan, for people."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A call that a step has made, for people.
-
-    Attributes:
-        compiled: what it followed.
-        places: the known steps that it was taken for a call of, and its places in them.
-        parameters: that it reads, by ``id``.
-        held_bytes: that its forward has left.
-        peak_bytes: of the step while it runs, as its plan predicts.
-    """
-
-    compiled: HasPlan
-    places: tuple[tuple[KnownStep, int], ...]
-    parameters: tuple[int, ...]
-    held_bytes: int
-    peak_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +29,6 @@ class Walk:
         count: of what it takes, where it is not watched.
         unseen: why nothing was learned from it.
         failed: a call of the model has raised: no further one goes on with it.
-        found: of the last call, its places in known steps and the parameters that it reads.
-        ran: calls whose forward has ended.
     """
 
     base_bytes: int | None = None
@@ -75,23 +44,21 @@ class Walk:
     count: Count | None = None
     unseen: str = ""
     failed: bool = False
-    found: tuple[tuple[tuple[KnownStep, int], ...], tuple[int, ...]] = ((), ())
-    ran: list[Ran] = field(default_factory=list)
 
     @property
-    def keys(self) -> tuple[Key, ...]:
-        """The keys of the step's calls so far."""
-        return tuple(call.key for call in self.calls)
+    def ran(self) -> list[Called]:
+        """Calls whose forward has ended."""
+        return [call for call in self.calls if call.compiled is not None]
 
     def planned_bytes(self) -> Iterator[int]:
         """Peak of each call that followed a plan, beyond what is there when the step begins.
 
         Plans have room for any of the steps that it may have been one of.
         """
-        for ran in self.ran:
-            if ran.places:
-                there_bytes = max(known.there_bytes + known.more_bytes for known, _ in ran.places)
-                yield ran.peak_bytes - there_bytes
+        for call in self.ran:
+            if call.places:
+                there_bytes = max(known.there_bytes + known.more_bytes for known, _ in call.places)
+                yield call.compiled.planned.plan.predicted_peak_bytes - there_bytes
 
     def begin(self, known: Iterable[KnownStep]) -> None:
         """Let it be compared with steps that are known."""

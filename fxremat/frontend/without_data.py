@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,7 +20,7 @@ from torch.nn import functional
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, FxrematError, SampleError
 from fxremat.frontend.outputs import Unused, forward_of
-from fxremat.frontend.refused import refused
+from fxremat.frontend.raised import refused
 from fxremat.frontend.sample import Sample, places_of
 from fxremat.frontend.untouched import attributes_replaced
 
@@ -164,13 +164,11 @@ def capture(
         with torch_compat.sizes_vary([t for _, t in places]):
             run(*sample.args, **sample.kwargs)
     except _CapturedError as error:
-        (found,) = error.args
-        return found
+        return cast("Captured", error.args[0])
     except torch_compat.capture_failures() as error:
         cause = torch_compat.failure_cause(error)
         if isinstance(cause, _CapturedError):
-            (found,) = cause.args
-            return found
+            return cast("Captured", cause.args[0])
         if isinstance(cause, FxrematError):
             raise cause from None
         raise refused(model, cause) from error

@@ -16,10 +16,13 @@ class Correction:
     """What earlier steps in like contexts needed beyond what was planned for.
 
     Attributes:
-        turn_bytes: at the turn, as by a loss outside the model.
+        turn_bytes: at the turn, as by a loss outside the model, or by what runs between the two
+            directions of a region.
         room_bytes: at the turn, too, by further steps.
-        left_bytes: from the turn to the end, gradients of the outputs included.
-        more_bytes: elsewhere.
+        left_bytes: from the turn to the end, gradients of the outputs included; of a region less
+            than none, where less is there in its backward than in its forward.
+        more_bytes: throughout; of a region less than none, where it is given what is counted as
+            held by an earlier one.
     """
 
     turn_bytes: int = 0
@@ -45,24 +48,6 @@ NO_CORRECTION = Correction()
 
 
 @dataclass(frozen=True, slots=True)
-class RegionContext:
-    """What is beside a call of one region of a step, as steps before have shown.
-
-    Attributes:
-        more_bytes: at its begin, beyond what is found otherwise; less than none where the call
-            is given what is counted as held by an earlier one.
-        turn_bytes: most from the end of its forward to its backward, beyond what it leaves.
-        tangent_bytes: more in its backward than in its forward, beyond what it leaves.
-        host_bytes: of host memory, left for it; ``None``: as much as it takes.
-    """
-
-    more_bytes: int
-    turn_bytes: int
-    tangent_bytes: int
-    host_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StepContext:
     """What is true at a call, beside what is true at every call of the graph.
 
@@ -78,12 +63,13 @@ class StepContext:
         workspace_bytes: of libraries, for threads and streams that ran no step when the graph was
             captured.
         slack_bytes: by how much blocks of what is there are larger than what lies in them.
-        others_bytes: of the budget, for steps that may wait beside those that do.
         spread_bytes: parts of gradients that exist, of tensors that several processes share.
+        others_bytes: of the budget, for steps that may wait beside those that do.
         correction: from earlier steps.
         cleared: the gradients that exist will be gone when the backward begins, as torch's own
             tutorial clears them.
-        beside: where the call is one region's.
+        region: the call is one of several of a step: ``correction`` has all that is beside it.
+        host_bytes: of host memory, left for it; ``None``: as much as it takes.
     """
 
     sizes: Values = ()
@@ -96,11 +82,12 @@ class StepContext:
     bucket_bytes: tuple[int, ...] = ()
     workspace_bytes: int = 0
     slack_bytes: int = 0
-    others_bytes: int = 0
     spread_bytes: int = 0
+    others_bytes: int = 0
     correction: Correction = NO_CORRECTION
     cleared: bool = False
-    beside: RegionContext | None = None
+    region: bool = False
+    host_bytes: int | None = None
 
     @property
     def kind(self) -> tuple[int, bool]:
@@ -114,7 +101,7 @@ class StepContext:
 
     def turn_bytes(self, base: ContextBytes) -> int:
         """What the step's own loss needs at the turn."""
-        if self.beside is not None:
+        if self.region:
             return 0  # it is none of the region's
         return max(base.turn_bytes, self.correction.turn_bytes)
 
@@ -134,7 +121,6 @@ class StepContext:
             + self.others_there_bytes
             + self.others_bytes
             + self.correction.more_bytes
-            + (self.beside.more_bytes if self.beside is not None else 0)
         )
 
     def around(self, base: ContextBytes, joint: JointGraph) -> ContextBytes:
@@ -148,8 +134,8 @@ class StepContext:
         more = (*gradients, *self.bucket_bytes, *filter(None, (self.workspace_bytes,)))
         held_bytes = max(base.tangent_bytes, self.correction.left_bytes)
         turn_bytes = self.turn_bytes(base)
-        if self.beside is not None:
-            turn_bytes, held_bytes = self.beside.turn_bytes, self.beside.tangent_bytes
+        if self.region:
+            turn_bytes, held_bytes = self.correction.turn_bytes, self.correction.left_bytes
         return replace(
             base,
             given_bytes=self.given_bytes(base, joint),
@@ -157,11 +143,12 @@ class StepContext:
             tangent_bytes=held_bytes - sum(gradients) * self.cleared,
             given_each_bytes=(*base.given_each_bytes, *more),
             added=frozenset() if self.cleared else self.added,
-            host_bytes=self.beside.host_bytes if self.beside is not None else None,
+            host_bytes=self.host_bytes,
         )
 
     def described(self, joint: JointGraph) -> tuple[tuple[str, int], ...]:
         """What is found and its bytes, for people."""
+        seen = NO_CORRECTION if self.region else self.correction
         named: Iterable[tuple[str, int]] = (
             ("gradients that exist", sum(self.gradient_bytes(joint))),
             (f"{self.waiting} steps that wait for their backward", self.waiting_bytes),
@@ -172,9 +159,9 @@ class StepContext:
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("workspaces of libraries for another thread or stream", self.workspace_bytes),
             ("blocks that are larger than what lies in them", self.slack_bytes),
-            ("what was seen between forward and backward", self.correction.turn_bytes),
-            ("further steps", self.correction.room_bytes),
-            ("what was seen to be left of that in the backward", self.correction.left_bytes),
-            ("what else was seen", self.correction.more_bytes),
+            ("what was seen between forward and backward", seen.turn_bytes),
+            ("further steps", seen.room_bytes),
+            ("what was seen to be left of that in the backward", seen.left_bytes),
+            ("what else was seen", seen.more_bytes),
         )
         return tuple((what, nbytes) for what, nbytes in named if nbytes)

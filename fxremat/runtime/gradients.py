@@ -103,8 +103,8 @@ class Gradients:
     """
 
     __slots__ = (
-        "__weakref__", "_contributors", "_early", "_expected", "_hooked", "_learned", "_leaves",
-        "_nodes", "_own", "_places", "_returned", "_task", "asked_for",
+        "__weakref__", "_contributors", "_early", "_expected", "_first", "_hooked", "_learned",
+        "_leaves", "_nodes", "_own", "_places", "_plain", "_returned", "_task", "asked_for",
     )  # fmt: skip
 
     def __init__(
@@ -118,11 +118,13 @@ class Gradients:
     ) -> None:
         self._leaves = leaves
         self._places = places
-        self._nodes = torch_compat.next_nodes()
+        self._nodes = nodes = torch_compat.next_nodes()
+        self._plain = torch_compat.all_accumulate(nodes)
         self._own = own
         self._contributors = contributors
         self._returned: list[Tensor | None] = [None] * len(leaves)
         self.asked_for = False
+        self._first: list[int] = []  # left to autograd, as no hook waits for them
         self._learned: dict[int, tuple[int, int]] = {}
         self._expected: dict[int, tuple[Tensor | None, int, bool]] = {}
         self._task = task = torch_compat.current_backward()
@@ -133,43 +135,38 @@ class Gradients:
 
     def give(self, made: dict[int, Tensor]) -> None:
         """Gradients, by primal."""
-        for primal, gradient in self._but_first_ones(made):
-            leaf = self._leaves[primal]
-            if leaf is None or not self._hand_over(primal, leaf, gradient):
-                self._returned[primal] = gradient
-
-    def _but_first_ones(self, made: dict[int, Tensor]) -> list[tuple[int, Tensor]]:
-        """Those that are left when first gradients are in ``.grad`` where no hook follows.
-
-        The usual case of :meth:`_hand_over`, for all in one go: hundreds of them are a step's.
-        """
-        if not self._early:
-            return list(made.items())
-        rest = []
-        alone, own, expected = self._contributors.alone, self._own, self._expected
-        with _accumulating:
-            for primal, gradient in made.items():
-                leaf = self._leaves[primal]
-                if (
-                    leaf is not None
-                    and primal in alone
-                    and primal in own
-                    and not leaf._post_accumulate_grad_hooks
-                    and takes(leaf, gradient)
-                    and torch_compat.will_accumulate(self._nodes[self._places[primal]])
-                ):
-                    leaf.grad = gradient
-                    expected[primal] = gradient, gradient._version, False
-                else:
-                    rest.append((primal, gradient))
-        return rest
+        leaves, returned, plain = self._leaves, self._returned, self._plain
+        for primal, gradient in made.items():
+            leaf = leaves[primal]
+            if leaf is not None:
+                if plain and leaf.grad is None and not leaf._post_accumulate_grad_hooks:
+                    self._first.append(primal)  # handed over it would stay as well
+                elif self._hand_over(primal, leaf, gradient):
+                    continue
+            returned[primal] = gradient
 
     def finish(self) -> list[Tensor | None]:
         """What autograd gets, by primal."""
+        returned, self._returned = self._returned, []
+        if self._early:
+            self._note_first(returned)
         if self._learned or self._expected:
             torch_compat.after_backward(self._check)
-        returned, self._returned = self._returned, []
         return returned
+
+    def _note_first(self, returned: Sequence[Tensor | None]) -> None:
+        """Note where first gradients lie: autograd lets just these be in ``.grad`` where the leaf
+        gets no others.
+        """
+        alone, joined = self._contributors.alone, self._contributors.joined
+        leaves, own, learned = self._leaves, self._own, self._learned
+        for primal in self._first:
+            gradient: Any = returned[primal]
+            if primal not in alone:
+                leaf: Any = leaves[primal]
+                if primal in joined or primal not in own or not takes(leaf, gradient):
+                    continue
+            learned[primal] = gradient.data_ptr(), gradient._version
 
     def _hand_over(self, primal: int, leaf: Tensor, gradient: Tensor) -> bool:
         """Whether the gradient needs no returning."""
@@ -219,17 +216,16 @@ class Gradients:
 
     def _learn(self, primal: int) -> None:
         """Autograd has accumulated: was it just what was returned?"""
-        made, now = self._learned.pop(primal, None), self._gradient_of(primal)
-        if made is None or now is None:
+        made, leaf = self._learned.pop(primal, None), self._leaves[primal]
+        now = None if leaf is None else leaf.grad
+        if made is None or leaf is None or now is None:
             return
-        if (now.data_ptr(), now._version) == made:
+        if now.data_ptr() == made[0] and now._version == made[1]:
             self._contributors.alone.add(primal)
+        elif leaf._backward_hooks:  # which may have made another of it
+            self._contributors.alone.discard(primal)
         else:
             self._contributors.join(primal)
-
-    def _gradient_of(self, primal: int) -> Tensor | None:
-        leaf = self._leaves[primal]
-        return None if leaf is None else leaf.grad
 
     def _check(self) -> None:
         """The backward has ended: nothing else must have been added to what was handed over.
@@ -240,12 +236,19 @@ class Gradients:
             BackwardError: something was, after the leaf's own hooks had run.
         """
         _unhook(self._hooked)
-        for primal in list(self._learned):
-            self._learn(primal)
+        alone, learned = self._contributors.alone, self._learned
+        for primal, (place, version) in list(learned.items()):
+            leaf: Any = self._leaves[primal]
+            now = leaf.grad
+            as_before = now is not None and now.data_ptr() == place and now._version == version
+            if not as_before or primal not in alone:
+                self._learn(primal)
+        learned.clear()
         handed_over, self._expected = self._expected, {}
         while handed_over:
             primal, (expected, version, hooked) = handed_over.popitem()
-            now = self._gradient_of(primal)
+            leaf = self._leaves[primal]
+            now = leaf.grad
             if now is expected and (now is None or now._version == version):
                 continue
             self._contributors.join(primal)

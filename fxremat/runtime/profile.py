@@ -55,21 +55,6 @@ class MemoryProfile:
         return max(self.forward_bytes, self.turn_bytes, self.backward_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Bytes that a step had allocated, over those at its begin.
-
-    Attributes:
-        first_bytes: most before its first call.
-        peak_bytes: most until the last of its backwards had ended.
-        done: a backward was seen to end.
-    """
-
-    first_bytes: int
-    peak_bytes: int
-    done: bool
-
-
 @dataclass(slots=True)
 class _Watched:
     """One call.
@@ -101,7 +86,7 @@ class Watcher:
         self._thread: threading.Thread | None = None
         self._calls: list[_Watched] = []
         self._on_cuda = False
-        self._tell_whole: Callable[[Whole], None] | None = None
+        self._tell_whole: Callable[[int, int, bool], None] | None = None
         self._graphs = 0  # of the step that are there
         self._open = False  # further ones may come
 
@@ -110,7 +95,7 @@ class Watcher:
         device: torch.device,
         tell: Callable[[MemoryProfile], None] | None = None,
         *,
-        whole: Callable[[Whole], None] | None = None,
+        whole: Callable[[int, int, bool], None] | None = None,
         until_closed: bool = False,
     ) -> bool:
         """Watch a step that begins; whether that can be.
@@ -118,7 +103,9 @@ class Watcher:
         Args:
             device: of the step.
             tell: is told what was seen of its call, when it ends; ``None``: none begins yet.
-            whole: is told of all calls together, after each was told of.
+            whole: is told of the step, after of each call: bytes that it had allocated over those
+                at its begin, most before its first call, and most until the last of its backwards
+                had ended; and whether that was seen.
             until_closed: it goes on at least until :meth:`close`, though graphs of it are gone.
         """
         if self._thread is not None and not self._thread.is_alive():
@@ -216,7 +203,7 @@ class Watcher:
 
     def end(self) -> None:
         """Tell what was seen, if something is watched in this thread."""
-        if not self._is_here():
+        if self._log is None or not self._is_here():
             return
         log, self._log = self._log, None
         assert log is not None
@@ -227,7 +214,7 @@ class Watcher:
         for place, call in enumerate(calls):
             call.tell(_profile_of(events, place))
         if tell_whole is not None:
-            tell_whole(_whole(events))
+            tell_whole(*_whole(events))
 
     def _lives(self, graph: object) -> None:
         self._graphs += 1
@@ -291,8 +278,8 @@ def _with_unseen(events: _Events, gone: Sequence[Sequence[int]]) -> _Events:
     return found
 
 
-def _whole(events: _Events) -> Whole:
-    """What all of a step had allocated."""
+def _whole(events: _Events) -> tuple[int, int, bool]:
+    """What all of a step had allocated: see :meth:`Watcher.begin`."""
     now = most = first = peak = 0
     begun = done = False
     for mark, change in events:
@@ -302,7 +289,7 @@ def _whole(events: _Events) -> Whole:
         first = first if begun else most
         if mark == DONE and not change:
             done, peak = True, most
-    return Whole(first, peak if done else most, done)
+    return first, peak if done else most, done
 
 
 def _profile_of(events: _Events, place: int) -> MemoryProfile:

@@ -45,23 +45,22 @@ def latest_step() -> Step | None:
 
 
 class Step:
-    """What a forward leaves for its backward.
+    """A forward that runs, and what it leaves for its backward.
 
     Args:
         plan: whose graphs run.
         backward: the one of them that is to come.
-        context: in which the forward ran.
-        saved: what the backward graph takes first; tensors.
-        outputs: what the forward returns to its caller, which may hold it for long.
-        held_bytes: device memory of all that, beside what others hold.
+        context: in which the forward runs.
+        leaves: by primal, whose gradients it computes.
         passed: what the backward returns as it is, by place among the gradients.
         count: of what it takes, where that is counted.
         missing: primals whose gradient is planned for as if it were there, and is not.
 
     Attributes:
-        plan, backward, context, held_bytes, passed, count, missing: as given.
-        number: larger for later ones.
-        leaves: by primal, whose gradients it computes.
+        plan, backward, context, leaves, passed, count, missing: as given.
+        number: larger for later ones; -1 until the forward has ended.
+        outputs: storages that the forward has made for its caller, which may hold them for long.
+        held_bytes: device memory of what it has saved and returned, beside what others hold.
     """
 
     __slots__ = (
@@ -84,11 +83,8 @@ class Step:
         self,
         plan: Any,
         backward: Callable[[list[Any]], object],
-        saved: list[Tensor],
-        outputs: Sequence[object],
         *,
         context: Any,
-        held_bytes: int,
         leaves: Sequence[Any],
         passed: Mapping[int, object] = MappingProxyType({}),
         count: Count | None = None,
@@ -99,12 +95,24 @@ class Step:
         self.missing = missing
         self.backward = backward
         self.context = context
-        self.held_bytes = held_bytes
         self.leaves = leaves
         self.passed = passed
-        self._saved: list[Tensor] | None = saved
-        self._versions = torch_compat.versions_of(saved)
+        self.number = -1
+        self.outputs: list[torch_compat.StorageAlive] = []
+        self.held_bytes = 0
+        self._saved: list[Tensor] | None = None
+
+    def keep(self, saved: list[Tensor], outputs: Iterable[object], *, held_bytes: int) -> None:
+        """The forward has ended.
+
+        Args:
+            saved: what the backward graph takes first.
+            outputs: what the forward returns.
+            held_bytes: device memory of all that, beside what others hold.
+        """
+        self._saved, self._versions = saved, torch_compat.versions_of(saved)
         self.outputs = [torch_compat.StorageAlive(t) for t in outputs if isinstance(t, Tensor)]
+        self.held_bytes = held_bytes
         self.number = next(_numbers)
         _by_number[self.number] = self
         _latest.step = weakref.ref(self)
@@ -154,14 +162,15 @@ class Step:
                 "saved is gone: call backward(retain_graph=True) the first time"
             )
         versions = torch_compat.versions_of(saved)
-        for tensor, version, now in zip(saved, self._versions, versions, strict=True):
-            if now != version:
-                raise BackwardError(
-                    "one of the variables needed for gradient computation has been modified by "
-                    f"an inplace operation: a tensor of shape {tuple(tensor.shape)} and "
-                    f"{tensor.dtype} that the backward of a compiled step reads is at version "
-                    f"{now}, its forward left it at {version}. Write to it after the backward"
-                )
+        if versions != self._versions:
+            each = zip(saved, self._versions, versions, strict=True)
+            tensor, version, now = next(one for one in each if one[1] != one[2])
+            raise BackwardError(
+                "one of the variables needed for gradient computation has been modified by "
+                f"an inplace operation: a tensor of shape {tuple(tensor.shape)} and "
+                f"{tensor.dtype} that the backward of a compiled step reads is at version "
+                f"{now}, its forward left it at {version}. Write to it after the backward"
+            )
         if torch_compat.keeps_graph():
             return list(saved)
         self._saved = None
@@ -206,8 +215,16 @@ class InFlight:
             self._outputs += [(-1, alive) for alive in made if alive.key not in known]
 
     def __iter__(self) -> Iterator[Step]:
+        return iter(self.waiting())
+
+    def waiting(self) -> list[Step]:
+        """The steps, the one that began first at the front."""
         steps = [found() for found in list(self._steps.values())]
-        return iter([step for step in steps if step is not None and step.waits])
+        return [step for step in steps if step is not None and step.waits]
+
+    def has_others(self, step: Step) -> bool:
+        """Whether a step beside this one waits for its backward."""
+        return len(self._steps) > 1 and any(other is not step for other in self.waiting())
 
     def kept_bytes(self, waiting: Iterable[Step]) -> int:
         """Of outputs that somebody holds, of steps that are not ``waiting``.
@@ -215,6 +232,8 @@ class InFlight:
         One number of the latest step does not count: a loop's variable holds its last loss
         until it has the next, and every plan has room for that.
         """
+        if not self._outputs:
+            return 0
         counted = {step.number for step in waiting}
         with self._lock:
             self._outputs = [(number, alive) for number, alive in self._outputs if alive]

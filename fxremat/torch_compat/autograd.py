@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 
-def before_backward(outputs: object, check: Callable[[], None]) -> None:
+def before_backward(outputs: Iterable[object], check: Callable[[], None]) -> None:
     """Call ``check`` right before each backward of a compiled step, in its thread.
 
     Gradients are enabled there exactly if the backward is to be differentiated.
-    """
-    from torch.utils._pytree import tree_leaves  # noqa: PLC0415
 
-    for leaf in tree_leaves(outputs):
+    Args:
+        outputs: of the compiled graph.
+        check: is called.
+    """
+    for leaf in outputs:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             node: Any = leaf.grad_fn
             while node and "CompiledFunction" not in node.name():
@@ -86,6 +88,18 @@ def will_accumulate(node: Any) -> bool | None:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return None
+
+
+def all_accumulate(nodes: Iterable[Any]) -> bool:
+    """Whether the backward that runs goes on to all nodes, as it does where nobody named inputs.
+
+    Args:
+        nodes: ``None`` among them is none.
+    """
+    try:
+        return all(map(torch._C._will_engine_execute_node, filter(None, nodes)))
+    except RuntimeError:
+        return False
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

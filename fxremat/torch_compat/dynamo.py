@@ -352,7 +352,7 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-def capture_failures() -> tuple[type[BaseException], ...]:
+def capture_failures() -> tuple[type[Exception], ...]:
     """Types of errors that Dynamo raises when a model cannot be captured as one graph."""
     from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415
 

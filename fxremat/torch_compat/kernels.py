@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,21 +43,21 @@ _PRECISIONS = (
 )  # fmt: skip
 
 
-@contextlib.contextmanager
-def without_autotuning() -> Iterator[None]:
+class without_autotuning:  # noqa: N801, a context manager; one of contextlib's takes a microsecond
     """No trying out of algorithms (``torch.backends.cudnn.benchmark``) inside.
 
     It takes workspaces of any size, anew in each thread, and what is computed again may take
     another algorithm than the first time.
     """
-    if not torch.backends.cudnn.benchmark:
-        yield
-        return
-    torch._C._set_cudnn_benchmark(False)
-    try:
-        yield
-    finally:
-        torch._C._set_cudnn_benchmark(True)
+
+    def __enter__(self) -> None:
+        self._was_on = torch._C._get_cudnn_benchmark()
+        if self._was_on:
+            torch._C._set_cudnn_benchmark(False)
+
+    def __exit__(self, *_raised: object) -> None:
+        if self._was_on:
+            torch._C._set_cudnn_benchmark(True)
 
 
 def clear_library_workspaces() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -41,12 +42,11 @@ class StorageAlive:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        from torch.multiprocessing.reductions import StorageWeakRef  # noqa: PLC0415
-
+        storage: Any = tensor.untyped_storage()
         make: Any = StorageWeakRef
-        self._reference = make(tensor.untyped_storage())
-        self.nbytes = tensor.untyped_storage().nbytes()
-        self.key = storage_key(tensor)
+        self._reference = make(storage)
+        self.nbytes: int = storage.nbytes()
+        self.key: int = storage._cdata
 
     def __bool__(self) -> bool:
         return not self._reference.expired()

@@ -6,6 +6,7 @@ import inspect
 import io
 import pickle
 import re
+import sys
 import threading
 import traceback
 import types
@@ -503,6 +504,26 @@ def test_sizes_of_one_model_say_nothing_of_another():
     """Dynamo remembers by file, line and name which sizes were seen to vary."""
     assert not fxremat.compile(Net(), X, 1.0).plan.sizes
     assert not fxremat.compile(Net(), X[:32], 1.0).plan.sizes
+
+
+def test_few_frames_lie_between_a_call_and_emitted_code(pair):
+    _, call = pair
+    package, counts = str(Path(fxremat.__file__).parent), []
+
+    def counted(run: Callable[..., object]) -> Callable[..., object]:
+        def stage(args: list[object]) -> object:
+            frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+            counts.append(sum(f.f_code.co_filename.startswith(package) for f in frames))
+            return run(args)
+
+        return stage
+
+    forward = call._compiler.latest.planned.graphs.forward
+    for name, run in list(forward.calls()):
+        forward.call_by(name, counted(run))
+    call(X)
+    assert counts
+    assert max(counts) <= 7
 
 
 def test_copies_of_what_travels_keep_to_limits_of_their_own():

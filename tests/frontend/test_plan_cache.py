@@ -552,7 +552,7 @@ def test_ten_thousand_steps_leave_nothing_behind():
     del outputs
     held.clear()
     gc.collect()
-    assert not any(call._compiler.in_flight)
+    assert not any(call._compiler.loop.in_flight)
 
 
 def test_what_is_found_is_explained():

@@ -62,7 +62,7 @@ def compiled_as(
     if way == "regions":
         options["regions"] = REGIONS
     call = fxremat.compile(model, x, budget, **options)
-    return model, x, call, call._compiler.host.limit
+    return model, x, call, call._compiler.asked.host.limit
 
 
 def learned(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:

@@ -110,9 +110,15 @@ def step(rig: Rig, seed: int = 0) -> None:
     rig(batch(seed)).square().sum().backward()
 
 
-def taught() -> Rig:
-    """After a step in which every weight got one gradient, and these are gone."""
+def taught(*, hooked: bool = False) -> Rig:
+    """After a step in which every weight got one gradient, and these are gone.
+
+    Args:
+        hooked: a hook follows each accumulation.
+    """
     rig = Rig()
+    for weight in rig.weights if hooked else ():
+        weight.register_post_accumulate_grad_hook(lambda _: None)
     step(rig)
     assert rig.there == [set()] * (COUNT + 1)  # the first time, autograd does it
     assert rig.contributors.alone == set(range(1, COUNT + 1))
@@ -124,10 +130,18 @@ def taught() -> Rig:
 IN_TURN = [{2}, {1, 2}, {0, 1, 2}, {0, 1, 2}]
 
 
-def test_gradients_are_there_as_soon_as_they_are_made():
-    rig = taught()
+def test_gradients_for_which_hooks_wait_are_there_as_soon_as_they_are_made():
+    rig = taught(hooked=True)
     step(rig)
     assert rig.there == IN_TURN
+
+
+def test_first_ones_for_which_none_waits_are_left_to_autograd():
+    """They would stay as well: nothing is gained."""
+    rig = taught()
+    step(rig)
+    assert rig.there == [set()] * (COUNT + 1)
+    assert rig.contributors.alone == set(range(1, COUNT + 1))
 
 
 def test_one_that_exists_is_added_to_in_place():
@@ -414,13 +428,19 @@ def test_a_weight_that_others_give_a_gradient_is_left_to_autograd_from_then_on()
     rig = taught()
     for seed in range(3):
         rig.clear()
-        rig.there.clear()
         (rig(batch(seed)).sum() + rig.weights[1].sum()).backward()
+        assert rig.contributors.alone == {1, 3}
+        assert rig.contributors.joined == {2}
+    for weight in rig.weights[::2]:
+        weight.register_post_accumulate_grad_hook(lambda _: None)
+    rig.clear()
+    rig.there.clear()
+    (rig(batch(3)).sum() + rig.weights[1].sum()).backward()
     assert rig.there == [{2}, {2}, {0, 2}, {0, 2}]
 
 
 def test_steps_of_one_backward_are_left_to_autograd():
-    rig = taught()
+    rig = taught(hooked=True)
     rig.others = True
     (rig(batch(0)).sum() + rig(batch(1)).sum()).backward()
     assert rig.there == [set()] * (2 * COUNT + 2)
@@ -433,7 +453,7 @@ def test_steps_of_one_backward_are_left_to_autograd():
 
 def test_the_last_of_several_steps_knows_of_the_others():
     """No other waits any more when it begins, yet autograd sums up."""
-    rig = taught()
+    rig = taught(hooked=True)
     made, waiting = rig.made, [True, False]
 
     def told(*args: Any) -> dict[int, Tensor]:

@@ -351,9 +351,9 @@ def test_results_may_be_copied_and_written_out():
 def made(*, saved: int = 1, outputs: tuple[Tensor, ...] = (), held_bytes: int = 5) -> Step:
     """A step of no model."""
     tensors = [torch.ones(2) for _ in range(saved)]
-    return Step(
-        None, lambda _: None, tensors, outputs, context=None, held_bytes=held_bytes, leaves=()
-    )
+    step = Step(None, lambda _: None, context=None, leaves=())
+    step.keep(tensors, outputs, held_bytes=held_bytes)
+    return step
 
 
 def in_a_backward(run: Callable[[], object], *, retain: bool = False) -> None:

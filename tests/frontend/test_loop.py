@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxremat
 from fxremat import torch_compat
 from fxremat.errors import BudgetWarning
-from fxremat.frontend.optimizers import MOST_SEEN, Optimizers
+from fxremat.frontend.loop import MOST_SEEN, Optimizers
 from tests.models.zoo import seeded
 
 CPU = torch.device("cpu")

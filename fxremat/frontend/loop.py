@@ -1,7 +1,8 @@
-"""What optimizers take beside the steps, seen when they first step."""
+"""What is true of a model between its steps, whatever graphs it is captured in."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,8 +14,14 @@ from torch import nn
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetWarning
+from fxremat.frontend.budget import Budget
+from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.ranks import Peers
 from fxremat.passes.joint.graph import allocated_bytes
+from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
+from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.profile import MemoryProfile, Watcher
+from fxremat.runtime.steps import InFlight
 from fxremat.units import format_bytes
 
 MOST_SEEN = 2
@@ -49,7 +56,8 @@ class Optimizers:
     @property
     def more_bytes(self) -> int:
         """State that was not told of."""
-        return max(0, sum(self.state_bytes.values()) - self.told_bytes)
+        found = self.state_bytes
+        return max(0, sum(found.values()) - self.told_bytes) if found else 0
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of the optimizers' state."""
@@ -122,3 +130,68 @@ class Optimizers:
         model: Any = self._model()
         own = {id(p) for p in model.parameters()} if model is not None else set()
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+@dataclass(eq=False)
+class Loop:
+    """The training loop around one model: its budget, and what it holds between steps.
+
+    Attributes:
+        budget: what the peak of a step may reach.
+        caller: what is needed beside a step.
+        host: what all graphs keep to together of host memory; ``None``: nothing travels.
+        peers: processes that train the same model; ``None``: this one plans for itself.
+        resident: tells the tensors that the step which is captured holds, used or not.
+        planners: of the graphs that are captured.
+        in_flight: steps whose backward has not run.
+        watcher: of what a step really takes, one at a time.
+        optimizers: that step the model.
+        planning: one thread at a time plans: evaluators of one step share their room.
+        overhead_s: what a step takes beside its calls, once that is known.
+        on_new: is told of each new plan.
+    """
+
+    budget: Budget
+    caller: Caller
+    host: HostLimit | None = None
+    peers: Peers | None = None
+    resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
+    planners: list[Planner] = field(default_factory=list)
+    in_flight: InFlight = field(default_factory=InFlight)
+    watcher: Watcher = field(default_factory=Watcher)
+    optimizers: Optimizers = field(init=False)
+    planning: threading.RLock = field(default_factory=threading.RLock)
+    overhead_s: float = 0.0
+    on_new: Callable[[Any], None] | None = None
+    _slack_bytes: int = 0  # the most that was found
+    _all_slack_bytes: int = 0  # of all on the device, when it was found
+
+    def __post_init__(self) -> None:
+        told_bytes = sum(self.caller.held_bytes)
+        self.optimizers = Optimizers(lambda: self.budget.nbytes, told_bytes=told_bytes)
+
+    def settle(self, budget: Budget) -> None:
+        """The budget means so many bytes from now on."""
+        self.budget = budget
+        for planner in self.planners:
+            planner.budget = budget
+
+    def slack_bytes(self, device: torch.device) -> int:
+        """The most by which blocks of what the model held at any call were larger than that.
+
+        A cached block of some megabytes is handed out whole where a part of less than one would be
+        left. So what an optimizer makes in its first step may take more than it asked for, for
+        good.
+        """
+        total_bytes = torch_compat.slack_bytes(device)
+        if total_bytes > self._all_slack_bytes:
+            self._all_slack_bytes = total_bytes
+            tensors = (*self.resident(), *self.optimizers.tensors())
+            blocks = torch_compat.blocks_of(map(torch_compat.local_part, tensors), device)
+            nbytes = sum(size - allocated_bytes(asked, device) for size, asked in blocks)
+            self._slack_bytes = max(self._slack_bytes, nbytes)
+        return self._slack_bytes
+
+    def spread_bytes(self) -> int:
+        """Of gradients that exist of tensors that several processes share."""
+        return spread_gradient_bytes(self.resident())

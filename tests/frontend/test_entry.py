@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat.frontend.separate_capture import SeparateCapture
+from fxremat.frontend.entry import SeparateCapture
 
 
 def test_forwards_are_others_inside_and_their_own_again_after() -> None:
