@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fxremat.runtime import transfer  # noqa: F401 (defines the operators)
+from fxremat.runtime import transfer as ops
 from fxremat.runtime.watch import intercept_copies
 
 CPU = torch.device("cpu")
-ops = torch.ops.fxremat
 
 
 @contextlib.contextmanager

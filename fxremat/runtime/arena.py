@@ -230,9 +230,19 @@ _leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
 """By the address of their memory; each is held by the view that was lent."""
 
 
-def lease_of(host: Tensor) -> Lease | None:
-    """The lease that ``host`` is of; ``None`` for memory of another kind."""
-    return _leases.get(host.untyped_storage().data_ptr())
+def lease_of(host: Tensor) -> Lease:
+    """The lease that ``host`` is of.
+
+    Raises:
+        TransferError: it is memory of another kind.
+    """
+    lease = _leases.get(host.untyped_storage().data_ptr())
+    if lease is None:
+        raise TransferError(
+            "a step moves a tensor to memory that was not lent to it: its graphs must be run as "
+            "they were emitted"
+        )
+    return lease
 
 
 @atexit.register

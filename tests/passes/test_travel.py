@@ -13,7 +13,6 @@ from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.planner.moves import Movable
-from fxremat.runtime import transfer  # noqa: F401 (defines the operators)
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.slots import assign_slots
 from tests.harness import Made, bare, run_traced

@@ -363,10 +363,8 @@ def _opens_arena(node: fx.Node) -> bool:
 
 
 def _bare_name(node: fx.Node) -> str:
-    """``offload`` for ``torch.ops.fxremat.offload.default``."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target.overloadpacket).split(".")[-1]
-    return str(getattr(node.target, "__name__", node.target))
+    """The name of a function of the runtime."""
+    return str(node.target.__name__)  # type: ignore[union-attr]
 
 
 def _neighbours(members: Sequence[fx.Node], user: fx.Node) -> bool:

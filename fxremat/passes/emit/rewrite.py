@@ -17,6 +17,7 @@ from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.sizes import Size, layouts_of
 from fxremat.passes.stages.block import Block, Key, Mode, block_key, build_graph
 from fxremat.passes.stages.linearize import Line, Role
+from fxremat.runtime import transfer
 from fxremat.runtime.views import tensor_in
 from fxremat.units import format_bytes
 
@@ -181,7 +182,7 @@ class _Writer:
         self._travel = travel
         self._host = self._graph.create_node(
             "call_function",
-            torch.ops.fxremat.open_arena.default,
+            transfer.open_arena,
             (travel.arena, self._number(HOST_BYTES, travel.nbytes)),
             name="host",
         )
@@ -218,15 +219,11 @@ class _Writer:
         """Before call ``place``: copies to the host begin, and memory is given back."""
         for move in moves:
             if move.offload == place:
-                self._run(
-                    torch.ops.fxremat.offload.default,
-                    move,
-                    f"D2H {format_bytes(move.nbytes)}",
-                )
+                self._run(transfer.offload, move, f"D2H {format_bytes(move.nbytes)}")
         for move in moves:
             if move.release == place:
                 self._run(
-                    torch.ops.fxremat.release.default,
+                    transfer.release,
                     move,
                     f"frees {format_bytes(move.nbytes)} once copied",
                 )
@@ -253,7 +250,7 @@ class _Writer:
         nbytes = self._number(bytes_name(move.storage), move.nbytes)
         back = self._graph.create_node(
             "call_function",
-            torch.ops.fxremat.prefetch.default,
+            transfer.prefetch,
             (self._host, self._offset(move), nbytes, value.device),
             name=f"{self._value_name(first)}_bytes",
         )
@@ -263,7 +260,7 @@ class _Writer:
 
     def _wait(self, move: Move) -> None:
         memory = self._back.pop(move.storage)
-        waiting = self._graph.call_function(torch.ops.fxremat.wait.default, (memory,))
+        waiting = self._graph.call_function(transfer.wait, (memory,))
         waiting.meta["val"] = None
         for node in map(self._line.nodes.__getitem__, move.nodes):
             value, (layout,) = node.meta["val"], layouts_of(node)
