@@ -432,6 +432,6 @@ def numbered(line: Line, tensors: Held) -> Tensors:
 
 def held_bits(evaluator: Evaluator, held: Held) -> bytes:
     """``held`` as a candidate has it: a bit for each node."""
-    flags = np.zeros(evaluator.step.at.nodes, dtype=np.uint8)
-    flags[[evaluator.step.number[node] for nodes in held.values() for node in nodes]] = 1
+    flags = np.zeros(evaluator.arrays.at.nodes, dtype=np.uint8)
+    flags[[evaluator.arrays.number[node] for nodes in held.values() for node in nodes]] = 1
     return np.packbits(flags).tobytes()

@@ -60,7 +60,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OperationRequests:
     """One operation of a block.
 
     Attributes:
@@ -85,7 +85,7 @@ def steps_of(
     storages: StorageTable,
     workspace_bytes: WorkspaceBytes,
     asked: Asked = _as_returned,
-) -> tuple[Step, ...]:
+) -> tuple[OperationRequests, ...]:
     """What each operation of ``block`` allocates and releases."""
     incoming = storages.of(block.inputs)
     staying = storages.of(block.outputs)
@@ -113,7 +113,7 @@ def steps_of(
         second = storages.total(s for s in results if s in present)
         present.update(new)
         releases = tuple(s for s, last in last_use.items() if last == i and s not in staying)
-        steps.append(Step(new, releases, workspace_bytes(node, block) + second, node))
+        steps.append(OperationRequests(new, releases, workspace_bytes(node, block) + second, node))
     return tuple(steps)
 
 
@@ -131,7 +131,7 @@ def _follows(node: fx.Node, groups: list[fx.Node]) -> bool:
 
 
 def requests_of(
-    steps: tuple[Step, ...], storages: StorageTable, *, kept: frozenset[int]
+    steps: tuple[OperationRequests, ...], storages: StorageTable, *, kept: frozenset[int]
 ) -> tuple[Request, ...]:
     """What running ``steps`` asks of the allocator, in order.
 
@@ -167,7 +167,7 @@ class Footprints:
         self._storages = line.joint.storages
         self._workspace_bytes = workspace_bytes
         self._asked = asked
-        self._steps: dict[int, tuple[Block, tuple[Step, ...]]] = {}
+        self._steps: dict[int, tuple[Block, tuple[OperationRequests, ...]]] = {}
 
     def of(self, block: Block, *, kept: frozenset[int]) -> Footprint:
         """What ``block`` does to memory while others hold the storages ``kept``."""
@@ -177,7 +177,7 @@ class Footprints:
         """What ``block`` asks of the allocator while others hold the storages ``kept``."""
         return requests_of(self.steps(block), self._storages, kept=kept & block.reads)
 
-    def steps(self, block: Block) -> tuple[Step, ...]:
+    def steps(self, block: Block) -> tuple[OperationRequests, ...]:
         """What each operation of ``block`` does."""
         if id(block) not in self._steps:  # the entry keeps the block, so its id, alive
             steps = steps_of(block, self._storages, self._workspace_bytes, self._asked)

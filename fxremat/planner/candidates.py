@@ -12,7 +12,7 @@ from fxremat.runtime.slots import slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class AcrossTurn:
     """A storage made in the forward and read after the turn, by calls ``last`` and ``next``.
 
     Attributes:
@@ -51,7 +51,7 @@ class Evaluation:
     turn_bytes: int
     end_bytes: int
     seconds: tuple[float, ...]
-    lives: tuple[Life, ...] = ()
+    lives: tuple[AcrossTurn, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

@@ -16,12 +16,13 @@ from fxremat.passes.emit.program import Call, Program, keep_all, link
 from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.order import check_draws
-from fxremat.planner.candidates import Candidate, Evaluation, Life
+from fxremat.planner.arrays import LineArrays, SizedNumbers
+from fxremat.planner.candidates import AcrossTurn, Candidate, Evaluation
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.handed import handed_over
+from fxremat.planner.layout import arrays_of, numbering
 from fxremat.planner.moves import moved
 from fxremat.planner.places import COLUMNS, MODES, Ints
-from fxremat.planner.step import Numbers, Step, numbering, step_of
 
 MOST_BYTES = 1 << 62
 """More than any step needs."""
@@ -59,8 +60,8 @@ class Evaluator:
     blocks: BlockCache
     options: Options
     context_bytes: ContextBytes
-    numbers: Numbers
-    room: Step
+    numbers: SizedNumbers
+    room: LineArrays
 
     @staticmethod
     def of(
@@ -75,8 +76,8 @@ class Evaluator:
             [parts.missing(mask) for mask in masks]
             for parts, masks in zip(options.parts, options.masks, strict=True)
         ]
-        numbers = Numbers.of(measured, options, number)
-        room = step_of(measured.line, number, rebuilt, numbers)
+        numbers = SizedNumbers.of(measured, options, number)
+        room = arrays_of(measured.line, number, rebuilt, numbers)
         return Evaluator(measured.line, blocks, options, context_bytes, numbers, room)
 
     def within(self, context_bytes: ContextBytes) -> Evaluator:
@@ -91,11 +92,11 @@ class Evaluator:
             context_bytes: at that size.
         """
         options = self.options.at(measured)
-        numbers = Numbers.of(measured, options, self.room.number)
+        numbers = SizedNumbers.of(measured, options, self.room.number)
         return Evaluator(measured.line, self.blocks, options, context_bytes, numbers, self.room)
 
     @property
-    def step(self) -> Step:
+    def arrays(self) -> LineArrays:
         """The line as numbers, of the size and the context that are meant."""
         self.room.load(self.numbers)
         now = self.context_bytes
@@ -109,7 +110,7 @@ class Evaluator:
         """Evaluations so far."""
         from fxremat.planner.extract import EVALUATIONS  # noqa: PLC0415
 
-        return int(self.step.data[self.step.at.counts + EVALUATIONS])
+        return int(self.arrays.data[self.arrays.at.counts + EVALUATIONS])
 
     def keep_all(self) -> Candidate:
         """Nothing recomputed."""
@@ -126,9 +127,9 @@ class Evaluator:
             CostError: it runs an operation that was never measured.
             ScheduleError: it reads what nothing computes.
         """
-        step = self.step
-        _calls, _call_s, total_s = step.evaluate(codes, step.flags(held))
-        return Candidate(codes, held, step.totals()["peak_bytes"], total_s)
+        arrays = self.arrays
+        _calls, _call_s, total_s = arrays.evaluate(codes, arrays.flags(held))
+        return Candidate(codes, held, arrays.totals()["peak_bytes"], total_s)
 
     def climb(self, start: Candidate, *, limit_bytes: int = MOST_BYTES) -> list[Candidate]:
         """What local search finds from ``start`` on, each faster than the one before.
@@ -137,11 +138,11 @@ class Evaluator:
         """
         from fxremat.planner.climb import MOST_STEPS, climb  # noqa: PLC0415
 
-        step = self.step
-        found = np.zeros((MOST_STEPS, step.at.nodes), dtype=np.uint8)
+        arrays = self.arrays
+        found = np.zeros((MOST_STEPS, arrays.at.nodes), dtype=np.uint8)
         found_bytes, found_s = np.zeros(MOST_STEPS, dtype=np.int64), np.zeros(MOST_STEPS)
-        held = step.flags(start.held)
-        count = step.run(climb, start.codes, held, limit_bytes, found, found_bytes, found_s)
+        held = arrays.flags(start.held)
+        count = arrays.run(climb, start.codes, held, limit_bytes, found, found_bytes, found_s)
         bits = np.packbits(found[:count], axis=1)
         return [
             Candidate(start.codes, bits[i].tobytes(), int(found_bytes[i]), float(found_s[i]))
@@ -152,9 +153,9 @@ class Evaluator:
         """All that is found of a candidate."""
         from fxremat.planner.replay import HELD, OP, PEAK  # noqa: PLC0415
 
-        step = self.step
-        calls, call_s, _total_s = step.evaluate(candidate.codes, step.flags(candidate.held))
-        totals = step.totals()
+        arrays = self.arrays
+        calls, call_s, _total_s = arrays.evaluate(candidate.codes, arrays.flags(candidate.held))
+        totals = arrays.totals()
         count = totals["calls"]
         ops = decoded(candidate.codes).computations
         found = Evaluation(
@@ -183,18 +184,20 @@ class Evaluator:
         """
         from fxremat.planner.replay import run_alone  # noqa: PLC0415
 
-        step = self.step
-        inputs = np.zeros(step.at.nodes, dtype=np.int64)
-        numbers = np.array([step.number[node] for node in asked], dtype=np.int64)
-        peak, change, count = step.run(run_alone, stage, MODES[mode], option, numbers, kept, inputs)
-        return Alone(peak, change, tuple(step.nodes[i] for i in inputs[:count].tolist()))
+        arrays = self.arrays
+        inputs = np.zeros(arrays.at.nodes, dtype=np.int64)
+        numbers = np.array([arrays.number[node] for node in asked], dtype=np.int64)
+        peak, change, count = arrays.run(
+            run_alone, stage, MODES[mode], option, numbers, kept, inputs
+        )
+        return Alone(peak, change, tuple(arrays.nodes[i] for i in inputs[:count].tolist()))
 
     def decision(self, candidate: Candidate) -> Decision:
         """What a candidate decides beside its schedule."""
         missing = self.options.missing(self.options.kept_by(decoded(candidate.codes)))
-        nodes, order = self.step.nodes, self.line.order
+        nodes, order = self.arrays.nodes, self.line.order
         held: dict[int, list[fx.Node]] = {}
-        for i in np.flatnonzero(self.step.flags(candidate.held)).tolist():
+        for i in np.flatnonzero(self.arrays.flags(candidate.held)).tolist():
             held.setdefault(self.line.stage_of[nodes[i]], []).append(nodes[i])
 
         def numbers(tensors: Mapping[int, Iterable[fx.Node]]) -> Tensors:
@@ -206,46 +209,46 @@ class Evaluator:
 
     def program(self, candidate: Candidate) -> Program:
         """The calls that carry a candidate out, but for its shifts: what was evaluated."""
-        step = self.step
-        calls, _, _ = step.evaluate(candidate.codes, step.flags(candidate.held))
-        return program_of(step, self.line, self.blocks, candidate.codes, calls, self._handed)
+        arrays = self.arrays
+        calls, _, _ = arrays.evaluate(candidate.codes, arrays.flags(candidate.held))
+        return program_of(arrays, self.line, self.blocks, candidate.codes, calls, self._handed)
 
     @property
     def _handed(self) -> frozenset[fx.Node]:
         return handed_over(self.line, self.context_bytes)
 
-    def _lives(self, calls: Ints) -> tuple[Life, ...]:
+    def _lives(self, calls: Ints) -> tuple[AcrossTurn, ...]:
         from fxremat.planner.replay import find_lives  # noqa: PLC0415
 
-        step, at = self.step, self.step.at
+        arrays, at = self.arrays, self.arrays.at
         last = np.zeros(at.storage_count, dtype=np.int64)
         after = np.zeros(at.storage_count, dtype=np.int64)
-        find_lives(step.data, at.packed, calls, last, after)
+        find_lives(arrays.data, at.packed, calls, last, after)
         used, needed = last.tolist(), after.tolist()
         nodes: dict[int, list[int]] = {}
         order, nbytes = self.line.order, self.line.joint.storages.nbytes
-        for node in np.flatnonzero(step.data[at.saved : at.saved + at.forward_count]).tolist():
-            for storage in step.storages[node]:
+        for node in np.flatnonzero(arrays.data[at.saved : at.saved + at.forward_count]).tolist():
+            for storage in arrays.storages[node]:
                 if needed[storage] >= 0:
-                    nodes.setdefault(storage, []).append(order[step.nodes[node]])
+                    nodes.setdefault(storage, []).append(order[arrays.nodes[node]])
         return tuple(
-            Life(storage, nbytes[storage], tuple(own), used[storage], needed[storage])
+            AcrossTurn(storage, nbytes[storage], tuple(own), used[storage], needed[storage])
             for storage, own in nodes.items()
         )
 
 
 def program_of(
-    step: Step,
+    arrays: LineArrays,
     line: Line,
     blocks: BlockCache,
     codes: Codes,
     calls: Ints,
     handed: frozenset[fx.Node] = frozenset(),
 ) -> Program:
-    """The calls of the last evaluation of ``step``.
+    """The calls of the last evaluation of ``arrays``.
 
     Args:
-        step: ``line`` as numbers.
+        arrays: ``line`` as numbers.
         line: the stages.
         blocks: of ``line``.
         codes: the schedule.
@@ -267,18 +270,18 @@ def program_of(
         first = Mode.AGAIN if op.stage in seen else Mode.FIRST
         modes.append(Mode.BACKWARD if isinstance(op, Backward) else first)
         seen.add(op.stage)
-    data, at, totals = step.data, step.at, step.totals()
+    data, at, totals = arrays.data, arrays.at, arrays.totals()
     made = []
     for index, block, rebuilds in calls[[OP, BLOCK, REBUILT], : totals["calls"]].T.tolist():
         lists = at.block + COLUMNS * block
         asked, runs, end = data[[lists + ASKED, lists + NODES, lists + INPUTS]].tolist()
         op, mode = ops[index], modes[index]
-        own = blocks.of(op.stage, mode, data[runs:end], data[asked:runs], step.nodes)
+        own = blocks.of(op.stage, mode, data[runs:end], data[asked:runs], arrays.nodes)
         made.append(Call(op, own, bool(rebuilds)))
     joint = line.joint
     results = (*joint.forward_outputs, *(n for n in joint.backward_outputs if n not in handed))
     linked, _ = link(line, made, handed, (n for n in results if isinstance(n, fx.Node)))
-    saved = (step.nodes[i] for i in np.flatnonzero(data[at.saved : at.saved + at.nodes]).tolist())
+    saved = (arrays.nodes[i] for i in np.flatnonzero(data[at.saved : at.saved + at.nodes]).tolist())
     crossing = set(saved).difference(joint.tangents, joint.constants)
     return Program(
         line, tuple(linked), totals["turn"], tuple(sorted(crossing, key=lambda n: _rank(line, n)))
@@ -313,10 +316,10 @@ def carried_out(line: Line, blocks: BlockCache, schedule: Schedule, decision: De
         [frozenset(nodes[i] for i in missing.get(stage, ()))] * most
         for stage in range(len(line.stages))
     ]
-    step = step_of(line, number, rebuilt, Numbers.nothing(line, number))
-    held = step.flags(b"")
+    arrays = arrays_of(line, number, rebuilt, SizedNumbers.nothing(line, number))
+    held = arrays.flags(b"")
     for _, own in decision.held:
         held[[number[nodes[i]] for i in own]] = 1
     codes = coded(schedule)
-    calls, _, _ = step.evaluate(codes, held)
-    return program_of(step, line, blocks, codes, calls)
+    calls, _, _ = arrays.evaluate(codes, held)
+    return program_of(arrays, line, blocks, codes, calls)

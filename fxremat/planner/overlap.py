@@ -28,7 +28,7 @@ ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Outcome:
     """A candidate that is to be emitted.
 
     Attributes:
@@ -62,7 +62,7 @@ def overlap_within(
     link: MeasuredLink | None,
     budget_bytes: int,
     allowed: bool = True,
-) -> Chosen:
+) -> Outcome:
     """Let collectives of a candidate overlap with its calls.
 
     Args:
@@ -97,7 +97,7 @@ def _chosen(
     evaluation: Evaluation,
     link: MeasuredLink | None,
     shifts: Sequence[Shift] = (),
-) -> Chosen:
+) -> Outcome:
     """A candidate with ``shifts``, whose calls and what they come to are known."""
     timeline = replay(evaluation, program.line, candidate.moves, link)
     candidate = replace(
@@ -107,7 +107,7 @@ def _chosen(
         shifts=tuple(shifts),
     )
     taken = search.allocations.of(candidate, lambda: program)
-    return Chosen(candidate, program, evaluation, timeline, taken)
+    return Outcome(candidate, program, evaluation, timeline, taken)
 
 
 @dataclass(slots=True)

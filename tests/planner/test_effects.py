@@ -47,7 +47,7 @@ def charged_alike(step: Captured) -> Evaluator:
 
 def effects_of(evaluator: Evaluator, candidate: Candidate) -> list[Effect]:
     """Each effect of holding something more."""
-    codes, step, at = candidate.codes, evaluator.step, evaluator.step.at
+    codes, step, at = candidate.codes, evaluator.arrays, evaluator.arrays.at
     numbers, before = (step.data, step.seconds, at), np.zeros(at.nodes, dtype=np.uint8)
     if candidate.held:
         before = np.unpackbits(np.frombuffer(candidate.held, dtype=np.uint8), count=at.nodes)

@@ -11,7 +11,7 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.passes.joint.batchnorm import updates_statistics
 from fxremat.passes.joint.graph import StorageTable, is_getitem
 from fxremat.passes.stages.block import Block, Mode, dependencies
-from fxremat.planner.allocations import Footprint, Step, requests_of, run, steps_of
+from fxremat.planner.allocations import Footprint, OperationRequests, requests_of, run, steps_of
 from fxremat.torch_compat import AllocationLog
 from tests.harness import captured
 
@@ -23,18 +23,18 @@ NOTHING: frozenset[int] = frozenset()
     ("steps", "kept", "peak", "change"),
     [
         ((), NOTHING, 0, 0),
-        ((Step((0,), (), 0),), NOTHING, 100, 100),
-        ((Step((0,), (), 7),), NOTHING, 107, 100),
-        ((Step((0,), (0,), 7),), NOTHING, 107, 0),
+        ((OperationRequests((0,), (), 0),), NOTHING, 100, 100),
+        ((OperationRequests((0,), (), 7),), NOTHING, 107, 100),
+        ((OperationRequests((0,), (0,), 7),), NOTHING, 107, 0),
         # released only after the operation has allocated its result
-        ((Step((0,), (), 0), Step((1,), (0,), 0)), NOTHING, 110, 10),
+        ((OperationRequests((0,), (), 0), OperationRequests((1,), (0,), 0)), NOTHING, 110, 10),
         # an input that nobody else holds is freed, so memory falls below the start
-        ((Step((), (0,), 0), Step((1,), (), 0)), NOTHING, 0, -90),
-        ((Step((), (0,), 0), Step((1,), (), 0)), frozenset({0}), 10, 10),
-        ((Step((), (0, 1, 2), 0),), frozenset({1}), 0, -101),
+        ((OperationRequests((), (0,), 0), OperationRequests((1,), (), 0)), NOTHING, 0, -90),
+        ((OperationRequests((), (0,), 0), OperationRequests((1,), (), 0)), frozenset({0}), 10, 10),
+        ((OperationRequests((), (0, 1, 2), 0),), frozenset({1}), 0, -101),
     ],
 )
-def test_replay(steps: tuple[Step, ...], kept: frozenset[int], peak: int, change: int):
+def test_replay(steps: tuple[OperationRequests, ...], kept: frozenset[int], peak: int, change: int):
     assert run(requests_of(steps, TABLE, kept=kept)) == Footprint(peak, change)
 
 

@@ -9,7 +9,7 @@ import pytest
 from fxremat import torch_compat
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.candidates import Candidate
-from fxremat.planner.overlap import Chosen, overlap_within
+from fxremat.planner.overlap import Outcome, overlap_within
 from fxremat.planner.search import Search
 from tests.harness import Captured, measured_peak_bytes, run_emitted, run_traced, searched
 from tests.models.bits import assert_bitwise_equal
@@ -34,7 +34,7 @@ def chosen(search: Search, way: str) -> Candidate:
     return search.baseline if way == WAYS[0] else least
 
 
-def beside(search: Search, way: str, room: float) -> tuple[Candidate, Chosen]:
+def beside(search: Search, way: str, room: float) -> tuple[Candidate, Outcome]:
     """Before, and with ``room`` times the peak for a budget."""
     before = chosen(search, way)
     budget_bytes = int(room * before.peak_bytes)

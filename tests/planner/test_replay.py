@@ -37,7 +37,7 @@ from tests.harness import (
 )
 from tests.models import ZOO
 from tests.passes.test_invert import X, network
-from tests.planner.test_joining import random_join_schedule
+from tests.planner.test_join import random_join_schedule
 from tests.reference.plain_sweep import seconds, sweep
 from tests.reference.program import build_program
 
@@ -191,7 +191,7 @@ def test_an_evaluation_does_not_depend_on_those_before():
     expected = all_of(evaluator)
     assert len(set(expected)) > 30
     assert all_of(evaluator) == expected
-    make_room(evaluator.step.data, evaluator.step.at, TABLE)  # forgets all blocks
+    make_room(evaluator.arrays.data, evaluator.arrays.at, TABLE)  # forgets all blocks
     assert all_of(evaluator) == expected
     for i in (0, 30, 59):
         fresh, (codes, held) = step.evaluator(around(step)), decisions[i]

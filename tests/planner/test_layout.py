@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fxremat.planner import step as steps
+from fxremat.planner import layout
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.generators import chain_schedules
 from tests.harness import captured, searched
@@ -14,17 +14,17 @@ from tests.harness import captured, searched
 def test_evaluations_are_the_same_however_little_room_there_is(monkeypatch: pytest.MonkeyPatch):
     step = captured("gpt")
     search = searched(step, generators=(chain_schedules,))
-    monkeypatch.setattr(steps, "ARENA", 256)
+    monkeypatch.setattr(layout, "ARENA", 256)
     little = Evaluator.of(
         search.measured, step.blocks, search.evaluator.options, search.setting.context_bytes
     )
-    assert little.step.data.size < search.evaluator.step.data.size
-    before = little.step.data.size
+    assert little.arrays.data.size < search.evaluator.arrays.data.size
+    before = little.arrays.data.size
     for codes in chain_schedules(search.setting):
         candidate, expected = little.candidate(codes), search.evaluator.candidate(codes)
         assert candidate.peak_bytes == expected.peak_bytes
         assert candidate.total_s == expected.total_s
-    assert little.step.data.size > before
+    assert little.arrays.data.size > before
     start = search.solved.members[0]
     climbed = [(c.held, c.peak_bytes, c.total_s) for c in search.evaluator.climb(start)]
     assert [(c.held, c.peak_bytes, c.total_s) for c in little.climb(start)] == climbed
@@ -32,7 +32,7 @@ def test_evaluations_are_the_same_however_little_room_there_is(monkeypatch: pyte
 
 def test_nodes_are_numbered_stage_by_stage():
     step = captured("siamese")
-    number = steps.numbering(step.line)
+    number = layout.numbering(step.line)
     for part in ("forward", "backward"):
         found = [number[n] for stage in step.line.stages for n in getattr(stage, part)]
         assert found == list(range(found[0], found[0] + len(found)))

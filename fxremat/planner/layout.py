@@ -1,190 +1,28 @@
-"""A measured line as integer arrays, for the compiled loops that evaluate decisions."""
+"""Where the numbers of a line lie in its arrays: what each operation reads, makes and is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import numpy as np
 from torch import fx
 
-from fxremat.costs.cost import Measured
-from fxremat.costs.options import Options
-from fxremat.errors import CostError, ScheduleError
-from fxremat.ir.schedule import Codes
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.batchnorm import NORMALIZED_VALUES, is_inverse, updates_statistics
 from fxremat.passes.joint.graph import is_getitem, is_tensor
 from fxremat.passes.stages.block import Mode, dependencies
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.arrays import LineArrays, SizedNumbers
 from fxremat.planner.places import (
     ARENA,
     COLUMNS,
-    MODES,
     ROOM,
     TABLE,
     TOP,
-    UNKNOWN,
     At,
-    Flags,
     Floats,
     Ints,
 )
-
-MOST_ROOM = 1 << 27
-"""Numbers of a step that no evaluation should need."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Numbers:
-    """What of a step is not the same at every size; shapes as in :class:`At`."""
-
-    nbytes: Ints
-    workspace: Ints
-    forward_s: Floats
-    backward_s: Floats
-    once_s: Floats
-
-    @staticmethod
-    def of(measured: Measured, options: Options, number: Mapping[fx.Node, int]) -> Numbers:
-        """Bytes and seconds of a measured line."""
-        return Numbers(
-            np.array(measured.line.joint.storages.nbytes, dtype=np.int64),
-            _workspace(measured, number),
-            np.array([s.forward_s for s in measured.stages]),
-            np.array([s.backward_s for s in measured.stages]),
-            _once_s(measured.line, options, tuple(number)),
-        )
-
-    @staticmethod
-    def nothing(line: Line, number: Mapping[fx.Node, int]) -> Numbers:
-        """Of a line of which only the calls are asked for: no workspace, no time."""
-        stages = np.zeros(len(line.stages))
-        return Numbers(
-            np.array(line.joint.storages.nbytes, dtype=np.int64),
-            np.zeros((3, len(number)), dtype=np.int64),
-            stages,
-            stages,
-            np.zeros((2, len(number))),
-        )
-
-
-@dataclass(slots=True)
-class Step:
-    """A measured line as numbers, with room to work in: not for two threads at once.
-
-    Attributes:
-        data: integers.
-        seconds: of what takes time.
-        at: where each lies.
-        number: of each node.
-        nodes: by number.
-        storages: of the value of each forward node.
-        around: the context bytes that ``data`` holds now.
-        numbers: those of ``data`` and ``seconds`` that are of one size.
-    """
-
-    data: Ints
-    seconds: Floats
-    at: At
-    number: dict[fx.Node, int]
-    nodes: tuple[fx.Node, ...]
-    storages: tuple[tuple[int, ...], ...]
-    numbers: Numbers
-    around: object = None
-
-    def load(self, numbers: Numbers) -> None:
-        """Work at another size from now on. Blocks are the same there, what they do is not."""
-        from fxremat.planner.extract import resize  # noqa: PLC0415
-
-        if numbers is self.numbers:
-            return
-        self.numbers = numbers
-        for place, integers in (
-            (self.at.nbytes, numbers.nbytes),
-            (self.at.workspace, numbers.workspace.ravel()),
-        ):
-            self.data[place : place + integers.size] = integers
-        for place, seconds in (
-            (self.at.forward_s, numbers.forward_s),
-            (self.at.backward_s, numbers.backward_s),
-            (self.at.once_s, numbers.once_s.ravel()),
-        ):
-            self.seconds[place : place + seconds.size] = seconds
-        resize(self.data, self.seconds, self.at)
-
-    def surround(self, key: object, nbytes: Sequence[int], handed: Iterable[fx.Node]) -> None:
-        """Evaluate for other context bytes from now on.
-
-        Args:
-            key: the object by which they are known again.
-            nbytes: given throughout, needed at the turn, held from it on, needed at the end.
-            handed: gradients that are given back as soon as they are made.
-        """
-        data, at = self.data, self.at
-        data[at.around : at.around + len(nbytes)] = nbytes
-        data[at.handed : at.handed + at.nodes] = 0
-        data[[at.handed + self.number[node] for node in handed]] = 1
-        self.around = key
-
-    def flags(self, held: bytes) -> Flags:
-        """A number for each node from a bit for each; none are set if ``held`` is empty."""
-        if not held:
-            return np.zeros(self.at.nodes, dtype=np.uint8)
-        return np.unpackbits(np.frombuffer(held, dtype=np.uint8), count=self.at.nodes)
-
-    def evaluate(self, codes: Codes, held: Flags) -> tuple[Ints, Floats, float]:
-        """Replay a decision: its calls, seconds of each, and of all; see ``replay.evaluate``."""
-        # Loading numba takes longer than all else in the package: not at import.
-        from fxremat.planner.replay import ROWS, evaluate  # noqa: PLC0415
-
-        calls, call_s = np.zeros((ROWS, codes.size), dtype=np.int64), np.zeros(codes.size)
-        total_s = self.run(evaluate, codes, held, calls, call_s)
-        return calls, call_s, float(total_s)
-
-    def run(self, kernel: Callable[..., Any], *args: object) -> Any:
-        """What ``kernel`` returns, once there is room enough for all blocks at once.
-
-        Raises:
-            CostError: it runs an operation that was never measured.
-            ScheduleError: it reads what nothing computes.
-        """
-        from fxremat.planner.replay import TOO_LONG  # noqa: PLC0415
-
-        found = kernel(self.data, self.seconds, self.at, *args)
-        while self.totals()["ended"] == TOO_LONG and self.data.size < MOST_ROOM:
-            arena = self.data.size - self.at.arena  # twice the room for blocks
-            self.data = np.concatenate([self.data, np.zeros(arena, dtype=np.int64)])
-            self.data[self.at.counts + ROOM] = self.data.size
-            found = kernel(self.data, self.seconds, self.at, *args)
-        self._check()
-        return found
-
-    def totals(self) -> dict[str, int]:
-        """What the last evaluation found of the whole step."""
-        names = ("calls", "turn", "peak_bytes", "turn_bytes", "end_bytes", "ended", "node")
-        total = self.at.total
-        values = self.data[total : total + len(names)].tolist()
-        return dict(zip(names, values, strict=True))
-
-    def _check(self) -> None:
-        """Raise what the last evaluation found wrong."""
-        from fxremat.planner.replay import NEVER_COMPUTED, TOO_LONG, UNTIMED  # noqa: PLC0415
-
-        totals = self.totals()
-        if not totals["ended"]:
-            return
-        if totals["ended"] == TOO_LONG:
-            raise ScheduleError("a schedule runs more than can be evaluated at once")
-        node = self.nodes[totals["node"]]
-        if totals["ended"] == NEVER_COMPUTED:
-            raise ScheduleError(f"{node.name} is read but no operation computes it")
-        what = "timed" if totals["ended"] == UNTIMED else "measured in this way"
-        raise CostError(
-            f"{node.name} ({node.target}) is run by a schedule but was never {what}; "
-            "please report this model"
-        )
 
 
 class _Layout:
@@ -254,7 +92,9 @@ Rebuilt = Sequence[Sequence[Set[fx.Node]]]
 """For each stage and each of its save options: tensors that its backward rebuilds."""
 
 
-def step_of(line: Line, number: dict[fx.Node, int], rebuilt: Rebuilt, numbers: Numbers) -> Step:
+def arrays_of(
+    line: Line, number: dict[fx.Node, int], rebuilt: Rebuilt, numbers: SizedNumbers
+) -> LineArrays:
     """A line as numbers, but for its context bytes.
 
     Args:
@@ -283,7 +123,7 @@ def step_of(line: Line, number: dict[fx.Node, int], rebuilt: Rebuilt, numbers: N
     at = At.of({**layout.places, **counts})
     data[at.counts + TOP], data[at.counts + ROOM] = at.arena, data.size
     storages = tuple(line.joint.storages.of_node[n] for n in nodes[: at.forward_count])
-    return Step(data, seconds, at, number, nodes, storages, numbers)
+    return LineArrays(data, seconds, at, number, nodes, storages, numbers)
 
 
 def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
@@ -349,7 +189,7 @@ def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], rebuilt
     layout.put_seconds(block_s=np.zeros(TABLE), again_s=forward_s, gained_s=forward_s)
 
 
-def _put_numbers(layout: _Layout, numbers: Numbers) -> None:
+def _put_numbers(layout: _Layout, numbers: SizedNumbers) -> None:
     """What is not the same at every size."""
     layout.put(nbytes=numbers.nbytes, workspace=numbers.workspace)
     layout.put_seconds(
@@ -452,24 +292,3 @@ def _longest_blocks(line: Line) -> Iterator[int]:
 
 def _count_reads(nodes: Iterable[fx.Node]) -> int:
     return sum(len(node.all_input_nodes) for node in nodes)
-
-
-def _workspace(measured: Measured, number: Mapping[fx.Node, int]) -> Ints:
-    found = np.full((3, len(number)), UNKNOWN, dtype=np.int64)
-    nodes = tuple(measured.line.joint.module.graph.nodes)
-    for index, mode, nbytes in measured.costs.workspace_bytes:
-        found[MODES[Mode(mode)], number[nodes[index]]] = nbytes
-    return found
-
-
-def _once_s(line: Line, options: Options, nodes: Sequence[fx.Node]) -> Floats:
-    found = np.full((2, len(nodes)), float(UNKNOWN))
-    for i, node in enumerate(nodes):
-        if node in line.views or is_getitem(node):
-            found[:, i] = 0.0
-        elif node in line.stage_of:
-            charges = options.parts[line.stage_of[node]].charges
-            if node in charges.alone_s:
-                found[0, i] = charges.once_s(node, rebuilds=False)
-                found[1, i] = charges.once_s(node, rebuilds=True)
-    return found
