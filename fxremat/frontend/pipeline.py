@@ -31,8 +31,8 @@ from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 from fxremat.planner.resized import least_bytes_at
-from fxremat.planner.search import DEFAULT_GENERATORS
-from fxremat.planner.transfers import HostMemory
+from fxremat.planner.search import DEFAULT_GENERATORS, Search, generators_of
+from fxremat.planner.transfers import HostMemory, Transfers
 from fxremat.progress import WRITE
 from fxremat.report.plan import Plan
 from fxremat.units import format_bytes
@@ -125,11 +125,7 @@ class Planner:
         return planned
 
     def again(self, context: StepContext, *, least: bool = False) -> Planned:
-        """The plan for a later call.
-
-        Args:
-            context: what the call finds.
-            least: that of the least peak, be it above the budget.
+        """The plan for a later call; ``least``: that of the least peak, be it above the budget.
 
         Raises:
             BudgetError: no schedule that was found fits the budget.
@@ -218,11 +214,7 @@ class Planner:
             return None
 
     def _followed(self, kept: Plan, context: StepContext) -> Planned:
-        """Follow a plan that was kept.
-
-        Raises:
-            PlanError: it is of another step.
-        """
+        """A plan that was kept, with its graphs."""
         if kept.origin is None or kept.measured is None:
             raise PlanError("this plan was not made of a model: compile without plan=")
         line = self.step.line(exact=kept.exact)
@@ -261,18 +253,11 @@ class Planner:
         return self._peers if self._bound or self.step.has_collectives else None
 
     def bind(self, peers: Peers | None) -> None:
-        """Let processes follow the same plans at all calls, as another graph of the step makes
-        them.
-        """
+        """Let processes follow the same plans at all calls, as another graph of the step asks."""
         self._peers, self._bound = peers, True
 
     def _shared(self, find: Callable[[], Planned]) -> Planned:
-        """What ``find`` leads to in the first of several processes.
-
-        Raises:
-            RankError: it did not come, or fails.
-            BudgetError: no schedule that was found there fits.
-        """
+        """What ``find`` leads to in the first of several processes."""
         if self._peers is None:
             return find()
         self.step.measure(exact=self._exact)  # all of them: they agree on that
@@ -290,10 +275,7 @@ class Planner:
         return planned
 
     def _as_first(self, plan: Plan) -> Planned | None:
-        """What the plan of the first process comes to here, with constants of this one.
-
-        ``None``: it cannot be carried out.
-        """
+        """The first process's plan with constants of this one; ``None``: it cannot be followed."""
         variant = self.step.variant(exact=plan.exact)
         try:
             graphs = carry_out(plan, variant.blocks, self._modules, host=self._host)
@@ -354,9 +336,7 @@ class Planner:
         return True
 
     def fits(self, context: StepContext, *, thorough: bool = True) -> bool:
-        """Whether a call can keep to the budget, by schedules that are known or, ``thorough``, by
-        any.
-        """
+        """Whether a call keeps to the budget, by schedules known or, ``thorough``, any."""
         assert self.budget.nbytes is not None
         budget_bytes = self.budget.nbytes if thorough else None
         return self.least_bytes(context, budget_bytes) <= self.budget.nbytes
@@ -382,7 +362,7 @@ class Planner:
         Those that are known are taken; where none fits, others are looked for.
 
         Args:
-            context: what the call finds.
+            context: of the call.
             budget_bytes: within which they are to be; ``None``: those that are known will do.
             run: what no law tells of at its sizes; else costs may be a little off, and those that
                 are known will do.
@@ -427,17 +407,21 @@ class Planner:
     def _schedules(
         self, variant: Variant, known: Schedules | None, context: StepContext
     ) -> Schedules:
-        return Schedules.of(
-            variant,
+        """Schedules of a variant, searched for with those that are known of another size."""
+        host = self._host
+        link = None if host is None else self._link_to(host)
+        search = Search.over(
+            variant.measured,
+            variant.blocks,
             variant.around(context),
-            host=self._host,
             progress=self.step.progress,
+            generators=generators_of(self._generators),
             allocator=self._rules(),
             budget_on=self.step.caller.budget_on,
-            generators=self._generators,
-            known=known,
-            link=None if self._host is None else self._link_to(self._host),
+            known=known.search if known else None,
         )
+        transfers = None if host is None else Transfers.of(search, host, link)
+        return Schedules(search, transfers, variant.exact)
 
     def _with_sent(self, sizes: Values, schedules: list[Schedules]) -> list[Schedules]:
         """``schedules``, knowing what travels in plans that were found apart from them."""

@@ -1,4 +1,4 @@
-"""Schedules of a captured step, one variant at a time, and the link on which storages travel."""
+"""Schedules of one variant of a step, and the link on which storages travel."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from fxremat.frontend.captured import CapturedStep, Variant
 from fxremat.frontend.record import describe_peak
 from fxremat.frontend.store import key_of
 from fxremat.ir import MeasuredLink, RecordedCosts
-from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.resized import search_at
-from fxremat.planner.search import Search, generators_of
+from fxremat.planner.search import Search
 from fxremat.planner.transfers import HostMemory, Transfers
-from fxremat.progress import Progress
-from fxremat.units import Counted
 
 MOST_BASES = 16
 """Schedules of which storages travel, where all that a graph may come to is looked at."""
@@ -40,48 +37,6 @@ class Schedules:
     transfers: Transfers | None
     exact: bool
 
-    @staticmethod
-    def of(
-        variant: Variant,
-        context_bytes: ContextBytes,
-        *,
-        host: HostMemory | None,
-        progress: Progress,
-        allocator: AllocatorSettings | None,
-        budget_on: Counted,
-        generators: Iterable[str],
-        known: Schedules | None = None,
-        link: MeasuredLink | None = None,
-    ) -> Schedules:
-        """Search for schedules of a variant, with the generators of these names.
-
-        Args:
-            variant: what to schedule.
-            context_bytes: what is held beside it.
-            host: memory to which storages may travel; ``None``: none may.
-            progress: told how far solving has come.
-            allocator: the rules of the device's.
-            budget_on: what the budget is for.
-            generators: names of solvers.
-            known: those of the variant at another size, which are to know what is found.
-            link: to the host memory; ``None``: it is measured.
-
-        Raises:
-            HostMemoryError: the host memory cannot be had.
-        """
-        search = Search.over(
-            variant.measured,
-            variant.blocks,
-            context_bytes,
-            progress=progress,
-            generators=generators_of(generators),
-            allocator=allocator,
-            budget_on=budget_on,
-            known=known.search if known else None,
-        )
-        transfers = Transfers.of(search, host, link) if host else None
-        return Schedules(search, transfers, variant.exact)
-
     def within(self, context_bytes: ContextBytes) -> Schedules:
         """These schedules, where something else is held beside the variant."""
         if self.search.setting.context_bytes == context_bytes:
@@ -98,7 +53,7 @@ class Schedules:
         """Schedules of another search of the variant."""
         own = self.transfers
         transfers = Transfers.of(search, own.host, own.link) if own is not None else None
-        return Schedules(search, transfers, self.exact)
+        return replace(self, search=search, transfers=transfers)
 
     def knowing(self, other: Schedules) -> Schedules:
         """These schedules, knowing those that ``other`` has for other context bytes."""
