@@ -373,7 +373,7 @@ class Planner:
         found = [
             own.within(variant.around(context))
             if at_first_size
-            else own.at(variant, variant.around(context), budget_bytes=most)
+            else own.at(variant, context, budget_bytes=most)
             for own, variant in zip(self._known, self.step.at(context.sizes, run=run), strict=True)
         ]
         if not run:
@@ -461,11 +461,11 @@ class Planner:
         self._look(context)
         found = []
         for own, variant in zip(self._known, self.step.at(context.sizes, run=False), strict=True):
-            around = variant.around(context)
             if own.transfers is None:
+                around = variant.around(context)
                 found.append(least_bytes_at(own.search, variant.measured, around))
             else:
-                found.append(own.at(variant, around, budget_bytes=MOST_BYTES).least_bytes)
+                found.append(own.at(variant, context, budget_bytes=MOST_BYTES).least_bytes)
         return min(found)
 
     def largest(

@@ -14,6 +14,7 @@ from fxremat.frontend.record import describe_peak
 from fxremat.frontend.store import key_of
 from fxremat.ir import MeasuredLink, RecordedCosts
 from fxremat.planner.candidates import Candidate
+from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
@@ -43,10 +44,11 @@ class Schedules:
             return self
         return self._over(self.search.within(context_bytes))
 
-    def at(self, variant: Variant, context_bytes: ContextBytes, *, budget_bytes: int) -> Schedules:
+    def at(self, variant: Variant, context: StepContext, *, budget_bytes: int) -> Schedules:
         """These schedules at another size: those that can matter within a budget."""
+        around = variant.around(context)
         return self._over(
-            search_at(self.search, variant.measured, context_bytes, budget_bytes=budget_bytes)
+            search_at(self.search, variant.measured, around, budget_bytes=budget_bytes)
         )
 
     def _over(self, search: Search) -> Schedules:

@@ -150,10 +150,7 @@ def _warn_once(message: str) -> None:
 def origin_of_costs(
     digests: Digests, device: torch.device, executor: str, target: Device | None = None
 ) -> Origin:
-    """What costs of a traced step hold for, measured on ``device`` under the settings of now.
-
-    Not measured, but estimated for ``target``, where there is one.
-    """
+    """What costs of a traced step hold for that are measured now, or estimated for ``target``."""
     settings = {"executor": executor, **measuring_settings()}
     if device.type != "cpu":
         del settings[THREADS]
@@ -179,17 +176,7 @@ def origin_of_plan(
     generators: tuple[str, ...],
     allocator: AllocatorSettings | None,
 ) -> Origin:
-    """What a plan holds for that rests on such costs.
-
-    Args:
-        costs: of the step.
-        caller: what it needs beside the step at every call.
-        context_bytes: what it holds at this one.
-        host: memory to which storages may travel.
-        exact: gradients are bitwise those without a plan.
-        generators: names of solvers whose schedules are looked at.
-        allocator: rules of the device's.
-    """
+    """What a plan holds for that rests on ``costs``, at a call with these ``context_bytes``."""
     options: dict[str, object] = {
         "exact": exact,
         "offload": host is not None and ("conv" if host.conv else "only" if host.only else "auto"),
