@@ -1,11 +1,13 @@
 """Which files are pages of the site, and what docstrings' roles are there.
 
-Each file lies where it does in the repository, so that links hold.
+Each file lies where it does in the repository, so that links hold. The page of constants is made of
+the code.
 """
 
 import re
 from pathlib import Path
 
+from constants import constants_page  # beside this file, where hooks look first
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -29,6 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path.is_file():
             name = path.relative_to(root).as_posix()
             files.append(File(name, str(root), config.site_dir, config.use_directory_urls))
+    files.append(File.generated(config, "docs/constants.md", content=constants_page(root)))
     return files
 
 

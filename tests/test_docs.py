@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import operator
 import re
@@ -141,3 +142,15 @@ def test_docstrings_can_be_read_alone(name: str) -> None:
         first, *_ = text.splitlines()
         assert not re.match(leans, first, flags=re.I), (place, first)
         assert len(first.split()) > 3, (place, first)
+
+
+def test_every_constant_says_what_it_is_for():
+    """Its page is made of these words."""
+    spec = importlib.util.spec_from_file_location("constants", ROOT / "docs" / "constants.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.constants_page(ROOT)
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(rows) > 100
+    assert not [row for row in rows if row.endswith("|  |")]

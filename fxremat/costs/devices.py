@@ -257,7 +257,9 @@ DEVICES: dict[str, Device] = {
 _COPIED_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 _SIDE = {"cpu": 768, "cuda": 8192}
 _LAUNCHES = 2000
+"""Empty kernels that are launched to find what one launch takes."""
 _RUNS = 5
+"""Runs of which the fastest counts."""
 
 
 def _measured(device: torch.device) -> Device:

@@ -28,6 +28,7 @@ from fxremat.report.codec import decode, encode
 Budgets = Literal["same", "least"]
 
 TIMEOUT_S = 600.0
+"""How long a process waits for others unless told otherwise; what torch waits for NCCL."""
 
 HERE, ALL = "here", "all"
 """What the first of them says: that it has come, and what holds for all."""

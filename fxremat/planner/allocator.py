@@ -32,6 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MIB = 1 << 20
+"""Bytes."""
 
 
 LEAST_BLOCK_BYTES = 512

@@ -27,7 +27,7 @@ from fxremat.planner.places import (
 )
 
 MOST_ROOM = 1 << 27
-"""SizedNumbers of a step that no evaluation should need."""
+"""Entries of the arrays that no evaluation should need."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,6 +57,7 @@ HELD_ON = LATER | RETURNED
 """It stays after the call that gives it."""
 
 ROWS = 5
+"""Rows of the array of calls."""
 OP, PEAK, HELD, BLOCK, REBUILT = range(ROWS)
 """Rows of calls: the operation of the schedule that each carries out, most bytes held during it,
 bytes held after it, what runs, and whether it recomputes a stage whose backward comes next."""

@@ -19,7 +19,8 @@ VERSION = 1
 """Of all that is written. Raised when the form of any of it changes."""
 
 _GZIP = b"\x1f\x8b"
-_LEVEL = 1  # five times as small, and not five times as slow
+_LEVEL = 1
+"""Of gzip: files are a fifth of their size, higher levels are five times as slow."""
 
 
 def pack(kind: str, contents: dict[str, Any], *, packed: bool) -> bytes:

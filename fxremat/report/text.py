@@ -17,6 +17,7 @@ WIDTH = 100
 """Columns where the output is no terminal, which would have a width of its own."""
 
 MODULE_WIDTH = 30
+"""Columns of a module's name."""
 
 LEGEND = (
     "forward, saved, frees and costs are of all stages of a row; saved: what they hand on and "

@@ -19,6 +19,7 @@ PREDICTED, MEASURED = 1, 2
 
 THREADS = {Lane.COMPUTE: (1, "compute"), Lane.D2H: (2, "to host"), Lane.H2D: (3, "from host")}
 COUNTERS = 4
+"""Thread of a trace that has the counters."""
 
 
 class Traced(Protocol):

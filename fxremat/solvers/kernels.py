@@ -30,6 +30,7 @@ BLOCK = 32
 """Entries of a row that are lowered, or skipped, at once."""
 
 NO_CHOICE = -1
+"""In place of a choice where nothing fits."""
 
 in_slots = njit(inline="always")(slots_up)
 

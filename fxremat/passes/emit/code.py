@@ -23,6 +23,7 @@ COMMENT = "fxremat_comment"
 """Metadata of a call: what it does, for people."""
 
 WIDTH = 100
+"""Columns of emitted code."""
 
 PRIMALS = "primals"
 """AOTAutograd's name for parameters, buffers and inputs; here the list of them."""

@@ -15,6 +15,7 @@ from fxremat.ir import Activations, Chain, Part, Problem
 from fxremat.solvers.numbers import check_total
 
 _MOST_BYTES = 1 << 62
+"""Sums of sizes stay below this, half of what an int64 holds."""
 
 
 @dataclass(frozen=True, slots=True)

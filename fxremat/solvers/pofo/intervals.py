@@ -29,6 +29,7 @@ from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
 _NOTHING = (-1.0, -1.0)
+"""In place of work and lag where no entry is to be explained."""
 
 
 class Fronts(NamedTuple):
