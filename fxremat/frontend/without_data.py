@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -114,6 +114,10 @@ class _CapturedError(BaseException):
     No ``Exception``, so that no handler of the traced model can take it for its own.
     """
 
+    def __init__(self, found: Captured) -> None:
+        super().__init__()
+        self.found = found
+
 
 def capture(
     model: nn.Module,
@@ -164,11 +168,11 @@ def capture(
         with torch_compat.sizes_vary([t for _, t in places]):
             run(*sample.args, **sample.kwargs)
     except _CapturedError as error:
-        return cast("Captured", error.args[0])
+        return error.found
     except torch_compat.capture_failures() as error:
         cause = torch_compat.failure_cause(error)
         if isinstance(cause, _CapturedError):
-            return cast("Captured", cause.args[0])
+            return cause.found
         if isinstance(cause, FxrematError):
             raise cause from None
         raise refused(model, cause) from error
