@@ -35,7 +35,7 @@ from fxremat.ir import (
 )
 from fxremat.solvers import rotor
 from fxremat.solvers.cpsat.held import add_memory, all_bytes
-from fxremat.solvers.cpsat.runs import Run, add_hint, add_runs
+from fxremat.solvers.cpsat.runs import RunVariables, add_hint, add_runs
 from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, Ticks, byte_unit
 from fxremat.solvers.cpsat.search import fastest, least_budget, new_model, new_search
 from fxremat.solvers.sequences import seconds_of
@@ -144,7 +144,7 @@ class _Runs:
         )
         self.cp.minimize(forwards + parts)
 
-    def _rebuilds(self, run: Run, stage: int, option: int) -> IntVar:
+    def _rebuilds(self, run: RunVariables, stage: int, option: int) -> IntVar:
         """At least 1 if the backward of ``stage`` is in ``run``, after that option."""
         found = self.cp.new_bool_var("")
         self.cp.add_bool_or(~run.back[stage], ~run.held_after[stage][option], found)
@@ -164,7 +164,7 @@ class _Runs:
         return Solved(Schedule(tuple(ops)), seconds_of(self.problem.costs.stages, ops))
 
 
-def _ops(search: CpSolver, run: Run) -> list[Compute]:
+def _ops(search: CpSolver, run: RunVariables) -> list[Compute]:
     ops: list[Compute] = []
     for i in range(len(run.forward)):
         for keep, how in (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from fxremat.ir import Solved
 from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, MOST_TICKS, Ticks
 from fxremat.solvers.cpsat.search import new_model
-from fxremat.solvers.offload.line import Line
+from fxremat.solvers.offload.line import OffloadChain
 from fxremat.solvers.offload.phases import answer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Grains:
     back: int
 
     @staticmethod
-    def of(line: Line, seconds: Sequence[float], sizes: Sequence[int]) -> Grains:
+    def of(line: OffloadChain, seconds: Sequence[float], sizes: Sequence[int]) -> Grains:
         """Exact for these durations and sizes if numbers stay small, else coarse."""
         rates = (Fraction(line.offload_rate), Fraction(line.prefetch_rate))
         common = math.gcd(*sizes) or 1
@@ -80,7 +80,7 @@ class Grains:
 class FluidModel:
     """The model of a problem; ordered, and nothing goes once something came back."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: OffloadChain) -> None:
         self.cp = model = new_model()
         self.line = line
         self.count = len(line)

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxremat.ir import Chain, Costs, StageCosts
-from fxremat.solvers.cpsat.runs import Run, level
+from fxremat.solvers.cpsat.runs import RunVariables, level
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr
 
 
-class Crossing(NamedTuple):
+class HeldStorage(NamedTuple):
     """A storage of boundaries ``first … last``; stage ``first - 1`` writes it."""
 
     units: int
@@ -28,7 +28,7 @@ def add_memory(
     model: CpModel,
     chain: Chain,
     costs: Costs,
-    every: Sequence[Run],
+    every: Sequence[RunVariables],
     *,
     persistent: bool,
     unit_bytes: int,
@@ -84,14 +84,14 @@ def all_bytes(chain: Chain, costs: Costs) -> Iterator[int]:
             yield from way
 
 
-def crossings(chain: Chain, unit_bytes: int) -> list[Crossing]:
+def crossings(chain: Chain, unit_bytes: int) -> list[HeldStorage]:
     """The storages of boundaries that have a size."""
     runs: dict[int, tuple[int, int]] = {}
     for at, boundary in enumerate(chain.boundaries):
         for storage in boundary:
             runs[storage] = (runs.get(storage, (at, at))[0], at)
     return [
-        Crossing(chain.storages[storage].nbytes // unit_bytes, *ends)
+        HeldStorage(chain.storages[storage].nbytes // unit_bytes, *ends)
         for storage, ends in runs.items()
         if chain.storages[storage].nbytes
     ]
@@ -113,7 +113,9 @@ def _ways(chain: Chain, costs: StageCosts, stage: int) -> Iterator[_Way]:
         yield _Way(private_bytes, option.keep_extra_bytes, option.backward_extra_bytes)
 
 
-def _rest(chain: Chain, costs: Costs, run: Run, at: int, unit_bytes: int) -> LinearExpr | int:
+def _rest(
+    chain: Chain, costs: Costs, run: RunVariables, at: int, unit_bytes: int
+) -> LinearExpr | int:
     """What is held of no boundary: at the forward of stage ``at``, or at the backward."""
     return sum(
         way.private_bytes // unit_bytes * held
@@ -124,14 +126,14 @@ def _rest(chain: Chain, costs: Costs, run: Run, at: int, unit_bytes: int) -> Lin
     )
 
 
-def _holders(crossing: Crossing, count: int) -> tuple[range, range]:
+def _holders(crossing: HeldStorage, count: int) -> tuple[range, range]:
     """Boundaries, and stages whose saved sets, have the storage."""
     kept = range(crossing.first, min(crossing.last, count - 1) + 1)
     return kept, range(max(crossing.first - 1, 0), crossing.last)
 
 
 def _add_once(
-    model: CpModel, every: Sequence[Run], crossing: Crossing
+    model: CpModel, every: Sequence[RunVariables], crossing: HeldStorage
 ) -> Iterator[tuple[int, int, IntVar]]:
     """A storage that is in memory at most once: whether it is, by run and place."""
     count = len(every[0].done)
@@ -151,7 +153,7 @@ def _add_once(
 
 
 def _add_instances(
-    model: CpModel, every: Sequence[Run], crossing: Crossing
+    model: CpModel, every: Sequence[RunVariables], crossing: HeldStorage
 ) -> Iterator[tuple[int, int, IntVar]]:
     """A storage that may be in memory several times, each written in another run."""
     count = len(every[0].done)

@@ -30,7 +30,7 @@ from fxremat.ir import (
     Solved,
     TimedOut,
 )
-from fxremat.solvers.cpsat.join_steps import JoinSteps, Step
+from fxremat.solvers.cpsat.join_steps import JoinSteps, StepVariables
 from fxremat.solvers.cpsat.scale import Ticks
 from fxremat.solvers.cpsat.search import fastest, least_budget, new_search
 from fxremat.solvers.join import general
@@ -144,7 +144,7 @@ class _Model(JoinSteps):
         return Solved(Schedule(tuple(ops)), seconds_of(self.costs, ops))
 
 
-def _ways(step: Step) -> Iterator[tuple[tuple[Compute, ...], IntVar]]:
+def _ways(step: StepVariables) -> Iterator[tuple[tuple[Compute, ...], IntVar]]:
     """What a step may be, and whether it is."""
     for i in range(len(step.none)):
         forward, back = {keep: Forward(i, keep) for keep in Keep}, Backward(i)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepVariables:
     """What happens in one step, and what is held before it. By stage unless said otherwise.
 
     Attributes:
@@ -104,14 +104,14 @@ class JoinSteps:
             yield stage.backward_extra_bytes
             yield stage.rebuild_bytes
 
-    def _step(self, k: int, count: int) -> Step:
+    def _step(self, k: int, count: int) -> StepVariables:
         """Free variables; after the last step only what is held."""
 
         def some(name: str, length: int) -> list[IntVar]:
             return [self.cp.new_bool_var(f"{name}_{k}_{i}") for i in range(length)]
 
         running = self.stages if k < count else 0
-        return Step(
+        return StepVariables(
             none=some("none", running),
             ck=some("ck", running),
             all=some("all", running),
@@ -129,14 +129,14 @@ class JoinSteps:
         for line in range(self.trunk + 1):
             yield line, range(self.first[line], self.first[line + 1])
 
-    def _start(self, step: Step) -> None:
+    def _start(self, step: StepVariables) -> None:
         for variable in (*step.done, *step.kept, *step.saved, step.ran):
             self.cp.add(variable == 0)
         for line, flight in enumerate(step.flight):
             for at, variable in enumerate(flight):
                 self.cp.add(variable == (at == 0 and line < self.trunk))
 
-    def _valid(self, step: Step) -> None:
+    def _valid(self, step: StepVariables) -> None:
         """One operation, none only after all is done; what it reads is in memory."""
         cp = self.cp
         cp.add(sum(step.any(i) for i in range(self.stages)) == 1 - self._finished(step))
@@ -157,14 +157,14 @@ class JoinSteps:
                 elif i + 1 == self.stages:
                     cp.add(step.rebuild[i] <= step.ran)
 
-    def _finished(self, step: Step) -> IntVar:
+    def _finished(self, step: StepVariables) -> IntVar:
         finished = self.cp.new_bool_var("")
         for done in step.done:
             self.cp.add_implication(finished, done)
         self.cp.add_bool_or(finished, *(~done for done in step.done))
         return finished
 
-    def _sources(self, step: Step, line: int, i: int) -> Iterator[list[IntVar]]:
+    def _sources(self, step: StepVariables, line: int, i: int) -> Iterator[list[IntVar]]:
         """For each part of what stage ``i`` reads, where it may be."""
         if i == self.turn:
             for branch, stages in self._lines():
@@ -176,14 +176,14 @@ class JoinSteps:
         before = [step.saved[i - 1]] if place else []
         yield [step.flight[line][place], step.kept[i], *before]
 
-    def _holders_of_written(self, step: Step, line: int, i: int) -> Iterator[IntVar]:
+    def _holders_of_written(self, step: StepVariables, line: int, i: int) -> Iterator[IntVar]:
         yield step.saved[i]
         if i + 1 < self.first[line + 1]:
             yield step.kept[i + 1]
         elif line < self.trunk:
             yield step.kept[self.turn]
 
-    def _persistent(self, step: Step) -> None:
+    def _persistent(self, step: StepVariables) -> None:
         """What makes a schedule of a join memory-persistent."""
         cp = self.cp
         busy = self._trunk_is_readable(step)
@@ -215,17 +215,19 @@ class JoinSteps:
                     cp.add(forward + blocked <= 1)
                 self._only_the_deepest(step, line, i, forward)
 
-    def _ready(self, step: Step, line: int, i: int) -> list[IntVar]:
+    def _ready(self, step: StepVariables, line: int, i: int) -> list[IntVar]:
         """What is 1 when the backward of stage ``i`` may come next, if it is not done."""
         after = [step.done[i + 1]] if i + 1 < self.first[line + 1] else []
         return after + ([step.done[self.turn]] if line < self.trunk else [])
 
-    def _level(self, step: Step, line: int, j: int) -> list[LiteralT]:
+    def _level(self, step: StepVariables, line: int, j: int) -> list[LiteralT]:
         """What is 1 when stage ``j`` is the deepest of its line whose backward is missing."""
         missing: list[LiteralT] = [~step.done[j]]
         return [*missing, *([step.done[j + 1]] if j + 1 < self.first[line + 1] else [])]
 
-    def _only_the_deepest(self, step: Step, line: int, i: int, forward: LinearExpr) -> None:
+    def _only_the_deepest(
+        self, step: StepVariables, line: int, i: int, forward: LinearExpr
+    ) -> None:
         stages = range(self.first[line], self.first[line + 1])
         place = i - stages.start
         mine = step.flight[line][place]
@@ -238,7 +240,7 @@ class JoinSteps:
             for held in (step.kept[r], step.saved[r - 1]):
                 self.cp.add(forward + held - step.done[r] - mine <= 1)
 
-    def _trunk_is_readable(self, step: Step) -> IntVar:
+    def _trunk_is_readable(self, step: StepVariables) -> IntVar:
         """Whether a boundary of the trunk is in memory that a missing backward can use."""
         cp = self.cp
         busy = cp.new_bool_var("")
@@ -263,7 +265,7 @@ class JoinSteps:
         self.cp.add_bool_or(*(~v for v in variables), every)
         return every
 
-    def _next(self, step: Step, after: Step) -> None:
+    def _next(self, step: StepVariables, after: StepVariables) -> None:
         """What is held once the operation is done."""
         cp = self.cp
         for i in range(self.stages):
@@ -295,7 +297,7 @@ class JoinSteps:
                 cp.add(later <= flight + written)
                 cp.add(later <= 1 - gone + written)
 
-    def _memory(self, step: Step) -> None:
+    def _memory(self, step: StepVariables) -> None:
         unit, costs = self.unit_bytes, self.problem.costs
         held = []
         for line, stages in self._lines():
@@ -320,7 +322,7 @@ class JoinSteps:
         self.cp.add(active == running)
         self.cp.add(total <= self.budget).only_enforce_if(active)
 
-    def _is_held(self, step: Step, line: int, at: int) -> IntVar:
+    def _is_held(self, step: StepVariables, line: int, at: int) -> IntVar:
         """Whether a boundary is in memory during the operation, but for what that writes."""
         stages = range(self.first[line], self.first[line + 1])
         held = self.cp.new_bool_var("")
@@ -334,7 +336,7 @@ class JoinSteps:
         self.cp.add(held >= step.flight[line][at] - sum(landed))
         return held
 
-    def _gradients(self, step: Step) -> LinearExpr:
+    def _gradients(self, step: StepVariables) -> LinearExpr:
         unit, costs = self.unit_bytes, self.problem.costs
         turned = step.done[self.turn]
         total = costs.trunk_done_bytes // unit * turned

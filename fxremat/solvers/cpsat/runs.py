@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunVariables:
     """Consecutive forwards and at most one backward. A list has an entry a stage, 0 or 1.
 
     Attributes:
@@ -49,7 +49,9 @@ class Run:
     held_after: list[list[IntVar]]
 
 
-def add_runs(model: CpModel, options: Sequence[int], runs: int, *, persistent: bool) -> list[Run]:
+def add_runs(
+    model: CpModel, options: Sequence[int], runs: int, *, persistent: bool
+) -> list[RunVariables]:
     """Every valid sequence of at most ``runs`` runs, and no other; see ``chain``.
 
     ``options`` says how many ways to run ``F_all`` each stage has.
@@ -70,9 +72,9 @@ def add_runs(model: CpModel, options: Sequence[int], runs: int, *, persistent: b
     for k in range(runs):
         fields: dict[str, Any] = {
             name: rows(name, k) if name in by_option else row(name, k)
-            for name in Run.__dataclass_fields__
+            for name in RunVariables.__dataclass_fields__
         }
-        every.append(Run(**fields))
+        every.append(RunVariables(**fields))
     for run in every:
         _add_forwards(model, run)
         _add_backward(model, run)
@@ -84,13 +86,13 @@ def add_runs(model: CpModel, options: Sequence[int], runs: int, *, persistent: b
     return every
 
 
-def level(run: Run, stage: int) -> LinearExpr:
+def level(run: RunVariables, stage: int) -> LinearExpr:
     """1 if the backward of ``stage`` is the next one before ``run``, as an expression."""
     after = run.done[stage + 1] if stage + 1 < len(run.done) else 1
     return after - run.done[stage]
 
 
-def _add_forwards(model: CpModel, run: Run) -> None:
+def _add_forwards(model: CpModel, run: RunVariables) -> None:
     count = len(run.done)
     for i in range(count):
         forward = run.forward[i]
@@ -121,7 +123,7 @@ def _add_forwards(model: CpModel, run: Run) -> None:
     model.add_at_most_one(run.starts)
 
 
-def _add_backward(model: CpModel, run: Run) -> None:
+def _add_backward(model: CpModel, run: RunVariables) -> None:
     count = len(run.done)
     model.add_at_most_one(run.back)
     for i in range(count):
@@ -136,7 +138,7 @@ def _add_backward(model: CpModel, run: Run) -> None:
             model.add_bool_or(~run.back[i], ~run.all[i])
 
 
-def _add_persistent(model: CpModel, run: Run) -> None:
+def _add_persistent(model: CpModel, run: RunVariables) -> None:
     count = len(run.done)
     for i in range(count):
         last = i + 1 == count
@@ -153,7 +155,7 @@ def _add_persistent(model: CpModel, run: Run) -> None:
             model.add(start + run.saved[i] + level(run, i) <= 2)
 
 
-def _add_next(model: CpModel, before: Run, run: Run) -> None:
+def _add_next(model: CpModel, before: RunVariables, run: RunVariables) -> None:
     for i in range(len(run.done)):
         model.add(run.done[i] == before.done[i] + before.back[i])
         for now, after in (
@@ -172,7 +174,7 @@ def _add_next(model: CpModel, before: Run, run: Run) -> None:
     model.add(sum(run.back) <= sum(run.starts) + sum(before.back))
 
 
-def _add_ends(model: CpModel, every: Sequence[Run]) -> None:
+def _add_ends(model: CpModel, every: Sequence[RunVariables]) -> None:
     first, count = every[0], len(every[0].done)
     for i in range(count):
         for fact in (first.done[i], first.kept[i], first.saved[i]):
@@ -190,7 +192,7 @@ def _add_ends(model: CpModel, every: Sequence[Run]) -> None:
             model.add_bool_or(~run.all[last], ~run.back[last], ~forward)
 
 
-def add_hint(model: CpModel, every: Sequence[Run], ops: Sequence[Compute]) -> bool:
+def add_hint(model: CpModel, every: Sequence[RunVariables], ops: Sequence[Compute]) -> bool:
     """Let the search start from a schedule; whether it has no more runs than there are.
 
     Requires: it is valid, and ``F_all`` followed by its ``B`` is a rebuild unless it is the
@@ -215,7 +217,7 @@ def add_hint(model: CpModel, every: Sequence[Run], ops: Sequence[Compute]) -> bo
     return True
 
 
-def _variable(run: Run, op: Compute, last: Compute, ran: set[int]) -> IntVar:
+def _variable(run: RunVariables, op: Compute, last: Compute, ran: set[int]) -> IntVar:
     """What is 1 where ``op`` is in a run that ends with ``last``, after the stages that ``ran``."""
     i = op.stage
     if isinstance(op, Backward):

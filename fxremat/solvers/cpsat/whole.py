@@ -21,7 +21,7 @@ from fxremat.ir import (
 )
 from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, Ticks, byte_unit
 from fxremat.solvers.cpsat.search import new_model
-from fxremat.solvers.offload.line import Line, activations
+from fxremat.solvers.offload.line import OffloadChain, activations
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpSolver, IntVar, LinearExpr
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class WholeModel:
     """The model of a problem; its objective is the end of the last backward."""
 
-    def __init__(self, line: Line, *, ordered: bool) -> None:
+    def __init__(self, line: OffloadChain, *, ordered: bool) -> None:
         self.cp = new_model()
         self.line = line
         self.count = len(line)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxremat.ir import Infeasible, Op, Prefetch, Problem, Solution, Solved
-from fxremat.solvers.offload.line import Line, activations, line_of
+from fxremat.solvers.offload.line import OffloadChain, activations, line_of
 from fxremat.solvers.offload.phases import forward_phase, sequence, suffices, turned
 from fxremat.solvers.offload.vdnn import ratios
 
@@ -50,7 +50,7 @@ def solve(problem: Problem) -> Solution:
     return Solved(sequence(line, amounts, back), _seconds(line, amounts))
 
 
-def _seconds(line: Line, amounts: Sequence[int]) -> float:
+def _seconds(line: OffloadChain, amounts: Sequence[int]) -> float:
     """Time of that schedule."""
     forth = forward_phase(line, amounts, whole=True)
     moved = sum(amounts)

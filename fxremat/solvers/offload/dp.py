@@ -18,7 +18,7 @@ and ``IDLE_i(K, Δ_F, Δ_B)`` is the least idle time of forwards and backwards `
     ε_B, Δ_B' likewise, but Δ_B' = |x_i| + (Δ_B - (ε_B + u_B) β)⁺       Eq. (6), (7), (8)
     ε_G  = max(0, (Δ_F + Δ_B) / β, when O reaches what B_j needs, when R what F_j needs)
 
-with ``own`` of ``Line``: ``K + Δ_F⁺ + own_F(i)`` is ``M_{F_i} + ex_i^F + |x_{i+1}|``. Where this
+with ``own`` of ``OffloadChain``: ``K + Δ_F⁺ + own_F(i)`` is ``M_{F_i} + ex_i^F + |x_{i+1}|``. Where it
 departs from the paper:
 
 * ``K`` is the state in place of ``M_F``. It is all that is rounded: to slots, upwards. Times
@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 from fxremat.ir import Problem, Solution
 from fxremat.solvers.numbers import Floats, Ints
 from fxremat.solvers.offload.greedy import eager
-from fxremat.solvers.offload.line import Line
+from fxremat.solvers.offload.line import OffloadChain
 from fxremat.solvers.offload.phases import plan, solved
 from fxremat.solvers.quantize import quantum_bytes, slots_up, whole_count
 
@@ -80,7 +80,7 @@ def solve(problem: Problem, *, slots: int = 500, relaxed: bool = False) -> Solut
     return solved(problem, partial(_choose, slots=slots), whole=not relaxed)
 
 
-def _choose(line: Line, *, slots: int) -> list[int]:
+def _choose(line: OffloadChain, *, slots: int) -> list[int]:
     """What to offload of each activation: all or nothing."""
     quantum = quantum_bytes(line.budget, slots=slots)
     everything = [size if i in line.movable else 0 for i, size in enumerate(line.sizes)]
@@ -93,7 +93,7 @@ def _choose(line: Line, *, slots: int) -> list[int]:
     return found[1] if found is not None and _fluid_s(line, found[1]) < best_s else best
 
 
-def _fluid_s(line: Line, amounts: list[int]) -> float:
+def _fluid_s(line: OffloadChain, amounts: list[int]) -> float:
     planned = plan(line, amounts, whole=False)
     return float("inf") if planned is None else planned.makespan_s
 
@@ -122,7 +122,7 @@ class _States(NamedTuple):
 
 
 def search(
-    line: Line, quantum: int, *, below_s: float = float("inf")
+    line: OffloadChain, quantum: int, *, below_s: float = float("inf")
 ) -> tuple[float, list[int]] | None:
     """Algorithm 1: the least idle time and what to offload for it.
 
@@ -154,7 +154,9 @@ def search(
     return float(total_s.min()), amounts
 
 
-def _run(line: Line, i: int, states: _States, quantum: int) -> tuple[_States, Floats, Floats]:
+def _run(
+    line: OffloadChain, i: int, states: _States, quantum: int
+) -> tuple[_States, Floats, Floats]:
     """``F_i`` and ``B_i`` from every state that allows them, with ``ε`` in ``idle_s``.
 
     Returns:
@@ -176,7 +178,7 @@ def _run(line: Line, i: int, states: _States, quantum: int) -> tuple[_States, Fl
     return after, forward_moved, backward_moved
 
 
-def _extended(line: Line, i: int, states: _States, quantum: int) -> _States:
+def _extended(line: OffloadChain, i: int, states: _States, quantum: int) -> _States:
     """All that can come of deciding on ``x_i``."""
     base, forward_moved, backward_moved = _run(line, i, states, quantum)
     size = line.sizes[i]
@@ -208,7 +210,7 @@ def _thinned(states: _States, backlog_s: Floats, quantum: int) -> _States:
     return states
 
 
-def _totals(line: Line, states: _States, quantum: int) -> Floats:
+def _totals(line: OffloadChain, states: _States, quantum: int) -> Floats:
     """``IDLE`` of whole schedules: with the stages that decide nothing, and with ``ε_G``."""
     index = np.arange(states.kept.size)
     totals = np.full(states.kept.size, np.inf)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import partial
 
 from fxremat.ir import Problem, Solution
-from fxremat.solvers.offload.line import Line
+from fxremat.solvers.offload.line import OffloadChain
 from fxremat.solvers.offload.phases import solved
 
 
@@ -39,7 +39,7 @@ def solve(problem: Problem, *, relaxed: bool = False) -> Solution:
     return solved(problem, partial(eager, rounded=not relaxed), whole=not relaxed)
 
 
-def eager(line: Line, *, rounded: bool) -> list[int]:
+def eager(line: OffloadChain, *, rounded: bool) -> list[int]:
     """What to offload of each activation."""
     left = line.peak_bytes - line.budget
     amounts = []

@@ -19,7 +19,7 @@ _MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OffloadChain:
     """``L`` stages in the paper's terms; sizes in bytes.
 
     Attributes:
@@ -105,7 +105,7 @@ class Line:
         return sum(self.forward_s) + sum(self.backward_s)
 
 
-def line_of(problem: Problem) -> Line:
+def line_of(problem: Problem) -> OffloadChain:
     """The numbers of a problem.
 
     Raises:
@@ -126,7 +126,7 @@ def line_of(problem: Problem) -> Line:
         after_own.append(fixed + sizes[i] + (stages[i - 1].gradient_bytes if i else 0))
     check_total(sum(sizes) + max(*forward_own, *during_own, *after_own), most=_MOST_BYTES)
     link = problem.link
-    return Line(
+    return OffloadChain(
         sizes=tuple(sizes),
         before=(0, *accumulate(sizes)),
         forward_s=tuple(stage.forward_s for stage in stages),

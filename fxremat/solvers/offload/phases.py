@@ -9,7 +9,7 @@ how far apart they are is left to find.
 At any time ``t`` host memory alone holds ``min(O(t), R(T - t))`` bytes: ``O(t)`` of what was
 offloaded, ``R`` of what, counted from the end ``T`` of the step, is still to come back. One of
 the two is always all that is moved, as prefetches wait for the last offload. An operation runs
-while at least ``away`` bytes (see ``Line``) are there, so the shortest step is
+while at least ``away`` bytes (see ``OffloadChain``) are there, so the shortest step is
 
     T = max(end of F + length of B,
             end of O and of the last F_i that reads what is moved + length of R,
@@ -41,7 +41,7 @@ from fxremat.ir import (
     Solved,
     Wait,
 )
-from fxremat.solvers.offload.line import Line, activations, line_of
+from fxremat.solvers.offload.line import OffloadChain, activations, line_of
 
 _TOLERANCE = 2.0**-46
 """Relative to the makespan: times that are nearer than this are taken to be the same.
@@ -88,7 +88,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class OffloadTimes:
     """A whole step: starts in seconds, transfers in order of time.
 
     Attributes:
@@ -104,7 +104,7 @@ class Plan:
     makespan_s: float
 
 
-def plan(line: Line, amounts: Sequence[float], *, whole: bool) -> Plan | None:
+def plan(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> OffloadTimes | None:
     """The ordered no-wait schedule that offloads ``amounts[i]`` bytes of ``x_i``.
 
     ``O(L log L)``.
@@ -127,7 +127,7 @@ def plan(line: Line, amounts: Sequence[float], *, whole: bool) -> Plan | None:
         total = max(total, back.starts[i] + forth.reaches(after_away[i]))
         done = forth.starts[i] + line.forward_s[i]
         total = max(total, done + back.reaches(forward_away[i]))
-    return Plan(
+    return OffloadTimes(
         forwards=forth.starts,
         backwards=tuple(
             total - start - seconds
@@ -142,7 +142,7 @@ def plan(line: Line, amounts: Sequence[float], *, whole: bool) -> Plan | None:
     )
 
 
-def suffices(line: Line, amounts: Sequence[float]) -> bool:
+def suffices(line: OffloadChain, amounts: Sequence[float]) -> bool:
     """Whether offloading ``amounts`` makes room for every operation, if it waits."""
     moved = 0.0
     for i, away in enumerate(
@@ -154,13 +154,13 @@ def suffices(line: Line, amounts: Sequence[float]) -> bool:
     return True
 
 
-def forward_phase(line: Line, amounts: Sequence[float], *, whole: bool) -> Phase:
+def forward_phase(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Phase:
     """Forwards and offloads, which must be enough for every forward."""
     away = line.away(line.forward_own)
     return _no_wait(line.forward_s, away, amounts, line.offload_rate, whole=whole, during=True)
 
 
-def turned(line: Line, forth: Phase) -> float:
+def turned(line: OffloadChain, forth: Phase) -> float:
     """When the first prefetch can start: what it moves is copied, and was read."""
     if not forth.transfers:
         return 0.0
@@ -213,7 +213,7 @@ def _reached(
 
 
 def solved(
-    problem: Problem, amounts_of: Callable[[Line], Sequence[float]], *, whole: bool
+    problem: Problem, amounts_of: Callable[[OffloadChain], Sequence[float]], *, whole: bool
 ) -> Solved | Infeasible:
     """The ordered no-wait schedule that offloads what is chosen for the chain of a problem.
 
@@ -231,7 +231,7 @@ def solved(
     return answer(line, amounts_of(line), whole=whole)
 
 
-def answer(line: Line, amounts: Sequence[float], *, whole: bool) -> Solved:
+def answer(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Solved:
     """The ordered no-wait schedule that offloads ``amounts``, which must be enough.
 
     Prefetches follow the last computation that starts before them: so they take no memory that
@@ -252,7 +252,9 @@ def answer(line: Line, amounts: Sequence[float], *, whole: bool) -> Solved:
     return Solved(sequence(line, amounts, back), planned.makespan_s)
 
 
-def sequence(line: Line, amounts: Sequence[float], back: Sequence[Sequence[Op]]) -> Schedule:
+def sequence(
+    line: OffloadChain, amounts: Sequence[float], back: Sequence[Sequence[Op]]
+) -> Schedule:
     """All computations with ``back`` after each; ``x_i`` is offloaded and freed after ``F_i``."""
     ops: list[Op] = []
     for i in range(len(line)):

@@ -7,7 +7,7 @@ for every threshold on ``u_F(i) / |x_i|`` two no-wait, ordered schedules of whol
 tried: one offloads all ``x_i`` whose ratio is at least that, the other every other of them.
 The fastest that fits is the answer. ``O(L² log L)``.
 
-Activations that are never worth moving (see ``Line.movable``) are left out. The lowest
+Activations that are never worth moving (see ``OffloadChain.movable``) are left out. The lowest
 threshold takes all others, so there is an answer whenever there is one at all.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxremat.ir import Problem, Solution
-from fxremat.solvers.offload.line import Line
+from fxremat.solvers.offload.line import OffloadChain
 from fxremat.solvers.offload.phases import plan, solved
 
 
@@ -36,7 +36,7 @@ def solve(problem: Problem) -> Solution:
     return solved(problem, _fastest, whole=True)
 
 
-def _fastest(line: Line) -> list[int]:
+def _fastest(line: OffloadChain) -> list[int]:
     best_s, best = float("inf"), [0] * len(line.sizes)
     for amounts in _choices(line):
         planned = plan(line, amounts, whole=True)
@@ -45,12 +45,12 @@ def _fastest(line: Line) -> list[int]:
     return best
 
 
-def ratios(line: Line) -> dict[int, float]:
+def ratios(line: OffloadChain) -> dict[int, float]:
     """Seconds of the forward that reads it for a byte of each activation worth moving."""
     return {i: line.forward_s[i] / line.sizes[i] for i in line.movable if line.sizes[i]}
 
 
-def _choices(line: Line) -> Iterator[list[int]]:
+def _choices(line: OffloadChain) -> Iterator[list[int]]:
     yield [0] * len(line.sizes)
     by_ratio = ratios(line)
     for threshold in sorted(set(by_ratio.values()), reverse=True):

@@ -71,7 +71,7 @@ from fxremat.solvers import rotor
 from fxremat.solvers.pofo.build import available, build
 from fxremat.solvers.pofo.emit import fluid_schedule, fluid_seconds, whole_schedule
 from fxremat.solvers.pofo.search import bound_s, least_memory, limits_of, search
-from fxremat.solvers.pofo.steps import Plan, plan_of
+from fxremat.solvers.pofo.steps import Computations, plan_of
 from fxremat.solvers.pofo.sweep import Limits, Sweep
 from fxremat.solvers.quantize import whole_count
 
@@ -103,7 +103,7 @@ class Outcome:
     """
 
     problem: Problem
-    plans: tuple[Plan, ...]
+    plans: tuple[Computations, ...]
     alone: Solved | None
     seconds: float
     bound_s: float
@@ -219,7 +219,13 @@ def _without_transfers(problem: Problem, slots: int) -> Solved | None:
 
 
 def _search(
-    sweep: Sweep, limits: Limits, plans: list[Plan], labels: int, *, slack: float, recompute: bool
+    sweep: Sweep,
+    limits: Limits,
+    plans: list[Computations],
+    labels: int,
+    *,
+    slack: float,
+    recompute: bool,
 ) -> int:
     """Add a plan if there is a better one; returns how many labels were lost."""
     slack_s = slack * float(limits.best_s[0]) / sweep.numbers.gradient.size

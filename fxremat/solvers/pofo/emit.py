@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fxremat.ir import Free, Link, Offload, Op, Prefetch, Schedule, Wait
-from fxremat.solvers.pofo.steps import Plan, Step
+from fxremat.solvers.pofo.steps import Computation, Computations
 
 
 class _Times(NamedTuple):
@@ -24,7 +24,7 @@ class _Times(NamedTuple):
 
 
 def _follow(
-    steps: tuple[Step, ...],
+    steps: tuple[Computation, ...],
     copies: list[tuple[int, int]],
     budget: int,
     byte_s: float,
@@ -52,7 +52,7 @@ def _follow(
     return _Times(begins, done, max(now, lane))
 
 
-def _both(plan: Plan, budget: int, link: Link | None) -> tuple[_Times, _Times]:
+def _both(plan: Computations, budget: int, link: Link | None) -> tuple[_Times, _Times]:
     out_s = 1.0 / link.offload_bytes_per_s if link else 0.0
     back_s = 1.0 / link.prefetch_bytes_per_s if link else 0.0
     ahead = _follow(
@@ -63,13 +63,13 @@ def _both(plan: Plan, budget: int, link: Link | None) -> tuple[_Times, _Times]:
     return ahead, _follow(plan.back[::-1], undone, budget, back_s, ready=True)
 
 
-def fluid_seconds(plan: Plan, budget: int, link: Link | None) -> float:
+def fluid_seconds(plan: Computations, budget: int, link: Link | None) -> float:
     """Time of a plan with fluid transfers, the two phases one after the other."""
     ahead, back = _both(plan, budget, link)
     return ahead.seconds + back.seconds
 
 
-def fluid_schedule(plan: Plan, budget: int, link: Link | None) -> Schedule:
+def fluid_schedule(plan: Computations, budget: int, link: Link | None) -> Schedule:
     """The schedule that takes ``fluid_seconds`` when it is replayed without waiting.
 
     Offloads follow their readers: they start by themselves as soon as they can. A prefetch
@@ -96,7 +96,7 @@ def fluid_schedule(plan: Plan, budget: int, link: Link | None) -> Schedule:
     return Schedule(tuple(ops))
 
 
-def _ahead(plan: Plan) -> Iterator[Op]:
+def _ahead(plan: Computations) -> Iterator[Op]:
     kept = {value.kept: value for value in plan.moved}
     for at, step in enumerate(plan.sweep):
         yield from step.ops
@@ -105,7 +105,9 @@ def _ahead(plan: Plan) -> Iterator[Op]:
             yield Free(kept[at].what)
 
 
-def _parts(plan: Plan, times: _Times, link: Link | None) -> dict[tuple[int, int], list[Prefetch]]:
+def _parts(
+    plan: Computations, times: _Times, link: Link | None
+) -> dict[tuple[int, int], list[Prefetch]]:
     """The parts of prefetches by step, and by how many of its operations come before."""
     parts: dict[tuple[int, int], list[Prefetch]] = {}
     if link is None:
@@ -129,14 +131,14 @@ def _parts(plan: Plan, times: _Times, link: Link | None) -> dict[tuple[int, int]
     return parts
 
 
-def _begun(step: Step, at: int, left_s: float) -> int:
+def _begun(step: Computation, at: int, left_s: float) -> int:
     """How many operations of a step have begun when ``left_s`` are left until its end."""
     if left_s > step.seconds:
         return 0 if at else 1  # see ``fluid_schedule``
     return len(step.ops) if left_s <= step.seconds - step.first_s else 1
 
 
-def whole_schedule(plan: Plan, budget: int, link: Link | None) -> tuple[Schedule, float]:
+def whole_schedule(plan: Computations, budget: int, link: Link | None) -> tuple[Schedule, float]:
     """The plan with whole transfers, and its time without waiting.
 
     An offload gives all back at its end, a prefetch takes all at its start. It starts once
@@ -153,7 +155,7 @@ def whole_schedule(plan: Plan, budget: int, link: Link | None) -> tuple[Schedule
 class _Whole:
     """Follows a plan with whole transfers, and places the prefetches as it goes."""
 
-    def __init__(self, plan: Plan, budget: int, link: Link) -> None:
+    def __init__(self, plan: Computations, budget: int, link: Link) -> None:
         self.plan = plan
         self.budget = budget
         self.link = link
@@ -190,7 +192,7 @@ class _Whole:
                     self.now = max(self.now, self.here[k])
             self._compute(step, self.room[at])
 
-    def _compute(self, step: Step, room: int) -> None:
+    def _compute(self, step: Computation, room: int) -> None:
         self.now = max(self.now, self.order)
         pending = sorted((t, k) for k, t in self.gone.items() if t > self.now)
         left = sum(self.plan.moved[k].nbytes for _, k in pending)

@@ -21,7 +21,7 @@ from fxremat.solvers.pofo.sweep import (
 )
 
 
-class Decision(NamedTuple):
+class SweepChoice(NamedTuple):
     """What the first sweep does from one kept value to the next.
 
     Attributes:
@@ -80,7 +80,7 @@ def _shares(sweep: Sweep) -> Floats:
 
 def search(
     sweep: Sweep, limits: Limits, *, most: int, recompute: bool
-) -> tuple[tuple[Decision, ...] | None, int]:
+) -> tuple[tuple[SweepChoice, ...] | None, int]:
     """The best decisions, if they are better than ``limits.best_s``, which is lowered.
 
     Args:
@@ -130,18 +130,18 @@ def _no_labels(nodes: int, most: int) -> Labels:
     )
 
 
-def _walk(labels: Labels, node: int, label: int, way: int) -> Iterator[Decision]:
+def _walk(labels: Labels, node: int, label: int, way: int) -> Iterator[SweepChoice]:
     """From the last decision to the first."""
-    yield Decision(node // 2, bool(node % 2), node // 2 + way, False)
+    yield SweepChoice(node // 2, bool(node % 2), node // 2 + way, False)
     while node > 0:
         origin = int(labels.origin[node, label])
         label, after = int(labels.parent[node, label]), node
         node = origin // 2
         cut = node // 2 if after % 2 else after // 2
-        yield Decision(node // 2, bool(node % 2), cut, bool(origin % 2))
+        yield SweepChoice(node // 2, bool(node % 2), cut, bool(origin % 2))
 
 
-def least_memory(sweep: Sweep) -> tuple[int, tuple[Decision, ...]]:
+def least_memory(sweep: Sweep) -> tuple[int, tuple[SweepChoice, ...]]:
     """The least budget, ``fixed_bytes`` left out, and decisions that need no more. ``O(L²)``.
 
     Times do not matter to that: idle times can empty whatever waits for the link. So what
@@ -185,7 +185,7 @@ def least_memory(sweep: Sweep) -> tuple[int, tuple[Decision, ...]]:
     while True:
         cut = cuts[i][x]
         last = i == count - 1
-        decisions.append(Decision(i, bool(x), cut, not last and sweep.moves[i, x] >= 0))
+        decisions.append(SweepChoice(i, bool(x), cut, not last and sweep.moves[i, x] >= 0))
         if last:
             return base + best[0][0], tuple(decisions)
         i, x = (i + 1, 1) if cut == i else (cut, 0)

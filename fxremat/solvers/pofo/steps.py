@@ -11,14 +11,14 @@ import numpy as np
 from fxremat.ir import Activations, Backward, Compute, Forward, Keep, Part
 from fxremat.solvers.kernels import added_bytes
 from fxremat.solvers.pofo.intervals import explain
-from fxremat.solvers.pofo.search import Decision
+from fxremat.solvers.pofo.search import SweepChoice
 from fxremat.solvers.pofo.sweep import Sweep, segment
 from fxremat.solvers.quantize import slots_up
 from fxremat.solvers.sequences import walk
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Computation:
     """One computation, or a rebuild: two of them.
 
     Attributes:
@@ -53,7 +53,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Computations:
     """All computations in their order, and what is moved.
 
     Attributes:
@@ -62,16 +62,16 @@ class Plan:
         moved: in the order in which it is offloaded; it comes back in the opposite one.
     """
 
-    sweep: tuple[Step, ...]
-    back: tuple[Step, ...]
+    sweep: tuple[Computation, ...]
+    back: tuple[Computation, ...]
     moved: tuple[Moved, ...]
 
 
-def plan_of(sweep: Sweep, decisions: tuple[Decision, ...]) -> Plan:
+def plan_of(sweep: Sweep, decisions: tuple[SweepChoice, ...]) -> Computations:
     """The computations of decisions."""
     n = sweep.numbers
-    steps: list[Step] = []
-    behind: list[list[Step]] = []  # after the turn, of each decision
+    steps: list[Computation] = []
+    behind: list[list[Computation]] = []  # after the turn, of each decision
     kept: list[int] = []
     held, back = sweep.input_bytes, 0.0  # of the label that a decision extends
     own = [0] * len(decisions)
@@ -86,7 +86,7 @@ def plan_of(sweep: Sweep, decisions: tuple[Decision, ...]) -> Plan:
         free = sweep.budget - held
         if cut == i:
             behind.append(
-                [Step((Backward(i),), float(n.backward_s[i, 0]), held + int(n.back[i, 0]))]
+                [Computation((Backward(i),), float(n.backward_s[i, 0]), held + int(n.back[i, 0]))]
             )
             waits = max(0.0, back - (free - int(n.back[i, 0])) * sweep.back_s)
             backward_s = float(n.backward_s[i, 0]) + waits
@@ -103,44 +103,44 @@ def plan_of(sweep: Sweep, decisions: tuple[Decision, ...]) -> Plan:
         if decision.moved
     ]
     after = [step for part in reversed(behind) for step in part]
-    return Plan(tuple(steps), tuple(after), tuple(moved))
+    return Computations(tuple(steps), tuple(after), tuple(moved))
 
 
 def _begins(lengths: list[int]) -> list[int]:
     return [0, *accumulate(lengths)][:-1]
 
 
-def _what(decision: Decision) -> Activations:
+def _what(decision: SweepChoice) -> Activations:
     if decision.within:
         return Activations(Part.SAVED, decision.stage - 1)
     return Activations(Part.INPUT, decision.stage)
 
 
-def _ahead(sweep: Sweep, decision: Decision, held: int, own: int) -> Iterator[Step]:
+def _ahead(sweep: Sweep, decision: SweepChoice, held: int, own: int) -> Iterator[Computation]:
     """The forwards of a decision; its input leaves after the first of them if it is moved."""
     n = sweep.numbers
     i, cut = decision.stage, decision.cut
     seconds = np.diff(n.prefix_s[i : max(cut, i + 1) + 1]).tolist()
     turn = int(n.gradient[-1])
     if cut == i:
-        yield Step((Forward(i, Keep.ALL),), seconds[0], held + turn + int(n.keep[i, 0]))
+        yield Computation((Forward(i, Keep.ALL),), seconds[0], held + turn + int(n.keep[i, 0]))
         return
     for k in range(i, cut):
         keep = Keep.INPUT if k == i else Keep.NONE
         nbytes = held + turn + int(sweep.peaks[i, k]) - (own if k > i else 0)
-        yield Step((Forward(k, keep),), seconds[k - i], nbytes)
+        yield Computation((Forward(k, keep),), seconds[k - i], nbytes)
 
 
-def _last(sweep: Sweep, way: int, held: int) -> Step:
+def _last(sweep: Sweep, way: int, held: int) -> Computation:
     """The last stage after the turn."""
     i = sweep.numbers.gradient.size - 1
     ops = (Forward(i, Keep.ALL), Backward(i))[1 - way :]
     nbytes = held + int(sweep.last_bytes[way, 1])
     seconds = float(sweep.last_s[way])
-    return Step(ops, seconds, nbytes, first_s=seconds - float(sweep.last_s[0]))
+    return Computation(ops, seconds, nbytes, first_s=seconds - float(sweep.last_s[0]))
 
 
-def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) -> list[Step]:
+def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) -> list[Computation]:
     """An entry of the front of an interval, or with -1 its sequence of least memory.
 
     ``free`` are the bytes beside its first boundary.
@@ -164,7 +164,7 @@ def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) ->
     return list(_steps(sweep, ops, interval[1], sweep.budget - free))
 
 
-def _steps(sweep: Sweep, ops: Sequence[Compute], t: int, held: int) -> Iterator[Step]:
+def _steps(sweep: Sweep, ops: Sequence[Compute], t: int, held: int) -> Iterator[Computation]:
     """The computations of an interval that ends with stage ``t``.
 
     ``held`` are bytes, with the interval's input among them.
@@ -177,7 +177,7 @@ def _steps(sweep: Sweep, ops: Sequence[Compute], t: int, held: int) -> Iterator[
         i, turn = op.stage, int(n.gradient[t])
         if isinstance(op, Backward):
             if before != Forward(i, Keep.ALL):
-                yield Step((op,), float(n.backward_s[i, 0]), inputs[i] + int(n.back[i, 0]))
+                yield Computation((op,), float(n.backward_s[i, 0]), inputs[i] + int(n.back[i, 0]))
             t -= 1
             continue
         if op.keep is not Keep.NONE:
@@ -187,11 +187,11 @@ def _steps(sweep: Sweep, ops: Sequence[Compute], t: int, held: int) -> Iterator[
             start = i
         seconds = float(n.prefix_s[i + 1] - n.prefix_s[i])
         if op.keep is not Keep.ALL:
-            yield Step((op,), seconds, inputs[start] + turn + int(sweep.peaks[start, i]))
+            yield Computation((op,), seconds, inputs[start] + turn + int(sweep.peaks[start, i]))
         elif ops[index + 1] == Backward(i):
             seconds = float(n.leaf_s[i, 0])
             first_s = seconds - float(n.backward_s[i, 0])
             nbytes = inputs[i] + int(n.leaf_bytes[i, 0])
-            yield Step((op, Backward(i)), seconds, nbytes, first_s)
+            yield Computation((op, Backward(i)), seconds, nbytes, first_s)
         else:
-            yield Step((op,), seconds, inputs[i] + turn + int(n.keep[i, 0]))
+            yield Computation((op,), seconds, inputs[i] + turn + int(n.keep[i, 0]))
