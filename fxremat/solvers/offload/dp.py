@@ -18,8 +18,8 @@ and ``IDLE_i(K, Δ_F, Δ_B)`` is the least idle time of forwards and backwards `
     ε_B, Δ_B' likewise, but Δ_B' = |x_i| + (Δ_B - (ε_B + u_B) β)⁺       Eq. (6), (7), (8)
     ε_G  = max(0, (Δ_F + Δ_B) / β, when O reaches what B_j needs, when R what F_j needs)
 
-with ``own`` of ``OffloadChain``: ``K + Δ_F⁺ + own_F(i)`` is ``M_{F_i} + ex_i^F + |x_{i+1}|``. Where it
-departs from the paper:
+with ``own`` of ``OffloadChain``: ``K + Δ_F⁺ + own_F(i)`` is ``M_{F_i} + ex_i^F + |x_{i+1}|``. Where
+it departs from the paper:
 
 * ``K`` is the state in place of ``M_F``. It is all that is rounded: to slots, upwards. Times
   and ``Δ`` stay exact, so rounding errors do not add up over the links.
