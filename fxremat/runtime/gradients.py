@@ -104,7 +104,8 @@ class Gradients:
 
     __slots__ = (
         "__weakref__", "_contributors", "_early", "_expected", "_first", "_hooked", "_learned",
-        "_leaves", "_nodes", "_own", "_places", "_plain", "_returned", "_task", "asked_for",
+        "_leaves", "_left", "_nodes", "_own", "_places", "_plain", "_returned", "_task",
+        "asked_for",
     )  # fmt: skip
 
     def __init__(
@@ -126,6 +127,8 @@ class Gradients:
         self.asked_for = False
         self._first: list[int] = []  # left to autograd, as no hook waits for them
         self._learned: dict[int, tuple[int, int]] = {}
+        # Of them, leaves that got no others so far; where each gradient lies, and its version.
+        self._left: tuple[list[int], list[int], list[int]] = [], [], []
         self._expected: dict[int, tuple[Tensor | None, int, bool]] = {}
         self._task = task = torch_compat.current_backward()
         self._hooked: list[tuple[_Hooks, int, _Hook]] = []
@@ -150,7 +153,7 @@ class Gradients:
         returned, self._returned = self._returned, []
         if self._early:
             self._note_first(returned)
-        if self._learned or self._expected:
+        if self._learned or self._expected or self._left[0]:
             torch_compat.after_backward(self._check)
         return returned
 
@@ -159,14 +162,17 @@ class Gradients:
         gets no others.
         """
         alone, joined = self._contributors.alone, self._contributors.joined
-        leaves, own, learned = self._leaves, self._own, self._learned
+        known = [primal for primal in self._first if primal in alone]
+        made: list[Any] = [returned[primal] for primal in known]
+        self._left = known, [g.data_ptr() for g in made], [g._version for g in made]
+        if len(known) == len(self._first):
+            return
         for primal in self._first:
-            gradient: Any = returned[primal]
-            if primal not in alone:
-                leaf: Any = leaves[primal]
-                if primal in joined or primal not in own or not takes(leaf, gradient):
-                    continue
-            learned[primal] = gradient.data_ptr(), gradient._version
+            if primal in self._own and primal not in alone and primal not in joined:
+                leaf: Any = self._leaves[primal]
+                gradient: Any = returned[primal]
+                if takes(leaf, gradient):
+                    self._learned[primal] = gradient.data_ptr(), gradient._version
 
     def _hand_over(self, primal: int, leaf: Tensor, gradient: Tensor) -> bool:
         """Whether the gradient needs no returning."""
@@ -227,6 +233,17 @@ class Gradients:
         else:
             self._contributors.join(primal)
 
+    def _is_as_left(self) -> bool:
+        """Whether first gradients of leaves that never got others are what autograd was left."""
+        leaves: Sequence[Any] = self._leaves
+        primals, places, versions = self._left
+        found = [leaves[primal].grad for primal in primals]
+        return (
+            all(gradient is not None for gradient in found)
+            and [gradient.data_ptr() for gradient in found] == places
+            and [gradient._version for gradient in found] == versions
+        )
+
     def _check(self) -> None:
         """The backward has ended: nothing else must have been added to what was handed over.
 
@@ -236,19 +253,16 @@ class Gradients:
             BackwardError: something was, after the leaf's own hooks had run.
         """
         _unhook(self._hooked)
-        alone, learned = self._contributors.alone, self._learned
-        for primal, (place, version) in list(learned.items()):
-            leaf: Any = self._leaves[primal]
-            now = leaf.grad
-            as_before = now is not None and now.data_ptr() == place and now._version == version
-            if not as_before or primal not in alone:
-                self._learn(primal)
-        learned.clear()
+        if not self._is_as_left():
+            primals, *made = self._left
+            self._learned |= zip(primals, zip(*made, strict=True), strict=True)
+        for primal in list(self._learned):
+            self._learn(primal)
         handed_over, self._expected = self._expected, {}
         while handed_over:
             primal, (expected, version, hooked) = handed_over.popitem()
             leaf = self._leaves[primal]
-            now = leaf.grad
+            now = None if leaf is None else leaf.grad
             if now is expected and (now is None or now._version == version):
                 continue
             self._contributors.join(primal)

@@ -167,9 +167,21 @@ def test_every_number_of_a_situation_counts():
     """A field that is added must be counted, and told of."""
     plain = StepContext()
     for field in fields(StepContext):
-        if not field.name.endswith("bytes"):
+        if not field.name.endswith("bytes") or field.name == "host_bytes":
             continue
         value = (5,) if isinstance(getattr(plain, field.name), tuple) else 5
         other = replace(plain, **{field.name: value})
         assert around(other).given_bytes == BASE.given_bytes + 5
         assert [n for _, n in other.described(step().joint)] == [5]
+
+
+def test_a_regions_call_has_just_what_is_beside_it():
+    """No loss of its own, less in its backward where that is so, and its share of the host."""
+    beside = Correction(turn_bytes=40, left_bytes=-7, more_bytes=9)
+    context = StepContext(correction=beside, region=True, host_bytes=5)
+    found = around(context)
+    assert (found.given_bytes, found.turn_bytes, found.tangent_bytes) == (1_009, 40, -7)
+    assert found.host_bytes == 5
+    assert found.turn_bytes != around(replace(context, region=False)).turn_bytes
+    assert context.turn_bytes(BASE) == 0
+    assert context.described(step().joint) == ()
