@@ -33,58 +33,50 @@ if TYPE_CHECKING:
         SizesError,
         TransferError,
     )
+    from fxremat.frontend.arguments import Options
     from fxremat.frontend.backend import backend, plan_of
     from fxremat.frontend.compiled import CompiledModule
     from fxremat.frontend.ranks import Ranks
     from fxremat.frontend.sample import Sample
-    from fxremat.frontend.written import Options
-    from fxremat.report.batches import Batches, BatchPoint
     from fxremat.report.estimate import Estimate
-    from fxremat.report.frontier import Frontier
-    from fxremat.report.plan import Plan
-    from fxremat.report.step_plan import StepPlan
+    from fxremat.report.frontier import Batches, BatchPoint, Frontier
+    from fxremat.report.plan import Plan, StepPlan
     from fxremat.solvers.named import solve
 
-_HOMES = {
-    "backend": "frontend.backend",
-    "compile": "api",
-    "estimate": "api",
-    "frontier": "api",
-    "max_batch": "api",
-    "plan": "api",
-    "solve": "solvers.named",
-    "plan_of": "frontend.backend",
-    "CompiledModule": "frontend.compiled",
-    "Device": "costs.devices",
-    "Estimate": "report.estimate",
-    "ArgumentError": "errors",
-    "BackwardError": "errors",
-    "BudgetError": "errors",
-    "BudgetWarning": "errors",
-    "CaptureError": "errors",
-    "CostError": "errors",
-    "FxrematError": "errors",
-    "GraphBreakWarning": "errors",
-    "GraphError": "errors",
-    "HostMemoryError": "errors",
-    "NoGradientError": "errors",
-    "PlanError": "errors",
-    "RankError": "errors",
-    "SampleError": "errors",
-    "SizesError": "errors",
-    "ScheduleError": "errors",
-    "TransferError": "errors",
-    "StepMeasurement": "costs.measure",
-    "measure_step": "costs.measure",
-    "BatchPoint": "report.batches",
-    "Batches": "report.batches",
-    "Frontier": "report.frontier",
-    "Plan": "report.plan",
-    "StepPlan": "report.step_plan",
-    "Ranks": "frontend.ranks",
-    "Sample": "frontend.sample",
-    "Options": "frontend.written",
+_NAMES = {
+    "api": ("compile", "estimate", "frontier", "max_batch", "plan"),
+    "costs.devices": ("Device",),
+    "costs.measure": ("StepMeasurement", "measure_step"),
+    "errors": (
+        "ArgumentError",
+        "BackwardError",
+        "BudgetError",
+        "BudgetWarning",
+        "CaptureError",
+        "CostError",
+        "FxrematError",
+        "GraphBreakWarning",
+        "GraphError",
+        "HostMemoryError",
+        "NoGradientError",
+        "PlanError",
+        "RankError",
+        "SampleError",
+        "ScheduleError",
+        "SizesError",
+        "TransferError",
+    ),
+    "frontend.arguments": ("Options",),
+    "frontend.backend": ("backend", "plan_of"),
+    "frontend.compiled": ("CompiledModule",),
+    "frontend.ranks": ("Ranks",),
+    "frontend.sample": ("Sample",),
+    "report.estimate": ("Estimate",),
+    "report.frontier": ("BatchPoint", "Batches", "Frontier"),
+    "report.plan": ("Plan", "StepPlan"),
+    "solvers.named": ("solve",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "ArgumentError",

@@ -34,9 +34,8 @@ from fxremat.frontend.surplus import check_optimizer
 from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.progress import shown
-from fxremat.report.batches import Batches
 from fxremat.report.estimate import Estimate
-from fxremat.report.frontier import Frontier
+from fxremat.report.frontier import Batches, Frontier
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.units import Counted
@@ -157,32 +156,13 @@ def compile(
         RankError: processes do not agree, or one of them does not come in time.
         Exception: what the model itself raises at the sample, as it is.
     """
+    # The others go by their own names to Arguments.read.
+    given = {name: value for name, value in locals().items() if name not in ("model", "sample")}
     with Peers.told_of_refusals(model, ranks):
         cuda_graph.refuse_planning()
         model = original_of(read_model(model))
         call = None if sample is None else Sample.of(sample)
-        asked = Arguments.read(
-            budget,
-            reserve=reserve,
-            optimizer=optimizer,
-            loss=loss,
-            target=target,
-            drop_unused=drop_unused,
-            accumulate=accumulate,
-            offload=offload,
-            host_limit=host_limit,
-            host_dir=host_dir,
-            exact=exact,
-            budget_on=budget_on,
-            executor=executor,
-            dynamic=dynamic,
-            plan=plan,
-            fullgraph=fullgraph,
-            regions=regions,
-            in_flight=in_flight,
-            ranks=ranks,
-            generators=generators,
-        )
+        asked = Arguments.read(**given)
         check_optimizer(asked.optimizer, model, call)
     return compiled(model, asked, call)
 
@@ -276,13 +256,9 @@ def max_batch(
     read = Budget.read(budget)
     if read.nbytes is None:
         raise BudgetError(f"budget is {budget!r}: give bytes as '6 GiB' or an int")
-    for name in {"dynamic", "plan"} & options.keys():
-        message = f"{name}= is not for max_batch, which captures all sizes at once: leave it out"
-        raise ArgumentError(message, argument=name, value=options[name])
+    _refuse(options, ("dynamic", "plan"), "max_batch, which captures all sizes at once")
+    _refuse(options, ("in_flight", "ranks"), "max_batch, which knows of one step")
     asked = read_dims(model, call, dim)
-    for name in sorted({"in_flight", "ranks"} & options.keys()):
-        message = f"{name}= is not for max_batch, which knows of one step: leave it out"
-        raise ArgumentError(message, argument=name, value=options[name])
     try:
         made = compile(model, call, 1.0, dynamic=True, **_whole(options))
     except SizesError as error:
@@ -307,7 +283,7 @@ def max_batch(
         ).over(asked)
 
 
-_NOT_ESTIMATED = {"dynamic", "plan", "executor", "fullgraph", "regions", "in_flight", "ranks"}
+_NOT_ESTIMATED = ("dynamic", "executor", "fullgraph", "in_flight", "plan", "ranks", "regions")
 
 
 def estimate(
@@ -359,9 +335,7 @@ def estimate(
         torch.OutOfMemoryError: ``verify`` needs more memory than the CUDA device has.
     """
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
-    for name in sorted(_NOT_ESTIMATED & options.keys()):
-        message = f"{name}= is not for estimate, which runs one step of nothing: leave it out"
-        raise ArgumentError(message, argument=name, value=options[name])
+    _refuse(options, _NOT_ESTIMATED, "estimate, which runs one step of nothing")
     if read_bool("verify", verify):
         check_verifiable()
     target, given = read_device(device), None if budget is None else Budget.read(budget)
@@ -391,7 +365,12 @@ def _whole(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ArgumentError: it is not to be.
     """
-    for name in {"fullgraph", "regions"} & options.keys():
-        message = f"{name}= is not for one plan, which is of all that a model does: leave it out"
-        raise ArgumentError(message, argument=name, value=options[name])
+    _refuse(options, ("fullgraph", "regions"), "one plan, which is of all that a model does")
     return {**options, "fullgraph": True}
+
+
+def _refuse(options: dict[str, Any], names: Iterable[str], why: str) -> None:
+    for name in names:
+        if name in options:
+            message = f"{name}= is not for {why}: leave it out"
+            raise ArgumentError(message, argument=name, value=options[name])

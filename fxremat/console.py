@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import locale
 import random
 import sys
@@ -34,15 +35,20 @@ def show(what: RenderableType, *, width: int) -> str:
 
     Returns what was printed, without colours.
     """
-    ascii_only = _is_ascii(sys.stdout)
-    # Typed as what it stands for: rich asks it for no more than that.
-    file = cast(TextIO, _AsciiOut(sys.stdout)) if ascii_only else None
-    console = Console(record=True, file=file)
+    if not _is_ascii(sys.stdout):
+        return _print(Console(record=True), what, width)
+    # The same table as in Unicode, written in ASCII.
+    console = Console(record=True, file=io.StringIO(), force_terminal=sys.stdout.isatty())
+    text = _print(console, what, width)
+    sys.stdout.write(_in_ascii(cast(io.StringIO, console.file).getvalue()))
+    return _in_ascii(text)
+
+
+def _print(console: Console, what: RenderableType, width: int) -> str:
     if not console.is_terminal:
         console.width = width
     console.print(what)
-    text = console.export_text()
-    return _in_ascii(text) if ascii_only else text
+    return console.export_text()
 
 
 def _is_ascii(out: TextIO) -> bool:
@@ -66,31 +72,3 @@ def _codeset() -> str:
 
 def _in_ascii(text: str) -> str:
     return text.translate(_ASCII).encode("ascii", "backslashreplace").decode("ascii")
-
-
-class _AsciiOut:
-    """A stream that is written to in ASCII.
-
-    It says that it takes UTF-8, so that rich lays out the same table for it.
-    """
-
-    encoding = "utf-8"
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-
-    def write(self, text: str) -> int:
-        """Write ``text``."""
-        return self._out.write(_in_ascii(text))
-
-    def flush(self) -> None:
-        """As the stream does."""
-        self._out.flush()
-
-    def isatty(self) -> bool:
-        """As the stream says."""
-        return self._out.isatty()
-
-    def fileno(self) -> int:
-        """As the stream says."""
-        return self._out.fileno()

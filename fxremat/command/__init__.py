@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _logged():
             return run(asked)
     except BudgetError as error:
-        return _told(asked, error, WRONG if error.least_budget_bytes is None else TOO_LARGE)
+        return _say(asked, error, WRONG if error.least_budget_bytes is None else TOO_LARGE)
     except (ArgumentError, PlanError) as error:
-        return _told(asked, error, WRONG)
+        return _say(asked, error, WRONG)
     except Exception as error:
-        return _told(asked, error, FAILED)
+        return _say(asked, error, FAILED)
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def _logged() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _told(asked: argparse.Namespace, error: Exception, code: int) -> int:
+def _say(asked: argparse.Namespace, error: Exception, code: int) -> int:
     """Say what went wrong: of a model that failed in one line, what raised it named."""
     if asked.traceback:
         traceback.print_exception(error)

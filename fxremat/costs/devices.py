@@ -5,9 +5,10 @@ Figures of the table are those of the makers' data sheets, without sparsity, for
 a launch takes is of torch without CUDA graphs, some 5 µs on today's hosts.
 
 * B200: NVIDIA HGX B200 data sheet, an eighth of the board's figures.
-* H100, H200: NVIDIA H100 Tensor Core GPU data sheet (SXM5, 80 GB HBM3), H200 data sheet.
+* H100, H100-PCIe, H200: NVIDIA H100 Tensor Core GPU data sheet (SXM5, 80 GB HBM3; PCIe, 80 GB
+  HBM2e), H200 data sheet.
 * A100: NVIDIA A100 Tensor Core GPU data sheet (SXM4).
-* L40S, L4, T4, V100: NVIDIA's data sheets of these names (V100: SXM2, 32 GB).
+* L40S, L4, T4, V100: NVIDIA's data sheets of these names (V100: SXM2, 32 or 16 GB).
 * 4090: NVIDIA Ada GPU architecture white paper, appendix A.
 * cpu: no data sheet, a machine of a few cores. Measure yours: :meth:`Device.calibrated`.
 
@@ -29,8 +30,7 @@ import torch
 from fxremat import torch_compat
 from fxremat.costs.measure import fastest_s
 from fxremat.errors import ArgumentError
-from fxremat.report.codec import FormatError, decode, encode
-from fxremat.report.files import pack, unpack, write_whole
+from fxremat.report.codec import FormatError, decode, encode, pack, unpack, write_whole
 
 FILE = "device"
 """Kind of a file that holds one."""
@@ -141,7 +141,7 @@ def read_device(written: object) -> Device:
     """A device, its name, or the path of a file that holds one.
 
     A name is one of the table, or as shops and drivers write it: ``"RTX 4090"``, ``"A100 40GB"``,
-    ``"NVIDIA H100 80GB HBM3"``.
+    ``"H100 PCIe"``, ``"NVIDIA H100 80GB HBM3"``.
 
     Raises:
         ArgumentError: none of these.
@@ -167,14 +167,18 @@ _MAKERS = re.compile(r"^(nvidia|geforce|rtx|tesla|sxm\d?|hbm\d?e?)")
 
 def _named(written: str) -> Device | None:
     """A device of the table, by its name there, or as shops and drivers write it."""
-    words = [_MAKERS.sub("", word) for word in re.split(r"[\W_]+", written.lower())]
-    size = next((word for word in words if re.fullmatch(r"\d+gi?b", word)), None)
-    name = "".join(word for word in words if word != size)
+    name, size = _name_and_size(written)
     for device in DEVICES.values():
-        family, _, _size = device.name.lower().partition("-")
-        if name == family and _is_of(device, size):
+        if name == _name_and_size(device.name)[0] and _is_of(device, size):
             return device
     return None
+
+
+def _name_and_size(written: str) -> tuple[str, str | None]:
+    """``"a100"`` and ``"40gb"`` of ``"NVIDIA A100-SXM4-40GB"``."""
+    words = [_MAKERS.sub("", word) for word in re.split(r"[\W_]+", written.lower())]
+    size = next((word for word in words if re.fullmatch(r"\d+gi?b", word)), None)
+    return "".join(word for word in words if word != size), size
 
 
 def _is_of(device: Device, size: str | None) -> bool:
@@ -239,6 +243,8 @@ DEVICES: dict[str, Device] = {
              hopper=True),
         _gpu("H100", tera_flops=(67, 67, 494.7, 989.4), giga_bytes=3350, link=64, mib=81559,
              hopper=True),
+        _gpu("H100-PCIe", tera_flops=(51, 51, 378, 756.5), giga_bytes=2000, link=64, mib=81559,
+             hopper=True),
         _gpu("H200", tera_flops=(67, 67, 494.7, 989.4), giga_bytes=4800, link=64, mib=143771,
              hopper=True),
         _gpu("A100", tera_flops=(19.5, 19.5, 156, 312), giga_bytes=2039, link=32, mib=81920),
@@ -247,6 +253,8 @@ DEVICES: dict[str, Device] = {
         _gpu("L4", tera_flops=(0.5, 30.3, 60, 121), giga_bytes=300, link=32, mib=23034),
         _gpu("4090", tera_flops=(1.3, 82.6, 82.6, 165.2), giga_bytes=1008, link=32, mib=24564),
         _gpu("V100", tera_flops=(7.8, 15.7, 15.7, 125), giga_bytes=900, link=16, mib=32768,
+             bfloat16=False),
+        _gpu("V100-16GB", tera_flops=(7.8, 15.7, 15.7, 125), giga_bytes=900, link=16, mib=16384,
              bfloat16=False),
         _gpu("T4", tera_flops=(0.25, 8.1, 8.1, 65), giga_bytes=320, link=16, mib=15360,
              bfloat16=False),

@@ -1,13 +1,18 @@
-"""The arguments of the public functions, read in one place, before anything else is done."""
+"""The arguments of the public functions, read in one place, before anything else is done.
+
+Each is documented at :func:`fxremat.compile`, whose signature has the defaults; here are its check,
+in ``_READERS`` or in :meth:`Arguments.read`, and, where text can say it, its field of
+:class:`Options`.
+"""
 
 from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Any, Literal, NoReturn, cast
 
 import numpy as np
 import torch
@@ -15,7 +20,7 @@ from torch import nn
 
 from fxremat.errors import ArgumentError, BudgetError
 from fxremat.frontend.budget import Budget, Readable
-from fxremat.frontend.losses import Loss, LossOfOutputs, read_loss
+from fxremat.frontend.losses import LossOfOutputs, read_loss
 from fxremat.frontend.ranks import Ranks
 from fxremat.planner.search import DEFAULT_GENERATORS, GENERATORS_BY_NAME
 from fxremat.planner.transfers import HostMemory
@@ -41,37 +46,25 @@ _shown.maxstring = _shown.maxother = 200
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What :func:`fxremat.compile` was asked for, checked.
+    """What :func:`fxremat.compile` was asked for, checked, under the names that it has there.
 
     Attributes:
-        budget: what the peak may reach.
-        reserve_bytes: of the budget, to leave alone.
-        optimizer: whose state is counted.
-        loss: computed from the model's outputs.
-        drop_unused: outputs that ``loss`` does not use are not returned.
-        accumulate: a second set of gradients is counted.
-        host: memory to which storages may travel; ``None``: none may.
-        exact: gradients must be bitwise those without a plan.
-        budget_on: what the budget is for.
-        executor: who makes the kernels.
-        dynamic: whether sizes are captured as symbols; ``None``: from the second on.
-        kept: a plan to follow, which keeps to the budget.
-        fullgraph: what breaks the graph is refused.
-        regions: names of modules that are captured each by itself.
-        in_flight: so many forwards may wait for their backward.
-        ranks: processes that follow one plan; ``None``: those that the model tells of.
-        generators: names of solvers whose schedules are looked at.
+        reserve_bytes: ``reserve``.
+        loss: computed from the model's outputs: ``loss`` and ``target``.
+        host: memory to which storages may travel: ``offload``, ``host_limit`` and ``host_dir``;
+            ``None``: none may.
+        kept: ``plan``, which keeps to the budget.
     """
 
     budget: Budget
-    reserve_bytes: int
-    optimizer: Optimizer | None
-    loss: LossOfOutputs | None
-    drop_unused: bool
-    accumulate: bool
-    host: HostMemory | None
-    exact: bool
-    budget_on: Counted
+    reserve_bytes: int = 0
+    optimizer: Optimizer | None = None
+    loss: LossOfOutputs | None = None
+    drop_unused: bool = False
+    accumulate: bool = False
+    host: HostMemory | None = None
+    exact: bool = True
+    budget_on: Counted = "allocated"
     executor: Executor = "eager"
     dynamic: bool | None = None
     kept: Plan | None = None
@@ -87,63 +80,39 @@ class Arguments:
         return self.executor == "inductor"
 
     @staticmethod
-    def read(
-        budget: Readable | None,
-        *,
-        reserve: int | str = 0,
-        optimizer: Optimizer | str | None = None,
-        loss: Loss | None = None,
-        target: Any = None,
-        drop_unused: bool = False,
-        accumulate: bool = False,
-        offload: Offload = False,
-        host_limit: int | str | None = None,
-        host_dir: str | os.PathLike[str] | None = None,
-        exact: bool = True,
-        budget_on: Counted = "allocated",
-        executor: Executor = "eager",
-        dynamic: bool | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None,
-        fullgraph: bool = False,
-        regions: Iterable[str] = (),
-        in_flight: int = 1,
-        ranks: Ranks | None = None,
-        generators: Iterable[str] = DEFAULT_GENERATORS,
-    ) -> Arguments:
-        """Check all arguments but the model and the sample; nothing is changed.
+    def read(budget: Readable | None = None, **given: Any) -> Arguments:
+        """Check arguments of :func:`fxremat.compile`, all but the model and the sample.
 
         Raises:
             BudgetError: the budget cannot be read, or ``plan`` does not keep to it.
             PlanError: ``plan`` is no file that holds one.
             ArgumentError: another one cannot be read.
+            TypeError: there is no such argument.
         """
-        kept = read_plan("plan", plan)
+        kept = read_plan("plan", given.pop("plan", None))
+        loss, target = given.pop("loss", None), given.pop("target", None)
+        offload = given.pop("offload", False)
+        host = _read_host(offload, given.pop("host_limit", None), given.pop("host_dir", None))
+        reserve_bytes = _read_bytes("reserve", given.pop("reserve", 0), most=MOST_BYTES)
+        for name in given.keys() - _READERS.keys():
+            raise TypeError(f"fxremat.compile has no argument {name!r}")
         arguments = Arguments(
             budget=_read_budget(budget, kept),
-            reserve_bytes=_read_bytes("reserve", reserve, most=MOST_BYTES),
-            optimizer=_read_optimizer(optimizer),
+            reserve_bytes=reserve_bytes,
             loss=read_loss(loss, target),
-            drop_unused=read_bool("drop_unused", drop_unused),
-            accumulate=read_bool("accumulate", accumulate) or in_flight != 1,
-            host=_read_host(offload, host_limit, host_dir),
-            exact=read_bool("exact", exact),
-            budget_on=_read_counted(budget_on),
-            executor=_read_executor(executor),
-            dynamic=None if dynamic is None else read_bool("dynamic", dynamic),
+            host=host,
             kept=kept,
-            fullgraph=read_bool("fullgraph", fullgraph),
-            regions=_read_names("regions", regions),
-            in_flight=_read_count("in_flight", in_flight),
-            ranks=_read_ranks("ranks", ranks),
-            generators=_read_generators(generators),
+            **{name: _READERS[name](name, value) for name, value in given.items()},
         )
         if arguments.fullgraph and arguments.regions:
-            _refuse("regions", regions, "() with fullgraph=True, which captures all as one graph")
+            must_be = "() with fullgraph=True, which captures all as one graph"
+            _refuse("regions", given["regions"], must_be)
         if arguments.in_flight > 1 and arguments.regions:
-            _refuse("in_flight", in_flight, "1 with regions=: a step of several graphs is one")
+            must_be = "1 with regions=: a step of several graphs is one"
+            _refuse("in_flight", given["in_flight"], must_be)
         if arguments.drop_unused and loss is None:
-            _refuse("drop_unused", drop_unused, "False without loss=, which says what is used")
-        return arguments
+            _refuse("drop_unused", True, "False without loss=, which says what is used")
+        return replace(arguments, accumulate=arguments.accumulate or arguments.in_flight > 1)
 
     def modules(self, model: nn.Module) -> list[nn.Module]:
         """The modules of ``model`` that are captured each by itself, by the names in ``regions``.
@@ -242,20 +211,6 @@ def read_bool(argument: str, value: object) -> bool:
     return bool(value)
 
 
-def _read_counted(value: object) -> Counted:
-    for counted in get_args(Counted):
-        if isinstance(value, str) and value == counted:
-            return cast(Counted, counted)
-    _refuse("budget_on", value, "'allocated' or 'reserved'")
-
-
-def _read_executor(value: object) -> Executor:
-    for executor in get_args(Executor):
-        if isinstance(value, str) and value == executor:
-            return cast(Executor, executor)
-    _refuse("executor", value, "'eager' or 'inductor'")
-
-
 def _read_bytes(argument: str, value: object, *, most: int | None = None) -> int:
     """Bytes as an integer or as text, at least 0 and at most ``most``."""
     nbytes: int | None = None
@@ -270,13 +225,13 @@ def _read_bytes(argument: str, value: object, *, most: int | None = None) -> int
     return nbytes
 
 
-def _read_optimizer(value: object) -> Optimizer | None:
+def _read_optimizer(argument: str, value: object) -> Optimizer | None:
     if value is None or isinstance(value, torch.optim.Optimizer):
         return value
     found = getattr(torch.optim, value, None) if isinstance(value, str) else value
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         must_be = "an optimizer, its class, the name of one of torch.optim as 'AdamW', or None"
-        _refuse("optimizer", value, must_be)
+        _refuse(argument, value, must_be)
     return found
 
 
@@ -287,10 +242,10 @@ def _read_names(argument: str, value: object) -> tuple[str, ...]:
     return tuple(cast(list[str], names))
 
 
-def _read_generators(value: object) -> tuple[str, ...]:
+def _read_generators(argument: str, value: object) -> tuple[str, ...]:
     names = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
     if not (names and all(isinstance(name, str) and name in GENERATORS_BY_NAME for name in names)):
-        _refuse("generators", value, f"some of {', '.join(GENERATORS_BY_NAME)}")
+        _refuse(argument, value, f"some of {', '.join(GENERATORS_BY_NAME)}")
     return tuple(dict.fromkeys(names))
 
 
@@ -332,3 +287,105 @@ def _read_folder(argument: str, value: object) -> str:
     if not os.access(path, os.W_OK | os.X_OK):
         _refuse(argument, value, "a folder that this user can write to")
     return str(Path(path).absolute())
+
+
+def _one_of(*values: str) -> Callable[[str, object], str]:
+    """Reads one of some texts."""
+
+    def read(argument: str, value: object) -> str:
+        if not (isinstance(value, str) and value in values):
+            _refuse(argument, value, " or ".join(map(repr, values)))
+        return value
+
+    return read
+
+
+def _read_dynamic(argument: str, value: object) -> bool | None:
+    return None if value is None else read_bool(argument, value)
+
+
+_READERS: dict[str, Callable[[str, object], Any]] = {
+    "optimizer": _read_optimizer,
+    "drop_unused": read_bool,
+    "accumulate": read_bool,
+    "exact": read_bool,
+    "budget_on": _one_of("allocated", "reserved"),
+    "executor": _one_of("eager", "inductor"),
+    "dynamic": _read_dynamic,
+    "fullgraph": read_bool,
+    "regions": _read_names,
+    "in_flight": _read_count,
+    "ranks": _read_ranks,
+    "generators": _read_generators,
+}
+"""Arguments that are read by themselves."""
+
+
+@dataclass  # not frozen: Hydra could not override its fields
+class Options:
+    """Arguments of :func:`fxremat.compile` as plain values: numbers, flags and text.
+
+    A class from which OmegaConf and Hydra make a structured config, and ``HfArgumentParser``
+    arguments of a command line. Nothing is checked here: who takes :meth:`arguments` does.
+
+    Attributes:
+        budget: text: ``"6 GiB"``, ``"6GB"`` (decimal), ``"50%"`` of what the step takes with
+            everything kept, or ``"min"``.
+        optimizer: name of a class of ``torch.optim``; ``"none"``: no state is counted, not even
+            that of a trainer's optimizer.
+        loss: ``"own"``: the model returns its loss.
+        offload: ``"auto"``, ``"only"`` or ``"conv"``; ``None``: nothing travels.
+        plan: file of a plan to follow.
+    """
+
+    budget: str
+    reserve: str = "0"
+    optimizer: str | None = None
+    loss: str | None = None
+    drop_unused: bool = False
+    accumulate: bool = False
+    offload: str | None = None
+    host_limit: str | None = None
+    host_dir: str | None = None
+    exact: bool = True
+    budget_on: str = "allocated"
+    executor: str = "eager"
+    dynamic: bool | None = None
+    plan: str | None = None
+    fullgraph: bool = False
+    in_flight: int = 1
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Options:
+        """The options that a section of a configuration file has.
+
+        Args:
+            values: by the names of the attributes; what is left out is the default.
+
+        Raises:
+            ArgumentError: a name is none of them, or ``budget`` is missing.
+        """
+        names = [field.name for field in fields(Options)]
+        for name in values:
+            if name not in names:
+                raise ArgumentError(
+                    f"unknown option {name!r}: fxremat.Options has {', '.join(names)}",
+                    argument=str(name),
+                    value=values[name],
+                )
+        if "budget" not in values:
+            raise ArgumentError(
+                "no budget: give one, such as budget: 6 GiB", argument="budget", value=None
+            )
+        return Options(**values)
+
+    def arguments(self) -> dict[str, Any]:
+        """What differs from the defaults, as keywords of :func:`fxremat.compile` or a callback."""
+        found = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        if found.get("optimizer") == "none":
+            found["optimizer"] = None
+        return found

@@ -18,8 +18,7 @@ from fxremat.frontend.losses import target_bytes
 from fxremat.frontend.sample import Sample
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds, needs_of_loss
-from fxremat.report.plan import Plan
-from fxremat.report.step_plan import StepPlan
+from fxremat.report.plan import Plan, StepPlan
 
 
 def backend(

@@ -19,7 +19,7 @@ from fxremat.frontend.sample import Sample, call_without_data, places_of
 from fxremat.frontend.schedules import fastest
 from fxremat.planner.context import StepContext
 from fxremat.progress import Progress
-from fxremat.report.batches import Batches, BatchPoint
+from fxremat.report.frontier import Batches, BatchPoint
 from fxremat.units import format_bytes
 
 Dim = int | tuple[int | str, int]

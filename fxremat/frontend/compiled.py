@@ -29,9 +29,9 @@ from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample, check_sample
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds
-from fxremat.frontend.trace import StepTrace, trace_step
-from fxremat.report.plan import Plan
-from fxremat.report.step_plan import StepPlan
+from fxremat.frontend.trace import trace_step
+from fxremat.report.plan import Plan, StepPlan
+from fxremat.report.trace import StepTrace
 from fxremat.runtime import cuda_graph
 
 LOG = logging.getLogger("fxremat")

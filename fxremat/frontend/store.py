@@ -28,8 +28,7 @@ from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes
 from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.planner.transfers import HostMemory
-from fxremat.report.codec import FormatError, decode, encode
-from fxremat.report.files import PARTIAL, pack, unpack, write_whole
+from fxremat.report.codec import PARTIAL, FormatError, decode, encode, pack, unpack, write_whole
 
 LOG = logging.getLogger("fxremat")
 

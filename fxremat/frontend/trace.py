@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,65 +14,9 @@ from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.emission import Emitted
 from fxremat.frontend.plan_cache import Compiled
 from fxremat.ir import Copy, Event, Lane, Timeline
+from fxremat.report.trace import StepTrace
 from fxremat.runtime.watch import TransferRecord, record_transfers
 from fxremat.torch_compat import BoxedCallable
-from fxremat.units import format_seconds
-
-WIDTH = 110
-"""Columns of the table of predicted and measured stages."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTrace:
-    """A plan's timeline and the measured one: the same events, in the same order.
-
-    Attributes:
-        predicted: by the plan.
-        measured: of one step, in seconds since its first computation began. What the
-            allocator held was not measured: bytes are the plan's.
-    """
-
-    predicted: Timeline
-    measured: Timeline
-
-    @property
-    def overlap(self) -> float:
-        """The part of the time of transfers during which something was computed; 1 if none."""
-        copies = [(e.start_s, e.end_s) for e in self.measured.events if isinstance(e.op, Copy)]
-        runs = [(e.start_s, e.end_s) for e in self.measured.events if not isinstance(e.op, Copy)]
-        total = sum(end - begin for begin, end in copies)
-        beside = sum(
-            max(0.0, min(end, stop) - max(begin, start))
-            for begin, end in copies
-            for start, stop in runs
-        )
-        return min(beside / total, 1.0) if total else 1.0
-
-    def show(self) -> str:
-        """Print both side by side, a row an event; returns what was printed.
-
-        Raises:
-            ImportError: rich is not installed.
-        """
-        # A step is planned and run without rich: not at import.
-        from fxremat.console import Table, show  # noqa: PLC0415
-
-        table = Table(title="a step, predicted and measured")
-        for name in ("operation", "lane"):
-            table.add_column(name, no_wrap=True)
-        for name in ("start", "takes", "really starts", "really takes"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for plan, real in zip(self.predicted.events, self.measured.events, strict=True):
-            times = (plan.start_s, plan.end_s - plan.start_s)
-            real_times = (real.start_s, real.end_s - real.start_s)
-            table.add_row(
-                str(plan.op), plan.lane.value, *map(format_seconds, (*times, *real_times))
-            )
-        table.add_row(
-            "step", "", "", format_seconds(self.predicted.makespan_s), "",
-            format_seconds(self.measured.makespan_s),
-        )  # fmt: skip
-        return show(table, width=WIDTH)
 
 
 def trace_step(

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
-from fxremat.report.batches import Batches
-from fxremat.report.frontier import Frontier
+from fxremat.report.frontier import Batches, Frontier
 from fxremat.report.memory import Kind
 from fxremat.report.plan import Plan
 from fxremat.units import Counted, format_bytes, format_seconds

@@ -1,17 +1,38 @@
-"""The memory-time curve of a model: the least step time at every budget."""
+"""Curves of a model: the least step time at every budget, and the batches that fit one."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fxremat.errors import BudgetError
 from fxremat.units import format_bytes, format_seconds, parse_bytes
 
-TOLD = 8
-"""Points that are told, evenly among all."""
+SHOWN = 8
+"""Points of a frontier that are shown, evenly among all: a screenful."""
+
+WIDTH = 100
+"""Columns of a table where the output is no terminal."""
+
+
+def _figure() -> tuple[Any, Any]:
+    """A figure of matplotlib and its axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'fxremat[plot]'") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.3)
+    return figure, axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +93,7 @@ class Frontier:
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """Peak, seconds, and seconds beyond everything kept, of some points from least to most."""
         last, kept_s = len(self.points) - 1, self.baseline.predicted_s or 1.0
-        places = sorted({round(i * last / (TOLD - 1)) for i in range(TOLD)})
+        places = sorted({round(i * last / (SHOWN - 1)) for i in range(SHOWN)})
         return tuple(
             (
                 format_bytes(self.points[place].peak_bytes),
@@ -85,10 +106,10 @@ class Frontier:
     def __repr__(self) -> str:
         """Some of the points; all of them are in ``points``."""
         count = len(self.points)
-        told = "\n".join(f"  {peak:>11} {time:>8} {more:>7}" for peak, time, more in self.rows())
+        rows = "\n".join(f"  {peak:>11} {time:>8} {more:>7}" for peak, time, more in self.rows())
         return (
             f"Frontier of {count} plan{'s' * (count != 1)}: budget, step, and beyond everything "
-            f"kept\n{told}\n  more: points, at(budget_bytes), plot(path)"
+            f"kept\n{rows}\n  more: points, at(budget_bytes), plot(path)"
         )
 
     def _repr_html_(self) -> str:
@@ -104,12 +125,7 @@ class Frontier:
         Raises:
             ImportError: matplotlib is not installed (``pip install fxremat[plot]``).
         """
-        try:
-            from matplotlib.figure import Figure  # noqa: PLC0415
-        except ImportError as error:
-            raise ImportError("drawing needs matplotlib: pip install 'fxremat[plot]'") from error
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.add_subplot()
+        figure, axes = _figure()
         mib = [point.peak_bytes / 2**20 for point in self.points]
         more = [100 * (p.predicted_s / self.baseline.predicted_s - 1) for p in self.points]
         axes.step(mib, more, where="post")
@@ -119,7 +135,6 @@ class Frontier:
         axes.set_ylabel("predicted step time beyond no recomputation (%)")
         axes.set_title(f"least feasible: {format_bytes(self.least_budget_bytes)}")
         axes.legend()
-        axes.grid(alpha=0.3)
         figure.savefig(path)
 
 
@@ -130,3 +145,127 @@ def frontier_of(pairs: list[tuple[int, float]]) -> Frontier:
         if not points or seconds < points[-1].predicted_s:
             points.append(FrontierPoint(peak_bytes, seconds))
     return Frontier(tuple(points))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPoint:
+    """One size of the batch that fits the budget; where several dimensions vary, one size of each.
+
+    Attributes:
+        sizes: the size of each dimension that was asked for, in that order.
+        least_bytes: the least budget, in bytes, within which a step of them was found to fit.
+        predicted_s: seconds of a step of these sizes within the budget, as predicted.
+    """
+
+    sizes: tuple[int, ...]
+    least_bytes: int
+    predicted_s: float
+
+    @property
+    def size(self) -> int:
+        """The size of the first dimension that was asked for."""
+        return self.sizes[0]
+
+    @property
+    def count(self) -> int:
+        """Samples of one step: the size, or the product of all sizes where several vary."""
+        return math.prod(self.sizes)
+
+    @property
+    def seconds_a_sample(self) -> float:
+        """Predicted seconds of a step, divided by its samples."""
+        return self.predicted_s / self.count
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Batches:
+    """Sizes of a batch that fit a byte budget, as :func:`fxremat.max_batch` finds them.
+
+    Attributes:
+        budget_bytes: the budget, in bytes.
+        names: the dimensions that were asked for, named as ``args[0].shape[0]``.
+        points: of one dimension, by ascending size, the largest that fits at the end. Of
+            several, the frontier: by ascending sizes of all but the first, the largest of it.
+    """
+
+    budget_bytes: int
+    names: tuple[str, ...]
+    points: tuple[BatchPoint, ...]
+
+    @property
+    def curve(self) -> tuple[BatchPoint, ...]:
+        """All points, to draw least bytes and seconds a sample over the sizes."""
+        return self.points
+
+    @property
+    def largest(self) -> BatchPoint:
+        """The point with the most samples in a step."""
+        return max(self.points, key=lambda point: point.count)
+
+    @property
+    def fastest(self) -> BatchPoint:
+        """The point with the most samples a second, as predicted."""
+        return min(self.points, key=lambda point: point.seconds_a_sample)
+
+    def __repr__(self) -> str:
+        return (
+            f"Batches({', '.join(self.names)} within {format_bytes(self.budget_bytes)}: "
+            f"largest {_sizes(self.largest)}, fastest {_sizes(self.fastest)})"
+        )
+
+    def show(self) -> str:
+        """Print the points; returns what was printed, without colours.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        # Only now: rich may be missing, and draws a random number when it is imported.
+        from fxremat.console import SIMPLE_HEAD, Table, show  # noqa: PLC0415
+
+        table = Table(box=SIMPLE_HEAD, title=repr(self))
+        for name in (*self.names, "least budget", "step", "a sample", ""):
+            table.add_column(name, justify="left" if not name else "right")
+        for point in self.points:
+            marks = [
+                mark
+                for mark, best in (("largest", self.largest), ("fastest", self.fastest))
+                if best == point
+            ]
+            table.add_row(
+                *map(str, point.sizes),
+                format_bytes(point.least_bytes),
+                format_seconds(point.predicted_s),
+                format_seconds(point.seconds_a_sample),
+                ", ".join(marks),
+            )
+        return "\n".join(line.rstrip() for line in show(table, width=WIDTH).splitlines())
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the curve into a file (PNG, SVG or PDF, by its suffix).
+
+        Of one dimension, least bytes and seconds a sample over it; of several, the largest of the
+        first over the second.
+
+        Raises:
+            ImportError: matplotlib is not installed (``pip install fxremat[plot]``).
+        """
+        figure, axes = _figure()
+        axes.set_title(f"within {format_bytes(self.budget_bytes)}")
+        if len(self.names) > 1:
+            axes.plot([p.sizes[1] for p in self.points], [p.size for p in self.points], "o-")
+            axes.set_xlabel(self.names[1])
+            axes.set_ylabel(f"largest {self.names[0]}")
+        else:
+            sizes = [p.size for p in self.points]
+            axes.plot(sizes, [p.least_bytes / 2**20 for p in self.points], "o-")
+            axes.axhline(self.budget_bytes / 2**20, linestyle=":", color="gray")
+            axes.set_xlabel(self.names[0])
+            axes.set_ylabel("least budget (MiB)")
+            other = axes.twinx()
+            other.plot(sizes, [1e3 * p.seconds_a_sample for p in self.points], "s--", color="C1")
+            other.set_ylabel("predicted milliseconds a sample", color="C1")
+        figure.savefig(path)
+
+
+def _sizes(point: BatchPoint) -> str:
+    return " × ".join(map(str, point.sizes))

@@ -1,17 +1,19 @@
-"""Which tensors a step holds, from which instant to which."""
+"""Which tensors a step holds, from which instant to which, and the areas that show them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from fxremat.ir import Lane, Timeline
+from fxremat.report.modules import blocks_of, named, span
 
 
 class Kind(Enum):
-    """What memory is held for."""
+    """What memory is held for, in the order in which areas lie on each other."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -122,12 +124,12 @@ class StepMemory:
         """
         found = [0.0] * self.count
         runs = [event for event in timeline.events if event.lane is Lane.COMPUTE]
-        for span, run in zip(self.spans(), runs, strict=True):
-            for i, instant in enumerate(span):
-                share = i / max(len(span) - 1, 1)
+        for instants, run in zip(self.spans(), runs, strict=True):
+            for i, instant in enumerate(instants):
+                share = i / max(len(instants) - 1, 1)
                 found[instant] = run.start_s + (run.end_s - run.start_s) * share
-            if span.stop in (self.turn, self.end):
-                found[span.stop] = run.end_s
+            if instants.stop in (self.turn, self.end):
+                found[instants.stop] = run.end_s
         return tuple(found)
 
     @property
@@ -151,3 +153,81 @@ class StepMemory:
                     tensor = self.tensors[life.tensor]
                     found[tensor.kind] += tensor.nbytes
         return found
+
+
+MOST_BANDS = 10
+"""Areas of activations: more cannot be told apart."""
+
+BUDGET_COLOUR = "#d43d2a"
+"""Of its line."""
+
+_COLOURS = {
+    Kind.PARAMETERS: "#626a78",
+    Kind.BUFFERS: "#79808d",
+    Kind.INPUTS: "#8f96a2",
+    Kind.OPTIMIZER: "#a5abb5",
+    Kind.RESERVE: "#b9bec6",
+    Kind.OTHER: "#cbced4",
+    Kind.GRADIENTS: "#8f5fb3",
+    Kind.PASSING: "#c795d0",
+    Kind.WORKSPACES: "#b98d5f",
+    Kind.LOSS: "#7a4f38",
+}
+"""On light and dark ground; activations go from green to blue, what is always there is grey."""
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """What is held of one kind, or by the activations of one band.
+
+    Attributes:
+        name: for people.
+        kind: of what is held.
+        lives: of the step's memory.
+        colour: of it, as ``"#6f7683"``.
+    """
+
+    name: str
+    kind: Kind
+    lives: tuple[Life, ...]
+    colour: str
+
+
+def areas_of(memory: StepMemory) -> tuple[Area, ...]:
+    """What is held, lowest area first; none is empty."""
+    bands = _bands(memory.modules)
+    band_of = {stage: i for i, (_, stages) in enumerate(bands) for stage in stages}
+    found: defaultdict[tuple[Kind, int], list[Life]] = defaultdict(list)
+    for life in memory.lives:
+        tensor = memory.tensors[life.tensor]
+        band = band_of.get(tensor.stage, -1) if tensor.kind is Kind.ACTIVATIONS else -1
+        found[tensor.kind, band].append(life)
+    kinds = list(Kind)
+    return tuple(
+        Area(
+            bands[i][0] if i >= 0 else kind.value,
+            kind,
+            tuple(found[kind, i]),
+            _COLOURS.get(kind) or _colour(max(i, 0) / max(len(bands) - 1, 1)),
+        )
+        for kind, i in sorted(found, key=lambda key: (kinds.index(key[0]), key[1]))
+    )
+
+
+def _colour(depth: float) -> str:
+    """Of activations, ``depth`` of the way through the model."""
+    return f"hsl({152 + 42 * depth:.0f} {38 + 14 * depth:.0f}% {62 - 22 * depth:.0f}%)"
+
+
+def _bands(modules: Sequence[str]) -> list[tuple[str, range]]:
+    """Stages in runs by the block of the model that they are in, at most ``MOST_BANDS``."""
+    blocks = blocks_of(modules)
+    runs = [list(own) for _, own in groupby(range(len(blocks)), key=blocks.__getitem__)]
+    count = min(len(runs), MOST_BANDS)
+    bands = []
+    for i in range(count):
+        part = runs[i * len(runs) // count : (i + 1) * len(runs) // count]
+        first, last = part[0][0], part[-1][-1]
+        name = named([blocks[run[0]] for run in part]) or f"stage {span(first, last)}"
+        bands.append((name, range(first, last + 1)))
+    return bands

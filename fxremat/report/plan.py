@@ -1,4 +1,4 @@
-"""A plan: what was decided for one captured step, and why."""
+"""Plans as users have them: what they say (:mod:`fxremat.report.facts`), and how it is shown."""
 
 from __future__ import annotations
 
@@ -7,18 +7,81 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fxremat.errors import PlanError
-from fxremat.report.codec import FormatError, decode, encode
-from fxremat.report.facts import PlanFacts
-from fxremat.report.files import pack, path_of, unpack, write_made
+from fxremat.report.codec import FormatError, decode, encode, pack, path_of, unpack, write_made
+from fxremat.report.facts import AnyPlan, PlanFacts, StepFacts
 
 if TYPE_CHECKING:
-    from fxremat.report.trace import Traced
+    from fxremat.report.trace import StepTrace
 
 KIND = "plan"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan(PlanFacts):
+class Shown:
+    """The ways to look at a plan, be it of one graph or of several.
+
+    Their modules are imported where they are used: a plan is made where nobody looks at it, and
+    rich may be missing.
+    """
+
+    __slots__ = ()
+
+    def explain(self) -> str:
+        """Print the plan as a table, and return what was printed."""
+        from fxremat.report.text import print_plan  # noqa: PLC0415
+
+        return print_plan(_facts(self))
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page to look at: memory over the step, time, the frontier, every stage.
+
+        One file that needs no network. Of a ``StepPlan`` it shows the whole step and every region,
+        and no frontier.
+
+        Args:
+            path: of the file; one that is there is replaced.
+
+        Raises:
+            PlanError: the file cannot be written, or the plan was not made of a model.
+        """
+        from fxremat.report.page import page_of  # noqa: PLC0415
+
+        write_made("page", path, lambda: page_of(_facts(self)).encode())
+
+    def save_trace(self, path: str | os.PathLike[str], traced: StepTrace | None = None) -> None:
+        """Write the step as a trace for ``chrome://tracing`` and Perfetto.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            traced: what ``trace_step`` of the compiled module returned, to be seen beside it.
+
+        Raises:
+            PlanError: the file cannot be written, the plan was not made of a model, or ``traced``
+                is of another plan.
+        """
+        from fxremat.report.trace import trace_of  # noqa: PLC0415
+
+        write_made("trace", path, lambda: trace_of(_facts(self), traced).encode())
+
+    def __repr__(self) -> str:
+        """In a few lines; all of it is in its attributes."""
+        from fxremat.report.summary import shortly  # noqa: PLC0415
+
+        return shortly(_facts(self))
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook."""
+        from fxremat.report.page import notebook_of  # noqa: PLC0415
+
+        return notebook_of(_facts(self))
+
+
+def _facts(plan: Shown) -> AnyPlan:
+    assert isinstance(plan, PlanFacts | StepFacts)
+    return plan
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(Shown, PlanFacts):
     """The schedule of a training step under a byte budget: its facts, and what to do with them."""
 
     def with_overhead(self, seconds: float) -> Plan:
@@ -34,43 +97,6 @@ class Plan(PlanFacts):
             cross_check=self.cross_check and self.cross_check.delayed(more),
         )
 
-    def explain(self) -> str:
-        """Print the plan as a table, and return what was printed."""
-        # Only now: rich may be missing, and draws a random number when it is imported.
-        from fxremat.report.text import print_plan  # noqa: PLC0415
-
-        return print_plan(self)
-
-    def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a page to look at: memory over the step, time, the frontier, every stage.
-
-        One file that needs no network.
-
-        Args:
-            path: of the file; one that is there is replaced.
-
-        Raises:
-            PlanError: the file cannot be written, or the plan was not made of a model.
-        """
-        from fxremat.report.page import page_of  # noqa: PLC0415
-
-        write_made("page", path, lambda: page_of(self).encode())
-
-    def save_trace(self, path: str | os.PathLike[str], traced: Traced | None = None) -> None:
-        """Write the step as a trace for ``chrome://tracing`` and Perfetto.
-
-        Args:
-            path: of the file; one that is there is replaced.
-            traced: what ``trace_step`` of the compiled module returned, to be seen beside it.
-
-        Raises:
-            PlanError: the file cannot be written, the plan was not made of a model, or ``traced``
-                is of another plan.
-        """
-        from fxremat.report.trace import trace_of  # noqa: PLC0415
-
-        write_made("trace", path, lambda: trace_of(self, traced).encode())
-
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted memory as torch's memory tools read it.
 
@@ -85,19 +111,6 @@ class Plan(PlanFacts):
         from fxremat.report.snapshot import snapshot_of  # noqa: PLC0415
 
         write_made("snapshot", path, lambda: snapshot_of(self))
-
-    def __repr__(self) -> str:
-        """In a few lines; all of it is in its attributes."""
-        # Only now: a plan is made where nobody looks at it.
-        from fxremat.report.summary import shortly, what_is_done  # noqa: PLC0415
-
-        return shortly(self, "Plan", what_is_done(self))
-
-    def _repr_html_(self) -> str:
-        """The plan in a notebook."""
-        from fxremat.report.notebook import html_of  # noqa: PLC0415
-
-        return html_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan, and the costs that it rests on, into a file.
@@ -136,3 +149,12 @@ class Plan(PlanFacts):
             raise PlanError(
                 f"{file} holds no plan that can be read: {error}. Plan again, and save that plan"
             ) from error
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepPlan(Shown, StepFacts[Plan]):
+    """The plan of a training step that runs several captured graphs within one byte budget.
+
+    A model that is captured in several graphs has a ``StepPlan``; one that is captured whole has a
+    ``Plan``. Attributes and methods that both classes have bear the same names.
+    """

@@ -8,9 +8,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxremat.report.areas import memory_of
 from fxremat.report.facts import PlanFacts
-from fxremat.report.memory import StepMemory, Tensor
+from fxremat.report.memory import Tensor
+from fxremat.report.view import view_of
 
 PROTOCOL = 4
 """The latest that the viewer on torch's page reads."""
@@ -62,14 +62,18 @@ def snapshot_of(plan: PlanFacts) -> bytes:
     Raises:
         PlanError: the plan does not say which tensors are held when.
     """
-    memory = memory_of(plan)
+    view = view_of(plan)
+    memory = view.memory
     addresses = _Addresses()
     place: dict[int, int] = {}
     events: list[dict[str, Any]] = []
-    begins, ends = _by_instant(memory)
-    times_s = memory.times(plan.timeline)
+    begins: defaultdict[int, list[int]] = defaultdict(list)
+    ends: defaultdict[int, list[int]] = defaultdict(list)
+    for index, life in enumerate(memory.lives):
+        begins[life.begin].append(index)
+        ends[life.end].append(index)
     for instant in range(memory.count):
-        time_us = round(times_s[instant] * 1e6)
+        time_us = round(view.times_s[instant] * 1e6)
         for index in ends[instant]:
             tensor = memory.tensors[memory.lives[index].tensor]
             address = place.pop(index)
@@ -89,18 +93,6 @@ def snapshot_of(plan: PlanFacts) -> bytes:
         "allocator_settings": {},
     }
     return pickle.dumps(contents, protocol=PROTOCOL)
-
-
-def _by_instant(
-    memory: StepMemory,
-) -> tuple[defaultdict[int, list[int]], defaultdict[int, list[int]]]:
-    """Indices of the lives that begin at each instant, and of those that end there."""
-    begins: defaultdict[int, list[int]] = defaultdict(list)
-    ends: defaultdict[int, list[int]] = defaultdict(list)
-    for index, life in enumerate(memory.lives):
-        begins[life.begin].append(index)
-        ends[life.end].append(index)
-    return begins, ends
 
 
 def _frames(tensor: Tensor) -> list[dict[str, Any]]:

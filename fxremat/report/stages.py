@@ -1,11 +1,24 @@
-"""What a plan does with each stage, read off its schedule and timeline."""
+"""What a plan does with each stage, in figures and in words, and which stages it treats alike."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from fxremat.ir import Backward, Compute, Copy, Event, Forward, Keep, Lane
 from fxremat.report.facts import PlanFacts
+from fxremat.report.modules import blocks_of, common_module, named, pattern_of, span
+from fxremat.units import format_bytes, format_seconds
+
+LONGEST_PATTERN = 32
+"""Most groups of stages in a pattern that repeats: a few for each layer of a block."""
+
+MOST_ROWS = 40
+"""Rows of a table that a person reads; where there would be more, each block is one."""
+
+PARTS = 4
+"""Shares of a block that is kept are alike if they round to the same quarter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +30,8 @@ class Run:
         seconds: how long it takes.
         start: the stage whose held input this run of forwards set out from.
         rebuilds: the stage's backward is the next operation.
-        option: which save option, 0 for none.
         executed: False where the emitted graphs leave it out: nobody reads what it gives.
+        option: which save option, 0 for none.
     """
 
     keep: Keep
@@ -30,18 +43,15 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class StageStory:
+class StageReport:
     """What happens to one stage in a step.
 
     Attributes:
         index: which stage.
-        name: its name.
         forward_s: seconds of its whole forward.
         boundary_bytes: bytes that cross the cut after it.
         saved_bytes: bytes that keeping its saved set takes, the boundary included.
-        freed_bytes: bytes that are not held between its first forward and its backward,
-            compared with keeping its saved set; 0 if that is kept.
-        held_bytes: of ``saved_bytes``, held all that time.
+        held_bytes: of ``saved_bytes``, held from its first forward to its backward.
         single_bytes: of those, kept storage by storage, beside what the schedule keeps.
         moved_bytes: on the host for a while.
         rebuild_s: seconds that recomputing it once, before its backward, takes.
@@ -52,11 +62,9 @@ class StageStory:
     """
 
     index: int
-    name: str
     forward_s: float
     boundary_bytes: int
     saved_bytes: int
-    freed_bytes: int
     held_bytes: int
     single_bytes: int
     moved_bytes: int
@@ -66,9 +74,14 @@ class StageStory:
     executed: bool
 
     @property
+    def freed_bytes(self) -> int:
+        """Bytes of its saved set that are not held between its first forward and its backward."""
+        return self.saved_bytes - self.held_bytes
+
+    @property
     def is_kept(self) -> bool:
         """Whether all of its saved set is held from its first forward to its backward."""
-        return not self.again and not self.rebuilt_s and self.held_bytes == self.saved_bytes
+        return not self.again and not self.rebuilt_s and not self.freed_bytes
 
     @property
     def is_kept_in_part(self) -> bool:
@@ -86,47 +99,48 @@ class StageStory:
         return sum(run.seconds for run in self.again) + self.rebuilt_s
 
 
-def tell_stages(plan: PlanFacts) -> tuple[StageStory, ...]:
-    """One story a stage, in forward order."""
-    chain = plan.chain
+def report_stages(plan: PlanFacts) -> tuple[StageReport, ...]:
+    """A report of each stage, in forward order."""
+    chain, events = plan.chain, plan.timeline.events
     runs = _runs(plan)
     backward_s = {
         event.op.stage: event.end_s - event.start_s
-        for event in plan.timeline.events
+        for event in events
         if isinstance(event.op, Backward)
     }
     moved_bytes = [0] * len(chain)
-    for event in plan.timeline.events:
+    for event in events:
         if isinstance(event.op, Copy) and event.lane is Lane.D2H:
             moved_bytes[event.op.stage] += event.op.nbytes
-    stories = []
-    for index, stage in enumerate(chain.stages):
-        saved = chain.saved_set(index)
-        costs = plan.costs.stages[index]
+    reports = []
+    for index in range(len(chain)):
+        saved, costs = chain.saved_set(index), plan.costs.stages[index]
         saved_bytes = chain.nbytes(saved)
         held_bytes = chain.nbytes(saved & _held(plan, runs, index)) + plan.held_bytes[index]
-        held_bytes = min(held_bytes, saved_bytes)
-        # A backward beside copies is slower, too.
+        # A backward that runs while something is copied is slower, too.
         in_part = runs[index][-1].option > 0
-        rebuilt_s = max(backward_s.get(index, 0.0) - costs.backward_s, 0.0) if in_part else 0.0
-        stories.append(
-            StageStory(
+        rebuilt_s = backward_s.get(index, 0.0) - costs.backward_s if in_part else 0.0
+        reports.append(
+            StageReport(
                 index=index,
-                name=stage.name,
                 forward_s=costs.forward_s,
                 boundary_bytes=chain.nbytes(chain.boundaries[index + 1]),
                 saved_bytes=saved_bytes,
-                freed_bytes=saved_bytes - held_bytes,
-                held_bytes=held_bytes,
+                held_bytes=min(held_bytes, saved_bytes),
                 single_bytes=plan.held_bytes[index],
                 moved_bytes=moved_bytes[index],
                 rebuild_s=costs.rebuild_s,
-                rebuilt_s=rebuilt_s if rebuilt_s > 1e-9 else 0.0,  # else from rounding
+                rebuilt_s=rebuilt_s if rebuilt_s > 1e-9 else 0.0,  # less is a rounding error
                 runs=tuple(runs[index]),
                 executed=index in backward_s or any(run.executed for run in runs[index]),
             )
         )
-    return tuple(stories)
+    return tuple(reports)
+
+
+def executed_stages(plan: PlanFacts) -> tuple[StageReport, ...]:
+    """Reports of the stages of which the emitted graphs run something."""
+    return tuple(report for report in report_stages(plan) if report.executed)
 
 
 def _held(plan: PlanFacts, runs: list[list[Run]], index: int) -> frozenset[int]:
@@ -176,3 +190,196 @@ def _events(plan: PlanFacts) -> list[Event | None]:
         fits = bool(events) and events[0].op == op
         found.append(events.pop(0) if fits else None)
     return found
+
+
+def describe(*stages: StageReport) -> str:
+    """What happens to a stage, or to several as one, in words."""
+    words = _describe_computations(stages[0]) if len(stages) == 1 else _describe_all(stages)
+    moved_bytes = sum(stage.moved_bytes for stage in stages)
+    return words + f", {format_bytes(moved_bytes)} on the host meanwhile" * (moved_bytes > 0)
+
+
+def _describe_all(stages: tuple[StageReport, ...]) -> str:
+    saved, held = sum(s.saved_bytes for s in stages), sum(s.held_bytes for s in stages)
+    again = [stage for stage in stages if stage.extra_s > 0]
+    if not again:
+        return "kept" if held == saved else _kept(held, saved)
+    most = max(len(stage.again) for stage in again)
+    words = "computed again" if most else "rebuilt"
+    words += f" up to {most} times" * (most > 1)
+    if len(again) < len(stages):
+        words += f" in {len(again)} of {len(stages)} stages"
+    return f"{_kept(held, saved)}, rest {words}" if held else words
+
+
+def _kept(part: int, whole: int) -> str:
+    return f"{format_bytes(part)} of {format_bytes(whole)} kept" if part else "nothing kept"
+
+
+def _describe_computations(stage: StageReport) -> str:
+    """Whether a stage is kept, and if not, how what its backward reads is computed again."""
+    if not stage.runs[0].executed:
+        return "nothing"
+    if stage.is_kept:
+        return "kept"
+    keeps_input = stage.runs[0].keep is Keep.INPUT
+    if not stage.again:
+        kept = _kept(stage.held_bytes, stage.saved_bytes)
+        if stage.is_kept_in_part:
+            return kept + (", rest rebuilt" if stage.held_bytes else ", rebuilt in its backward")
+        return "checkpoint" if keeps_input else kept
+    if len(stage.again) > 1:
+        words = f"recomputed {len(stage.again)} times"
+    else:
+        last = stage.again[0]
+        words = "rebuilt right before its backward" if last.rebuilds else "recomputed once"
+    words += _sources(stage)
+    if stage.single_bytes:
+        words += f", {format_bytes(stage.single_bytes)} of it kept"
+    return f"checkpoint, {words}" if keeps_input else words
+
+
+def _sources(stage: StageReport) -> str:
+    """The stages whose inputs its recomputations set out from, if not only its own."""
+    starts = sorted({run.start for run in stage.again})
+    if starts == [stage.index]:
+        return ""
+    if len(starts) == 1:
+        return f" from stage {starts[0]}'s checkpoint"
+    listed = f"{', '.join(map(str, starts[:-1]))} and {starts[-1]}"
+    return f" from the checkpoints of stages {listed}"
+
+
+def explain(*stages: StageReport) -> str:
+    """Why it happens, in words; of several stages, what all of them take and free."""
+    saved, freed = sum(s.saved_bytes for s in stages), sum(s.freed_bytes for s in stages)
+    extra_s = sum(stage.extra_s for stage in stages)
+    if not any(stage.runs[0].executed for stage in stages):
+        return "its forward computes nothing"
+    if all(stage.is_kept for stage in stages):
+        if saved == 0:
+            return "keeping it takes no memory"
+        rebuild_s = sum(stage.rebuild_s for stage in stages)
+        cost = f", {format_seconds(rebuild_s)} to recompute" if rebuild_s else ""
+        return f"room for {format_bytes(saved)}{cost}"
+    if not any(stage.again or stage.is_kept_in_part for stage in stages):
+        return "its backward needs nothing more"
+    cost = f"costs {format_seconds(extra_s)}" if extra_s else "costs no time"
+    return (
+        f"frees {format_bytes(freed)}, {cost}" if freed else f"on the way to later stages, {cost}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageGroup:
+    """Stages of which the same is done: a row of a table.
+
+    Attributes:
+        runs: one, or one for each repetition of a pattern. Each is of stages that follow each
+            other, in forward order.
+        module: where in the model they are.
+    """
+
+    runs: tuple[tuple[StageReport, ...], ...]
+    module: str
+
+    @property
+    def stages(self) -> tuple[StageReport, ...]:
+        """All of its stages."""
+        return tuple(stage for run in self.runs for stage in run)
+
+    @property
+    def label(self) -> str:
+        """``"3"``, ``"3–14"``, or ``"3, 7 … 43"``."""
+        names = [span(run[0].index, run[-1].index) for run in self.runs]
+        first, last = self.stages[0].index, self.stages[-1].index
+        if last - first == len(self.stages) - 1:
+            return span(first, last)
+        return ", ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]}"
+
+
+def group_alike(stages: Sequence[StageReport], modules: Sequence[str]) -> tuple[StageGroup, ...]:
+    """All of ``stages``, in the order of each group's first one.
+
+    Stages of one block that follow each other are a run if they are treated alike. Where runs
+    repeat in the same order, those at the same place of each repetition are one group.
+
+    Args:
+        stages: those that run.
+        modules: of each stage, where in the model it is; none if that is not known.
+    """
+    blocks = blocks_of(modules) if modules else [""] * (stages[-1].index + 1 if stages else 0)
+    groups = _grouped(_alike_runs(stages, blocks), modules)
+    if len(groups) > MOST_ROWS:
+        whole = groupby(stages, key=lambda stage: blocks[stage.index])
+        groups = _grouped([tuple(own) for _, own in whole], modules)
+    return groups
+
+
+def _alike_runs(
+    stages: Sequence[StageReport], blocks: Sequence[str]
+) -> list[tuple[StageReport, ...]]:
+    """Stages of one block that follow each other and are treated alike.
+
+    One of which nothing is kept or computed again goes with those before it.
+    """
+    found: list[list[StageReport]] = []
+    block, treatment = "", _treatment(stages[0]) if stages else None
+    for stage in stages:
+        own_block, own = blocks[stage.index], _treatment(stage)
+        if not found or block != own_block or own not in (treatment, None):
+            found.append([])
+            treatment = own
+        block = own_block
+        found[-1].append(stage)
+    return [tuple(run) for run in found]
+
+
+def _treatment(stage: StageReport) -> Hashable:
+    """How a stage is treated; ``None``: nothing of it is kept, or computed again."""
+    if stage.extra_s == 0 and stage.held_bytes == 0:
+        return None
+    in_part = 0 < stage.held_bytes < stage.saved_bytes
+    return stage.extra_s > 0, in_part, stage.moved_bytes > 0
+
+
+def _grouped(
+    runs: Sequence[tuple[StageReport, ...]], modules: Sequence[str]
+) -> tuple[StageGroup, ...]:
+    """Runs with their repetitions."""
+    places = [
+        common_module(modules[stage.index] for stage in run) if modules else "" for run in runs
+    ]
+    keys = [(pattern_of(place), _share(run)) for place, run in zip(places, runs, strict=True)]
+    found = []
+    begin = 0
+    while begin < len(runs):
+        length, count = _repetition(keys, begin)
+        for place in range(begin, begin + length):
+            own = slice(place, begin + length * count, length)
+            found.append(StageGroup(tuple(runs[own]), named(places[own])))
+        begin += length * count
+    return tuple(found)
+
+
+def _share(run: tuple[StageReport, ...]) -> Hashable:
+    """How a run is treated, and roughly how much of it is kept."""
+    treatments = frozenset(map(_treatment, run)) - {None}
+    saved = sum(stage.saved_bytes for stage in run) or 1
+    held = sum(stage.held_bytes for stage in run)
+    return treatments, round(PARTS * held / saved)
+
+
+def _repetition(keys: Sequence[Hashable], begin: int) -> tuple[int, int]:
+    """Length of the pattern at ``begin`` that is repeated furthest, and how often it is there."""
+    best, furthest = (1, 1), 1
+    for length in range(1, min(LONGEST_PATTERN, (len(keys) - begin) // 2) + 1):
+        same = 0
+        while begin + length + same < len(keys) and (
+            keys[begin + same] == keys[begin + length + same]
+        ):
+            same += 1
+        count = same // length + 1
+        if count > 1 and length * count > furthest:
+            best, furthest = (length, count), length * count
+    return best

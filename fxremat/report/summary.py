@@ -1,23 +1,19 @@
-"""A plan in a few lines: budget, peak, time, and what was done for them."""
+"""A plan in lines: budget, peak, time, what is done for them, and the regions of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fxremat.ir import Copy, Free, Lane, Offload, Prefetch, Wait
-from fxremat.report.facts import CrossCheck, Figures, PlanFacts
-from fxremat.report.stages import StageStory, tell_stages
+from fxremat.report.facts import AnyPlan, CrossCheck, PlanFacts, RegionRow, StepFacts, plans_of
+from fxremat.report.modules import common_module, named, span
+from fxremat.report.stages import executed_stages
 from fxremat.units import format_bytes, format_seconds
 
 
-def shortly(plan: Figures, what: str, done: str) -> str:
-    """What a person wants to see of a plan first, in five lines.
-
-    Args:
-        plan: of one graph or of several.
-        what: it is, as ``"Plan"``.
-        done: see :func:`what_is_done`.
-    """
+def shortly(plan: AnyPlan) -> str:
+    """What a person wants to see of a plan first, in five lines."""
     budget, least, predicted, kept = map(
         format_bytes,
         (
@@ -29,58 +25,62 @@ def shortly(plan: Figures, what: str, done: str) -> str:
     )
     seen_bytes = plan.measured_peak_bytes
     measured = "" if seen_bytes is None else f", measured {format_bytes(seen_bytes)}"
+    regions = plan.regions if isinstance(plan, StepFacts) else ()
+    what = f"StepPlan of {_count(len(regions), 'region')}" if regions else "Plan"
     return (
         f"{what} within {budget} (the least feasible budget is {least})\n"
         f"  peak: predicted {predicted}{measured}; {kept} with everything kept\n"
-        f"  time: predicted {compared(plan)}\n"
-        f"  how:  {done}\n"
+        f"  time: predicted {_compared(plan)}\n"
+        f"  how:  {_what_is_done(*plans_of(plan))}\n"
         "  more: explain(), save_html(path), forward_code, backward_code"
     )
 
 
-def what_is_done(*plans: PlanFacts) -> str:
-    """What one plan, or the plans of a step's graphs together, do for memory, in short."""
-    stories = [story for plan in plans for story in tell_stages(plan) if story.executed]
-    again = sum(bool(story.again) or story.is_kept_in_part for story in stories)
-    done = [f"recomputes {again} of {_count(len(stories), 'stage')}"] if again else []
-    moved_bytes = sum(story.moved_bytes for story in stories)
+def _what_is_done(*plans: PlanFacts) -> str:
+    """What plans of one step do for memory, in short."""
+    stages = [stage for plan in plans for stage in executed_stages(plan)]
+    again = sum(bool(stage.again) or stage.is_kept_in_part for stage in stages)
+    done = [f"recomputes {again} of {_count(len(stages), 'stage')}"] if again else []
+    moved_bytes = sum(stage.moved_bytes for stage in stages)
     done += [f"{format_bytes(moved_bytes)} travel to the host"] if moved_bytes else []
     return ", ".join(done) or "keeps everything"
 
 
-def figures(plan: Figures, *, where: str = "", written: str = "") -> Iterator[tuple[str, str]]:
-    """Lines on memory: what each is about, and what it says.
-
-    Args:
-        plan: of one graph or of several.
-        where: the predicted peak is, after a comma.
-        written: how the budget was, after a comma.
-    """
-    yield "budget", exactly(plan.budget_bytes) + written
-    yield "least feasible", exactly(plan.least_budget_bytes)
+def summarize(plan: AnyPlan) -> Iterator[tuple[str, str]]:
+    """What each line is about, and what it says."""
+    step = plan if isinstance(plan, StepFacts) else None
+    written = f", written {step.budget!r}" if step and step.budget != step.budget_bytes else ""
+    yield "budget", _exactly(plan.budget_bytes) + written
+    yield "least feasible", _exactly(plan.least_budget_bytes)
     used = f", {plan.counted_bytes / plan.budget_bytes:.1%} of the budget"
     reserved_bytes = plan.predicted_reserved_bytes
     on_reserved = plan.budget_on == "reserved"
-    peak = exactly(plan.predicted_peak_bytes) + ("" if on_reserved else used)
-    yield "predicted peak", peak + where
+    peak = _exactly(plan.predicted_peak_bytes) + ("" if on_reserved else used)
+    yield "predicted peak", peak if isinstance(plan, StepFacts) else f"{peak}, {_where(plan)}"
     if on_reserved or reserved_bytes != plan.predicted_peak_bytes:
-        yield "predicted reserved", exactly(reserved_bytes) + (used if on_reserved else "")
+        yield "predicted reserved", _exactly(reserved_bytes) + (used if on_reserved else "")
     if plan.measured_peak_bytes is not None:
-        yield "measured peak", exactly(plan.measured_peak_bytes)
-    yield "with everything kept", exactly(plan.baseline_peak_bytes)
+        yield "measured peak", _exactly(plan.measured_peak_bytes)
+    yield "with everything kept", _exactly(plan.baseline_peak_bytes)
+    yield from _of_regions(plan) if isinstance(plan, StepFacts) else _of_graph(plan)
 
 
-def summarize(plan: PlanFacts, stories: Sequence[StageStory]) -> Iterator[tuple[str, str]]:
-    """What each line is about, and what it says.
+def _of_regions(step: StepFacts[PlanFacts]) -> Iterator[tuple[str, str]]:
+    between = "between graphs nothing was measured yet"
+    if step.between_s is not None:
+        between = f"{format_seconds(step.between_s)} of it between graphs"
+    yield "predicted time", f"{_compared(step)}; {between}"
+    if step.host_bytes:
+        yield "host memory", _exactly(step.host_bytes)
+    count = len(step.regions)
+    there = _exactly(step.there_bytes)
+    yield "regions", f"{count}, each a graph's call, beside {there} that is there"
 
-    Args:
-        plan: the plan.
-        stories: of its stages, those of which nothing runs left out.
-    """
-    yield from figures(plan, where=f", {_where(plan)}")
+
+def _of_graph(plan: PlanFacts) -> Iterator[tuple[str, str]]:
     for what, nbytes in plan.beside:
-        yield "of that beside", f"{exactly(nbytes)} for {what}"
-    yield "predicted time", compared(plan)
+        yield "of that beside", f"{_exactly(nbytes)} for {what}"
+    yield "predicted time", _compared(plan)
     yield "lower bound", _bound(plan)
     if plan.cross_check is not None:
         yield "cross-check", _checked(plan.cross_check)
@@ -93,12 +93,13 @@ def summarize(plan: PlanFacts, stories: Sequence[StageStory]) -> Iterator[tuple[
     if plan.fused:
         calls = _count(sum(unit.calls for unit in plan.fused), "call")
         yield "kernels", f"Inductor's: {calls} of {_count(len(plan.fused), 'unit')}"
-    kinds = len({plan.chain.stages[story.index].kind for story in stories})
-    again = sum(len(story.again) + story.is_kept_in_part for story in stories)
+    stages = executed_stages(plan)
+    kinds = len({plan.chain.stages[stage.index].kind for stage in stages})
+    again = sum(len(stage.again) + stage.is_kept_in_part for stage in stages)
     runs = [event for event in plan.timeline.events if not isinstance(event.op, Copy)]
     yield (
         "stages",
-        f"{_count(len(stories), 'stage')} of {_count(kinds, 'kind')}, "
+        f"{_count(len(stages), 'stage')} of {_count(kinds, 'kind')}, "
         f"{_count(len(runs), 'operation')}, {_count(again, 'recomputation')}",
     )
 
@@ -118,7 +119,7 @@ def _where(plan: PlanFacts) -> str:
     return "outside the stages: at the turn, or when all gradients are there"
 
 
-def compared(plan: Figures) -> str:
+def _compared(plan: AnyPlan) -> str:
     """Seconds beside those of a step that recomputes nothing."""
     taken, least = format_seconds(plan.predicted_s), format_seconds(plan.baseline_s)
     if plan.baseline_s == 0:
@@ -136,7 +137,7 @@ def _bound(plan: PlanFacts) -> str:
     if plan.lower_bound_s == plan.baseline_s < plan.predicted_s:
         text += "; no better bound is known than nothing recomputed"
     gained = plan.local_search_s / plan.predicted_s
-    if gained >= 0.0005:  # else it would say 0.0%
+    if gained >= 0.0005:  # less would read 0.0%
         text += f"; local search gained {gained:.1%}"
     return text
 
@@ -156,16 +157,83 @@ def _host(plan: PlanFacts) -> str:
     copies = [event for event in plan.timeline.events if isinstance(event.op, Copy)]
     away = [event for event in copies if event.lane is Lane.D2H]
     return (
-        f"{exactly(plan.host_bytes)}: {_count(len(away), 'tensor')} there and back in "
+        f"{_exactly(plan.host_bytes)}: {_count(len(away), 'tensor')} there and back in "
         f"{format_seconds(sum(event.end_s - event.start_s for event in copies))}, of which the "
         f"step waits for {format_seconds(plan.timeline.idle.total_s)}"
     )
 
 
-def exactly(nbytes: int) -> str:
+def _exactly(nbytes: int) -> str:
     """Bytes for people, and their number."""
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+@dataclass(frozen=True, slots=True)
+class RegionGroup:
+    """Regions that follow each other, are planned alike and ended by the same: a row of a table.
+
+    Attributes:
+        first, last: their numbers, counted from 1.
+        covers: modules of the model that they are of; empty where nobody knows.
+        forward_s: seconds of all their forwards, nothing recomputed.
+        held_bytes: that all of them keep from forward to backward.
+        peak_bytes: most that the step holds while one of them runs, forward or backward.
+        what: their plans do.
+        ended_by: see :class:`RegionRow`.
+        after: seconds and bytes of what comes after each.
+    """
+
+    first: int
+    last: int
+    covers: str
+    forward_s: float
+    held_bytes: int
+    peak_bytes: int
+    what: str
+    ended_by: str
+    after: str
+
+    @property
+    def label(self) -> str:
+        """``"3"`` or ``"3–14"``."""
+        return span(self.first, self.last)
+
+
+def group_regions(step: StepFacts[PlanFacts]) -> tuple[RegionGroup, ...]:
+    """A group for each region, or run of alike ones, in the order of their forwards."""
+    groups: list[list[int]] = []
+    for place, row in enumerate(step.regions):
+        if not groups or not _alike(step.regions[groups[-1][0]], row):
+            groups.append([])
+        groups[-1].append(place)
+    return tuple(_group(step, places) for places in groups)
+
+
+def _alike(one: RegionRow[PlanFacts], other: RegionRow[PlanFacts]) -> bool:
+    """Whether two regions are of graphs that are alike, planned and ended alike."""
+    a, b = one.plan, other.plan
+    return one.ended_by == other.ended_by and (
+        a is b or (a.chain == b.chain and a.schedule == b.schedule and a.decision == b.decision)
+    )
+
+
+def _group(step: StepFacts[PlanFacts], places: list[int]) -> RegionGroup:
+    rows = [step.regions[place] for place in places]
+    each = "each " if len(rows) > 1 else ""
+    times_s = [row.between_s for row in rows if row.between_s is not None]
+    most = format_bytes(max(0, *(row.between_bytes for row in rows)))
+    return RegionGroup(
+        first=places[0] + 1,
+        last=places[-1] + 1,
+        covers=named([row.module or common_module(row.plan.memory.modules) for row in rows]),
+        forward_s=sum(stage.forward_s for row in rows for stage in executed_stages(row.plan)),
+        held_bytes=sum(row.held_bytes for row in rows),
+        peak_bytes=max(max(row.forward_peak_bytes, row.backward_peak_bytes) for row in rows),
+        what=each + _what_is_done(rows[0].plan),
+        ended_by=rows[0].ended_by,
+        after=f"{format_seconds(sum(times_s))}, {most}" if times_s else most,
+    )

@@ -1,32 +1,34 @@
-"""A plan as text: a summary, and a row for each stage or run of alike stages."""
+"""A plan as text: a summary, and a row for each stage or region, or run of alike ones."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from fxremat.console import SIMPLE_HEAD, Group, Table, Text, show
-from fxremat.report.alike import alike
-from fxremat.report.facts import PlanFacts
+from fxremat.report.facts import AnyPlan, Fused, PlanFacts, StepFacts
 from fxremat.report.modules import BETWEEN
-from fxremat.report.stages import StageStory, tell_stages
-from fxremat.report.summary import summarize
-from fxremat.report.words import describe, explain
+from fxremat.report.stages import describe, executed_stages, explain, group_alike
+from fxremat.report.summary import RegionGroup, group_regions, summarize
 from fxremat.units import format_bytes, format_seconds
 
 WIDTH = 100
 """Columns where the output is no terminal, which would have a width of its own."""
 
-MODULE_WIDTH = 30
-"""Columns of a module's name."""
+MODULE_WIDTH, UNIT_WIDTH, COVERS_WIDTH, PLAN_WIDTH = 30, 50, 18, 18
 
-LEGEND = (
+STAGES_LEGEND = (
     "forward, saved, frees and costs are of all stages of a row; saved: what they hand on and "
     "what their backwards need; checkpoint: the input is kept, to recompute from; frees: bytes "
     "not held from forward to backward"
 )
+REGIONS_LEGEND = (
+    "forward and held are of all regions of a row; held: what they keep from forward to backward; "
+    "peak: most that the whole step holds while one of them runs; then: what comes until the next "
+    "one and is not planned, its seconds in both directions and its bytes"
+)
 
 
-def print_plan(plan: PlanFacts) -> str:
+def print_plan(plan: AnyPlan) -> str:
     """Print ``plan`` to the console, in ASCII where that is all it can show.
 
     A stage of which nothing runs has no row. Returns what was printed, without colours.
@@ -34,51 +36,74 @@ def print_plan(plan: PlanFacts) -> str:
     Raises:
         ImportError: rich is not installed.
     """
-    stories = tuple(story for story in tell_stages(plan) if story.executed)
-    units = (Text(), _units(plan)) if plan.fused else ()
-    parts = Group(_summary(plan, stories), Text(), _table(plan, stories), Text(LEGEND), *units)
-    text = show(parts, width=WIDTH)
-    return "\n".join(line.rstrip() for line in text.splitlines())
-
-
-def _summary(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
-    for name, text in summarize(plan, stories):
-        grid.add_row(name, text)
-    return grid
+    for name, text in summarize(plan):
+        grid.add_row(name, Text(text))
+    if isinstance(plan, StepFacts):
+        shown = Group(grid, Text(), _regions(plan), Text(REGIONS_LEGEND))
+    else:
+        units = (Text(), _units(plan.fused)) if plan.fused else ()
+        shown = Group(grid, Text(), _stages(plan), Text(STAGES_LEGEND), *units)
+    return "\n".join(line.rstrip() for line in show(shown, width=WIDTH).splitlines())
 
 
-def _table(plan: PlanFacts, stories: tuple[StageStory, ...]) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    modules = plan.memory.modules
+def _table() -> Table:
+    return Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _stages(plan: PlanFacts) -> Table:
+    table, modules = _table(), plan.memory.modules
     table.add_column("stage", no_wrap=True)
     if any(modules):
         table.add_column("module", max_width=MODULE_WIDTH, overflow="fold")
     for name in ("forward", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("what happens to it, and why")
-    for row in alike(stories, modules):
+    for group in group_alike(executed_stages(plan), modules):
         table.add_row(
-            row.label,
-            *([_broken(row.module)] if any(modules) else []),
-            format_seconds(sum(story.forward_s for story in row.stories)),
-            format_bytes(sum(story.saved_bytes for story in row.stories)),
-            f"{describe(*row.stories)}: {explain(*row.stories)}",
+            group.label,
+            *([Text(_broken(group.module))] if any(modules) else []),
+            format_seconds(sum(stage.forward_s for stage in group.stages)),
+            format_bytes(sum(stage.saved_bytes for stage in group.stages)),
+            f"{describe(*group.stages)}: {explain(*group.stages)}",
         )
     return table
 
 
-def _units(plan: PlanFacts) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("unit", no_wrap=True, max_width=MODULE_WIDTH + 20)
+def _regions(step: StepFacts[PlanFacts]) -> Table:
+    table, groups = _table(), group_regions(step)
+    covers = any(group.covers for group in groups)
+    table.add_column("region", no_wrap=True)
+    if covers:
+        table.add_column("covers", max_width=COVERS_WIDTH, overflow="fold")
+    for name in ("forward", "held", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("its plan", max_width=PLAN_WIDTH)
+    table.add_column("ended by, and what comes then", overflow="fold")
+    for group in groups:
+        table.add_row(
+            group.label,
+            *([Text(group.covers)] if covers else []),
+            format_seconds(group.forward_s),
+            format_bytes(group.held_bytes),
+            format_bytes(group.peak_bytes),
+            group.what,
+            Text(_ended(group)),
+        )
+    return table
+
+
+def _units(fused: tuple[Fused, ...]) -> Table:
+    table = _table()
+    table.add_column("unit", no_wrap=True, max_width=UNIT_WIDTH)
     table.add_column("calls", justify="right", no_wrap=True)
     table.add_column("what it computes")
-    for unit in plan.fused:
+    for unit in fused:
         count = Counter(unit.operations)
-        told = (name if times == 1 else f"{times} {name}" for name, times in count.items())
-        table.add_row(unit.name, str(unit.calls), ", ".join(told))
+        names = (name if times == 1 else f"{times} {name}" for name, times in count.items())
+        table.add_row(unit.name, str(unit.calls), ", ".join(names))
     return table
 
 
@@ -89,3 +114,10 @@ def _broken(module: str) -> str:
     mark = BETWEEN if BETWEEN in module else "."
     head, dot, tail = module.rpartition(mark)
     return f"{head}{dot.rstrip()}\n{tail}"
+
+
+def _ended(group: RegionGroup) -> str:
+    """What ended regions, its file without the folders that it is in, and what came then."""
+    where, colon, why = group.ended_by.partition(": ")
+    name = where.replace("\\", "/").rpartition("/")[2]
+    return "\n".join(filter(None, (f"{name}{colon}{why}", f"then {group.after}")))

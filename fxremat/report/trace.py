@@ -6,31 +6,79 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from fxremat.errors import PlanError
 from fxremat.ir import Copy, Event, Forward, Lane, Timeline
-from fxremat.report.areas import areas_of, memory_of
-from fxremat.report.facts import PlanFacts
-from fxremat.report.memory import StepMemory
+from fxremat.report.facts import AnyPlan, StepFacts
+from fxremat.report.memory import StepMemory, areas_of
+from fxremat.report.view import StepView, view_of
+from fxremat.units import format_seconds
 
 PREDICTED, MEASURED = 1, 2
 """Processes of the trace."""
 
 THREADS = {Lane.COMPUTE: (1, "compute"), Lane.D2H: (2, "to host"), Lane.H2D: (3, "from host")}
-COUNTERS = 4
-"""Thread of a trace that has the counters."""
+COUNTERS, REGIONS = 4, 5
+
+WIDTH = 110
+"""Columns of a table where the output is no terminal."""
 
 
-class Traced(Protocol):
-    """What ``trace_step`` of a compiled module returns."""
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """A plan's timeline and the measured one: the same events, in the same order.
+
+    Attributes:
+        predicted: by the plan.
+        measured: of one step, in seconds since its first computation began. What the
+            allocator held was not measured: bytes are the plan's.
+    """
+
+    predicted: Timeline
+    measured: Timeline
 
     @property
-    def measured(self) -> Timeline:
-        """The plan's events with real times."""
+    def overlap(self) -> float:
+        """The part of the time of transfers during which something was computed; 1 if none."""
+        copies = [(e.start_s, e.end_s) for e in self.measured.events if isinstance(e.op, Copy)]
+        runs = [(e.start_s, e.end_s) for e in self.measured.events if not isinstance(e.op, Copy)]
+        total = sum(end - begin for begin, end in copies)
+        hidden = sum(
+            max(0.0, min(end, stop) - max(begin, start))
+            for begin, end in copies
+            for start, stop in runs
+        )
+        return min(hidden / total, 1.0) if total else 1.0
+
+    def show(self) -> str:
+        """Print both side by side, a row an event; returns what was printed.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        # Not at import: a step is planned and run without rich.
+        from fxremat.console import Table, show  # noqa: PLC0415
+
+        table = Table(title="a step, predicted and measured")
+        for name in ("operation", "lane"):
+            table.add_column(name, no_wrap=True)
+        for name in ("start", "takes", "really starts", "really takes"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for plan, real in zip(self.predicted.events, self.measured.events, strict=True):
+            times = (plan.start_s, plan.end_s - plan.start_s)
+            real_times = (real.start_s, real.end_s - real.start_s)
+            table.add_row(
+                str(plan.op), plan.lane.value, *map(format_seconds, (*times, *real_times))
+            )
+        table.add_row(
+            "step", "", "", format_seconds(self.predicted.makespan_s), "",
+            format_seconds(self.measured.makespan_s),
+        )  # fmt: skip
+        return show(table, width=WIDTH)
 
 
-def trace_of(plan: PlanFacts, traced: Traced | None = None) -> str:
+def trace_of(plan: AnyPlan, traced: StepTrace | None = None) -> str:
     """The trace as JSON, in the format of trace events, by ascending time.
 
     Args:
@@ -40,105 +88,97 @@ def trace_of(plan: PlanFacts, traced: Traced | None = None) -> str:
     Raises:
         PlanError: the plan does not say which tensors are held when, or ``traced`` is of another.
     """
-    memory = memory_of(plan)
-    stages = tuple(stage.name for stage in plan.chain.stages)
-    told = Told(memory, stages)
-    events = list(told.process(plan.timeline, pid=PREDICTED, name="predicted"))
+    view = view_of(plan)
+    events = list(_process(view, view.timeline, view.times_s, PREDICTED, "predicted"))
+    if isinstance(plan, StepFacts):
+        events += _regions(plan, view)
     if traced is not None:
         measured = traced.measured
-        if [e.op for e in measured.events] != [e.op for e in plan.timeline.events]:
+        if [e.op for e in measured.events] != [e.op for e in view.timeline.events]:
             raise PlanError(
                 f"the step that was traced made {len(measured.events)} calls and copies that are "
-                f"not the {len(plan.timeline.events)} of this plan: trace a step that follows it"
+                f"not the {len(view.timeline.events)} of this plan: trace a step that follows it"
             )
-        events += told.process(measured, pid=MEASURED, name="measured")
-    return packed(events)
-
-
-def packed(events: list[dict[str, Any]]) -> str:
-    """Trace events as one JSON, by ascending time."""
+        times_s = view.memory.times(measured)
+        events += _process(view, measured, times_s, MEASURED, "measured")
     events.sort(key=lambda event: event["ts"])
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What processes of a trace tell of.
+def _process(
+    view: StepView, timeline: Timeline, times_s: tuple[float, ...], pid: int, name: str
+) -> Iterator[dict[str, Any]]:
+    """All events of one process.
 
-    Attributes:
-        memory: of the step.
-        stages: their names.
-        times_s: at which each instant of the memory begins; ``None``: as the timeline says.
+    Args:
+        view: of the step.
+        timeline: what happens when.
+        times_s: at which each instant of the memory begins.
+        pid: its number.
+        name: what it is called.
     """
-
-    memory: StepMemory
-    stages: tuple[str, ...]
-    times_s: tuple[float, ...] | None = None
-
-    def process(self, timeline: Timeline, *, pid: int, name: str) -> Iterator[dict[str, Any]]:
-        """All events of one process.
-
-        Args:
-            timeline: what happens when.
-            pid: its number.
-            name: what it is called.
-        """
-        yield named("process_name", name, pid, 0)
-        for tid, label in (*THREADS.values(), (COUNTERS, "memory")):
-            yield named("thread_name", label, pid, tid)
-        for event in timeline.events:
-            yield self._run(event, pid)
-        times_s = self.memory.times(timeline) if self.times_s is None else self.times_s
-        yield from _counters(self.memory, times_s, pid)
-        yield from _host(timeline, pid)
-
-    def _run(self, event: Event, pid: int) -> dict[str, Any]:
-        """An operation, or a copy."""
-        op = event.op
-        told: dict[str, Any] = {"peak_bytes": event.peak_bytes, "held_bytes": event.held_bytes}
-        category = (
-            "copy" if isinstance(op, Copy) else "forward" if isinstance(op, Forward) else "backward"
-        )
-        if isinstance(op, Copy):
-            told["bytes"] = op.nbytes
-        stage = getattr(op, "stage", None)
-        if stage is not None:
-            told |= {"stage": self.stages[stage], "module": self.memory.modules[stage]}
-        return {
-            "ph": "X",
-            "name": str(op),
-            "cat": category,
-            "ts": event.start_s * 1e6,
-            "dur": max(event.end_s - event.start_s, 0.0) * 1e6,
-            "pid": pid,
-            "tid": THREADS[event.lane][0],
-            "args": told,
-        }
+    yield _named("process_name", name, pid, 0)
+    for tid, label in (*THREADS.values(), (COUNTERS, "memory")):
+        yield _named("thread_name", label, pid, tid)
+    for event in timeline.events:
+        yield _operation(view, event, pid)
+    yield from _device_memory(view.memory, times_s, pid)
+    yield from _host_memory(timeline, pid)
 
 
-def named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+def _named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
     """A process or a thread has a name."""
     return {"ph": "M", "name": what, "ts": 0.0, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _counters(memory: StepMemory, times_s: tuple[float, ...], pid: int) -> Iterator[dict[str, Any]]:
-    """Device memory by kind at each instant; those at one time are told a nanosecond apart."""
+def _slice(
+    name: str, category: str, times_s: tuple[float, ...], pid: int, tid: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    """Something that lasts from one time to another."""
+    begin_s, end_s = times_s
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": begin_s * 1e6,
+        "dur": max(end_s - begin_s, 0.0) * 1e6,
+        "pid": pid,
+        "tid": tid,
+        "args": args,
+    }
+
+
+def _counter(name: str, time_us: float, pid: int, args: dict[str, int]) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "ts": time_us, "pid": pid, "tid": COUNTERS, "args": args}
+
+
+def _operation(view: StepView, event: Event, pid: int) -> dict[str, Any]:
+    """An operation, or a copy."""
+    op = event.op
+    args: dict[str, Any] = {"peak_bytes": event.peak_bytes, "held_bytes": event.held_bytes}
+    category = "forward" if isinstance(op, Forward) else "backward"
+    if isinstance(op, Copy):
+        category, args["bytes"] = "copy", op.nbytes
+    stage = getattr(op, "stage", None)
+    if stage is not None:
+        args |= {"stage": view.stage_names[stage], "module": view.memory.modules[stage]}
+    times_s = event.start_s, event.end_s
+    return _slice(str(op), category, times_s, pid, THREADS[event.lane][0], args)
+
+
+def _device_memory(
+    memory: StepMemory, times_s: tuple[float, ...], pid: int
+) -> Iterator[dict[str, Any]]:
+    """Device memory by kind at each instant; those of one time are a nanosecond apart."""
     areas = [(area.name, memory.held_bytes(area.lives)) for area in areas_of(memory)]
     for time_s, group in groupby(range(memory.count), key=times_s.__getitem__):
-        own = list(group)
-        for place, instant in enumerate(own):
-            yield {
-                "ph": "C",
-                "name": "device memory",
-                "ts": time_s * 1e6 + place * 1e-3,
-                "pid": pid,
-                "tid": COUNTERS,
-                "args": {name: held[instant] for name, held in areas},
-            }
+        for place, instant in enumerate(group):
+            held = {name: held[instant] for name, held in areas}
+            yield _counter("device memory", time_s * 1e6 + place * 1e-3, pid, held)
 
 
-def _host(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
-    """Host memory, from the start of each copy there to the end of that back."""
+def _host_memory(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
+    """Host memory, from the start of each copy there to the end of the one back."""
     changes = []
     for event in timeline.events:
         if isinstance(event.op, Copy):
@@ -148,11 +188,18 @@ def _host(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     held = 0
     for time_s, change in sorted(changes):
         held += change
-        yield {
-            "ph": "C",
-            "name": "host memory",
-            "ts": time_s * 1e6,
-            "pid": pid,
-            "tid": COUNTERS,
-            "args": {"on the host": held},
-        }
+        yield _counter("host memory", time_s * 1e6, pid, {"on the host": held})
+
+
+def _regions(step: StepFacts[Any], view: StepView) -> Iterator[dict[str, Any]]:
+    """A thread of its own, with the forward and the backward of each region."""
+    yield _named("thread_name", "regions", PREDICTED, REGIONS)
+    for number, (row, spans_s) in enumerate(zip(step.regions, view.spans_s, strict=True), 1):
+        args = {"module": row.module, "ended by": row.ended_by, "held_bytes": row.held_bytes}
+        for category, times_s, peak_bytes in (
+            ("forward", spans_s[:2], row.forward_peak_bytes),
+            ("backward", spans_s[2:], row.backward_peak_bytes),
+        ):
+            name = f"region {number} {category}"
+            more = {**args, "peak_bytes": peak_bytes}
+            yield _slice(name, category, times_s, PREDICTED, REGIONS, more)

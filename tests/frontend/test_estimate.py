@@ -24,8 +24,7 @@ from fxremat.errors import (
     NoGradientError,
     SampleError,
 )
-from fxremat.report.areas import areas_of
-from fxremat.report.memory import Kind
+from fxremat.report.memory import Kind, areas_of
 from tests.models import ZOO
 
 NAMES = (

@@ -18,8 +18,8 @@ from torch import nn
 
 import fxremat
 from fxremat.errors import PlanError
-from fxremat.report.step_rows import lines_of
-from fxremat.report.step_view import view_of
+from fxremat.report.summary import group_regions
+from fxremat.report.view import view_of
 from tests.frontend.test_regions import (
     BREAKS,
     BROKEN,
@@ -144,7 +144,7 @@ def test_the_table_has_each_region(way: str, capsys: pytest.CaptureFixture[str])
     text = plan.explain()
     printed = capsys.readouterr().out
     assert all(line in printed for line in text.splitlines())
-    lines = lines_of(plan)
+    lines = group_regions(plan)
     assert [n for line in lines for n in range(line.first, line.last + 1)] == list(
         range(1, len(plan.regions) + 1)
     )
@@ -171,7 +171,13 @@ def test_a_page_and_a_trace_show_the_whole_step(way: str, tmp_path: Path) -> Non
     plan.save_trace(tmp_path / "step.json")
     told: Any = data_in((tmp_path / "step.html").read_text())
     assert told["peak_bytes"] == plan.predicted_peak_bytes
-    assert [row["region"] for row in told["regions"]] == [line.label for line in lines_of(plan)]
+    assert [row["region"] for row in told["regions"]] == [
+        line.label for line in group_regions(plan)
+    ]
+    kept = told["kept"]
+    assert max(kept["turn_bytes"], *kept["peaks_bytes"]) == plan.baseline_peak_bytes
+    assert sum(kept["seconds"]) == pytest.approx(plan.baseline_s)
+    assert len(kept["seconds"]) == len(kept["peaks_bytes"]) > kept["turn"]
     stages = {stage["module"].split(".")[1] for stage in told["stages"]}
     assert stages == {str(n + 1) for n in range(len(plan.regions))}
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]

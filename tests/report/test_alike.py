@@ -8,23 +8,22 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.report.alike import MOST_ROWS, alike
-from fxremat.report.stages import StageStory, tell_stages
+from fxremat.report.stages import MOST_ROWS, StageReport, group_alike, report_stages
 from tests.examples import examples
 from tests.plans import MIB, everything_kept, plan_of, schedule_of
 
-KEPT = tell_stages(plan_of(everything_kept(1), stages=1))[0]
-AGAIN, _ = tell_stages(plan_of(schedule_of("F_ck 0, F_all 1, B 1, F_all 0, B 0"), stages=2))
+KEPT = report_stages(plan_of(everything_kept(1), stages=1))[0]
+AGAIN, _ = report_stages(plan_of(schedule_of("F_ck 0, F_all 1, B 1, F_all 0, B 0"), stages=2))
 
 
-def stories(ways: str) -> list[StageStory]:
+def stories(ways: str) -> list[StageReport]:
     """One stage a letter: ``k`` is kept, ``r`` recomputed."""
-    found = {"k": KEPT, "r": replace(AGAIN, held_bytes=0, freed_bytes=AGAIN.saved_bytes)}
+    found = {"k": KEPT, "r": replace(AGAIN, held_bytes=0)}
     return [replace(found[way], index=i) for i, way in enumerate(ways)]
 
 
 def labels(ways: str, modules: list[str] | None = None) -> list[tuple[str, str]]:
-    return [(row.label, row.module) for row in alike(stories(ways), modules or [])]
+    return [(row.label, row.module) for row in group_alike(stories(ways), modules or [])]
 
 
 def test_stages_that_follow_each_other():
@@ -49,11 +48,11 @@ def test_blocks_treated_otherwise_are_told_apart():
 
 
 def test_shares_that_differ_much_are_told_apart():
-    part = replace(AGAIN, saved_bytes=8 * MIB, held_bytes=6 * MIB, freed_bytes=2 * MIB)
-    less = replace(part, held_bytes=MIB, freed_bytes=7 * MIB)
+    part = replace(AGAIN, saved_bytes=8 * MIB, held_bytes=6 * MIB)
+    less = replace(part, held_bytes=MIB)
     own = [replace(s, index=i) for i, s in enumerate((part, part, less, less))]
     modules = [f"{i}" for i in range(4)]
-    assert [row.module for row in alike(own, modules)] == ["0–1", "2–3"]
+    assert [row.module for row in group_alike(own, modules)] == ["0–1", "2–3"]
 
 
 @examples(1)
@@ -61,8 +60,8 @@ def test_shares_that_differ_much_are_told_apart():
 def test_every_stage_is_told_once(ways: str, length: int):
     own = stories(ways)
     for modules in ([], [f"h.{i // length}.{i % length}" for i in range(len(ways))]):
-        rows = alike(own, modules)
-        told = [story.index for row in rows for story in row.stories]
+        rows = group_alike(own, modules)
+        told = [story.index for row in rows for story in row.stages]
         assert sorted(told) == list(range(len(ways)))
         assert all(run for row in rows for run in row.runs)
 
@@ -71,6 +70,6 @@ def test_many_rows_become_one_a_block():
     """Blocks of which each is treated in its own way, by chance."""
     ways = "".join(random.Random(0).choices("kr", k=160))
     modules = [f"h.{i // 8}.{i % 8}" for i in range(160)]
-    rows = alike(stories(ways), modules)
+    rows = group_alike(stories(ways), modules)
     assert len(rows) <= 20 < MOST_ROWS
     assert all(run[0].index % 8 == 0 and len(run) == 8 for row in rows for run in row.runs)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fxremat.report.codec import FormatError
-from fxremat.report.files import pack, unpack, write_whole
+from fxremat.report.codec import FormatError, pack, unpack, write_whole
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -18,11 +18,10 @@ import torch
 import fxremat
 from fxremat.errors import PlanError
 from fxremat.ir import Stage
-from fxremat.report.areas import areas_of
-from fxremat.report.memory import Kind
+from fxremat.report.memory import Kind, areas_of
 from fxremat.report.page import page_with
 from fxremat.report.plan import Plan
-from fxremat.report.stages import tell_stages
+from fxremat.report.stages import report_stages
 from tests.plans import everything_kept, plan_of
 from tests.trials import plan_of_model
 
@@ -107,7 +106,7 @@ def test_a_browser_shows_the_plans_numbers(tmp_path: Path, mode: str):
         **({"host_bytes": plan.host_bytes} if mode else {}),
     }
     rows = [row for row in page.rows if row]
-    stories = [story for story in tell_stages(plan) if story.executed]
+    stories = [story for story in report_stages(plan) if story.executed]
     assert [int(row["stage"]) for row in rows] == [story.index for story in stories]
     for row, story in zip(rows, stories, strict=True):
         assert int(row["saved_bytes"]) == story.saved_bytes
@@ -124,7 +123,7 @@ def test_the_table_is_sorted_by_the_column_that_is_clicked(tmp_path: Path):
     (tmp_path / "clicked.html").write_text(text.replace("</body>", click))
     page, _ = shown(tmp_path / "clicked.html", tmp_path / "profile")
     saved = [int(row["saved_bytes"]) for row in page.rows if row]
-    assert saved == sorted((s.saved_bytes for s in tell_stages(plan) if s.executed), reverse=True)
+    assert saved == sorted((s.saved_bytes for s in report_stages(plan) if s.executed), reverse=True)
     assert saved != sorted(saved)
 
 

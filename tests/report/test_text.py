@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fxremat.ir import Backward, Forward, Keep, SaveOption, Schedule
-from fxremat.report.stages import tell_stages
+from fxremat.report.stages import describe, explain, report_stages
 from fxremat.report.text import print_plan
-from fxremat.report.words import describe, explain
 from fxremat.units import format_bytes
 from tests.plans import MIB, chain_of, everything_kept, plan_of, schedule_of
 from tests.reference.simulate import simulate
@@ -25,11 +24,11 @@ SEGMENT = "F_all 0, F_ck 1, F_none 2, F_all 3, B 3, F_all 1, F_all 2, B 2, B 1, 
 
 
 def _told(text: str, stages: int = 4):
-    return tell_stages(plan_of(schedule_of(text), stages=stages))
+    return report_stages(plan_of(schedule_of(text), stages=stages))
 
 
 def test_kept_stages_say_what_they_take_and_what_they_spare():
-    story = tell_stages(plan_of(everything_kept(2), stages=2))[1]
+    story = report_stages(plan_of(everything_kept(2), stages=2))[1]
     assert describe(story) == "kept"
     assert explain(story) == "room for 4.0 MiB, 2 ms to recompute"
     assert story.freed_bytes == 0
@@ -65,7 +64,7 @@ def test_a_stage_kept_in_part_says_what_is_kept_and_what_the_rest_costs():
         costs=costs,
         timeline=simulate(chain, costs, schedule),
     )
-    story, other = tell_stages(plan)
+    story, other = report_stages(plan)
     assert describe(story) == "1.0 MiB of 3.0 MiB kept, rest rebuilt"
     assert explain(story) == "frees 2.0 MiB, costs 250 µs"
     assert describe(other) == "kept"
@@ -103,14 +102,14 @@ def _without(plan, *left_out: int):
 
 def test_a_forward_that_nobody_needs_again_is_told():
     plan = plan_of(schedule_of("F_ck 0, F_all 1, B 1, F_all 0, B 0"), stages=2)
-    told = tell_stages(_without(plan, 3))
+    told = report_stages(_without(plan, 3))
     assert describe(told[0]) == "checkpoint"
     assert "needs nothing" in explain(told[0])
 
 
 def test_a_stage_that_computes_nothing_is_told():
     plan = plan_of(everything_kept(3), stages=3)
-    told = tell_stages(_without(plan, 1, 4))
+    told = report_stages(_without(plan, 1, 4))
     assert [describe(story) for story in told] == ["kept", "nothing", "kept"]
     assert "computes nothing" in explain(told[1])
     print_plan(_without(plan, 0, 1, 2, 3, 4, 5))  # a plan without operations prints as well
@@ -120,7 +119,7 @@ def test_a_stage_of_which_nothing_runs_has_no_row():
     """As one that stands for the turn."""
     plan = plan_of(everything_kept(3), stages=3)
     idle = _without(plan, 2, 3)
-    assert [story.executed for story in tell_stages(idle)] == [True, True, False]
+    assert [story.executed for story in report_stages(idle)] == [True, True, False]
     text = print_plan(idle)
     assert labels_of(text) == ["0–1"]
     assert "2 stages of 2 kinds" in text
@@ -131,7 +130,7 @@ def test_a_stage_of_which_nothing_runs_has_no_row():
 def test_operations_left_out_do_not_hide_where_a_recomputation_starts():
     plan = plan_of(schedule_of(TWICE), stages=4)
     # Leave out stage 1 wherever it runs: F_none 1, F_none 1, F_all 1 and B 1.
-    told = tell_stages(_without(plan, 1, 6, 10, 11))
+    told = report_stages(_without(plan, 1, 6, 10, 11))
     assert describe(told[1]) == "nothing"
     assert "rebuilt" in describe(told[2])
     assert "stage 0's checkpoint" in describe(told[2])
@@ -240,7 +239,7 @@ def test_what_gains_or_costs_nothing_is_not_told_in_numbers():
     plan = plan_of(schedule_of(TWICE), stages=4)
     assert "local search" not in print_plan(replace(plan, local_search_s=plan.predicted_s / 1e4))
     assert "local search" in print_plan(replace(plan, local_search_s=plan.predicted_s / 10))
-    story = tell_stages(plan_of(everything_kept(2), stages=2))[1]
+    story = report_stages(plan_of(everything_kept(2), stages=2))[1]
     assert "0 µs" not in explain(replace(story, rebuild_s=0.0))
 
 

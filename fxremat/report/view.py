@@ -1,0 +1,312 @@
+"""A step on one axis of instants: forwards of its graphs in order, then backwards, last one first.
+
+The plan of each graph says what the step holds while that graph runs, with all that is there beside
+it as one sum. Here that sum is split: what earlier graphs hold, until their own backward begins,
+what was there when the step began, and what else was seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from fxremat.errors import PlanError
+from fxremat.ir import Copy, Event, Free, Lane, Offload, Op, Prefetch, Timeline, Wait
+from fxremat.report.facts import AnyPlan, PlanFacts, StepFacts, plans_of
+from fxremat.report.memory import Kind, Life, Outline, StepMemory, Tensor
+from fxremat.report.stages import StageReport, executed_stages
+
+_GIVEN = (
+    Kind.PARAMETERS,
+    Kind.BUFFERS,
+    Kind.INPUTS,
+    Kind.OPTIMIZER,
+    Kind.RESERVE,
+    Kind.OTHER,
+    Kind.GRADIENTS,
+)
+"""Of these, what a graph finds."""
+
+THERE = "what is there when the step begins"
+BESIDE = "what code between regions holds"
+LATER = "gradients, and what else later backwards left"
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """What a step does and holds over time.
+
+    Attributes:
+        memory: what it holds, instant by instant; where there are several graphs, modules are
+            named after their region's number.
+        timeline: what happens when; stages are numbered through all graphs.
+        times_s: at which each instant of the memory begins.
+        stages: reports of those that run.
+        stage_names: names of all.
+        kept: the step with everything kept; ``None`` where it is not known.
+        first_stages: number of each graph's first stage.
+        spans_s: begin and end of each region's forward, and of its backward; none for a plan of one
+            graph.
+    """
+
+    memory: StepMemory
+    timeline: Timeline
+    times_s: tuple[float, ...]
+    stages: tuple[StageReport, ...]
+    stage_names: tuple[str, ...]
+    kept: Outline | None
+    first_stages: tuple[int, ...] = (0,)
+    spans_s: tuple[tuple[float, ...], ...] = ()
+
+
+def has_memory(plan: AnyPlan) -> bool:
+    """Whether a plan says which tensors are held when."""
+    return all(own.memory.count for own in plans_of(plan))
+
+
+def view_of(plan: AnyPlan) -> StepView:
+    """A step as one, whether of one graph or of several.
+
+    What comes between two graphs is one instant in either direction. Of its seconds half are
+    taken to pass in each.
+
+    Raises:
+        PlanError: a plan does not say which tensors are held when.
+    """
+    if not has_memory(plan):
+        raise PlanError(
+            "this plan does not say which tensors are held when, as it was not made of a model: "
+            "take the plan of what compile() returns"
+        )
+    names = tuple(stage.name for own in plans_of(plan) for stage in own.chain.stages)
+    if isinstance(plan, StepFacts):
+        return _Joined(plan).view(names)
+    times_s = plan.memory.times(plan.timeline)
+    return StepView(plan.memory, plan.timeline, times_s, executed_stages(plan), names, plan.kept)
+
+
+class _Joined:
+    """The regions of a step, joined one after the other.
+
+    Attributes:
+        count: of instants so far.
+        now_s: when the next one begins.
+    """
+
+    def __init__(self, step: StepFacts[PlanFacts]) -> None:
+        self.count, self.now_s = 0, 0.0
+        self._step = step
+        self._regions = [_Region(row.plan) for row in step.regions]
+        sizes = [len(region.memory.modules) for region in self._regions]
+        self._first_stages = tuple(accumulate(sizes, initial=0))[:-1]
+        held = accumulate((row.held_bytes for row in step.regions), initial=0)
+        # What each region finds beside what those before it hold.
+        self._beside_bytes = [
+            region.given_bytes - before for region, before in zip(self._regions, held, strict=False)
+        ]
+        self._there_bytes = min(step.there_bytes, *self._beside_bytes)
+        self._tensors: list[Tensor] = []
+        self._lives: list[Life] = []
+        self._calls: list[int] = []
+        self._events: list[Event] = []
+        self._times_s: list[float] = []
+        self._spans_s: list[tuple[float, ...]] = [()] * len(self._regions)
+
+    def view(self, names: tuple[str, ...]) -> StepView:
+        """All of it."""
+        begins = []
+        for place, (region, row) in enumerate(zip(self._regions, self._step.regions, strict=True)):
+            begins.append(self.count)
+            self._run(place, region.forward, range(region.memory.turn))
+            self._between(BESIDE, Kind.OTHER, row.between_bytes, row.between_s)
+        turn = self.count - 1
+        for place in reversed(range(len(self._regions))):
+            memory, back = self._regions[place].memory, self.count
+            self._run(place, self._regions[place].backward, range(memory.turn + 1, memory.end + 1))
+            self._live(place, begins[place], back)
+            earlier_s = self._step.regions[place - 1].between_s if place else None
+            left_bytes = self._step.regions[place].between_back_bytes
+            self._between(LATER, Kind.GRADIENTS, left_bytes, earlier_s)
+        found = [t for t in self._regions[0].given if t.kind in (Kind.OPTIMIZER, Kind.RESERVE)]
+        other_bytes = self._there_bytes - sum(tensor.nbytes for tensor in found)
+        for tensor in (*found, Tensor(THERE, other_bytes, Kind.OTHER)):
+            self._add(tensor, 0, self.count)
+        memory = StepMemory(
+            tuple(self._tensors),
+            tuple(sorted(self._lives, key=lambda life: (life.begin, life.tensor))),
+            tuple(self._calls),
+            turn,
+            self.count - 1,
+            tuple(
+                _module(place, module)
+                for place, region in enumerate(self._regions)
+                for module in region.memory.modules
+            ),
+        )
+        return StepView(
+            memory=memory,
+            timeline=Timeline(tuple(self._events)),
+            times_s=tuple(self._times_s),
+            stages=self._stages(),
+            stage_names=names,
+            kept=_outline(self._step),
+            first_stages=self._first_stages,
+            spans_s=tuple(self._spans_s),
+        )
+
+    def _run(self, place: int, events: list[Event], instants: range) -> None:
+        """A forward or a backward of a region: its events, and its memory's instants."""
+        region, begin_s = self._regions[place], self.now_s
+        self._beside(BESIDE, Kind.OTHER, self._beside_bytes[place], len(instants))
+        shift_s = begin_s - min((event.start_s for event in events), default=0.0)
+        # Sums of the same seconds may differ in the last bit: time never goes back.
+        self._times_s += (max(begin_s, region.times_s[at] + shift_s) for at in instants)
+        self._calls += (
+            self.count + at - instants.start for at in region.memory.calls if at in instants
+        )
+        self._events += (
+            replace(
+                event,
+                op=_of_stage(event.op, self._first_stages[place]),
+                start_s=event.start_s + shift_s,
+                end_s=event.end_s + shift_s,
+            )
+            for event in events
+        )
+        self.count += len(instants)
+        self.now_s = max([begin_s, *(event.end_s + shift_s for event in events)])
+        self._spans_s[place] += (begin_s, self.now_s)
+
+    def _between(self, name: str, kind: Kind, nbytes: int, between_s: float | None) -> None:
+        """An instant that is no region's, and what is there beside what regions hold."""
+        self._beside(name, kind, self._step.there_bytes + nbytes, 1)
+        self._times_s.append(self.now_s)
+        self.count += 1
+        self.now_s += (between_s or 0.0) / 2
+
+    def _beside(self, name: str, kind: Kind, nbytes: int, length: int) -> None:
+        """What is there for some instants from now on beside what regions hold."""
+        more_bytes = nbytes - self._there_bytes
+        if more_bytes > 0 and length:
+            self._add(Tensor(name, more_bytes, kind), self.count, self.count + length)
+
+    def _add(self, tensor: Tensor, begin: int, end: int) -> None:
+        self._lives.append(Life(len(self._tensors), begin, end))
+        self._tensors.append(tensor)
+
+    def _live(self, place: int, begin: int, back: int) -> None:
+        """What a region holds itself.
+
+        Args:
+            place: of the region.
+            begin: instant at which its forward begins.
+            back: and its backward.
+        """
+        region, first_stage = self._regions[place], self._first_stages[place]
+        turn, is_last = region.memory.turn, place == len(self._regions) - 1
+        numbers: dict[int, int] = {}
+        for life in region.lives:
+            own = region.memory.tensors[life.tensor]
+            first = (
+                begin + life.begin if life.begin < turn else back + max(0, life.begin - turn - 1)
+            )
+            last = begin + life.end if life.end <= turn else back + life.end - turn - 1
+            if first >= last:
+                continue
+            if own.kind is Kind.LOSS and not is_last:  # tangents, and what later backwards made
+                self._add(Tensor(LATER, own.nbytes, Kind.GRADIENTS), first, last)
+                continue
+            if life.tensor not in numbers:
+                numbers[life.tensor] = len(self._tensors)
+                module = _module(place, own.module) if own.module else ""
+                stage = own.stage + first_stage if own.stage >= 0 else -1
+                self._tensors.append(replace(own, stage=stage, module=module))
+            self._lives.append(Life(numbers[life.tensor], first, last))
+
+    def _stages(self) -> tuple[StageReport, ...]:
+        found = []
+        for row, first in zip(self._step.regions, self._first_stages, strict=True):
+            for stage in executed_stages(row.plan):
+                runs = tuple(replace(run, start=run.start + first) for run in stage.runs)
+                found.append(replace(stage, index=stage.index + first, runs=runs))
+        return tuple(found)
+
+
+class _Region:
+    """A plan of one region, its two directions apart.
+
+    Attributes:
+        memory: of the plan.
+        times_s: of its instants.
+        forward, backward: events.
+        given: what it finds.
+        given_bytes: of that.
+        lives: of what it makes itself.
+    """
+
+    def __init__(self, plan: PlanFacts) -> None:
+        self.memory = memory = plan.memory
+        self.times_s = memory.times(plan.timeline)
+        self.forward: list[Event] = []
+        self.backward: list[Event] = []
+        calls = iter(memory.calls)
+        for event in plan.timeline.events:
+            if event.lane is Lane.COMPUTE:
+                is_forward = next(calls) < memory.turn
+            else:
+                is_forward = event.lane is Lane.D2H
+            (self.forward if is_forward else self.backward).append(event)
+        self.given: list[Tensor] = []
+        self.lives: list[Life] = []
+        for life in memory.lives:
+            tensor = memory.tensors[life.tensor]
+            if life.begin == 0 and life.end > memory.end and tensor.kind in _GIVEN:
+                self.given.append(tensor)
+            else:
+                self.lives.append(life)
+        self.given_bytes = sum(tensor.nbytes for tensor in self.given)
+
+
+def _outline(step: StepFacts[PlanFacts]) -> Outline | None:
+    """The step where every graph keeps everything.
+
+    A region's plan has that of its graph beside what earlier ones hold as planned; where those keep
+    everything, they hold more, by as much as they do at their own turns.
+    """
+    rows = step.regions
+    outlines = [row.plan.kept for row in rows if row.plan.kept is not None]
+    if len(outlines) < len(rows):
+        return None
+    turns = [row.plan.memory.held_bytes()[row.plan.memory.turn] for row in rows]
+    more = [kept.turn_bytes - planned for kept, planned in zip(outlines, turns, strict=True)]
+    more_bytes = list(accumulate(more, initial=0))  # by what earlier ones hold more, of each
+    held_bytes = list(accumulate((row.held_bytes for row in rows), initial=step.there_bytes))
+    calls: list[tuple[float, int]] = []  # seconds and peak
+    for place, (row, kept) in enumerate(zip(rows, outlines, strict=True)):
+        forward = zip(kept.seconds[: kept.turn], kept.peaks_bytes, strict=False)
+        calls += ((seconds, peak + more_bytes[place]) for seconds, peak in forward)
+        if place < len(rows) - 1:
+            there_bytes = held_bytes[place + 1] + row.between_bytes + more_bytes[place + 1]
+            calls.append(((row.between_s or 0.0) / 2, there_bytes))
+    turn = len(calls)
+    for place in reversed(range(len(rows))):
+        row, kept = rows[place], outlines[place]
+        if place < len(rows) - 1:
+            there_bytes = held_bytes[place + 1] + rows[place + 1].between_back_bytes
+            calls.append(((row.between_s or 0.0) / 2, there_bytes + more_bytes[place + 1]))
+        backward = zip(kept.seconds[kept.turn :], kept.peaks_bytes[kept.turn :], strict=True)
+        calls += ((seconds, peak + more_bytes[place]) for seconds, peak in backward)
+    seconds, peaks_bytes = zip(*calls, strict=True)
+    return Outline(seconds, peaks_bytes, turn, outlines[-1].turn_bytes + more_bytes[-2])
+
+
+def _of_stage(op: Op | Copy, first: int) -> Op | Copy:
+    """``op``, where stages are counted from ``first``."""
+    if isinstance(op, Wait | Free | Offload | Prefetch):
+        return replace(op, what=replace(op.what, stage=op.what.stage + first))
+    return replace(op, stage=op.stage + first)
+
+
+def _module(place: int, module: str) -> str:
+    """A module after its region's number."""
+    return ".".join(filter(None, ("region", str(place + 1), module)))
