@@ -51,7 +51,7 @@ class InPlace:
         model: the model.
         compiled: the same, as ``fxremat.compile`` returns it; planned at the first training call.
         measured_peak_bytes: the most that was allocated in a step that was not planned meanwhile;
-            ``None`` where the device does not tell.
+            ``None`` where the device does not count it.
 
     Raises:
         ArgumentError: the model was compiled by torch, or an option cannot be read.

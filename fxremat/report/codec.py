@@ -17,10 +17,10 @@ import types
 import typing
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, Union
 
 from fxremat.errors import PlanError
 
@@ -46,7 +46,7 @@ class FormatError(ValueError):
 
 def encode(kind: Callable[..., T], value: T) -> Any:
     """``value``, of type ``kind``, as what ``json`` can write."""
-    return _coder(kind).write(value)
+    return _write(kind, value)
 
 
 def decode(kind: Callable[..., T], data: object) -> T:
@@ -55,42 +55,92 @@ def decode(kind: Callable[..., T], data: object) -> T:
     Raises:
         FormatError: ``data`` is of another form.
     """
-    found: T = _coder(kind).read(data)
+    found: T = _read(kind, data)
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Coder:
-    """How values of a type are written and read."""
+def _write(kind: Any, value: Any) -> Any:
+    form, parts = _form(kind)
+    if form is object:
+        return {name: _write(own, getattr(value, name)) for name, own in parts}
+    if form is list:
+        return [_write(parts[0], item) for item in value]
+    if form is tuple:
+        return [_write(own, item) for own, item in zip(parts, value, strict=True)]
+    if form is Union:
+        if value is None:
+            return None
+        if len(parts) == 1:
+            return _write(*parts.values(), value)
+        return {TAG: type(value).__name__, **_write(type(value), value)}
+    if form is Enum:
+        return value.value
+    if form is str:
+        return value
+    return operator.index(value) if form is int else form(value)  # these may be numpy's
 
-    write: Callable[[Any], Any]
-    read: Callable[[Any], Any]
+
+def _read(kind: Any, data: Any) -> Any:
+    form, parts = _form(kind)
+    if form is object:
+        _exactly(dict, data)
+        odd = sorted(data.keys() ^ dict(parts).keys())
+        if odd:
+            names = [name for name, _ in parts]
+            raise FormatError(f": {kind.__name__} has {names}, {odd} differs")
+        found = {name: _inside(f".{name}", own, data[name]) for name, own in parts}
+        return _checked(lambda: kind(**found))
+    if form in (list, tuple):
+        kinds = parts * len(_exactly(list, data)) if form is list else parts
+        if len(data) != len(kinds):
+            raise FormatError(f": expected {len(kinds)} items, found {len(data)}")
+        pairs = enumerate(zip(kinds, data, strict=True))
+        return tuple(_inside(f"[{i}]", own, item) for i, (own, item) in pairs)
+    if form is Union:
+        return _read_union(kind, parts, data)
+    if form is Enum:
+        return _checked(lambda: kind(data))
+    if parts and (type(data) is not str or data not in parts):
+        raise FormatError(f": expected one of {parts}")
+    return float(data) if form is float and type(data) is int else _exactly(form, data)
+
+
+def _read_union(kind: Any, classes: dict[str, Any], data: Any) -> Any:
+    if data is None and type(None) in typing.get_args(kind):
+        return None
+    if len(classes) == 1:
+        return _read(*classes.values(), data)
+    name = _exactly(dict, data).get(TAG)
+    if not isinstance(name, str) or name not in classes:
+        raise FormatError(f".{TAG}: expected one of {sorted(classes)}")
+    return _read(classes[name], {key: value for key, value in data.items() if key != TAG})
 
 
 @functools.cache
-def _coder(kind: Any) -> _Coder:
+def _form(kind: Any) -> tuple[Any, Any]:
+    """How values of a type are written, and the types of their parts.
+
+    ``object``, with names and types of fields; ``list`` or ``tuple``, with one type for all items
+    or one for each; ``Union``, with classes by their names; ``Enum``; or a type of JSON's, with the
+    values that it may have if these are listed.
+    """
     if is_dataclass(kind):
-        return _of_dataclass(kind)
+        hints = typing.get_type_hints(kind)
+        return object, tuple(
+            (field.name, hints[field.name]) for field in fields(kind) if field.init
+        )
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _Coder(lambda value: value.value, lambda data: _checked(lambda: kind(data)))
-    origin, parameters = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return _of_union(parameters)
+        return Enum, ()
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, Union):
+        return Union, {own.__name__: own for own in parts if own is not type(None)}
     if origin is tuple:
-        return _of_tuple(parameters)
-    if origin is typing.Literal:
-        return _Coder(_same, lambda data: _one_of(parameters, data))
-    if kind is float:
-        return _Coder(float, _float)
-    if kind in (int, str, bool):
-        # Integers and truth values may be numpy's.
-        write = {int: operator.index, str: _same, bool: bool}[kind]
-        return _Coder(write, lambda data: _exactly(kind, data))
+        return (list, parts[:1]) if parts[1:] == (...,) else (tuple, parts)
+    if origin is Literal:
+        return str, parts
+    if kind in (int, float, str, bool):
+        return kind, ()
     raise TypeError(f"{kind} has no form in JSON")
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _checked(make: Callable[[], Any]) -> Any:
@@ -101,98 +151,15 @@ def _checked(make: Callable[[], Any]) -> Any:
         raise FormatError(f": {error}") from error
 
 
-def _exactly(kind: type, data: object) -> Any:
+def _exactly(kind: type, data: Any) -> Any:
     if type(data) is not kind:
         raise FormatError(f": expected {kind.__name__}, found {type(data).__name__}")
     return data
 
 
-def _float(data: object) -> float:
-    if type(data) not in (float, int):
-        raise FormatError(f": expected float, found {type(data).__name__}")
-    return float(data)  # type: ignore[arg-type]
-
-
-def _one_of(values: tuple[Any, ...], data: object) -> Any:
-    if type(data) is not str or data not in values:
-        raise FormatError(f": expected one of {values}")
-    return data
-
-
-def _of_dataclass(kind: Any) -> _Coder:
-    hints = typing.get_type_hints(kind)
-    names = [field.name for field in fields(kind) if field.init]
-    coders = [(name, _coder(hints[name])) for name in names]
-
-    def write(value: Any) -> dict[str, Any]:
-        return {name: coder.write(getattr(value, name)) for name, coder in coders}
-
-    def read(data: Any) -> Any:
-        _exactly(dict, data)
-        if data.keys() != set(names):
-            odd = sorted(data.keys() ^ set(names))
-            raise FormatError(f": {kind.__name__} has {names}, {odd} differs")
-        found = {name: _inside(f".{name}", coder, data[name]) for name, coder in coders}
-        return _checked(lambda: kind(**found))
-
-    return _Coder(write, read)
-
-
-def _of_union(kinds: tuple[Any, ...]) -> _Coder:
-    """Classes by their names; ``None`` and one other by whether it is ``None``."""
-    rest = [kind for kind in kinds if kind is not type(None)]
-    optional = len(rest) < len(kinds)
-    if len(rest) == 1:
-        (alone,) = map(_coder, rest)
-        return _Coder(
-            lambda value: None if value is None else alone.write(value),
-            lambda data: None if data is None else alone.read(data),
-        )
-    coders = {kind.__name__: _coder(kind) for kind in rest}
-
-    def write(value: Any) -> Any:
-        if optional and value is None:
-            return None
-        name = type(value).__name__
-        return {TAG: name, **coders[name].write(value)}
-
-    def read(data: Any) -> Any:
-        if optional and data is None:
-            return None
-        _exactly(dict, data)
-        name = data.get(TAG)
-        if not isinstance(name, str) or name not in coders:
-            raise FormatError(f".{TAG}: expected one of {sorted(coders)}")
-        return coders[name].read({key: value for key, value in data.items() if key != TAG})
-
-    return _Coder(write, read)
-
-
-def _of_tuple(kinds: tuple[Any, ...]) -> _Coder:
-    if len(kinds) == 2 and kinds[1] is ...:
-        each = _coder(kinds[0])
-        return _Coder(
-            lambda value: list(map(each.write, value)),
-            lambda data: tuple(
-                _inside(f"[{i}]", each, item) for i, item in enumerate(_exactly(list, data))
-            ),
-        )
-    coders = tuple(map(_coder, kinds))
-
-    def read(data: Any) -> Any:
-        if len(_exactly(list, data)) != len(coders):
-            raise FormatError(f": expected {len(coders)} items, found {len(data)}")
-        pairs = zip(coders, data, strict=True)
-        return tuple(_inside(f"[{i}]", coder, item) for i, (coder, item) in enumerate(pairs))
-
-    return _Coder(
-        lambda value: [c.write(item) for c, item in zip(coders, value, strict=True)], read
-    )
-
-
-def _inside(place: str, coder: _Coder, data: object) -> Any:
+def _inside(place: str, kind: Any, data: object) -> Any:
     try:
-        return coder.read(data)
+        return _read(kind, data)
     except FormatError as error:
         raise FormatError(f"{place}{error}") from error
 

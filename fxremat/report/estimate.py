@@ -139,10 +139,7 @@ class Estimate:
             "library_bytes": self.library_bytes,
             "optimizer": self.optimizer,
             "loss": self.loss,
-            "at_peak": {
-                "kept": self.at_peak(self.kept),
-                "plan": self.plan and self.at_peak(self.plan),
-            },
+            "at_peak": {"kept": self.at_peak(self.kept), "plan": plan and self.at_peak(plan)},
             "frontier": [[p.peak_bytes, p.predicted_s] for p in self.frontier.points],
             "verified": self.verified
             and {
@@ -192,20 +189,20 @@ class Estimate:
             rows.append(("memory of the device", self.memory_bytes, fits))
         if self.plan is not None:
             rows.append(("a plan within it", self.plan.counted_bytes, _step(self.plan.predicted_s)))
-        told = [f"a training step on {self.device}, from shapes alone"]
+        lines = [f"a training step on {self.device}, from shapes alone"]
         for what, nbytes, more in rows:
-            told.append(f"  {what:<22} {format_bytes(nbytes):>11}   {more}")
+            lines.append(f"  {what:<22} {format_bytes(nbytes):>11}   {more}")
         if self.batches is not None:
-            told.append(f"  {self.batches!r}")
+            lines.append(f"  {self.batches!r}")
         if self.verified is not None:
-            told.append(
+            lines.append(
                 f"  followed on {self.verified.device}: "
                 f"{format_bytes(self.verified.allocated_bytes)} allocated, "
                 f"{format_bytes(self.verified.plan.predicted_peak_bytes)} predicted, "
                 f"{format_bytes(self.verified.reserved_bytes)} reserved"
             )
         return [
-            *told,
+            *lines,
             *self._counted(),
             "seconds, and what libraries hold, are by the device's figures: compare plans by them",
         ]

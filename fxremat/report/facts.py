@@ -183,16 +183,16 @@ class RegionRow(Generic[P_co]):
     """A call of one graph in a step.
 
     Attributes:
-        plan: that the call followed; its peaks are of all that was there beside it.
+        plan: the plan that the call followed; its peaks count what was there beside the graph.
         module: where in the model the parameters are that it reads; empty where nobody knows.
         ended_by: the user's line at which capturing ended, and why; empty where that was asked for,
             or is not known, or the step ends there.
-        held_bytes: that it keeps from its forward to its backward, its outputs included.
+        held_bytes: bytes that it keeps from its forward to its backward, its outputs included.
         forward_peak_bytes, backward_peak_bytes: most that the whole step holds while it runs.
-        between_bytes: most that is there from its forward to what comes next, beyond what was there
-            when the step began and what this and earlier regions hold: what code between allocates.
-        between_back_bytes: the same after its backward, gradients that were made included.
-        between_s: seconds from its forward to the next one's, and back, that no graph takes;
+        between_bytes: most bytes that code between its forward and the next one's allocates: beyond
+            what was there when the step began, and what this and earlier regions hold.
+        between_back_bytes: after its backward likewise, gradients that were made included.
+        between_s: seconds between its forward and the next one's, and between their backwards;
             ``None``: they were not measured, or it is the last.
     """
 
@@ -285,7 +285,7 @@ class StepFacts(Generic[P_co]):
     def _code(self, places: Iterable[int], code_of: Callable[[PlanFacts], str]) -> str:
         alike: dict[str, list[int]] = {}
         for place in places:
-            code = _COMMENT.sub("", code_of(self.regions[place].plan))  # comments tell peaks
+            code = _COMMENT.sub("", code_of(self.regions[place].plan))  # comments have peaks
             alike.setdefault(code, []).append(place)
         return "\n\n".join(
             f"# {self._headline(sorted(own))}\n{code_of(self.regions[own[0]].plan).strip()}"

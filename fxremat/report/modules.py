@@ -47,16 +47,16 @@ def pattern_of(module: str) -> str:
 
 def named(modules: Sequence[str]) -> str:
     """Modules that follow each other: ``blocks.0–4.mlp``, or the first and the last."""
-    told = [module for module in modules if module]
-    if not told or told[0] == told[-1]:
-        return told[0] if told else ""
-    first, last = told[0].split("."), told[-1].split(".")
+    known = [module for module in modules if module]
+    if not known or known[0] == known[-1]:
+        return known[0] if known else ""
+    first, last = known[0].split("."), known[-1].split(".")
     differ = [i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]]
     if len(first) == len(last) and len(differ) == 1:
         at = differ[0]
         if first[at].isdigit() and last[at].isdigit():
             return ".".join([*first[:at], f"{first[at]}–{last[at]}", *first[at + 1 :]])
-    return f"{told[0].split(BETWEEN)[0]}{BETWEEN}{told[-1].split(BETWEEN)[-1]}"
+    return f"{known[0].split(BETWEEN)[0]}{BETWEEN}{known[-1].split(BETWEEN)[-1]}"
 
 
 def span(first: int, last: int) -> str:

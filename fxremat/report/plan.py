@@ -52,7 +52,7 @@ class Shown:
 
         Args:
             path: of the file; one that is there is replaced.
-            traced: what ``trace_step`` of the compiled module returned, to be seen beside it.
+            traced: what ``trace_step`` of the compiled module returned, shown as a second process.
 
         Raises:
             PlanError: the file cannot be written, the plan was not made of a model, or ``traced``

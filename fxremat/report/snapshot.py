@@ -21,8 +21,7 @@ BASE = 1 << 40
 
 @dataclass(slots=True)
 class _Addresses:
-    """Hands out the lowest addresses that are free: where a device's allocator would put a block
-    is not told.
+    """Hands out the lowest free addresses: a plan does not know those of the device's allocator.
 
     Attributes:
         free: begins and ends of gaps below ``top``, ascending.
@@ -56,8 +55,8 @@ def snapshot_of(plan: PlanFacts) -> bytes:
     """The pickle.
 
     What is there before the step is a block without an event, as in a snapshot whose recording
-    began later; what is there after it is a block of the only segment. Sizes are those that were
-    asked for, times the predicted ones.
+    began later; what is there after it is a block of the only segment. Sizes are
+    requested ones, times predicted ones.
 
     Raises:
         PlanError: the plan does not say which tensors are held when.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from fxremat.ir import Backward, Compute, Copy, Event, Forward, Keep, Lane
+from fxremat.ir import Backward, Compute, Copy, Forward, Keep, Lane
 from fxremat.report.facts import PlanFacts
 from fxremat.report.modules import blocks_of, common_module, named, pattern_of, span
 from fxremat.units import format_bytes, format_seconds
@@ -164,9 +165,12 @@ def _runs(plan: PlanFacts) -> list[list[Run]]:
     """
     ops = plan.schedule.computations
     runs: list[list[Run]] = [[] for _ in range(len(plan.chain))]
+    # In the order of the schedule, but for operations that the graphs leave out.
+    events = deque(event for event in plan.timeline.events if not isinstance(event.op, Copy))
     start = 0
     before: Compute | None = None
-    for op, event, after in zip(ops, _events(plan), (*ops[1:], None), strict=True):
+    for op, after in zip(ops, (*ops[1:], None), strict=True):
+        event = events.popleft() if events and events[0].op == op else None
         if isinstance(op, Forward):
             goes_on = isinstance(before, Forward) and before.stage + 1 == op.stage
             if not goes_on or op.stage in plan.branch_ends[:-1]:
@@ -177,19 +181,6 @@ def _runs(plan: PlanFacts) -> list[list[Run]]:
             runs[op.stage].append(run)
         before = op
     return runs
-
-
-def _events(plan: PlanFacts) -> list[Event | None]:
-    """For each operation of the schedule the event that carries it out, if one does.
-
-    Events are in the order of the schedule, so the first that fits is the one.
-    """
-    found: list[Event | None] = []
-    events = [event for event in plan.timeline.events if not isinstance(event.op, Copy)]
-    for op in plan.schedule.computations:
-        fits = bool(events) and events[0].op == op
-        found.append(events.pop(0) if fits else None)
-    return found
 
 
 def describe(*stages: StageReport) -> str:
