@@ -232,6 +232,13 @@ def test_options_that_cannot_be_read():
         assert caught.value.argument == name
 
 
+def test_an_argument_that_does_not_exist_is_refused_as_python_would():
+    with pytest.raises(TypeError, match="bugdet"):
+        Arguments.read(1.0, bugdet=1.0)
+    with pytest.raises(TypeError, match="bugdet"):
+        fxremat.estimate(MODEL, X, bugdet=1.0)
+
+
 def test_the_budget_is_refused_as_a_budget():
     for value in (True, None, float("nan"), -1, "much"):
         with pytest.raises(BudgetError, match="budget is"):
