@@ -108,15 +108,7 @@ def trace_of(plan: AnyPlan, traced: StepTrace | None = None) -> str:
 def _process(
     view: StepView, timeline: Timeline, times_s: tuple[float, ...], pid: int, name: str
 ) -> Iterator[dict[str, Any]]:
-    """All events of one process.
-
-    Args:
-        view: of the step.
-        timeline: what happens when.
-        times_s: at which each instant of the memory begins.
-        pid: its number.
-        name: what it is called.
-    """
+    """All events of one process; ``times_s``: at which each instant of the memory begins."""
     yield _named("process_name", name, pid, 0)
     for tid, label in (*THREADS.values(), (COUNTERS, "memory")):
         yield _named("thread_name", label, pid, tid)

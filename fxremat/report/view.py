@@ -86,15 +86,10 @@ def view_of(plan: AnyPlan) -> StepView:
 
 
 class _Joined:
-    """The regions of a step, joined one after the other.
-
-    Attributes:
-        count: of instants so far.
-        now_s: when the next one begins.
-    """
+    """The regions of a step, joined one after the other."""
 
     def __init__(self, step: StepFacts[PlanFacts]) -> None:
-        self.count, self.now_s = 0, 0.0
+        self._count, self._now_s = 0, 0.0  # of instants so far, and when the next one begins
         self._step = step
         self._regions = [_Region(row.plan) for row in step.regions]
         sizes = [len(region.memory.modules) for region in self._regions]
@@ -116,12 +111,12 @@ class _Joined:
         """All of it."""
         begins = []
         for place, (region, row) in enumerate(zip(self._regions, self._step.regions, strict=True)):
-            begins.append(self.count)
+            begins.append(self._count)
             self._run(place, region.forward, range(region.memory.turn))
             self._between(BESIDE, Kind.OTHER, row.between_bytes, row.between_s)
-        turn = self.count - 1
+        turn = self._count - 1
         for place in reversed(range(len(self._regions))):
-            memory, back = self._regions[place].memory, self.count
+            memory, back = self._regions[place].memory, self._count
             self._run(place, self._regions[place].backward, range(memory.turn + 1, memory.end + 1))
             self._live(place, begins[place], back)
             earlier_s = self._step.regions[place - 1].between_s if place else None
@@ -130,13 +125,13 @@ class _Joined:
         found = [t for t in self._regions[0].given if t.kind in (Kind.OPTIMIZER, Kind.RESERVE)]
         other_bytes = self._there_bytes - sum(tensor.nbytes for tensor in found)
         for tensor in (*found, Tensor(THERE, other_bytes, Kind.OTHER)):
-            self._add(tensor, 0, self.count)
+            self._add(tensor, 0, self._count)
         memory = StepMemory(
             tuple(self._tensors),
             tuple(sorted(self._lives, key=lambda life: (life.begin, life.tensor))),
             tuple(self._calls),
             turn,
-            self.count - 1,
+            self._count - 1,
             tuple(
                 _module(place, module)
                 for place, region in enumerate(self._regions)
@@ -156,13 +151,13 @@ class _Joined:
 
     def _run(self, place: int, events: list[Event], instants: range) -> None:
         """A forward or a backward of a region: its events, and its memory's instants."""
-        region, begin_s = self._regions[place], self.now_s
+        region, begin_s = self._regions[place], self._now_s
         self._beside(BESIDE, Kind.OTHER, self._beside_bytes[place], len(instants))
         shift_s = begin_s - min((event.start_s for event in events), default=0.0)
         # Sums of the same seconds may differ in the last bit: time never goes back.
         self._times_s += (max(begin_s, region.times_s[at] + shift_s) for at in instants)
         self._calls += (
-            self.count + at - instants.start for at in region.memory.calls if at in instants
+            self._count + at - instants.start for at in region.memory.calls if at in instants
         )
         self._events += (
             replace(
@@ -173,35 +168,29 @@ class _Joined:
             )
             for event in events
         )
-        self.count += len(instants)
-        self.now_s = max([begin_s, *(event.end_s + shift_s for event in events)])
-        self._spans_s[place] += (begin_s, self.now_s)
+        self._count += len(instants)
+        self._now_s = max([begin_s, *(event.end_s + shift_s for event in events)])
+        self._spans_s[place] += (begin_s, self._now_s)
 
     def _between(self, name: str, kind: Kind, nbytes: int, between_s: float | None) -> None:
         """An instant that is no region's, and what is there beside what regions hold."""
         self._beside(name, kind, self._step.there_bytes + nbytes, 1)
-        self._times_s.append(self.now_s)
-        self.count += 1
-        self.now_s += (between_s or 0.0) / 2
+        self._times_s.append(self._now_s)
+        self._count += 1
+        self._now_s += (between_s or 0.0) / 2
 
     def _beside(self, name: str, kind: Kind, nbytes: int, length: int) -> None:
         """What is there for some instants from now on beside what regions hold."""
         more_bytes = nbytes - self._there_bytes
         if more_bytes > 0 and length:
-            self._add(Tensor(name, more_bytes, kind), self.count, self.count + length)
+            self._add(Tensor(name, more_bytes, kind), self._count, self._count + length)
 
     def _add(self, tensor: Tensor, begin: int, end: int) -> None:
         self._lives.append(Life(len(self._tensors), begin, end))
         self._tensors.append(tensor)
 
     def _live(self, place: int, begin: int, back: int) -> None:
-        """What a region holds itself.
-
-        Args:
-            place: of the region.
-            begin: instant at which its forward begins.
-            back: and its backward.
-        """
+        """What a region makes itself; its forward begins at ``begin``, its backward at ``back``."""
         region, first_stage = self._regions[place], self._first_stages[place]
         turn, is_last = region.memory.turn, place == len(self._regions) - 1
         numbers: dict[int, int] = {}
@@ -233,16 +222,7 @@ class _Joined:
 
 
 class _Region:
-    """A plan of one region, its two directions apart.
-
-    Attributes:
-        memory: of the plan.
-        times_s: of its instants.
-        forward, backward: events.
-        given: what it finds.
-        given_bytes: of that.
-        lives: of what it makes itself.
-    """
+    """The plan of one region: events by direction, what it finds, and lives of what it makes."""
 
     def __init__(self, plan: PlanFacts) -> None:
         self.memory = memory = plan.memory
