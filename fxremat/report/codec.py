@@ -133,7 +133,7 @@ def _form(kind: Any) -> tuple[Any, Any]:
         return Enum, ()
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, Union):
-        return Union, {own.__name__: own for own in parts if own is not type(None)}
+        return Union, {getattr(own, "__name__", ""): own for own in parts if own is not type(None)}
     if origin is tuple:
         return (list, parts[:1]) if parts[1:] == (...,) else (tuple, parts)
     if origin is Literal:
