@@ -91,7 +91,8 @@ def _read(kind: Any, data: Any) -> Any:
         found = {name: _inside(f".{name}", own, data[name]) for name, own in parts}
         return _checked(lambda: kind(**found))
     if form in (list, tuple):
-        kinds = parts * len(_exactly(list, data)) if form is list else parts
+        _exactly(list, data)
+        kinds = parts * len(data) if form is list else parts
         if len(data) != len(kinds):
             raise FormatError(f": expected {len(kinds)} items, found {len(data)}")
         pairs = enumerate(zip(kinds, data, strict=True))

@@ -80,6 +80,7 @@ GOOD = encode(Sizes, Sizes("x", (1.0,), ((1, "y"),), last=Storage(3, "z")))
         ({"seconds": [True]}, ".seconds[0]"),
         ({"pairs": [[1, "y", 2]]}, ".pairs[0]"),
         ({"pairs": [["1", "y"]]}, ".pairs[0][0]"),
+        ({"pairs": ["1y"]}, ".pairs[0]: expected list"),
         ({"kind": "c"}, ".kind"),
         ({"kind": ["a"]}, ".kind"),
         ({"last": {"nbytes": 1.5, "name": ""}}, ".last.nbytes"),
