@@ -71,7 +71,8 @@ def _write(kind: Any, value: Any) -> Any:
         if value is None:
             return None
         if len(parts) == 1:
-            return _write(*parts.values(), value)
+            (alone,) = parts.values()
+            return _write(alone, value)
         return {TAG: type(value).__name__, **_write(type(value), value)}
     if form is Enum:
         return value.value
@@ -110,7 +111,8 @@ def _read_union(kind: Any, classes: dict[str, Any], data: Any) -> Any:
     if data is None and type(None) in typing.get_args(kind):
         return None
     if len(classes) == 1:
-        return _read(*classes.values(), data)
+        (alone,) = classes.values()
+        return _read(alone, data)
     name = _exactly(dict, data).get(TAG)
     if not isinstance(name, str) or name not in classes:
         raise FormatError(f".{TAG}: expected one of {sorted(classes)}")
