@@ -32,8 +32,8 @@ from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller
 from fxremat.planner.transfers import HostMemory
 from fxremat.progress import CAPTURE, PLAN, Progress
-from fxremat.report.batches import Batches
 from fxremat.report.estimate import Estimate, LossOf
+from fxremat.report.frontier import Batches
 from fxremat.report.plan import Plan
 
 
