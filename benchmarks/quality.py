@@ -1,6 +1,6 @@
 """Plans of recorded costs against those that an earlier planner made of the same costs.
 
-Ten models at ten budgets each, evenly from the least to just below keeping everything. Costs and
+Six models at ten budgets each, evenly from the least to just below keeping everything. Costs and
 the earlier plans (peak and seconds) are in ``results/quality``, one file a model: nothing is
 measured, so that any machine finds the same. Files are of one version of torch; the graph of
 another may differ, and its file is left out then.
