@@ -170,11 +170,11 @@ class Loop:
         told_bytes = sum(self.caller.held_bytes)
         self.optimizers = Optimizers(lambda: self.budget.nbytes, told_bytes=told_bytes)
 
-    def settle(self, budget: Budget) -> None:
-        """The budget means so many bytes from now on."""
-        self.budget = budget
+    def settle(self, budget_bytes: int) -> None:
+        """Let the budget mean so many bytes from now on."""
+        self.budget = self.budget.settled(budget_bytes)
         for planner in self.planners:
-            planner.budget = budget
+            planner.budget = self.budget
 
     def slack_bytes(self, device: torch.device) -> int:
         """The most by which blocks of what the model held at any call were larger than that.

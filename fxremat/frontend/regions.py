@@ -14,7 +14,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
@@ -479,7 +479,7 @@ class Regions:
                 return made[0]
 
             found = self.loop.peers.follow("plans of regions", Chosen, make) or made[0]
-        self.loop.settle(replace(self.loop.budget, nbytes=found.budget_bytes, share=None))
+        self.loop.settle(found.budget_bytes)
         known.there_bytes, known.host_bytes = there_bytes, host_bytes
         known.least_bytes, known.full_bytes = found.least_bytes, found.full_bytes
         known.choices, known.besides = found.choices, list(found.besides)

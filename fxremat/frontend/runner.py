@@ -181,7 +181,7 @@ class Runner:
             if asked.kept is None and not compiler.regions.several:
                 assert compiler.latest is not None
                 first = compiler.latest.planned.plan
-                compiler.loop.budget = replace(asked.budget, nbytes=first.budget_bytes, share=None)
+                compiler.loop.budget = asked.budget.settled(first.budget_bytes)
             compiler.kept = None  # it is of this shape
         return runner
 
