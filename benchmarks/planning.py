@@ -26,7 +26,7 @@ import torch
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of, planned
 from fxremat.costs.cache import COSTS
-from fxremat.frontend import capture, pipeline
+from fxremat.frontend import capture, captured, pipeline
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.search import GENERATORS, Search
 
@@ -106,8 +106,8 @@ def planning_seconds(name: str) -> dict[str, Any]:
     COSTS.clear()
     clock = Clock()
     patches = (
-        (capture, "plan_step", "planning"),
-        (pipeline, "measure_line", "measuring"),
+        (capture.StepCompiler, "_plan_cache", "planning"),
+        (captured, "measure_line", "measuring"),
         (pipeline, "emit", "emission"),
         (Evaluator, "candidate", "evaluating"),
         (Evaluator, "climb", "climbing"),
@@ -144,8 +144,8 @@ def one_more(name: str) -> float:
     torch._dynamo.reset()
     COSTS.clear()
     clock = Clock()
-    run = clock.timed("planning", capture.plan_step)
-    with mock.patch.object(capture, "plan_step", run):
+    run = clock.timed("planning", capture.StepCompiler._plan_cache)
+    with mock.patch.object(capture.StepCompiler, "_plan_cache", run):
         planned(entry_of(name), 0.5)
     return clock.seconds["planning"]
 

@@ -88,7 +88,7 @@ def simulate(count: int, stages: int) -> dict[str, Any]:
         peers, costs = Peers(range(count), rank, store, timeout_s=60.0), recorded(stages, rank)
         began = perf_counter()
         with contextlib.suppress(_SentError):
-            agreed_costs(peers, origin, costs, ContextBytes(rank, 0, 0))
+            agreed_costs(peers, origin, "d" * 64, costs, ContextBytes(rank, 0, 0))
             peers.follow("a plan", str, lambda: plan)
         return perf_counter() - began
 
