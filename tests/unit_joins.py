@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.costs.cost import StageSeconds
+from fxremat.costs.cost import Measured, StageSeconds
 from fxremat.ir import Solved
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.planner.candidates import Candidate
@@ -65,7 +65,8 @@ def unit_search(step: Captured) -> Search:
         names = Counter(str(n.target) for n in stage.forward)
         forward_s = float(names["aten.sin.default"]) + FOR_EVER_S * names["aten.clone.default"]
         stages.append(StageSeconds(forward_s, 0.0, 0.0))
-    measured = replace(step.measured, stages=tuple(stages))
+    costs = replace(step.measured.costs, stages=tuple(stages))
+    measured = Measured.of(line, costs)
     whole = partial(join_schedules, most_choices=MOST_CHOICES)
     return Search.over(
         measured,

@@ -125,7 +125,7 @@ def test_other_shapes_are_charged_with_it_as_well():
     call(torch.randn(32, 16)).sum().backward()
     assert len(call.plans) == 2
     assert call.plans[0].overhead_s == call.plans[1].overhead_s != 0
-    assert call._compiler.latest.planned.rehearsal is None, "the batch is held"
+    assert call._compiler.latest.planned.measure_overhead is None, "the batch is held"
 
 
 def test_a_call_takes_microseconds():
