@@ -28,7 +28,7 @@ def hold(seed: int, budget: Budget) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    [i if i < 2 else pytest.param(i, marks=pytest.mark.more) for i in range(len(QUICK))],
+    [i if i < 1 else pytest.param(i, marks=pytest.mark.more) for i in range(len(QUICK))],
     ids=lambda index: str(QUICK[index]),
 )
 def test_few_programs(index: int):

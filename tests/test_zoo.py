@@ -73,6 +73,7 @@ def test_same_bits_within_the_budget(name: str):
         check_all(attempt_all(name, (0.0, 0.4, 1.0)))
 
 
+@pytest.mark.more
 @quick
 @pytest.mark.parametrize("name", DENSE)
 def test_memory_paid_for_is_used(name: str):

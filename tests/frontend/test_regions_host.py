@@ -181,6 +181,7 @@ def travelling() -> tuple[nn.Module, Tensor, CompiledModule, HostLimit, list[Ten
     return model, x, call, limit, expected
 
 
+@pytest.mark.more
 def test_what_ends_a_step_early_gives_host_memory_back() -> None:
     """A forward or a backward that raises, a forward without a backward, evaluation in between."""
     model, x, call, limit, expected = travelling()

@@ -192,6 +192,7 @@ def test_a_page_and_a_trace_show_the_whole_step(way: str, tmp_path: Path) -> Non
         plan.save_html(tmp_path / "nowhere" / "step.html")
 
 
+@pytest.mark.more
 def test_code_of_all_regions_alike_ones_once() -> None:
     model, call, x = compiled_as("regions")
     taught(model, call, x)
@@ -221,6 +222,7 @@ def test_before_a_step_is_planned_it_says_why_there_is_none() -> None:
         call.trace_step(lambda: call(x).backward())
 
 
+@pytest.mark.more
 def test_batches_of_other_sizes_have_plans_of_their_own() -> None:
     model, call, x = compiled_as("breaks", budget=8 << 20)
     for rows in (len(x), len(x) // 2) * 6:

@@ -51,6 +51,7 @@ def test_a_missing_library_is_named_with_its_remedy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.more
 def test_trainer_with_a_callback_leaves_behind_what_it_does_without(tmp_path: Path) -> None:
     expected = trained(lora(), tmp_path / "plain", count=26)
     model, callback = lora(), FxrematCallback(BUDGET)

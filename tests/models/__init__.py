@@ -42,7 +42,7 @@ RARE = (
 """Models of which the zoo has a smaller one of the kind: tests of these are slow ones."""
 
 HALF = (
-    "gpt", "siamese", "tied", "lora", "inplace", "buffers", "outputs", "gru", "wavenet",
+    "gpt", "siamese", "tied", "inplace", "buffers", "outputs", "gru",
 )  # fmt: skip
 """A line, a join, one with skips, and small ones: what tests of others show beside is ``more``."""
 
