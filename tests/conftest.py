@@ -49,6 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.more)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Weights and batches do not depend on what ran before: a failure comes again."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing that one test compiled is there in another one."""
