@@ -126,13 +126,15 @@ def interleaved_in_the_least(name: str, mode: str) -> list[Any]:
         model, call = compiled(ZOO[name], budget, offload=mode, accumulate=True)
 
 
+MARKS: dict[tuple[str, str], Any] = {("siamese", "only"): (), ("gpt", "auto"): pytest.mark.more}
+"""Of models and modes; all others are slow."""
+
+
 @quick
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        (name, mode)
-        if (name, mode) in (("gpt", "auto"), ("siamese", "only"))
-        else pytest.param(name, mode, marks=pytest.mark.slow)
+        pytest.param(name, mode, marks=MARKS.get((name, mode), pytest.mark.slow))
         for name in ("gpt", "siamese", "buffers", "unet")
         for mode in ("auto", "only")
     ],

@@ -11,7 +11,10 @@ from fxremat.costs.work import Works, ratio
 from tests.harness import run_traced
 from tests.sized import at_size
 
-SIZES = [("gpt", (3, 24), (5, 17)), ("unet", (3, 32, 64), (2, 64, 32))]
+SIZES = [
+    pytest.param("gpt", (3, 24), (5, 17), marks=pytest.mark.more),
+    ("unet", (3, 32, 64), (2, 64, 32)),
+]
 
 
 @pytest.mark.parametrize(("name", "hints", "sizes"), SIZES)

@@ -28,7 +28,8 @@ from fxremat.report.memory import Kind, areas_of
 from tests.models import ZOO
 
 NAMES = (
-    "gpt", "hf_gpt2", "lora", "tied", "inplace", "buffers", "outputs", "unet",
+    pytest.param("gpt", marks=pytest.mark.more),
+    "hf_gpt2", "lora", "tied", "inplace", "buffers", "outputs", "unet",
     pytest.param("hf_llama", marks=pytest.mark.slow),
     pytest.param("siamese", marks=pytest.mark.slow),
 )  # fmt: skip

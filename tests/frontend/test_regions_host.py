@@ -90,8 +90,8 @@ def needed_bytes(way: str, budget: int) -> int:
 @pytest.mark.parametrize(
     ("way", "offload"),
     [
-        ("breaks", "auto"),
         ("regions", "only"),
+        pytest.param("breaks", "auto", marks=pytest.mark.more),
         pytest.param("breaks", "only", marks=pytest.mark.more),
         pytest.param("regions", "auto", marks=pytest.mark.more),
     ],

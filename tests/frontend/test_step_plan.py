@@ -36,9 +36,8 @@ from tests.report.test_page import data_in
 REGIONS = [f"layers.{place}" for place in range(LAYERS)]
 
 WAYS = (
-    "breaks",
     "regions",
-    *(pytest.param(way, marks=pytest.mark.more) for way in ("loop", "host")),
+    *(pytest.param(way, marks=pytest.mark.more) for way in ("breaks", "loop", "host")),
 )
 
 
@@ -192,6 +191,7 @@ def test_a_page_and_a_trace_show_the_whole_step(way: str, tmp_path: Path) -> Non
         plan.save_html(tmp_path / "nowhere" / "step.html")
 
 
+@pytest.mark.more
 @pytest.mark.more
 def test_code_of_all_regions_alike_ones_once() -> None:
     model, call, x = compiled_as("regions")

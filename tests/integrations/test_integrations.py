@@ -106,6 +106,7 @@ def test_a_model_that_checkpoints_already_is_refused(tmp_path: Path) -> None:
         trainer(model, tmp_path, FxrematCallback(BUDGET)).train()
 
 
+@pytest.mark.more
 def test_a_trainer_takes_a_section_of_a_file(tmp_path: Path) -> None:
     callback = FxrematCallback.from_dict({"budget": "24MiB", "loss": "own", "optimizer": "none"})
     trainer(gpt2(), tmp_path, callback).train()
