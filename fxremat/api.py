@@ -56,6 +56,7 @@ def compile(
     host_limit: int | str | None = None,
     host_dir: str | os.PathLike[str] | None = None,
     exact: bool = True,
+    split: bool = False,
     budget_on: Counted = "allocated",
     executor: Executor = "eager",
     dynamic: bool | None = None,
@@ -105,6 +106,11 @@ def compile(
         exact: ``False``: the input of a BatchNorm may be rebuilt from the output of the leaky
             ReLU behind it, which frees the norm's input at little time, but gives gradients
             up to rounding, not the same bits.
+        split: ``True``: runs of operations whose results for some rows (of the batch, the sequence,
+            or both) follow from these rows alone may be computed in parts, one after the other,
+            where that is faster, or fits where nothing else does: a loss over a vocabulary without
+            its logits, an MLP without its hidden layer. Results are up to rounding. Not with
+            ``executor="inductor"``.
         budget_on: ``"reserved"``: the budget is for all that the device's allocator takes for
             the step, its cache and what lies fallow in it included, not for the blocks that it
             has handed out, which ``torch.cuda.max_memory_allocated`` tells. The same on a CPU.

@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("passes/joint",),
     ("passes/stages",),
-    ("passes/emit", "passes/fuse"),
+    ("passes/emit", "passes/fuse", "passes/split"),
     ("costs",),
     ("planner",),
     ("frontend",),

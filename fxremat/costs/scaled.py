@@ -41,6 +41,7 @@ from fxremat.costs.work import Floats, Work, Works, ratio
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.block import Block, BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
@@ -204,4 +205,4 @@ def with_workspaces(
 
 
 def _is_lawless(node: fx.Node) -> bool:
-    return node.target in _CONVOLUTIONS or isinstance(node.target, Unit)
+    return node.target in _CONVOLUTIONS or isinstance(node.target, (Unit, Parts))

@@ -106,6 +106,7 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
         f"{name}={getattr(asked, name)!r}"
         for name in (
             "exact",
+            "split",
             "accumulate",
             "budget_on",
             "executor",

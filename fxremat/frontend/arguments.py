@@ -33,7 +33,7 @@ Executor = Literal["eager", "inductor"]
 
 BACKEND_OPTIONS = (
     "budget", "reserve", "optimizer", "loss", "target", "accumulate", "offload", "host_limit",
-    "host_dir", "exact", "budget_on", "executor", "in_flight",
+    "host_dir", "exact", "split", "budget_on", "executor", "in_flight",
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 
@@ -64,6 +64,7 @@ class Arguments:
     accumulate: bool = False
     host: HostMemory | None = None
     exact: bool = True
+    split: bool = False
     budget_on: Counted = "allocated"
     executor: Executor = "eager"
     dynamic: bool | None = None
@@ -110,6 +111,8 @@ class Arguments:
         if arguments.in_flight > 1 and arguments.regions:
             must_be = "1 with regions=: a step of several graphs is one"
             _refuse("in_flight", given["in_flight"], must_be)
+        if arguments.split and arguments.fused:
+            _refuse("split", True, 'False with executor="inductor"')
         if arguments.drop_unused and loss is None:
             _refuse("drop_unused", True, "False without loss=, which says what is used")
         return replace(arguments, accumulate=arguments.accumulate or arguments.in_flight > 1)
@@ -309,6 +312,7 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "drop_unused": read_bool,
     "accumulate": read_bool,
     "exact": read_bool,
+    "split": read_bool,
     "budget_on": _one_of("allocated", "reserved"),
     "executor": _one_of("eager", "inductor"),
     "dynamic": _read_dynamic,
@@ -348,6 +352,7 @@ class Options:
     host_limit: str | None = None
     host_dir: str | None = None
     exact: bool = True
+    split: bool = False
     budget_on: str = "allocated"
     executor: str = "eager"
     dynamic: bool | None = None

@@ -362,6 +362,7 @@ class StepCompiler:
                 self.loop.budget,
                 host=asked.host,
                 exact=asked.exact,
+                split=asked.split,
                 generators=asked.generators,
             )
             again = (own for own in self.plan_caches if own.planner.step.is_same(planner.step))

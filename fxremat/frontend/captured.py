@@ -34,6 +34,8 @@ from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.split.parts import Parts
+from fxremat.passes.split.rewrite import split
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner.context import StepContext
@@ -47,9 +49,14 @@ MOST_SIZES = 128
 """Sizes whose costs are kept; which was met first goes first."""
 
 
+PART_SHARES = (2, 8, 32)
+"""Of the largest value: those above so much of it are computed in parts, in one variant each."""
+
+
 @dataclass(slots=True)
 class Variant:
-    """One way to compute a captured step at one size: as it was traced, or with norms undone.
+    """One way to compute a captured step at one size: as it was traced, with norms undone, or with
+    runs of operations in parts.
 
     Attributes:
         origin: what its costs hold for.
@@ -57,6 +64,7 @@ class Variant:
         measured: its stages, and what they cost.
         base: what is held beside it at every call.
         exact: every value is computed as it was traced.
+        parts_bytes: values that take more are computed in parts; 0: none is.
         scaled: its costs at any sizes; ``None`` before another size is asked for.
     """
 
@@ -65,6 +73,7 @@ class Variant:
     measured: Measured
     base: ContextBytes
     exact: bool
+    parts_bytes: int = 0
     scaled: ScaledCosts | None = None
 
     @property
@@ -208,10 +217,11 @@ class CapturedStep:
             self.take(self.line(exact=True), exact=True)
         return self._variants
 
-    def variant(self, *, exact: bool) -> Variant:
-        """The step as it was traced, or, not ``exact``, with norms undone."""
-        self.measure(exact=exact)
-        return next(variant for variant in self.variants if variant.exact == exact)
+    def variant(self, *, exact: bool, parts_bytes: int = 0) -> Variant:
+        """The step as it was traced, or, not ``exact``, with norms undone, or in parts."""
+        self.measure(exact=exact or bool(parts_bytes), in_parts=bool(parts_bytes))
+        form = exact, parts_bytes
+        return next(own for own in self.variants if (own.exact, own.parts_bytes) == form)
 
     @property
     def correction_key(self) -> str:
@@ -227,15 +237,19 @@ class CapturedStep:
         """Values of primals, where known."""
         return {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
 
-    def line(self, *, exact: bool) -> Line:
-        """The step's graph as it was traced, or, not ``exact``, with norms undone, in stages."""
+    def line(self, *, exact: bool, parts_bytes: int = 0) -> Line:
+        """The step's graph in stages: as it was traced, or, not ``exact``, with norms undone, or
+        with runs in parts where values take more than ``parts_bytes``.
+        """
         joint = build_joint_graph(
             self._module,
             forward_output_count=self._output_count,
             mutated_primals=self._mutated,
-            exact=exact,
+            exact=exact or bool(parts_bytes),
             sizes=self.sizes,
         )
+        if parts_bytes:
+            joint = rebuilt(joint, split(joint, parts_bytes, None) or joint.module)
         line = linearize(joint)
         return line if self._units is None else self._fused(line, self._units)
 
@@ -262,18 +276,25 @@ class CapturedStep:
             self.progress("compile kernels", len(units), len(units))
         return linearize(rebuilt(line.joint, module))
 
-    def take(self, line: Line, *, exact: bool, costs: RecordedCosts | None = None) -> Variant:
+    def take(
+        self,
+        line: Line,
+        *,
+        exact: bool,
+        parts_bytes: int = 0,
+        costs: RecordedCosts | None = None,
+    ) -> Variant:
         """Let ``line`` be a further variant, at ``costs`` or what is measured."""
         origin, blocks = self.origin(), BlockCache(line)
         known = Measured.of(line, costs) if costs is not None else None
-        measured = known or self._measured(origin, blocks, exact=exact)
+        measured = known or self._measured(origin, blocks, exact=exact, parts_bytes=parts_bytes)
         if self._variants:  # nothing that is around knows how norms are computed
             base = self._variants[0].base
         else:
             base = self._around(measured.line.joint)
             if self.caller.outputs_bytes is None:
                 self.caller = replace(self.caller, outputs_bytes=base.tangent_bytes)
-        variant = Variant(origin, blocks, measured, base, exact)
+        variant = Variant(origin, blocks, measured, base, exact, parts_bytes)
         if self.peers is not None:
             variant = self._agreed(self.peers, variant, new=costs is None)
         self._variants.append(variant)
@@ -299,15 +320,25 @@ class CapturedStep:
             costs = with_collectives(costs, line, variant.blocks, speeds)
         return replace(variant, measured=Measured.of(line, costs), base=base)
 
-    def measure(self, *, exact: bool) -> None:
+    def measure(self, *, exact: bool, in_parts: bool = False) -> None:
         """Let there be the traced variant and, not ``exact``, one that rebuilds inputs of norms, if
-        any can be rebuilt.
+        any can be rebuilt; with ``in_parts`` those in parts.
         """
         (first, *others) = self.variants
-        if not exact and first.exact and not others:
+        if not exact and first.exact and all(own.exact for own in others):
             undone = self.line(exact=False)
             if any(map(is_inverse, undone.joint.forward)):
                 self.take(undone, exact=False)
+        if in_parts and first.exact and not any(own.parts_bytes for own in others):
+            table, made = self.joint.storages, (*self.joint.forward, *self.joint.backward)
+            largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
+            known: set[frozenset[object]] = set()
+            for share in PART_SHARES:
+                line = self.line(exact=True, parts_bytes=max(1, largest_bytes // share))
+                parts = frozenset(n.target for n in line.nodes if isinstance(n.target, Parts))
+                if parts and parts not in known:
+                    known.add(parts)
+                    self.take(line, exact=False, parts_bytes=largest_bytes // share)
 
     def forget_blocks(self) -> None:
         """Forget all blocks: those that are used again are found again."""
@@ -375,14 +406,16 @@ class CapturedStep:
             joint, self._real(joint) if values is None else {}, caller, values=values
         )
 
-    def _measured(self, origin: Origin, blocks: BlockCache, *, exact: bool) -> Measured:
+    def _measured(
+        self, origin: Origin, blocks: BlockCache, *, exact: bool, parts_bytes: int
+    ) -> Measured:
         """What a graph costs: given, estimated, known, or measured now."""
         line = blocks.line
         if self.costs is not None and exact:
             return Measured.of(line, self.costs)
         if self._target is not None:
             return estimate_line(line, blocks, self._target)
-        key = key_of(origin, exact=exact)
+        key = key_of(origin, exact=exact, **({"parts": parts_bytes} if parts_bytes else {}))
         known = self.store.get("costs", key, RecordedCosts)
         if known is not None:
             try:

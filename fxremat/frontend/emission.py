@@ -198,6 +198,7 @@ def emit(
         backward_code=graphs.backward.code,
         branch_ends=line.segments.ends,
         exact=schedules.exact,
+        parts_bytes=schedules.parts_bytes,
         budget_on=search.allocations.budget_on,
         decision=decision,
         origin=origin,

@@ -57,6 +57,7 @@ class Planner:
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan; else inputs of norms may be
             rebuilt from outputs where that is faster, or fits where nothing else does.
+        split: runs of operations may be computed in parts, with results up to rounding.
         allocator: rules that hold in place of those of the device's allocator.
         generators: names of solvers whose schedules are looked at.
 
@@ -73,13 +74,14 @@ class Planner:
         *,
         host: HostMemory | None = None,
         exact: bool = True,
+        split: bool = False,
         allocator: AllocatorSettings | None = None,
         generators: tuple[str, ...] = DEFAULT_GENERATORS,
     ) -> None:
         self.step, self.budget = step, budget
         self.sent: dict[Values, tuple[tuple[Candidate, ...], ...]] = {}
         self._host, self._exact, self._generators = host, exact, generators
-        self._allocator = allocator
+        self._allocator, self._split = allocator, split
         self._known: list[Schedules] = []  # of each variant, at the sizes of the capture
         self._link: MeasuredLink | None = None
         self._modules = BlockModules()
@@ -206,7 +208,7 @@ class Planner:
         plan = self.step.store.get("plan", key, Plan)
         if plan is None:
             return None
-        variant = self.step.variant(exact=plan.exact)
+        variant = self.step.variant(exact=plan.exact, parts_bytes=plan.parts_bytes)
         try:
             return follow(plan, variant.blocks, self._modules, host=self._host)
         except PlanError as error:
@@ -217,11 +219,13 @@ class Planner:
         """A plan that was kept, with its graphs."""
         if kept.origin is None or kept.measured is None:
             raise PlanError("this plan was not made of a model: compile without plan=")
-        line = self.step.line(exact=kept.exact)
+        line = self.step.line(exact=kept.exact, parts_bytes=kept.parts_bytes)
         now = replace(self.step.origin(), options=kept.origin.options, held=kept.origin.held)
         variant = None
         if now == kept.origin:
-            variant = self.step.take(line, exact=kept.exact, costs=kept.measured)
+            variant = self.step.take(
+                line, exact=kept.exact, parts_bytes=kept.parts_bytes, costs=kept.measured
+            )
             now = self._origin(variant, context)
         told = tuple(differences(kept.origin, now))
         if told or variant is None:
@@ -241,6 +245,7 @@ class Planner:
             variant.around(context),
             host=self._host,
             exact=self._exact,
+            split=self._split,
             generators=self._generators,
             allocator=self._rules(),
         )
@@ -260,7 +265,9 @@ class Planner:
         """What ``find`` leads to in the first of several processes."""
         if self._peers is None:
             return find()
-        self.step.measure(exact=self._exact)  # all of them: they agree on that
+        self.step.measure(
+            exact=self._exact, in_parts=self._split
+        )  # all of them: they agree on that
         found: list[Planned] = []
 
         def make() -> Plan:
@@ -276,7 +283,7 @@ class Planner:
 
     def _as_first(self, plan: Plan) -> Planned | None:
         """The first process's plan with constants of this one; ``None``: it cannot be followed."""
-        variant = self.step.variant(exact=plan.exact)
+        variant = self.step.variant(exact=plan.exact, parts_bytes=plan.parts_bytes)
         try:
             graphs = carry_out(plan, variant.blocks, self._modules, host=self._host)
         except PlanError:
@@ -352,6 +359,10 @@ class Planner:
         """Let other processes know a correction for the sizes of the capture."""
         self.step.store.put("correction", self.step.correction_key, Correction, correction)
 
+    def _measure(self) -> None:
+        """Let all variants that schedules may be of be measured."""
+        self.step.measure(exact=self._exact, in_parts=self._split)
+
     # Schedules
 
     def within(
@@ -399,7 +410,7 @@ class Planner:
 
     def _search(self, context: StepContext) -> list[Schedules]:
         """Schedules of each variant, searched for with what is known."""
-        self.step.measure(exact=self._exact)
+        self._measure()
         variants = self.step.at(context.sizes)
         known: Sequence[Schedules | None] = self._known or [None] * len(variants)
         return [self._schedules(*pair, context) for pair in zip(variants, known, strict=True)]
@@ -421,7 +432,7 @@ class Planner:
             known=known.search if known else None,
         )
         transfers = None if host is None else Transfers.of(search, host, link)
-        return Schedules(search, transfers, variant.exact)
+        return Schedules(search, transfers, variant.exact, variant.parts_bytes)
 
     def _with_sent(self, sizes: Values, schedules: list[Schedules]) -> list[Schedules]:
         """``schedules``, knowing what travels in plans that were found apart from them."""

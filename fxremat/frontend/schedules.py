@@ -32,11 +32,13 @@ class Schedules:
         search: all of them.
         transfers: those with storages that travel; ``None``: none may.
         exact: the variant computes every value as it was traced.
+        parts_bytes: values that take more are computed in parts in it; 0: none is.
     """
 
     search: Search
     transfers: Transfers | None
     exact: bool
+    parts_bytes: int = 0
 
     def within(self, context_bytes: ContextBytes) -> Schedules:
         """These schedules, where something else is held beside the variant."""
@@ -114,7 +116,7 @@ def fastest(schedules: Sequence[Schedules], budget_bytes: int) -> tuple[Schedule
     fitting = [own for own in schedules if own.least_bytes <= budget_bytes]
     found = [(own, own.fastest_within(budget_bytes)) for own in fitting]
     first, chosen = found[0]
-    if chosen is first.search.baseline:
+    if first is schedules[0] and chosen is first.search.baseline:
         return first, chosen  # everything fits
     return min(found, key=lambda pair: pair[1].total_s)
 

@@ -172,6 +172,7 @@ def origin_of_plan(
     *,
     host: HostMemory | None,
     exact: bool,
+    split: bool,
     generators: tuple[str, ...],
     allocator: AllocatorSettings | None,
 ) -> Origin:
@@ -186,6 +187,8 @@ def origin_of_plan(
         "optimizer": f"{sum(caller.held_bytes)} bytes",
         "loss": None if caller.loss_bytes is None else f"{caller.loss_bytes} bytes",
     }
+    if split:
+        options["split"] = split
     if generators != DEFAULT_GENERATORS:
         options["generators"] = ", ".join(generators)
     held = {

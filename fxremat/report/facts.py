@@ -102,7 +102,9 @@ class PlanFacts:
         branch_ends: the stages after each branch's last, of branches in branches too, where they
             meet in a trunk.
         exact: gradients are bitwise those without a plan; else inputs of norms are rebuilt
-            from outputs (``compile(exact=False)``).
+            from outputs (``compile(exact=False)``), or runs are computed in parts.
+        parts_bytes: values that take more are computed in parts (``compile(split=True)``); 0:
+            none is.
         budget_on: what all budgets and the frontier are for: ``"allocated"`` bytes or
             ``"reserved"`` ones.
         decision: what each stage keeps, and what travels; the schedule has the rest.
@@ -143,6 +145,7 @@ class PlanFacts:
     backward_code: str
     branch_ends: tuple[int, ...] = ()
     exact: bool = True
+    parts_bytes: int = 0
     budget_on: Counted = "allocated"
     overhead_s: float = 0.0
     decision: Decision = field(default_factory=Decision, repr=False)

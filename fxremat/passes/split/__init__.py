@@ -1,0 +1,1 @@
+"""Runs of operations that are computed for some rows at a time."""

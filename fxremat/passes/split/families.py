@@ -1,0 +1,339 @@
+"""Rules: which dimensions of the tensors of an operator of aten run together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fxremat.passes.split.labels import (
+    Call,
+    Dims,
+    Labels,
+    Rule,
+    axes,
+    beside,
+    chosen,
+    whole,
+)
+
+EVEN = (
+    "_to_copy abs add addcdiv addcmul alias bitwise_and bitwise_left_shift bitwise_not "
+    "bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clone copy cos "
+    "detach div eq erf exp floor ge gt hardswish hardtanh hardtanh_backward isfinite isinf "
+    "isnan le leaky_relu leaky_relu_backward lerp lift_fresh_copy log log1p logical_and "
+    "logical_not logical_or logical_xor lt masked_fill maximum minimum mul "
+    "native_dropout_backward ne neg reciprocal relu remainder round sgn sigmoid_backward sign "
+    "sin sqrt square sub tanh tanh_backward threshold threshold_backward trunc where"
+)
+"""Pointwise operators whose kernels for a CPU compute a number alike wherever it is. Others compute
+what does not fill a vector by another formula."""
+
+EXACT = frozenset(EVEN.split())
+
+
+def pointwise(call: Call) -> Dims | None:
+    """Each element by itself; tensors are broadcast."""
+    formats = (None, torch.preserve_format, torch.contiguous_format)
+    if call.values.get("memory_format") not in formats:
+        return None
+    out = axes(call.out)
+    inputs = {name: beside(shape, out) for name, shape in call.tensors.items()}
+    rounds_twice = call.values.get("alpha", 1) != 1  # or once, in a vector
+    exact = not call.on_cpu or (call.name.split(".")[0] in EXACT and not rounds_twice)
+    return Dims(inputs, [out] * len(call.returns), exact=exact)
+
+
+def alike(call: Call) -> Dims:
+    """Numbers are read of no tensor."""
+    out = axes(call.out)
+    return Dims({"self": out}, [out], exact=True)
+
+
+def moved(call: Call) -> Dims:
+    """Dimensions change places, come or go."""
+    self, values = call.tensors["self"], call.values
+    labels, rank = list(axes(self)), len(self)
+    out = labels[:]
+    if call.name == "permute.default":
+        out = [labels[d] for d in values["dims"]]
+    elif call.name == "unsqueeze.default":
+        out.insert(values["dim"] % (rank + 1), None)
+    elif call.name.startswith("squeeze."):
+        gone = chosen(values["dim"], self)
+        labels = [None if d in gone else d for d in labels]  # a part may have size 1 there
+        out = [labels[d] for d in range(rank) if d not in gone or self[d] != 1]
+    elif rank > 1:
+        one, other = values.get("dim0", 0), values.get("dim1", 1)
+        out[one], out[other] = out[other], out[one]
+    return Dims({"self": tuple(labels)}, [tuple(out)], exact=True)
+
+
+def expanded(call: Call) -> Dims:
+    """A tensor becomes larger in some dimensions, which are no rows, or has more of them."""
+    self, out = call.tensors["self"], call.out
+    new = len(out) - len(self)
+    keeps = [i >= new and self[i - new] == size for i, size in enumerate(out)]
+    if "repeats" in call.values:
+        keeps = [i >= new and n == 1 for i, n in enumerate(call.values["repeats"])]
+    labels = tuple(i if kept else None for i, kept in enumerate(keeps))
+    return Dims({"self": labels[new:]}, [labels], exact=True)
+
+
+def along(call: Call) -> Dims:
+    """Something is done along one dimension or some, and all stay."""
+    named = "dims" if "dims" in call.values else "dim"
+    self = next(iter(call.tensors.values()))
+    labels = axes(self, but=chosen(call.values[named], self))
+    outputs = [labels] * len(call.returns)
+    exact = call.on_cpu or call.name.startswith(("split", "flip"))
+    return Dims(dict.fromkeys(call.tensors, labels), outputs, exact=exact)
+
+
+def normalized(call: Call) -> Dims:
+    """Softmax and its logarithm, and their gradients."""
+    dims, rank = along(call), len(call.out)
+    # Elsewhere vectors hold several rows, and what does not fill one goes by another formula.
+    is_last = call.values["dim"] % max(rank, 1) == rank - 1
+    return Dims(dims.inputs, dims.outputs, exact=call.on_cpu and is_last)
+
+
+def is_all(call: Call) -> bool:
+    """Whether a slice, read or written, is all that is there."""
+    dim = call.values["dim"]
+    sizes = [shape[dim] == call.out[dim] for shape in call.tensors.values()]
+    return all(sizes) and not call.values["start"] and call.values["step"] == 1
+
+
+def sliced(call: Call) -> Dims:
+    """A slice of one dimension is read, or written."""
+    labels = axes(call.out, but=set() if is_all(call) else chosen(call.values["dim"], call.out))
+    return Dims(dict.fromkeys(call.tensors, labels), [labels], exact=True)
+
+
+def picked(call: Call) -> Dims:
+    """One place of a dimension is read, or each of them; or one is written."""
+    writes = call.name != "unbind.int" and not call.name.startswith("select.")
+    large = call.out if writes else call.tensors["self"]
+    dim = call.values["dim"] % len(large)
+    labels = axes(large, but={dim})
+    small = labels[:dim] + labels[dim + 1 :]
+    if writes:
+        return Dims({"self": labels, "src": small, "grad_output": small}, [labels], exact=True)
+    return Dims({"self": labels}, [small] * len(call.returns), exact=True)
+
+
+def joined(call: Call) -> Dims:
+    """Tensors become one, along a dimension that they have or a new one."""
+    dim = call.values["dim"] % len(call.out)
+    labels = axes(call.out, but={dim})
+    own = labels[:dim] + labels[dim + 1 :] if call.name == "stack.default" else labels
+    return Dims({"tensors": [own] * len(call.values["tensors"])}, [labels], exact=True)
+
+
+def padded(call: Call) -> Dims:
+    """Dimensions from the last on become larger at their ends."""
+    last = len(call.out) - 1
+    labels = axes(call.out, but={last - i // 2 for i, n in enumerate(call.values["pad"]) if n != 0})
+    return Dims({"self": labels}, [labels], exact=True)
+
+
+def indexed(call: Call) -> Dims:
+    """Places of one dimension are read, or written, as another tensor says."""
+    every = [*call.tensors.values(), call.out]
+    # No label where sizes differ: an index need not reach to the end, and none is broadcast.
+    differ = {i for i, sizes in enumerate(zip(*every, strict=True)) if len({*sizes}) > 1}
+    labels = axes(call.out, but=chosen(call.values["dim"], call.out) | differ)
+    adds = call.name == "scatter_add.default" and not call.on_cpu
+    return Dims(dict.fromkeys(call.tensors, labels), [labels], exact=not adds)
+
+
+def selected(call: Call) -> Dims:
+    """Places of one dimension are read, for all others alike."""
+    self, index = call.tensors["self"], call.tensors["index"]
+    dim = call.values["dim"] % max(len(self), 1)
+    labels = axes(self, but={dim})
+    places = ("index",) * len(index)
+    out = (*labels[:dim], *(places or (None,)), *labels[dim + 1 :]) if self else ()
+    return Dims({"self": labels, "index": places}, [out], exact=True)
+
+
+ORDERLESS = ("amax", "amin", "max", "min", "argmax", "argmin", "any", "all")
+
+
+def reduced(call: Call) -> Dims:
+    """Some dimensions become one number; parts of a sum add up."""
+    self = call.tensors["self"]
+    gone = chosen(call.values.get("dim"), self)
+    out = axes(self, but=gone)
+    if not call.values.get("keepdim"):
+        out = tuple(label for i, label in enumerate(out) if i not in gone)
+    # How many numbers come of it decides in which order a kernel, or its threads, add up each.
+    exact = call.name.split(".")[0] in ORDERLESS or not call.of("self").is_floating_point()
+    if call.name.startswith("sum."):
+        return Dims({"self": axes(self)}, [out], frozenset(gone), exact)
+    return Dims({"self": axes(self, but=gone)}, [out] * len(call.returns), exact=exact)
+
+
+def product(*terms: str) -> Rule:
+    """A product of tensors, maybe added to another, with one letter for each dimension."""
+    *letters, out = terms
+    inner = {*"".join(letters)} - {*out}
+
+    def rule(call: Call) -> Dims:
+        has_bias = len(call.values) > 2
+        bias, factors = list(call.values)[: int(has_bias)], list(call.values)[int(has_bias) :]
+        inputs: dict[str, Labels] = {}
+        for name, own in zip(factors, letters, strict=False):
+            # Each part would add the bias.
+            inputs[name] = tuple(None if has_bias and n in inner else n for n in own)
+        inputs |= {name: beside(call.tensors[name], tuple(out)) for name in bias}
+        return Dims(inputs, [tuple(out)], inner)
+
+    return rule
+
+
+def normed(call: Call) -> Dims:
+    """Norms over the last dimensions, and their gradients."""
+    self, inner = call.tensors["input"], len(call.values["normalized_shape"])
+    labels = axes(self, but={*range(len(self) - inner, len(self))})
+    inputs = dict.fromkeys(("input", "grad_out", "mean", "rstd"), labels)
+    exact = call.on_cpu and call.name == "native_layer_norm.default"
+    outputs = [labels] * len(call.returns)
+    if call.is_backward:
+        outputs[1:] = [(None,) * inner] * (len(outputs) - 1)
+    return Dims(inputs, outputs, {*labels} - {None}, exact, leading=call.is_backward)
+
+
+BATCHED = ("input", "grad_out", "grad_output", "mean", "rstd")
+
+
+BY_QUERY = (
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default",
+    "_scaled_dot_product_flash_attention.default",
+)
+"""Others return a statistic of as many numbers as there are queries, rounded up, or read a size."""
+
+
+def attention(call: Call) -> Dims | None:
+    """Each head of each item by itself, and each query if all of them see all keys."""
+    values = call.values
+    has_unknown = values.get("return_debug_mask") or (values.get("grad_input_mask") or [False])[-1]
+    if values["dropout_p"] or has_unknown:
+        return None
+    by_query = not values["is_causal"] and call.name in BY_QUERY
+    query: Labels = ("b", "h", "q" if by_query else None, None)
+    heads_only: Labels = ("b", "h", None, None)
+    inputs = dict.fromkeys(("query", "out", "grad_out", "grad_out_"), query)
+    inputs |= dict.fromkeys(("key", "value"), heads_only)
+    inputs |= {n: beside(call.tensors.get(n), query) for n in ("attn_mask", "attn_bias")}
+    inputs["logsumexp"] = query[: len(call.tensors.get("logsumexp", ()))]
+    if call.is_backward:
+        gradients: list[Labels] = [query, heads_only, heads_only, ()]
+        return Dims(inputs, gradients[: len(call.returns)], frozenset("q"))
+    # What is drawn with is of no use, without dropout.
+    draws = [None] * len(call.returns[2:])
+    return Dims(inputs, [query, query[: len(call.returns[1] or ())], *draws])
+
+
+def batched(call: Call) -> Dims:
+    """Each item of a batch by itself; gradients of weights add up."""
+    inputs = {n: ("n", *whole(s)[1:]) for n, s in call.tensors.items() if n in BATCHED}
+    outputs: list[Labels] = [("n", *whole(s)[1:]) for s in call.returns]
+    if call.is_backward:
+        outputs[1:] = [whole(s) for s in call.returns[1:]]
+    # With channels last, all threads work on each item.
+    is_alone = call.on_cpu and "norm" in call.name and call.of("input").is_contiguous()
+    return Dims(inputs, outputs, {"n"}, exact=is_alone)
+
+
+def imaged(call: Call) -> Dims:
+    """Each image by itself: pools and samplings of the last dimensions."""
+    inner = 2
+    labels = axes(call.out, but={*range(len(call.out) - inner, len(call.out))})
+    return Dims(dict.fromkeys(call.tensors, labels), [labels] * len(call.returns), exact=False)
+
+
+def embedding(call: Call) -> Dims:
+    """Rows of a table as indices say, and the gradient of the table."""
+    places = axes(call.tensors["indices"])
+    if not call.is_backward:
+        inputs: dict[str, Labels] = {"weight": (None, "c"), "indices": places}
+        return Dims(inputs, [(*places, "c")], exact=True)
+    summed = frozenset(places)
+    if call.values["scale_grad_by_freq"]:
+        places = (None,) * len(places)  # how often an index occurs takes all of them
+    inputs = {"grad_output": (*places, "c"), "indices": places}
+    return Dims(inputs, [(None, "c")], summed, exact=call.on_cpu)
+
+
+NONE, MEAN, _ = range(3)
+
+
+def loss(call: Call) -> Dims | None:
+    """The negative log likelihood of classes, which are the second dimension, and its gradient."""
+    self, reduction = call.tensors["self"], call.values["reduction"]
+    if len(self) < 2 or (reduction == MEAN and not call.is_backward):
+        return None
+    places = axes(self[1:])
+    inputs: dict[str, Labels] = {"self": (0, None, *places[1:]), "target": places}
+    if call.is_backward:
+        each = places if reduction == NONE else ()
+        return Dims(inputs | {"grad_output": each}, [inputs["self"]], exact=True)
+    if reduction == NONE:  # and no weight of all is computed
+        return Dims(inputs, [places, None], exact=True)
+    return Dims(inputs, [(), ()], frozenset(places))
+
+
+FAMILIES: Mapping[Rule, str] = {
+    pointwise: "_to_copy detach alias lift_fresh_copy copy where.self where.ScalarOther"
+    " where.ScalarSelf where.Scalar masked_fill.Tensor hardswish hardswish_backward elu_backward"
+    " hardtanh_backward leaky_relu_backward softplus_backward",
+    alike: "full_like zeros_like ones_like empty_like",
+    moved: "permute transpose.int t unsqueeze squeeze.dim squeeze.dims",
+    expanded: "expand repeat",
+    along: "cumsum cumprod logcumsumexp sort sort.stable topk split.Tensor split_with_sizes flip",
+    normalized: "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data",
+    sliced: "slice.Tensor slice_scatter slice_backward",
+    picked: "select.int unbind.int select_backward select_scatter",
+    joined: "cat stack",
+    padded: "constant_pad_nd",
+    indexed: "gather scatter.value scatter.src scatter_add",
+    selected: "index_select",
+    reduced: "sum sum.dim_IntList mean.dim amax amin any.dim any.dims all.dim all.dims argmax"
+    " argmin prod.dim_int logsumexp max.dim min.dim var.correction var_mean.correction"
+    " linalg_vector_norm",
+    product("nk", "km", "nm"): "mm addmm",
+    product("bnk", "bkm", "bnm"): "bmm baddbmm",
+    product("nk", "k", "n"): "mv",
+    normed: "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward",
+    batched: "native_group_norm native_group_norm_backward convolution convolution_backward",
+    imaged: "max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d"
+    " avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d"
+    " adaptive_max_pool2d_backward upsample_nearest2d upsample_nearest2d_backward"
+    " upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d"
+    " upsample_bicubic2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward",
+    attention: "_scaled_dot_product_flash_attention_for_cpu"
+    " _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention"
+    " _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention"
+    " _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention"
+    " _scaled_dot_product_cudnn_attention_backward",
+    embedding: "embedding embedding_dense_backward",
+    loss: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward",
+}
+
+
+def overload(name: str) -> str:
+    """The name of an overload, where that of the operator may stand for its default."""
+    return name if "." in name else f"{name}.default"
+
+
+def overloads(names: str | Sequence[str]) -> list[str]:
+    """Names of overloads of ``names``, with blanks between them or one by one."""
+    return [overload(name) for name in (names.split() if isinstance(names, str) else names)]
+
+
+RULES: Mapping[str, Rule] = {
+    name: rule for rule, names in FAMILIES.items() for name in overloads(names)
+}

@@ -1,0 +1,136 @@
+"""Which dimensions of an operation's tensors run together.
+
+Each dimension has a label: dimensions with one label run together. Dimensions of size 1 have no
+part in this: a tensor that is broadcast along a label lacks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.passes.joint.graph import is_tensor, tensors_of
+from fxremat.passes.joint.sizes import layouts_of
+
+Shape = tuple[int, ...]
+
+Labels = tuple[Hashable, ...]
+"""Of each dimension of a tensor; ``None``: an operation is not taken apart along it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation with its arguments.
+
+    Attributes:
+        name: of the overload, such as ``mm.default``.
+        values: arguments by name, defaults included.
+        tensors: shapes of the arguments that are tensors, by name.
+        returns: shape of each value that it returns; ``None`` where that is no tensor.
+        on_cpu: whether it runs there.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Shape]
+    returns: tuple[Shape | None, ...]
+    on_cpu: bool
+
+    @property
+    def out(self) -> Shape:
+        """Shape of the first value."""
+        return self.returns[0] or ()
+
+    def of(self, name: str) -> torch.Tensor:
+        """The tensor, without data, of an argument by name."""
+        tensor: torch.Tensor = self.values[name].meta["val"]
+        return tensor
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it computes gradients."""
+        return "_backward" in self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Labels of an operation's tensors.
+
+    Attributes:
+        inputs: by name of the argument, a list where it is a list of tensors. A tensor that is not
+            named is read whole.
+        outputs: of each value that it returns; ``None``: nobody reads numbers in it.
+        summed: labels along which a value that lacks them adds up.
+        exact: whether rows keep their bits.
+        leading: whether rows begin with the first label: a kernel takes it that what it reads lies
+            densely, as only such parts do.
+    """
+
+    inputs: Mapping[str, Labels | list[Labels]]
+    outputs: Sequence[Labels | None]
+    summed: Set[Hashable] = frozenset()
+    exact: bool = False
+    leading: bool = False
+
+
+def shape_of(node: fx.Node) -> Shape:
+    """The shape of the tensor that ``node`` returns."""
+    return layouts_of(node)[0].shape
+
+
+def name_of(node: fx.Node) -> str:
+    """Of an operator of aten, without its namespace."""
+    return str(node.target).removeprefix("aten.")
+
+
+def call_of(node: fx.Node) -> Call | None:
+    """``node`` with its arguments, if it is an operator of aten on ordinary tensors."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    if target._schema.is_mutable or not all(map(is_tensor, node.all_input_nodes)):
+        return None
+    tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
+    devices = {t.device.type for t in tensors if t.dim()} - {"meta"}  # seeds of attention are there
+    is_plain = all(t.layout is torch.strided and not t.is_complex() for t in tensors)
+    if len(devices) > 1 or not is_plain:
+        return None
+    values = {
+        a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
+        for i, a in enumerate(target._schema.arguments)
+    }
+    val = node.meta.get("val")
+    items = val if isinstance(val, (tuple, list)) else (val,)
+    shapes = iter(layout.shape for layout in layouts_of(node))
+    returns = tuple(next(shapes) if isinstance(t, torch.Tensor) else None for t in items)
+    read = {name: shape_of(v) for name, v in values.items() if isinstance(v, fx.Node)}
+    return Call(name_of(node), values, read, returns, devices == {"cpu"})
+
+
+def whole(shape: Shape | None) -> Labels:
+    """Labels of a tensor that is not taken apart."""
+    return (None,) * len(shape or ())
+
+
+def axes(shape: Shape | None, *, but: Set[int] = frozenset()) -> Labels:
+    """Labels of a tensor: its dimensions by number, ``but`` some."""
+    return tuple(None if i in but else i for i in range(len(shape or ())))
+
+
+def beside(shape: Shape | None, labels: Labels) -> Labels:
+    """Labels of a tensor that is broadcast to one with ``labels``."""
+    return labels[len(labels) - len(shape or ()) :]
+
+
+def chosen(dims: Any, shape: Shape) -> set[int]:
+    """Dimensions that an argument names: one, or several; ``None`` or none: all."""
+    given = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
+    return {dim % max(len(shape), 1) for dim in given}
+
+
+Rule = Callable[[Call], Dims | None]
+"""Labels of an operation's tensors; ``None``: it is not taken apart."""

@@ -1,0 +1,173 @@
+"""A run of operations as one, which computes some rows of its results at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxremat.passes.joint.sizes import Layout, evaluated
+from fxremat.passes.split.rules import Result, Rows
+
+ROWS = "ROWS"
+"""The number of rows of a part, in the arguments of its operations."""
+
+MOST_SIZES = 128
+"""Sizes of a run whose code is kept; the oldest go first."""
+
+HALVES = (torch.bfloat16, torch.float16)
+"""Dtypes whose sums are made in float32, and rounded once."""
+
+Body = fx.GraphModule
+"""Computes one part: takes its inputs, returns a tuple."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A result of a run.
+
+    Attributes:
+        way: its rows, or that what the parts give adds up to it.
+        layout: how the whole lies in memory.
+        dtype: of its elements.
+        is_product: the parts give two matrices, and it is the sum of their products.
+    """
+
+    way: Rows | Result
+    layout: Layout
+    dtype: torch.dtype
+    is_product: bool = False
+
+
+class Parts:
+    """A run of operations, computed in parts of its rows, one after the other.
+
+    Equal runs are one object, so what is computed again runs as it did first.
+
+    Args:
+        name: in emitted code, another for any other run.
+        graph: one part: placeholders, operations, a tuple; sizes among its arguments may name
+            :data:`ROWS`.
+        inputs: of each tensor that it takes: its rows, or ``None`` where each part reads it whole.
+        outputs: of each tensor that it returns.
+        rows: how many rows there are; it may follow the sizes of the step.
+        count: of parts.
+        hints: sizes that the run follows, by name, and their values at the capture.
+        device: of all tensors.
+
+    It takes the inputs, and the sizes in their order; it returns a tensor, or a list of several.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graph: fx.Graph,
+        inputs: Sequence[Rows | None],
+        outputs: Sequence[Output],
+        rows: int,
+        count: int,
+        hints: Mapping[str, int],
+        device: torch.device,
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "fxremat.parts"
+        self.graph, self.rows, self.count = graph, rows, count
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self.hints, self.device = dict(hints), device
+        self._bodies: dict[tuple[int, ...], Body] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        given, sizes = args[: len(self.inputs)], args[len(self.inputs) :]
+        named = dict(zip(self.hints, map(int, sizes), strict=True))
+        total = int(evaluated(self.rows, named))
+        made: list[Any] = [None] * len(self.outputs)
+        for start, rows in parts_of(total, self.count):
+            pieces = [
+                tensor if way is None else part(tensor, way, start, rows)
+                for tensor, way in zip(given, self.inputs, strict=True)
+            ]
+            found = list(self._body(sizes, rows, named)(*pieces))
+            del pieces
+            self._put(made, found, start, rows, named)
+        for i, output in enumerate(self.outputs):
+            if made[i].dtype != output.dtype:
+                made[i] = made[i].to(output.dtype)
+        return made[0] if len(made) == 1 else made
+
+    def _body(self, sizes: tuple[int, ...], rows: int, named: Mapping[str, int]) -> Body:
+        key = (rows, *sizes)
+        found = self._bodies.get(key)
+        if found is None:
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(self.graph, {}))
+            numbers = {**named, ROWS: rows}
+            for node in graph.nodes:
+                node.args = fx.node.map_aggregate(node.args, lambda x: evaluated(x, numbers))
+                node.kwargs = fx.node.map_aggregate(node.kwargs, lambda x: evaluated(x, numbers))
+            with self._lock:
+                while len(self._bodies) > 2 * MOST_SIZES:
+                    self._bodies.pop(next(iter(self._bodies)))
+                found = self._bodies[key] = fx.GraphModule(torch.nn.Module(), graph)
+        return found
+
+    def _put(
+        self,
+        made: list[Any],
+        found: list[Tensor],
+        start: int,
+        rows: int,
+        named: Mapping[str, int],
+    ) -> None:
+        """Put what a part gives into the results; ``found`` is emptied."""
+        for i, output in enumerate(self.outputs):
+            value = found.pop(0)
+            if isinstance(output.way, Rows):
+                if made[i] is None:
+                    made[i] = value.new_empty_strided(
+                        [int(evaluated(n, named)) for n in output.layout.shape],
+                        [int(evaluated(n, named)) for n in output.layout.stride],
+                    )
+                part(made[i], output.way, start, rows).copy_(value)
+            elif output.is_product:
+                other = found.pop(0)
+                if made[i] is None:
+                    made[i] = torch.mm(value, other)
+                    if output.dtype in HALVES:
+                        made[i] = made[i].float()
+                elif output.dtype in HALVES:
+                    made[i] += torch.mm(value, other)
+                else:
+                    made[i].addmm_(value, other)
+                del other
+            elif made[i] is None:
+                made[i] = value.float() if output.dtype in HALVES else value
+            else:
+                made[i] += value
+            del value
+
+
+def parts_of(total: int, count: int) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of each part: all alike but the last, which has no more."""
+    rows = -(-total // count)
+    for start in range(0, total, max(rows, 1)):
+        yield start, min(rows, total - start)
+
+
+def part(tensor: Tensor, way: Rows, start: int, rows: int) -> Tensor:
+    """So many rows of a tensor from ``start``; its number of dimensions is kept."""
+    first, last = way.first, way.last
+    if last - first > 1:
+        tensor = tensor.view(*tensor.shape[:first], -1, *tensor.shape[last:])
+    found = tensor.narrow(first, start, rows)
+    for _ in range(last - first - 1):
+        found = found.unsqueeze(first)
+    return found

@@ -1,0 +1,314 @@
+"""Find runs of operations whose large values need exist for a few rows at a time only.
+
+A run computes one or more results (its *targets*) from values that are small, or that cannot be
+had in parts; every large value between them it computes for itself, a few rows at a time, be it
+of the forward or of the backward. So no large value is kept for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.passes.joint.graph import JointGraph, is_getitem, is_tensor, operation_of, values_of
+from fxremat.passes.joint.sizes import layouts_of, product
+from fxremat.passes.split.rules import Result, Rows, Way, ways
+
+MOST_PARTS = 64
+"""Parts of a run at the most: each costs the launches of all its operations."""
+
+MOST_OPERATIONS = 64
+"""Operations of a run at the most."""
+
+SameBits = Callable[[fx.Node, Way], bool]
+"""Whether an operation, computed in parts, gives the bits that it gives at once."""
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """Operations that are computed for some rows at a time.
+
+    Attributes:
+        rows: how many rows there are; may follow the sizes.
+        ways: of each operation, how it is computed in parts.
+        rows_of: of each value in it, and of each that it takes: rows, or ``None`` for the whole.
+        targets: operations whose results it gives.
+    """
+
+    rows: int
+    ways: dict[fx.Node, Way] = field(default_factory=dict)
+    rows_of: dict[fx.Node, Rows | None] = field(default_factory=dict)
+    targets: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def sources(self) -> list[fx.Node]:
+        """Values that it takes."""
+        return [n for n in self.rows_of if operation_of(n) not in self.ways]
+
+    def joined(self, other: Run) -> Run | None:
+        """Both as one; ``None`` where they compute a value in different rows."""
+        if self.rows != other.rows:
+            return None
+        for node, way in other.ways.items():
+            if self.ways.get(node, way) != way:
+                return None
+        for node, rows in other.rows_of.items():
+            if self.rows_of.get(node, rows) != rows:
+                return None
+        if self.ways.keys().isdisjoint(other.ways):
+            return None
+        if len({*self.ways, *other.ways}) > MOST_OPERATIONS:
+            return None
+        return Run(
+            self.rows,
+            self.ways | other.ways,
+            self.rows_of | other.rows_of,
+            [*self.targets, *other.targets],
+        )
+
+
+def runs_of(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> list[Run]:
+    """Runs in which no value is computed whole that takes more than ``most_bytes``.
+
+    Args:
+        joint: the step.
+        most_bytes: of a storage that exists whole.
+        same_bits: tells which operations may be computed in parts where results must have the bits
+            that they have at once; ``None``: results may differ by rounding.
+    """
+    return _Finder(joint, most_bytes, same_bits).found()
+
+
+class _Finder:
+    def __init__(self, joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> None:
+        self._joint, self._most_bytes, self._same_bits = joint, most_bytes, same_bits
+        self._order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
+        self._backward = frozenset(joint.backward)
+        self._made = frozenset((*joint.forward, *joint.backward))
+        self._ways: dict[tuple[fx.Node, int], tuple[Way, ...]] = {}
+
+    def found(self) -> list[Run]:
+        joint = self._joint
+        returned = {*joint.results, *joint.gradients}
+        waiting = {
+            operation_of(n)
+            for n in self._made
+            if not is_getitem(n)
+            and not self._is_view(n)
+            and any(map(self._is_large, n.all_input_nodes))
+            and not all(map(self._is_large, _values(n)))
+        }
+        whole = {n for n in returned if n in self._made and self._is_large(n)}
+        runs: list[Run] = []
+        done: set[fx.Node] = set()
+        while waiting:
+            target = max(waiting, key=self._order.__getitem__)
+            waiting.remove(target)
+            done.add(target)
+            run = self._run_to(target, runs)
+            if run is not None:
+                runs.append(run)
+                left = [n for n in run.sources if self._is_large(n)]
+            else:
+                left = [n for n in target.all_input_nodes if self._is_large(n)]
+            whole.update(left)
+            for value in whole:
+                base = self._base(value)
+                if base not in done and any(map(self._is_large, base.all_input_nodes)):
+                    waiting.add(base)
+        return self._grouped(runs)
+
+    def _base(self, value: fx.Node) -> fx.Node:
+        """The operation that made what ``value`` looks at."""
+        operation = operation_of(value)
+        while self._is_view(operation):
+            operation = operation_of(operation.all_input_nodes[0])
+        return operation
+
+    def _is_view(self, node: fx.Node) -> bool:
+        return is_tensor(node) and node in self._made and self._joint.storages.is_view(node)
+
+    def _is_large(self, node: fx.Node) -> bool:
+        table = self._joint.storages
+        return (
+            node in self._made
+            and is_tensor(node)
+            and any(table.nbytes[i] > self._most_bytes for i in table.of_node[node])
+        )
+
+    def _all_ways(self, node: fx.Node, count: int) -> tuple[Way, ...]:
+        key = node, count
+        if key not in self._ways:
+            self._ways[key] = tuple(way for way in ways(node, count) if self._may(node, way))
+        return self._ways[key]
+
+    def _may(self, node: fx.Node, way: Way) -> bool:
+        if self._same_bits is None or way.same_bits:
+            return True
+        return Result.SUM not in way.outputs and self._same_bits(node, way)
+
+    def _run_to(self, target: fx.Node, others: Sequence[Run]) -> Run | None:
+        """The run to the results of an operation, with the least that is large and whole."""
+        best: tuple[int, bool, int, Run] | None = None
+        for count in self._counts(target):
+            for way in self._all_ways(target, count):
+                run = Run(count, targets=[target])
+                if not self._expand(run, target, way):
+                    continue
+                whole = self._whole_bytes(run)
+                alone = not any(run.joined(other) for other in others)
+                key = (whole, alone, -int(count))
+                if best is None or key < best[:3]:
+                    best = (*key, run)
+        everything = self._bytes_of(n for n in target.all_input_nodes if self._is_large(n))
+        return best[3] if best and best[0] < everything else None
+
+    def _bytes_of(self, nodes: Iterable[fx.Node]) -> int:
+        table = self._joint.storages
+        return table.total(table.of(nodes))
+
+    def _whole_bytes(self, run: Run) -> int:
+        return self._bytes_of(n for n in run.sources if self._is_large(n))
+
+    def _counts(self, target: fx.Node) -> list[int]:
+        """Products of dimensions of the large values that an operation reads."""
+        found: dict[int, None] = {}
+        for node in target.all_input_nodes:
+            if self._is_large(node):
+                for shape in (layout.shape for layout in layouts_of(node)):
+                    for a, b in itertools.combinations(range(len(shape) + 1), 2):
+                        count = product(shape[a:b])
+                        if int(count) > 1:
+                            found[count] = None
+        return list(found)
+
+    def _expand(self, run: Run, operation: fx.Node, way: Way) -> bool:
+        """Let ``run`` compute an operation so, and all that is large before it; can it?
+
+        ``run`` is changed only where it can.
+        """
+        if len(run.ways) >= MOST_OPERATIONS:
+            return False
+        ways_before, rows_before = dict(run.ways), dict(run.rows_of)
+        run.ways[operation] = way
+        tensors = [n for n in operation.all_input_nodes if is_tensor(n)]
+        ok = len(tensors) == len(way.inputs)
+        for value, rows in zip(tensors, way.inputs, strict=False):
+            ok = ok and self._take(run, value, rows)
+        if not ok:
+            run.ways, run.rows_of = ways_before, rows_before
+        return ok
+
+    def _take(self, run: Run, value: fx.Node, rows: Rows | None) -> bool:
+        """Let ``run`` read ``value`` in such rows: computed in it where that is large."""
+        if value in run.rows_of:
+            return run.rows_of[value] == rows
+        if rows is not None and self._reads_large(value) and self._compute(run, value, rows):
+            return True
+        if rows is not None and not _can_be_taken(value, rows):
+            return False
+        run.rows_of[value] = rows
+        return True
+
+    def _reads_large(self, value: fx.Node) -> bool:
+        """Whether a value is large, or computed from one that is."""
+        if value not in self._made:
+            return False
+        return self._is_large(value) or any(
+            map(self._is_large, operation_of(value).all_input_nodes)
+        )
+
+    def _compute(self, run: Run, value: fx.Node, rows: Rows) -> bool:
+        """Let ``run`` compute ``value`` in such rows."""
+        operation = operation_of(value)
+        index = value.args[1] if is_getitem(value) else 0
+        assert isinstance(index, int)
+        if operation in run.ways:
+            if run.ways[operation].outputs[index] != rows:
+                return False
+            run.rows_of[value] = rows
+            return True
+        if torch_compat.draws_random_numbers(operation):
+            return False
+        for way in self._all_ways(operation, run.rows):
+            fits = way.outputs[index] == rows and Result.SUM not in way.outputs
+            if fits and self._expand(run, operation, way):
+                run.rows_of[value] = rows
+                return True
+        return False
+
+    # Groups
+
+    def _grouped(self, runs: list[Run]) -> list[Run]:
+        """Runs that compute the same values in the same rows, as one where none needs another."""
+        groups: list[Run] = []
+        for run in sorted(runs, key=lambda run: self._order[run.targets[0]]):
+            for i, group in enumerate(groups):
+                side = group.targets[0] in self._backward
+                if side != (run.targets[0] in self._backward):
+                    continue
+                both = group.joined(run)
+                if (
+                    both is not None
+                    and self._is_free(both)
+                    and (self._whole_bytes(both) <= max(map(self._whole_bytes, (group, run))))
+                ):
+                    groups[i] = both
+                    break
+            else:
+                groups.append(run)
+        return groups
+
+    def _is_free(self, run: Run) -> bool:
+        """Whether nothing that the run takes depends on what it gives."""
+        targets = set(run.targets)
+        first = min(map(self._order.__getitem__, targets))
+        seen: set[fx.Node] = set()
+        waiting = list(run.sources)
+        while waiting:
+            node = waiting.pop()
+            if node in seen or self._order[node] < first:
+                continue
+            seen.add(node)
+            if operation_of(node) in targets:
+                return False
+            waiting.extend(node.all_input_nodes)
+        return True
+
+
+def _values(node: fx.Node) -> list[fx.Node]:
+    return values_of(node) or [node]
+
+
+def _can_be_taken(value: fx.Node, rows: Rows) -> bool:
+    """Whether rows of a value are a view of it."""
+    (layout,) = layouts_of(value)
+    return all(
+        layout.stride[i] == product((layout.stride[i + 1], layout.shape[i + 1]))
+        for i in range(rows.first, rows.last - 1)
+    )
+
+
+def part_count(run: Run, joint: JointGraph, most_bytes: int) -> int:
+    """Parts, a power of two, so that what one holds takes no more than ``most_bytes``."""
+    table = joint.storages
+    order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
+    inside = sorted(run.ways, key=order.__getitem__)
+    made = [s for n in inside for v in _values(n) for s in table.of_node.get(v, ())]
+    given = table.of(run.sources)
+    last = {s: n for n in inside for v in n.all_input_nodes for s in table.of_node.get(v, ())}
+    live = peak = 0
+    for node in inside:
+        own = {s for v in _values(node) for s in table.of_node.get(v, ())} - given
+        if node not in run.targets or Result.SUM not in run.ways[node].outputs:
+            live += sum(table.nbytes[s] for s in own if table.owner[s] in _values(node))
+        peak = max(peak, live)
+        live -= sum(table.nbytes[s] for s, n in last.items() if n is node and s in made)
+    count = 2
+    while count < MOST_PARTS and peak > count * most_bytes:
+        count *= 2
+    return min(count, int(run.rows))

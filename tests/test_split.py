@@ -1,0 +1,151 @@
+"""Steps whose runs are computed in parts: less memory than anything else, gradients to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fxremat
+
+WORDS, WIDTH, TOKENS = 4096, 16, 256
+
+
+class Language(nn.Module):
+    """Words to words: an MLP, and a loss over the whole vocabulary."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 32 * WIDTH), nn.Linear(32 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
+
+
+def made(**options: Any) -> Language:
+    torch.manual_seed(0)
+    return Language(**options).double()
+
+
+def batch(count: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids, target = (torch.randint(0, WORDS, (count, TOKENS), generator=generator) for _ in range(2))
+    target[:, ::5] = -100  # of no account
+    return ids, target
+
+
+def gradients(model: nn.Module, call: Any, given: tuple[Tensor, ...]) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(2)
+    loss = call(*given)
+    loss.backward()
+    found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def peak_of(model: nn.Module, call: Any, given: tuple[Tensor, ...]) -> int:
+    def step() -> None:
+        call(*given).backward()
+
+    found = fxremat.measure_step(model, step).peak_bytes
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def compiled(model: nn.Module, budget: Any, **options: Any) -> fxremat.CompiledModule:
+    torch._dynamo.reset()
+    return fxremat.compile(model, batch(), budget, loss="own", **options)
+
+
+@pytest.fixture(scope="module")
+def least_bytes() -> int:
+    """The least that a step takes that is computed as it was traced."""
+    return compiled(made(), "min").plan.least_budget_bytes
+
+
+def test_a_third_of_the_least_is_kept_to(least_bytes: int):
+    model, given = made(), batch()
+    call = compiled(model, least_bytes // 3, split=True)
+    found = [gradients(model, call, given) for _ in range(3)][-1]
+    truth = made()
+    for ours, expected in zip(found, gradients(truth, truth, given), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    plan = call.plan
+    assert plan.parts_bytes
+    assert not plan.exact
+    assert "in parts" in plan.explain()
+    measured = peak_of(model, call, given)
+    assert measured <= plan.predicted_peak_bytes <= least_bytes // 3
+
+
+def test_where_everything_fits_nothing_is_in_parts():
+    model, given = made(), batch()
+    call = compiled(model, "100%", split=True)
+    assert (call.plan.parts_bytes, call.plan.exact) == (0, True)
+    found = gradients(model, call, given)
+    whole = made()
+    expected = gradients(whole, compiled(whole, "100%"), given)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.more
+def test_dropout_draws_what_it_draws_without():
+    model, given = made(dropout=0.5), batch()
+    found = gradients(model, compiled(model, "min", split=True), given)
+    truth = made(dropout=0.5)
+    for ours, expected in zip(found, gradients(truth, truth, given), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.more
+def test_other_batches_run_in_parts_of_other_sizes(least_bytes: int):
+    model, truth = made(), made()
+    call = compiled(model, least_bytes, split=True, dynamic=True)
+    for count in (2, 3, 1, 5):
+        given = batch(count)
+        found = [gradients(model, call, given) for _ in range(2)][-1]
+        for ours, expected in zip(found, gradients(truth, truth, given), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+        assert peak_of(model, call, given) <= least_bytes
+
+
+@pytest.mark.more
+def test_a_plan_that_was_saved_is_followed(tmp_path: Path):
+    model, given = made(), batch()
+    first = compiled(model, "min", split=True)
+    assert first.plan.parts_bytes
+    first.plan.save(tmp_path / "plan.json")
+    again = compiled(model, None, split=True, plan=str(tmp_path / "plan.json"))
+    assert again.plan.forward_code == first.plan.forward_code
+    assert again.plan.backward_code == first.plan.backward_code
+    found = [gradients(model, call, given) for call in (first, again)]
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("offload", ["auto", "only"])
+def test_parts_are_computed_while_others_travel(offload: str):
+    model, given = made(), batch()
+    call = compiled(model, "min", split=True, offload=offload)
+    truth = made()
+    found = [gradients(model, call, given) for _ in range(2)][-1]
+    for ours, expected in zip(found, gradients(truth, truth, given), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    assert peak_of(model, call, given) <= call.plan.budget_bytes
+
+
+def test_not_with_kernels_of_inductor():
+    with pytest.raises(fxremat.ArgumentError) as raised:
+        compiled(made(), "min", split=True, executor="inductor")
+    assert raised.value.argument == "split"
