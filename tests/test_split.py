@@ -149,3 +149,60 @@ def test_not_with_kernels_of_inductor():
     with pytest.raises(fxremat.ArgumentError) as raised:
         compiled(made(), "min", split=True, executor="inductor")
     assert raised.value.argument == "split"
+
+
+class Images(nn.Module):
+    """Convolutions and norms, of images that need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.out = nn.GroupNorm(2, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.gelu(self.norm(self.one(x)))
+        x = x + functional.gelu(self.two(x))
+        return self.out(x.mean((2, 3))).square().mean()
+
+
+class Sequences(nn.Module):
+    """Attention as it is written in papers, and a break of the graph before it."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.given, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.given(x).chunk(3, dim=-1)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        weights = (query @ key.transpose(1, 2) / 4).softmax(-1)
+        return self.out(weights @ value).square().mean()
+
+
+OTHERS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "images": (Images, (8, 3, 32, 32)),
+    "attention": (lambda: Sequences(breaks=False), (2, 256, 16)),
+    "regions": (lambda: Sequences(breaks=True), (2, 256, 16)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_keep_to_the_least_budget(name: str):
+    build, shape = OTHERS[name]
+    torch.manual_seed(0)
+    model, x = build().double(), torch.randn(*shape, dtype=torch.float64)
+    expected = gradients(model, model, (x,))
+    torch._dynamo.reset()
+    call = fxremat.compile(model, x, "min", loss="own", split=True)
+    found = [gradients(model, call, (x,)) for _ in range(4)][-1]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert peak_of(model, call, (x,)) <= call.plan.budget_bytes
+
+
+def test_it_is_not_estimated():
+    with pytest.raises(fxremat.ArgumentError) as raised:
+        fxremat.estimate(made(), batch(), loss="own", split=True)
+    assert raised.value.argument == "split"

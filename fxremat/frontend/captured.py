@@ -325,7 +325,7 @@ class CapturedStep:
         any can be rebuilt; with ``in_parts`` those in parts.
         """
         (first, *others) = self.variants
-        if not exact and first.exact and all(own.exact for own in others):
+        if not exact and first.exact and all(own.exact or own.parts_bytes for own in others):
             undone = self.line(exact=False)
             if any(map(is_inverse, undone.joint.forward)):
                 self.take(undone, exact=False)

@@ -90,6 +90,18 @@ def along(call: Call) -> Dims:
     return Dims(dict.fromkeys(call.tensors, labels), outputs, exact=exact)
 
 
+def gated(call: Call) -> Dims:
+    """One half of a dimension times a function of the other."""
+    dims = along(call)
+    return Dims(dims.inputs, dims.outputs, exact=not call.on_cpu)
+
+
+def banded(call: Call) -> Dims:
+    """Each matrix by itself, some of its places made 0."""
+    labels = axes(call.out, but={len(call.out) - 1, len(call.out) - 2})
+    return Dims({"self": labels}, [labels], exact=True)
+
+
 def normalized(call: Call) -> Dims:
     """Softmax and its logarithm, and their gradients."""
     dims, rank = along(call), len(call.out)
@@ -243,16 +255,15 @@ def batched(call: Call) -> Dims:
     outputs: list[Labels] = [("n", *whole(s)[1:]) for s in call.returns]
     if call.is_backward:
         outputs[1:] = [whole(s) for s in call.returns[1:]]
-    # With channels last, all threads work on each item.
-    is_alone = call.on_cpu and "norm" in call.name and call.of("input").is_contiguous()
-    return Dims(inputs, outputs, {"n"}, exact=is_alone)
+    return Dims(inputs, outputs, {"n"})
 
 
 def imaged(call: Call) -> Dims:
     """Each image by itself: pools and samplings of the last dimensions."""
     inner = 2
     labels = axes(call.out, but={*range(len(call.out) - inner, len(call.out))})
-    return Dims(dict.fromkeys(call.tensors, labels), [labels] * len(call.returns), exact=False)
+    exact = call.on_cpu and "_bi" not in call.name
+    return Dims(dict.fromkeys(call.tensors, labels), [labels] * len(call.returns), exact=exact)
 
 
 def embedding(call: Call) -> Dims:
@@ -286,15 +297,31 @@ def loss(call: Call) -> Dims | None:
     return Dims(inputs, [(), ()], frozenset(places))
 
 
+def distance(call: Call) -> Dims | None:
+    """A loss of each element, and its gradient; a mean takes their number."""
+    shape, reduction = call.tensors["self"], call.values["reduction"]
+    if reduction == MEAN or call.tensors["target"] != shape:
+        return None
+    labels = axes(shape)
+    inputs = {name: beside(own, labels) for name, own in call.tensors.items()}
+    outputs = [labels if call.is_backward or reduction == NONE else ()]
+    return Dims(inputs, outputs, frozenset(labels), exact=not call.on_cpu)
+
+
 FAMILIES: Mapping[Rule, str] = {
     pointwise: "_to_copy detach alias lift_fresh_copy copy where.self where.ScalarOther"
     " where.ScalarSelf where.Scalar masked_fill.Tensor hardswish hardswish_backward elu_backward"
-    " hardtanh_backward leaky_relu_backward softplus_backward",
+    " hardtanh_backward leaky_relu_backward softplus_backward mish_backward hardsigmoid_backward"
+    " hardshrink_backward softshrink_backward _prelu_kernel _prelu_kernel_backward fill.Scalar"
+    " fill.Tensor",
     alike: "full_like zeros_like ones_like empty_like",
     moved: "permute transpose.int t unsqueeze squeeze.dim squeeze.dims",
     expanded: "expand repeat",
     along: "cumsum cumprod logcumsumexp sort sort.stable topk split.Tensor split_with_sizes flip",
-    normalized: "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data",
+    gated: "glu glu_backward",
+    banded: "tril triu",
+    normalized: "_softmax _safe_softmax _log_softmax _softmax_backward_data"
+    " _log_softmax_backward_data",
     sliced: "slice.Tensor slice_scatter slice_backward",
     picked: "select.int unbind.int select_backward select_scatter",
     joined: "cat stack",
@@ -303,7 +330,7 @@ FAMILIES: Mapping[Rule, str] = {
     selected: "index_select",
     reduced: "sum sum.dim_IntList mean.dim amax amin any.dim any.dims all.dim all.dims argmax"
     " argmin prod.dim_int logsumexp max.dim min.dim var.correction var_mean.correction"
-    " linalg_vector_norm",
+    " linalg_vector_norm norm.ScalarOpt_dim",
     product("nk", "km", "nm"): "mm addmm",
     product("bnk", "bkm", "bnm"): "bmm baddbmm",
     product("nk", "k", "n"): "mv",
@@ -321,6 +348,9 @@ FAMILIES: Mapping[Rule, str] = {
     " _scaled_dot_product_cudnn_attention_backward",
     embedding: "embedding embedding_dense_backward",
     loss: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward",
+    distance: "mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss"
+    " huber_loss_backward binary_cross_entropy binary_cross_entropy_backward"
+    " binary_cross_entropy_with_logits",
 }
 
 

@@ -31,7 +31,7 @@ class Output:
     """A result of a run.
 
     Attributes:
-        way: its rows, or that what the parts give adds up to it.
+        way: its rows, or that what the parts give adds up to it, or that nobody reads it.
         layout: how the whole lies in memory.
         dtype: of its elements.
         is_product: the parts give two matrices, and it is the sum of their products.
@@ -137,6 +137,8 @@ class Parts:
                         [int(evaluated(n, named)) for n in output.layout.stride],
                     )
                 part(made[i], output.way, start, rows).copy_(value)
+            elif output.way is Result.UNREAD:
+                made[i] = value
             elif output.is_product:
                 other = found.pop(0)
                 if made[i] is None:

@@ -26,7 +26,7 @@ from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of, names_in, symb
 from fxremat.passes.split.losses import by_rows
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Result, for_rows
-from fxremat.passes.split.runs import Run, SameBits, part_count, runs_of
+from fxremat.passes.split.runs import Run, SameBits, part_count, place_of, runs_of
 
 aten = torch.ops.aten
 
@@ -195,10 +195,10 @@ class _Writer:
 
 
 def _results(target: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The values that an operation returns and somebody reads, with their places."""
+    """The tensors that an operation returns and somebody reads, with their places."""
     if is_tensor(target):
         return [(0, target)]
-    return [(int(v.args[1]), v) for v in values_of(target)]  # type: ignore[arg-type]
+    return [(place_of(value), value) for value in values_of(target)]
 
 
 def _is_sum_of_products(target: fx.Node, run: Run) -> bool:

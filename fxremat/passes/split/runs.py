@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from fxremat import torch_compat
@@ -130,7 +131,7 @@ class _Finder:
         return operation
 
     def _is_view(self, node: fx.Node) -> bool:
-        return is_tensor(node) and node in self._made and self._joint.storages.is_view(node)
+        return node in self._made and self._joint.storages.is_view(node)
 
     def _is_large(self, node: fx.Node) -> bool:
         table = self._joint.storages
@@ -224,9 +225,7 @@ class _Finder:
 
     def _compute(self, run: Run, value: fx.Node, rows: Rows) -> bool:
         """Let ``run`` compute ``value`` in such rows."""
-        operation = operation_of(value)
-        index = value.args[1] if is_getitem(value) else 0
-        assert isinstance(index, int)
+        operation, index = operation_of(value), place_of(value)
         if operation in run.ways:
             if run.ways[operation].outputs[index] != rows:
                 return False
@@ -278,6 +277,16 @@ class _Finder:
                 return False
             waiting.extend(node.all_input_nodes)
         return True
+
+
+def place_of(value: fx.Node) -> int:
+    """Which of the tensors that its operation returns a value is, what is no tensor left out."""
+    if not is_getitem(value):
+        return 0
+    index = value.args[1]
+    assert isinstance(index, int)
+    returned = operation_of(value).meta["val"][:index]
+    return sum(isinstance(other, torch.Tensor) for other in returned)
 
 
 def _values(node: fx.Node) -> list[fx.Node]:

@@ -134,6 +134,7 @@ def drawn(name: str, d: Draws) -> Alone:
         return alone(operator_of(name), *args, run=STAND_INS.get(name), **kwargs)
     except RuntimeError as error:
         assume("not implemented for" not in str(error))
+        assume("grad_input must be contiguous" not in str(error))
         raise
 
 
@@ -158,7 +159,10 @@ def _(d: Draws, name: str) -> Any:
     return (pair if d.one_of(True, False) else pair[::-1]), more
 
 
-@case("sigmoid_backward tanh_backward silu_backward gelu_backward hardswish_backward")
+@case(
+    "sigmoid_backward tanh_backward silu_backward gelu_backward hardswish_backward mish_backward",
+    "hardsigmoid_backward _prelu_kernel",
+)
 def _(d: Draws, name: str) -> Any:
     shape = d.shape()
     return [d.real(*shape), d.real(*shape)]
@@ -191,6 +195,59 @@ def _(d: Draws, name: str) -> Any:
 def _(d: Draws, name: str) -> Any:
     shape = d.shape()
     return [d.index(9, *shape), d.index(9, *d.broadcast(shape))]
+
+
+@case("hardshrink_backward softshrink_backward")
+def _(d: Draws, name: str) -> Any:
+    shape = d.shape()
+    return [d.real(*shape), d.real(*shape), 0.5]
+
+
+@case("_prelu_kernel_backward")
+def _(d: Draws, name: str) -> Any:
+    shape = d.shape()
+    return [d.real(*shape) for _ in range(3)]
+
+
+@case("fill.Scalar fill.Tensor")
+def _(d: Draws, name: str) -> Any:
+    number = torch.tensor(2.0, dtype=d.dtype) if name.endswith("Tensor") else 2.0
+    return [d.real(*d.shape()), number]
+
+
+@case("glu glu_backward")
+def _(d: Draws, name: str) -> Any:
+    shape = list(d.shape())
+    dim = d.dim(len(shape))
+    half = d.real(*shape)
+    shape[dim] *= 2
+    return [half, d.real(*shape), dim] if "backward" in name else [d.real(*shape), dim]
+
+
+@case("tril triu")
+def _(d: Draws, name: str) -> Any:
+    return [d.real(*d.shape(2)), d.one_of(-1, 0, 1)]
+
+
+LOSSES = "mse_loss smooth_l1_loss huber_loss"
+
+
+@case(*(name + end for name in LOSSES.split() for end in ("", "_backward")))
+def _(d: Draws, name: str) -> Any:
+    shape, reduction = d.shape(), d.one_of(0, 1, 2)
+    args = [d.real(*shape), d.real(*shape), reduction, *([] if "mse" in name else [0.7])]
+    return [d.real(*(() if reduction else shape)), *args] if "backward" in name else args
+
+
+@case("binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits")
+def _(d: Draws, name: str) -> Any:
+    shape, reduction = d.shape(), d.one_of(0, 1, 2)
+    likely = [d.real(*shape).sigmoid(), d.real(*shape).sigmoid()]
+    weight = d.one_of(None, d.real(*shape))
+    if "logits" in name:
+        return [*likely, weight, d.one_of(None, d.real(shape[-1])), reduction]
+    args = [*likely, weight, reduction]
+    return [d.real(*(() if reduction else shape)), *args] if "backward" in name else args
 
 
 @case("bitwise_not")
@@ -291,6 +348,12 @@ def _(d: Draws, name: str) -> Any:
 def _(d: Draws, name: str) -> Any:
     shape = d.shape(1, 3)
     return [d.real(*shape), [d.one_of(1, 1, 2) for _ in range(len(shape) + d.one_of(0, 1))]]
+
+
+@case("_safe_softmax")
+def _(d: Draws, name: str) -> Any:
+    shape = d.shape()
+    return [d.real(*shape), d.dim(len(shape))]
 
 
 @case("_softmax _log_softmax")
@@ -420,6 +483,12 @@ def _(d: Draws, name: str) -> Any:
     shape = d.shape()
     more = {"correction": d.one_of(0, 1), "keepdim": d.one_of(True, False)}
     return [d.real(*shape), d.one_of(d.dims(len(shape)), None)], more
+
+
+@case("norm.ScalarOpt_dim")
+def _(d: Draws, name: str) -> Any:
+    shape = d.shape()
+    return [d.real(*shape), d.one_of(1, 2), d.dims(len(shape)), d.one_of(True, False)]
 
 
 @case("linalg_vector_norm")

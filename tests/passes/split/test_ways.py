@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxremat.passes.joint.sizes import LAYOUTS, Layout, Size
-from fxremat.passes.split.rules import Result, Rows, Way, for_rows, part_of, ways
+from fxremat.passes.split.rules import Result, Rows, Way, ways
 from tests.passes.split.parts import Alone, alone, differences
 
 aten = torch.ops.aten
@@ -148,15 +147,6 @@ def test_ways_of(target: Any, args: Any, count: int, expected: set[Found]) -> No
     assert found(alone(target, *args).node, count) == expected
 
 
-def test_one_tensor_read_twice_has_one_place() -> None:
-    x = real(4, 4)
-    assert found(alone(aten.mul.Tensor, x, x).node, 4) == {
-        ((FIRST,), (FIRST,)),
-        ((SECOND,), (SECOND,)),
-    }
-    assert not found(alone(aten.mm.default, x, x).node, 4)
-
-
 ROWS = Rows(0, 1)
 
 WRONG: list[tuple[Any, tuple[Any, ...], Way]] = [
@@ -194,45 +184,3 @@ def is_seen(op: Alone, way: Way, sizes: list[int]) -> bool:
 def test_a_right_way_is_let_pass() -> None:
     op = alone(aten._softmax.default, real(6, 5), 1, False)
     assert not is_seen(op, Way((ROWS,), (ROWS,), True), [1, 3, 2])
-
-
-def symbolic(target: Any, *shapes: tuple[int, ...], **kwargs: Any) -> fx.Node:
-    """``target`` of tensors, the last shape that of what it returns, sizes among arguments too."""
-    graph = fx.Graph()
-    args = kwargs.pop("args", ())
-    nodes = []
-    for i, shape in enumerate(shapes[:-1]):
-        nodes.append(graph.placeholder(f"x{i}"))
-        laid(nodes[-1], shape)
-    node = graph.call_function(target, (*nodes, *args), kwargs)
-    laid(node, shapes[-1])
-    return node
-
-
-def laid(node: fx.Node, shape: tuple[int, ...]) -> None:
-    node.meta["val"] = torch.empty([int(n) for n in shape], device="meta")
-    stride = node.meta["val"].stride()
-    node.meta[LAYOUTS] = (Layout(shape, stride, 0, node.meta["val"].nbytes),)
-
-
-def test_sizes_that_happen_to_be_equal_are_not() -> None:
-    one, other = Size.named("SIZE0", 8), Size.named("SIZE1", 8)
-    shape = (one, other, 3)
-    node = symbolic(aten.exp.default, shape, shape)
-    assert found(node, one) == {((FIRST,), (FIRST,))}
-    assert found(node, other) == {((SECOND,), (SECOND,))}
-    assert not found(node, 8)
-    view = symbolic(aten.view.default, (one, other, 3), (one, 3, other), args=([one, 3, other],))
-    assert found(view, one) == {((FIRST,), (FIRST,))}
-    assert not found(view, other)
-    product = symbolic(aten.mm.default, (one, 3), (3, other), (one, other))
-    assert found(product, one) == {((FIRST, None), (FIRST,))}
-
-
-def test_sizes_among_arguments_follow_the_rows() -> None:
-    one, rows = Size.named("SIZE0", 8), Size.named("SIZE1", 2)
-    view = symbolic(aten.view.default, (one, 4, 3), (one, 12), args=([one, 12],))
-    (way,) = ways(view, one)
-    args, _ = for_rows(view, way, rows)
-    assert args[1] == [rows, 12] and args[0] is view.args[0]
-    assert part_of((5, one, 4, 3), Rows(1, 3), rows) == (5, 1, rows, 3)
