@@ -328,8 +328,8 @@ def estimate(
         verify: make the plan once more on this machine's CUDA device, or on what stands in for
             one, and follow it for some steps, of a copy without data: what torch's allocator has
             handed out, and taken, is in ``verified``. That memory must be there.
-        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``in_flight``, ``ranks``, ``split``
-            and ``executor``: operations run as eager runs them.
+        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``in_flight``, ``ranks``,
+            ``split`` and ``executor``: operations run as eager runs them.
 
     Returns the least budget, the peak with everything kept, the frontier between them and what was
     asked for beside.
