@@ -19,7 +19,7 @@ NEVER_TEXT = {"model", "sample", "target", "regions", "ranks", "generators"}
 OTHERS: dict[str, Any] = {
     "budget": "6 GiB", "reserve": "64 MiB", "optimizer": "AdamW", "loss": "own",
     "drop_unused": True, "accumulate": True, "offload": "auto", "host_limit": "8G",
-    "host_dir": ".", "exact": False, "budget_on": "reserved", "executor": "inductor",
+    "host_dir": ".", "exact": False, "split": True, "budget_on": "reserved", "executor": "inductor",
     "dynamic": False, "fullgraph": True, "in_flight": 2,
 }  # fmt: skip
 
