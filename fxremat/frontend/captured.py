@@ -17,7 +17,7 @@ from fxremat.costs.cost import Measured, measure_line
 from fxremat.costs.devices import Device
 from fxremat.costs.roofline import aside_bytes, estimate_line
 from fxremat.costs.scaled import ScaledCosts, with_workspaces
-from fxremat.errors import ArgumentError, CaptureError, CostError
+from fxremat.errors import ArgumentError, CaptureError, CostError, PlanError
 from fxremat.frontend.agreed import agreed_costs, agreed_speeds
 from fxremat.frontend.dimensions import Dimension, dimensions_of
 from fxremat.frontend.ranks import Peers
@@ -218,10 +218,20 @@ class CapturedStep:
         return self._variants
 
     def variant(self, *, exact: bool, parts_bytes: int = 0) -> Variant:
-        """The step as it was traced, or, not ``exact``, with norms undone, or in parts."""
+        """The step as it was traced, or, not ``exact``, with norms undone, or in parts.
+
+        Raises:
+            PlanError: it has no such variant.
+        """
         self.measure(exact=exact or bool(parts_bytes), in_parts=bool(parts_bytes))
         form = exact, parts_bytes
-        return next(own for own in self.variants if (own.exact, own.parts_bytes) == form)
+        for own in self.variants:
+            if (own.exact, own.parts_bytes) == form:
+                return own
+        raise PlanError(
+            f"this step is not computed with values of more than {parts_bytes} bytes in parts, or "
+            "with norms undone: plan again"
+        )
 
     @property
     def correction_key(self) -> str:
@@ -332,13 +342,14 @@ class CapturedStep:
         if in_parts and first.exact and not any(own.parts_bytes for own in others):
             table, made = self.joint.storages, (*self.joint.forward, *self.joint.backward)
             largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
-            known: set[frozenset[object]] = set()
+            known: set[frozenset[str]] = set()
             for share in PART_SHARES:
-                line = self.line(exact=True, parts_bytes=max(1, largest_bytes // share))
-                parts = frozenset(n.target for n in line.nodes if isinstance(n.target, Parts))
+                parts_bytes = max(1, largest_bytes // share)
+                line = self.line(exact=True, parts_bytes=parts_bytes)
+                parts = frozenset(str(n.target) for n in line.nodes if isinstance(n.target, Parts))
                 if parts and parts not in known:
                     known.add(parts)
-                    self.take(line, exact=False, parts_bytes=largest_bytes // share)
+                    self.take(line, exact=False, parts_bytes=parts_bytes)
 
     def forget_blocks(self) -> None:
         """Forget all blocks: those that are used again are found again."""

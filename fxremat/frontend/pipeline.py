@@ -208,8 +208,8 @@ class Planner:
         plan = self.step.store.get("plan", key, Plan)
         if plan is None:
             return None
-        variant = self.step.variant(exact=plan.exact, parts_bytes=plan.parts_bytes)
         try:
+            variant = self.step.variant(exact=plan.exact, parts_bytes=plan.parts_bytes)
             return follow(plan, variant.blocks, self._modules, host=self._host)
         except PlanError as error:
             LOG.warning("a known plan is ignored: %s", error)
@@ -265,9 +265,7 @@ class Planner:
         """What ``find`` leads to in the first of several processes."""
         if self._peers is None:
             return find()
-        self.step.measure(
-            exact=self._exact, in_parts=self._split
-        )  # all of them: they agree on that
+        self._measure()  # all of them: they agree on that
         found: list[Planned] = []
 
         def make() -> Plan:
@@ -283,8 +281,8 @@ class Planner:
 
     def _as_first(self, plan: Plan) -> Planned | None:
         """The first process's plan with constants of this one; ``None``: it cannot be followed."""
-        variant = self.step.variant(exact=plan.exact, parts_bytes=plan.parts_bytes)
         try:
+            variant = self.step.variant(exact=plan.exact, parts_bytes=plan.parts_bytes)
             graphs = carry_out(plan, variant.blocks, self._modules, host=self._host)
         except PlanError:
             return None

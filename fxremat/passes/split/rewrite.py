@@ -58,6 +58,7 @@ class _Writer:
         self._joint = joint
         self._counts = dict(runs)
         self._run_of = {target: run for run, _ in runs for target in run.targets}
+        self._parts_by_name: dict[str, Parts] = {}
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
 
@@ -191,7 +192,8 @@ class _Writer:
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         first = [*dict.fromkeys(str(n.target).split(".")[1] for n in inside)][:3]
         name = "_".join([f"parts{count}", *first, digest])
-        return Parts(name, graph, ways, outputs, run.rows, count, names, self._joint.device)
+        made = Parts(name, graph, ways, outputs, run.rows, count, names, self._joint.device)
+        return self._parts_by_name.setdefault(name, made)
 
 
 def _results(target: fx.Node) -> list[tuple[int, fx.Node]]:

@@ -90,6 +90,7 @@ class _Finder:
         self._order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self._backward = frozenset(joint.backward)
         self._made = frozenset((*joint.forward, *joint.backward))
+        self._given = joint.storages.of((*joint.given, *joint.tangents))
         self._ways: dict[tuple[fx.Node, int], tuple[Way, ...]] = {}
 
     def found(self) -> list[Run]:
@@ -134,12 +135,12 @@ class _Finder:
         return node in self._made and self._joint.storages.is_view(node)
 
     def _is_large(self, node: fx.Node) -> bool:
+        """Whether a value is one, in memory that the step itself allocates."""
+        if node not in self._made or not is_tensor(node):
+            return False
         table = self._joint.storages
-        return (
-            node in self._made
-            and is_tensor(node)
-            and any(table.nbytes[i] > self._most_bytes for i in table.of_node[node])
-        )
+        own = set(table.of_node[node]) - self._given
+        return any(table.nbytes[i] > self._most_bytes for i in own)
 
     def _all_ways(self, node: fx.Node, count: int) -> tuple[Way, ...]:
         key = node, count
@@ -158,6 +159,9 @@ class _Finder:
         for count in self._counts(target):
             for way in self._all_ways(target, count):
                 run = Run(count, targets=[target])
+                rows = ((value, way.outputs[place_of(value)]) for value in _values(target))
+                if not all(_can_be_taken(v, own) for v, own in rows if isinstance(own, Rows)):
+                    continue
                 if not self._expand(run, target, way):
                     continue
                 whole = self._whole_bytes(run)
@@ -251,9 +255,10 @@ class _Finder:
                 if side != (run.targets[0] in self._backward):
                     continue
                 both = group.joined(run)
+                others = [own for own in groups if own is not group]
                 if (
                     both is not None
-                    and self._is_free(both)
+                    and self._is_free(both, others)
                     and (self._whole_bytes(both) <= max(map(self._whole_bytes, (group, run))))
                 ):
                     groups[i] = both
@@ -262,20 +267,22 @@ class _Finder:
                 groups.append(run)
         return groups
 
-    def _is_free(self, run: Run) -> bool:
-        """Whether nothing that the run takes depends on what it gives."""
+    def _is_free(self, run: Run, others: Sequence[Run]) -> bool:
+        """Whether nothing that the run takes depends on what it gives, ``others`` being one
+        operation each.
+        """
         targets = set(run.targets)
-        first = min(map(self._order.__getitem__, targets))
+        run_of = {target: other for other in others for target in other.targets}
         seen: set[fx.Node] = set()
         waiting = list(run.sources)
         while waiting:
-            node = waiting.pop()
-            if node in seen or self._order[node] < first:
-                continue
-            seen.add(node)
-            if operation_of(node) in targets:
+            node = operation_of(waiting.pop())
+            if node in targets:
                 return False
-            waiting.extend(node.all_input_nodes)
+            if node not in seen:
+                seen.add(node)
+                other = run_of.get(node)
+                waiting.extend(node.all_input_nodes if other is None else other.sources)
         return True
 
 
