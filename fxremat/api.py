@@ -215,6 +215,7 @@ def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
     Raises:
         FxrematError: the errors of :func:`compile`.
     """
+    _refuse(options, ("split",), "frontier, whose points are of the step as it was traced")
     (found,) = compile(model, sample, 1.0, **_whole(options)).plans
     return found.frontier
 

@@ -202,7 +202,8 @@ def test_others_keep_to_the_least_budget(name: str):
     assert peak_of(model, call, (x,)) <= call.plan.budget_bytes
 
 
-def test_it_is_not_estimated():
+@pytest.mark.parametrize("ask", [fxremat.estimate, fxremat.frontier])
+def test_what_does_not_know_of_it_refuses_it(ask: Any):
     with pytest.raises(fxremat.ArgumentError) as raised:
-        fxremat.estimate(made(), batch(), loss="own", split=True)
+        ask(made(), batch(), loss="own", split=True)
     assert raised.value.argument == "split"
