@@ -208,8 +208,7 @@ def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
         model: the module to train; it is not changed.
         sample: arguments of one call, as for :func:`compile`.
         **options: of :func:`compile`, but ``budget``, ``split``, ``fullgraph`` and ``regions``.
-            ``offload``
-            changes nothing here.
+            ``offload`` changes nothing here.
 
     Returns points of peak bytes and seconds of a step.
 
