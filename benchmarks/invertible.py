@@ -80,7 +80,7 @@ def measure(depth: int, slope: float, rounds: int) -> dict[str, Any]:
         "depth": depth,
         "slope": slope,
         "budget_bytes": plans[True].budget_bytes,
-        "rebuilt": not plans[False].exact,
+        "rebuilt": not plans[False].form.exact,
         "error": errors[False],
         "error_exact": errors[True],
         "error_of_last_bit": error(nudged, expected),

@@ -88,7 +88,7 @@ def measure(words: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
             "setting": name,
             "budget_bytes": call.plan.budget_bytes,
             "peak_bytes": peaks[name],
-            "parts_bytes": call.plan.parts_bytes,
+            "parts_bytes": call.plan.form.parts_bytes,
             "predicted": call.plan.predicted_s / calls["everything kept"].plan.predicted_s,
             "seconds": vars_of(Spread.of(values[name])),
             "ratio": vars_of(ratios(values, name, "everything kept")),

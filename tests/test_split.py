@@ -82,8 +82,8 @@ def test_a_third_of_the_least_is_kept_to(least_bytes: int):
     for ours, expected in zip(found, gradients(truth, truth, given), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
     plan = call.plan
-    assert plan.parts_bytes
-    assert not plan.exact
+    assert plan.form.parts_bytes
+    assert not plan.form.exact
     assert "in parts" in plan.explain()
     measured = peak_of(model, call, given)
     assert measured <= plan.predicted_peak_bytes <= least_bytes // 3
@@ -92,7 +92,7 @@ def test_a_third_of_the_least_is_kept_to(least_bytes: int):
 def test_where_everything_fits_nothing_is_in_parts():
     model, given = made(), batch()
     call = compiled(model, "100%", split=True)
-    assert (call.plan.parts_bytes, call.plan.exact) == (0, True)
+    assert (call.plan.form.parts_bytes, call.plan.form.exact) == (0, True)
     found = gradients(model, call, given)
     whole = made()
     expected = gradients(whole, compiled(whole, "100%"), given)
@@ -124,7 +124,7 @@ def test_other_batches_run_in_parts_of_other_sizes(least_bytes: int):
 def test_a_plan_that_was_saved_is_followed(tmp_path: Path):
     model, given = made(), batch()
     first = compiled(model, "min", split=True)
-    assert first.plan.parts_bytes
+    assert first.plan.form.parts_bytes
     first.plan.save(tmp_path / "plan.json")
     again = compiled(model, None, split=True, plan=str(tmp_path / "plan.json"))
     assert again.plan.forward_code == first.plan.forward_code

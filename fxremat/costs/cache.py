@@ -26,6 +26,7 @@ class CostCache:
         result_bytes: of the storages of an operation's results.
         as_traced: whether an operation's results lie as the trace says.
         asked: the order in which an operation asks for its results.
+        keeps_bits: whether operations have the same bits when they are computed in parts.
     """
 
     seconds: dict[Key, float] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class CostCache:
     result_bytes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
     as_traced: dict[Key, bool] = field(default_factory=dict)
     asked: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    keeps_bits: dict[Key, bool] = field(default_factory=dict)
 
 
 COSTS: dict[Key, CostCache] = defaultdict(CostCache)

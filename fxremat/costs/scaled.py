@@ -33,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
+from fxremat.costs.bits import keeps_bits
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import stage_blocks
 from fxremat.costs.execute import Operations, undisturbed
@@ -196,6 +197,13 @@ def with_workspaces(
             operations.run(block, real)
         return cache.workspace_bytes[key]
 
+    for node in nodes:
+        if isinstance(node.target, Parts) and node.target.exact:
+            count = len(node.target.inputs)
+            given = [n.meta["val"] for n in node.args[:count]]
+            own = tuple(map(int, node.args[count:]))
+            kept = keeps_bits(node.target, given, own, whole=None, cache=cache)
+            node.target.settle(own, keeps_bits=kept)
     with undisturbed(device):
         found = tuple(
             (i, mode, workspace_bytes(nodes[i], Mode(mode)) if _is_lawless(nodes[i]) else nbytes)

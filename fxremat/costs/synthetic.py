@@ -52,17 +52,22 @@ class Synthesizer:
             return size
         key = torch_compat.storage_key(traced)
         if key not in made:
-            made[key] = _base(traced)
+            made[key] = _base(traced, std=0.1)
         base = made[key]
         if base.dtype != traced.dtype:
             base = base.view(torch.uint8).view(traced.dtype)
         return base.as_strided(traced.shape, traced.stride(), traced.storage_offset())
 
 
-def _base(traced: torch.Tensor) -> torch.Tensor:
+def made_up(traced: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies as ``traced``, with random numbers about 1; integers and masks are 0."""
+    return _base(traced, std=1.0).as_strided(traced.shape, traced.stride(), traced.storage_offset())
+
+
+def _base(traced: torch.Tensor, *, std: float) -> torch.Tensor:
     """A flat tensor that fills the whole storage of ``traced``."""
     count = int(traced.untyped_storage().nbytes()) // traced.element_size()
     base = torch.zeros(count, dtype=traced.dtype, device=traced.device)
     if traced.is_floating_point() or traced.is_complex():
-        base.normal_(std=0.1)
+        base.normal_(std=std)
     return base

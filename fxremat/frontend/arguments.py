@@ -30,6 +30,7 @@ from fxremat.units import Counted, format_bytes, parse_bytes
 Offload = Literal["auto", "only", "conv", False]
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
 Executor = Literal["eager", "inductor"]
+Split = Literal["exact"] | bool
 
 BACKEND_OPTIONS = (
     "budget", "reserve", "optimizer", "loss", "target", "accumulate", "offload", "host_limit",
@@ -64,7 +65,7 @@ class Arguments:
     accumulate: bool = False
     host: HostMemory | None = None
     exact: bool = True
-    split: bool = False
+    split: Split = "exact"
     budget_on: Counted = "allocated"
     executor: Executor = "eager"
     dynamic: bool | None = None
@@ -111,8 +112,8 @@ class Arguments:
         if arguments.in_flight > 1 and arguments.regions:
             must_be = "1 with regions=: a step of several graphs is one"
             _refuse("in_flight", given["in_flight"], must_be)
-        if arguments.split and arguments.fused:
-            _refuse("split", True, 'False with executor="inductor"')
+        if arguments.split is True and arguments.fused:
+            _refuse("split", True, 'False or "exact" with executor="inductor"')
         if arguments.drop_unused and loss is None:
             _refuse("drop_unused", True, "False without loss=, which says what is used")
         return replace(arguments, accumulate=arguments.accumulate or arguments.in_flight > 1)
@@ -307,12 +308,20 @@ def _read_dynamic(argument: str, value: object) -> bool | None:
     return None if value is None else read_bool(argument, value)
 
 
+def _read_split(argument: str, value: object) -> Split:
+    if value == "exact":
+        return "exact"
+    if not isinstance(value, bool):
+        _refuse(argument, value, '"exact", True or False')
+    return value
+
+
 _READERS: dict[str, Callable[[str, object], Any]] = {
     "optimizer": _read_optimizer,
     "drop_unused": read_bool,
     "accumulate": read_bool,
     "exact": read_bool,
-    "split": read_bool,
+    "split": _read_split,
     "budget_on": _one_of("allocated", "reserved"),
     "executor": _one_of("eager", "inductor"),
     "dynamic": _read_dynamic,
@@ -352,7 +361,7 @@ class Options:
     host_limit: str | None = None
     host_dir: str | None = None
     exact: bool = True
-    split: bool = False
+    split: Any = "exact"
     budget_on: str = "allocated"
     executor: str = "eager"
     dynamic: bool | None = None

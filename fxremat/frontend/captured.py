@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.costs.bits import Whole, keeps_bits
 from fxremat.costs.cache import cost_cache
 from fxremat.costs.collectives import late_bytes, speeds_of, with_collectives
 from fxremat.costs.cost import Measured, measure_line
@@ -23,7 +24,7 @@ from fxremat.frontend.dimensions import Dimension, dimensions_of
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.store import Store, key_of, origin_of_costs
-from fxremat.ir import Origin, RecordedCosts
+from fxremat.ir import TRACED, Form, Origin, RecordedCosts
 from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
@@ -63,8 +64,7 @@ class Variant:
         blocks: of its stages.
         measured: its stages, and what they cost.
         base: what is held beside it at every call.
-        exact: every value is computed as it was traced.
-        parts_bytes: values that take more are computed in parts; 0: none is.
+        form: how its operations are computed.
         scaled: its costs at any sizes; ``None`` before another size is asked for.
     """
 
@@ -72,8 +72,7 @@ class Variant:
     blocks: BlockCache
     measured: Measured
     base: ContextBytes
-    exact: bool
-    parts_bytes: int = 0
+    form: Form
     scaled: ScaledCosts | None = None
 
     @property
@@ -190,6 +189,11 @@ class CapturedStep:
         return any(map(torch_compat.is_collective, self._module.graph.nodes))
 
     @property
+    def has_units(self) -> bool:
+        """Whether operations are compiled as units."""
+        return self._units is not None
+
+    @property
     def executor(self) -> str:
         """Who makes the kernels, and what is run without."""
         if self._units is None:
@@ -214,24 +218,35 @@ class CapturedStep:
             CostError: an operation cannot be measured.
         """
         if not self._variants:
-            self.take(self.line(exact=True), exact=True)
+            self.take(self.line(TRACED), TRACED)
         return self._variants
 
-    def variant(self, *, exact: bool, parts_bytes: int = 0) -> Variant:
-        """The step as it was traced, or, not ``exact``, with norms undone, or in parts.
+    def variant(self, form: Form) -> Variant:
+        """The step in one form.
 
         Raises:
-            PlanError: it has no such variant.
+            PlanError: it has no such form.
         """
-        self.measure(exact=exact or bool(parts_bytes), in_parts=bool(parts_bytes))
-        form = exact, parts_bytes
         for own in self.variants:
-            if (own.exact, own.parts_bytes) == form:
+            if own.form == form:
                 return own
-        raise PlanError(
-            f"this step is not computed with values of more than {parts_bytes} bytes in parts, or "
-            "with norms undone: plan again"
-        )
+        line = self.line(form)
+        if _way_of(line) == _way_of(self.variants[0].blocks.line):
+            raise PlanError(f"this step is not computed in the form {form}: plan again")
+        return self.take(line, form)
+
+    def add(self, form: Form) -> Variant | None:
+        """The step in one more form; ``None`` where it is computed like in one that is there."""
+        line = self.line(form)
+        known = [_way_of(own.blocks.line) for own in self.variants]
+        return None if _way_of(line) in known else self.take(line, form)
+
+    def parted(self, *, exact: bool) -> Iterator[Form]:
+        """Forms in which ever smaller values are computed in parts."""
+        table, made = self.joint.storages, (*self.joint.forward, *self.joint.backward)
+        largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
+        for share in PART_SHARES:
+            yield Form(exact=exact, parts_bytes=max(1, largest_bytes // share))
 
     @property
     def correction_key(self) -> str:
@@ -247,21 +262,33 @@ class CapturedStep:
         """Values of primals, where known."""
         return {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
 
-    def line(self, *, exact: bool, parts_bytes: int = 0) -> Line:
-        """The step's graph in stages: as it was traced, or, not ``exact``, with norms undone, or
-        with runs in parts where values take more than ``parts_bytes``.
-        """
+    def line(self, form: Form) -> Line:
+        """The step's graph in stages, its operations computed in a form."""
         joint = build_joint_graph(
             self._module,
             forward_output_count=self._output_count,
             mutated_primals=self._mutated,
-            exact=exact or bool(parts_bytes),
+            exact=form.exact or bool(form.parts_bytes),
             sizes=self.sizes,
         )
-        if parts_bytes:
-            joint = rebuilt(joint, split(joint, parts_bytes, None) or joint.module)
+        if form.parts_bytes:
+            same_bits = self._keeps_bits if form.exact else None
+            joint = rebuilt(joint, split(joint, form.parts_bytes, same_bits) or joint.module)
         line = linearize(joint)
         return line if self._units is None else self._fused(line, self._units)
+
+    def _keeps_bits(self, parts: Parts, given: Sequence[torch.Tensor], whole: Whole) -> bool:
+        """Whether an operation has the same bits in parts, in all processes that ask.
+
+        Nothing can be run for another device: there only rules tell.
+        """
+        if self._target is not None:
+            return False
+        sizes = tuple(parts.hints.values())
+        own = keeps_bits(parts, given, sizes, whole=whole, cache=cost_cache())
+        if self.peers is None:
+            return own
+        return self.peers.agree("bits of parts", bool, own, lambda told: all(told.values()))
 
     def _fused(self, line: Line, units: Units) -> Line:
         """``line`` with units, their kernels made.
@@ -286,25 +313,18 @@ class CapturedStep:
             self.progress("compile kernels", len(units), len(units))
         return linearize(rebuilt(line.joint, module))
 
-    def take(
-        self,
-        line: Line,
-        *,
-        exact: bool,
-        parts_bytes: int = 0,
-        costs: RecordedCosts | None = None,
-    ) -> Variant:
-        """Let ``line`` be a further variant, at ``costs`` or what is measured."""
+    def take(self, line: Line, form: Form, *, costs: RecordedCosts | None = None) -> Variant:
+        """Let ``line``, of a form, be a further variant, at ``costs`` or what is measured."""
         origin, blocks = self.origin(), BlockCache(line)
         known = Measured.of(line, costs) if costs is not None else None
-        measured = known or self._measured(origin, blocks, exact=exact, parts_bytes=parts_bytes)
+        measured = known or self._measured(origin, blocks, form)
         if self._variants:  # nothing that is around knows how norms are computed
             base = self._variants[0].base
         else:
             base = self._around(measured.line.joint)
             if self.caller.outputs_bytes is None:
                 self.caller = replace(self.caller, outputs_bytes=base.tangent_bytes)
-        variant = Variant(origin, blocks, measured, base, exact, parts_bytes)
+        variant = Variant(origin, blocks, measured, base, form)
         if self.peers is not None:
             variant = self._agreed(self.peers, variant, new=costs is None)
         self._variants.append(variant)
@@ -329,27 +349,6 @@ class CapturedStep:
             speeds = agreed_speeds(peers, speeds_of(line, self.device))
             costs = with_collectives(costs, line, variant.blocks, speeds)
         return replace(variant, measured=Measured.of(line, costs), base=base)
-
-    def measure(self, *, exact: bool, in_parts: bool = False) -> None:
-        """Let there be the traced variant and, not ``exact``, one that rebuilds inputs of norms, if
-        any can be rebuilt; with ``in_parts`` those in parts.
-        """
-        (first, *others) = self.variants
-        if not exact and first.exact and all(own.exact or own.parts_bytes for own in others):
-            undone = self.line(exact=False)
-            if any(map(is_inverse, undone.joint.forward)):
-                self.take(undone, exact=False)
-        if in_parts and first.exact and not any(own.parts_bytes for own in others):
-            table, made = self.joint.storages, (*self.joint.forward, *self.joint.backward)
-            largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
-            known: set[frozenset[str]] = set()
-            for share in PART_SHARES:
-                parts_bytes = max(1, largest_bytes // share)
-                line = self.line(exact=True, parts_bytes=parts_bytes)
-                parts = frozenset(str(n.target) for n in line.nodes if isinstance(n.target, Parts))
-                if parts and parts not in known:
-                    known.add(parts)
-                    self.take(line, exact=False, parts_bytes=parts_bytes)
 
     def forget_blocks(self) -> None:
         """Forget all blocks: those that are used again are found again."""
@@ -417,16 +416,14 @@ class CapturedStep:
             joint, self._real(joint) if values is None else {}, caller, values=values
         )
 
-    def _measured(
-        self, origin: Origin, blocks: BlockCache, *, exact: bool, parts_bytes: int
-    ) -> Measured:
+    def _measured(self, origin: Origin, blocks: BlockCache, form: Form) -> Measured:
         """What a graph costs: given, estimated, known, or measured now."""
         line = blocks.line
-        if self.costs is not None and exact:
+        if self.costs is not None and form == TRACED:
             return Measured.of(line, self.costs)
         if self._target is not None:
             return estimate_line(line, blocks, self._target)
-        key = key_of(origin, exact=exact, **({"parts": parts_bytes} if parts_bytes else {}))
+        key = key_of(origin, form=form)
         known = self.store.get("costs", key, RecordedCosts)
         if known is not None:
             try:
@@ -442,3 +439,9 @@ class CapturedStep:
         )
         self.store.put("costs", key, RecordedCosts, measured.costs)
         return measured
+
+
+def _way_of(line: Line) -> tuple[bool, frozenset[str]]:
+    """What tells forms of a step apart: whether norms are undone, and runs in parts."""
+    parts = frozenset(str(n.target) for n in line.nodes if isinstance(n.target, Parts))
+    return any(map(is_inverse, line.joint.forward)), parts

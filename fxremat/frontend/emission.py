@@ -17,7 +17,7 @@ from fxremat.frontend.captured import CapturedStep
 from fxremat.frontend.record import record_memory
 from fxremat.frontend.schedules import Schedules
 from fxremat.frontend.store import key_of
-from fxremat.ir import Decision, Lane, Move, Origin
+from fxremat.ir import TRACED, Decision, Lane, Move, Origin
 from fxremat.ir.schedule import decoded
 from fxremat.passes.emit.code import ScheduleModule, SizedSchedule
 from fxremat.passes.emit.program import Program, shifted
@@ -197,8 +197,7 @@ def emit(
         forward_code=graphs.forward.code,
         backward_code=graphs.backward.code,
         branch_ends=line.segments.ends,
-        exact=schedules.exact,
-        parts_bytes=schedules.parts_bytes,
+        form=schedules.form,
         budget_on=search.allocations.budget_on,
         decision=decision,
         origin=origin,
@@ -222,7 +221,7 @@ def emit(
         },
     )
     # The bound is one of recomputation alone, of the operations as they were traced.
-    bound = search.bound(budget_bytes) if schedules.exact and not host else None
+    bound = search.bound(budget_bytes) if schedules.form == TRACED and not host else None
     kept = partial(traced.evaluator.evaluation, baseline)
     complete = partial(_completed, record=record, bound=bound, kept=kept, total_s=found.total_s)
     return Planned(plan, graphs, complete=complete)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 
 from fxremat.errors import BudgetError, PlanError
 from fxremat.frontend.agreed import agreed_context, agreed_graphs, agreed_link
+from fxremat.frontend.arguments import Split
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.captured import CapturedStep, Variant
 from fxremat.frontend.dimensions import (
@@ -23,7 +25,7 @@ from fxremat.frontend.emission import Planned, carry_out, emit, follow, with_ove
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.schedules import Schedules, fastest, link_of
 from fxremat.frontend.store import differences, key_of, origin_of_plan, version_of
-from fxremat.ir import MeasuredLink, Origin
+from fxremat.ir import TRACED, Form, MeasuredLink, Origin
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.allocations import settings_of
@@ -44,6 +46,9 @@ LEAST = Budget("min")
 MOST_BLOCKS = 4096
 """Distinct blocks whose code is kept."""
 
+MUCH_SLOWER = 1.2
+"""Forms in parts are looked at, too, where a plan takes so many times what everything kept does."""
+
 MOST_BYTES = 1 << 60
 """More than any budget."""
 
@@ -57,7 +62,8 @@ class Planner:
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan; else inputs of norms may be
             rebuilt from outputs where that is faster, or fits where nothing else does.
-        split: runs of operations may be computed in parts, with results up to rounding.
+        split: runs of operations may be computed in parts where nothing else fits, or is much
+            slower than everything kept: ``"exact"``, where that keeps bits; ``True``, anyhow.
         allocator: rules that hold in place of those of the device's allocator.
         generators: names of solvers whose schedules are looked at.
 
@@ -74,7 +80,7 @@ class Planner:
         *,
         host: HostMemory | None = None,
         exact: bool = True,
-        split: bool = False,
+        split: Split = False,
         allocator: AllocatorSettings | None = None,
         generators: tuple[str, ...] = DEFAULT_GENERATORS,
     ) -> None:
@@ -82,6 +88,7 @@ class Planner:
         self.sent: dict[Values, tuple[tuple[Candidate, ...], ...]] = {}
         self._host, self._exact, self._generators = host, exact, generators
         self._allocator, self._split = allocator, split
+        self._forms: list[Form] | None = None  # that were not looked at yet
         self._known: list[Schedules] = []  # of each variant, at the sizes of the capture
         self._link: MeasuredLink | None = None
         self._modules = BlockModules()
@@ -177,6 +184,8 @@ class Planner:
             self._modules = BlockModules()
             step.forget_blocks()
         schedules = self.within(context, budget.nbytes)
+        if budget.is_least:
+            schedules = self.look_at_all(context)
         traced = schedules[0].search
         least = min(schedules, key=lambda own: own.least_bytes)
         least_bytes = self._of_all(context, least.least_bytes)
@@ -187,6 +196,8 @@ class Planner:
             beside=context.described(step.joint),
         )
         chosen = fastest(schedules, budget_bytes)
+        while chosen[1].total_s > MUCH_SLOWER * traced.baseline.total_s and self._grown(context):
+            chosen = fastest(self.within(context, budget_bytes), budget_bytes)
         step.progress(WRITE)
         planned = emit(
             step,
@@ -209,7 +220,7 @@ class Planner:
         if plan is None:
             return None
         try:
-            variant = self.step.variant(exact=plan.exact, parts_bytes=plan.parts_bytes)
+            variant = self.step.variant(plan.form)
             return follow(plan, variant.blocks, self._modules, host=self._host)
         except PlanError as error:
             LOG.warning("a known plan is ignored: %s", error)
@@ -219,13 +230,11 @@ class Planner:
         """A plan that was kept, with its graphs."""
         if kept.origin is None or kept.measured is None:
             raise PlanError("this plan was not made of a model: compile without plan=")
-        line = self.step.line(exact=kept.exact, parts_bytes=kept.parts_bytes)
+        line = self.step.line(kept.form)
         now = replace(self.step.origin(), options=kept.origin.options, held=kept.origin.held)
         variant = None
         if now == kept.origin:
-            variant = self.step.take(
-                line, exact=kept.exact, parts_bytes=kept.parts_bytes, costs=kept.measured
-            )
+            variant = self.step.take(line, kept.form, costs=kept.measured)
             now = self._origin(variant, context)
         told = tuple(differences(kept.origin, now))
         if told or variant is None:
@@ -282,7 +291,7 @@ class Planner:
     def _as_first(self, plan: Plan) -> Planned | None:
         """The first process's plan with constants of this one; ``None``: it cannot be followed."""
         try:
-            variant = self.step.variant(exact=plan.exact, parts_bytes=plan.parts_bytes)
+            variant = self.step.variant(plan.form)
             graphs = carry_out(plan, variant.blocks, self._modules, host=self._host)
         except PlanError:
             return None
@@ -358,8 +367,42 @@ class Planner:
         self.step.store.put("correction", self.step.correction_key, Correction, correction)
 
     def _measure(self) -> None:
-        """Let all variants that schedules may be of be measured."""
-        self.step.measure(exact=self._exact, in_parts=self._split)
+        """Let all forms of the step be measured that are looked at first."""
+        if self._forms is not None:
+            return
+        self._forms = []
+        if self.step.variants[0].form != TRACED:  # a plan that was kept
+            return
+        if not self._exact:
+            self.step.add(Form(exact=False))
+        if self._split and not self.step.has_units:
+            self._forms += self.step.parted(exact=self._split == "exact")
+        if self._peers is not None:  # which must all have the same forms
+            while self._forms:
+                self.step.add(self._forms.pop(0))
+
+    def _grown(self, context: StepContext) -> bool:
+        """Let schedules be known of one more form of the step, if there is one."""
+        while self._forms:
+            variant = self.step.add(self._forms.pop(0))
+            if variant is not None:
+                first = replace(context, sizes=self.step.sizes.hints)
+                self._known.append(self._schedules(variant, None, first))
+                return True
+        return False
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there may be forms of the step that were not looked at."""
+        self._measure()
+        return bool(self._forms)
+
+    def look_at_all(self, context: StepContext) -> list[Schedules]:
+        """Schedules that are known, of all forms of the step."""
+        self._look(context)
+        while self._grown(context):
+            pass
+        return self.within(context, None)
 
     # Schedules
 
@@ -388,9 +431,13 @@ class Planner:
         if not run:
             return found
         found = self._with_sent(context.sizes, found)
-        if new or budget_bytes is None or min(own.least_bytes for own in found) <= budget_bytes:
+        if budget_bytes is None or min(own.least_bytes for own in found) <= budget_bytes:
             return found
-        return self._with_sent(context.sizes, self.searched(context))
+        if not new:
+            found = self._with_sent(context.sizes, self.searched(context))
+            if min(own.least_bytes for own in found) <= budget_bytes:
+                return found
+        return self.within(context, budget_bytes) if self._grown(context) else found
 
     def searched(self, context: StepContext) -> list[Schedules]:
         """Schedules of each variant, looked for anew; they are known from then on."""
@@ -430,13 +477,14 @@ class Planner:
             known=known.search if known else None,
         )
         transfers = None if host is None else Transfers.of(search, host, link)
-        return Schedules(search, transfers, variant.exact, variant.parts_bytes)
+        return Schedules(search, transfers, variant.form)
 
     def _with_sent(self, sizes: Values, schedules: list[Schedules]) -> list[Schedules]:
         """``schedules``, knowing what travels in plans that were found apart from them."""
         if sizes not in self.sent:
             return schedules
-        return [own.with_sent(sent) for own, sent in zip(schedules, self.sent[sizes], strict=True)]
+        each = itertools.zip_longest(schedules, self.sent[sizes], fillvalue=())  # forms came later
+        return [own.with_sent(sent) for own, sent in each if own]
 
     def _rules(self) -> AllocatorSettings | None:
         """The rules of the device's allocator; ``None``: it has none."""
@@ -481,6 +529,7 @@ class Planner:
         self, context: StepContext, group: Sequence[Dimension], budget_bytes: int, *, most: int
     ) -> int | None:
         """The largest size of dimensions that fits: see :func:`largest_size`."""
+        self.look_at_all(replace(context, sizes=self.step.sizes.hints))
         return largest_size(
             self.step.sizes,
             context,

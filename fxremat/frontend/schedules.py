@@ -12,7 +12,7 @@ from fxremat.costs.bandwidth import know_link, link_key, measure_link
 from fxremat.frontend.captured import CapturedStep, Variant
 from fxremat.frontend.record import describe_peak
 from fxremat.frontend.store import key_of
-from fxremat.ir import MeasuredLink, RecordedCosts
+from fxremat.ir import Form, MeasuredLink, RecordedCosts
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import ContextBytes
@@ -31,14 +31,12 @@ class Schedules:
     Attributes:
         search: all of them.
         transfers: those with storages that travel; ``None``: none may.
-        exact: the variant computes every value as it was traced.
-        parts_bytes: values that take more are computed in parts in it; 0: none is.
+        form: how the variant computes its operations.
     """
 
     search: Search
     transfers: Transfers | None
-    exact: bool
-    parts_bytes: int = 0
+    form: Form
 
     def within(self, context_bytes: ContextBytes) -> Schedules:
         """These schedules, where something else is held beside the variant."""

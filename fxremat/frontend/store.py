@@ -172,7 +172,7 @@ def origin_of_plan(
     *,
     host: HostMemory | None,
     exact: bool,
-    split: bool,
+    split: bool | str,
     generators: tuple[str, ...],
     allocator: AllocatorSettings | None,
 ) -> Origin:
@@ -187,7 +187,7 @@ def origin_of_plan(
         "optimizer": f"{sum(caller.held_bytes)} bytes",
         "loss": None if caller.loss_bytes is None else f"{caller.loss_bytes} bytes",
     }
-    if split:
+    if split != "exact":
         options["split"] = split
     if generators != DEFAULT_GENERATORS:
         options["generators"] = ", ".join(generators)

@@ -11,6 +11,8 @@ from fxremat.ir.join import Join, JoinCosts, JoinProblem
 from fxremat.ir.link import Link, MeasuredLink
 from fxremat.ir.problem import Infeasible, Problem, Solution, Solved, TimedOut
 from fxremat.ir.recorded import (
+    TRACED,
+    Form,
     Origin,
     RecordedCosts,
     StageSeconds,
@@ -37,6 +39,7 @@ from fxremat.ir.schedule import (
 from fxremat.ir.timeline import Copy, Event, Idle, Lane, Timeline
 
 __all__ = [
+    "TRACED",
     "Activations",
     "Backward",
     "Chain",
@@ -45,6 +48,7 @@ __all__ = [
     "Costs",
     "Decision",
     "Event",
+    "Form",
     "Forward",
     "Free",
     "Idle",

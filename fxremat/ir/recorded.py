@@ -13,6 +13,23 @@ from fxremat.ir.link import MeasuredLink
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """How the operations of a step are computed; by default as they were traced.
+
+    Attributes:
+        exact: outputs and gradients have the bits that they have as traced.
+        parts_bytes: values that take more are computed in parts, where that can be; 0: none is.
+    """
+
+    exact: bool = True
+    parts_bytes: int = 0
+
+
+TRACED = Form()
+"""As they were traced."""
+
+
+@dataclass(frozen=True, slots=True)
 class StageSeconds:
     """Measured seconds of one stage, with those of its call in emitted code."""
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from fxremat.ir import (
+    TRACED,
     Chain,
     Costs,
     Decision,
+    Form,
     Origin,
     RecordedCosts,
     Schedule,
@@ -101,10 +103,8 @@ class PlanFacts:
         forward_code, backward_code: the emitted graphs as Python.
         branch_ends: the stages after each branch's last, of branches in branches too, where they
             meet in a trunk.
-        exact: gradients are bitwise those without a plan; else inputs of norms are rebuilt
-            from outputs (``compile(exact=False)``), or runs are computed in parts.
-        parts_bytes: values that take more are computed in parts (``compile(split=True)``); 0:
-            none is.
+        form: how operations are computed: as they were traced, with inputs of norms rebuilt from
+            outputs (``compile(exact=False)``), or with runs in parts (``compile(split=...)``).
         budget_on: what all budgets and the frontier are for: ``"allocated"`` bytes or
             ``"reserved"`` ones.
         decision: what each stage keeps, and what travels; the schedule has the rest.
@@ -144,8 +144,7 @@ class PlanFacts:
     forward_code: str
     backward_code: str
     branch_ends: tuple[int, ...] = ()
-    exact: bool = True
-    parts_bytes: int = 0
+    form: Form = TRACED
     budget_on: Counted = "allocated"
     overhead_s: float = 0.0
     decision: Decision = field(default_factory=Decision, repr=False)

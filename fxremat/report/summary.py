@@ -88,10 +88,10 @@ def _of_graph(plan: PlanFacts) -> Iterator[tuple[str, str]]:
         yield "batch", batch_of(plan)
     if plan.host_bytes:
         yield "host memory", _host(plan)
-    if plan.parts_bytes:
-        what = f"values of more than {format_bytes(plan.parts_bytes)} are computed in parts"
+    if plan.form.parts_bytes:
+        what = f"values of more than {format_bytes(plan.form.parts_bytes)} are computed in parts"
         yield "gradients", f"up to rounding: {what}"
-    elif not plan.exact:
+    elif not plan.form.exact:
         yield "gradients", "up to rounding: inputs of norms are rebuilt from outputs"
     if plan.fused:
         calls = _count(sum(unit.calls for unit in plan.fused), "call")

@@ -68,7 +68,7 @@ def test_norms_undone_are_so_again(monkeypatch: pytest.MonkeyPatch):
     )
     options: dict[str, Any] = {"loss": loss_of, "exact": False}
     plan = fxremat.plan(network(), X, 0.8, **options)
-    assert not plan.exact
+    assert not plan.form.exact
     torch._dynamo.reset()
     no_measuring(monkeypatch)
     assert fxremat.compile(network(), X, plan=plan, **options).plan == plan

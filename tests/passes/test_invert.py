@@ -86,7 +86,7 @@ def test_leaky_relus_keep_their_result_with_the_same_bits(exact: list[Tensor], i
     model = network(inplace=inplace)
     call = fxremat.compile(model, X, "min", loss=loss_of)
     assert all(map(torch.equal, gradients(model, call), exact))
-    assert call.plan.exact
+    assert call.plan.form.exact
 
 
 def middling(**options: bool) -> tuple[nn.Module, fxremat.CompiledModule]:
@@ -101,7 +101,7 @@ def test_gradients_are_up_to_rounding_within_the_budget(exact: list[Tensor], mon
     # As if convolutions were so dear that rebuilding from results always pays.
     monkeypatch.setattr("fxremat.frontend.pipeline.fastest", _always_rebuilt)
     model, call = middling(exact=False)
-    assert not call.plan.exact
+    assert not call.plan.form.exact
     assert "up to rounding" in call.plan.explain()
     for found, expected in zip(gradients(model, call), exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
@@ -126,7 +126,7 @@ def test_statistics_and_outputs_keep_their_bits(monkeypatch):
 def test_never_slower_and_never_more_than_the_exact_plan():
     _, with_rounding = middling(exact=False)
     _, with_bits = middling()
-    assert with_bits.plan.exact
+    assert with_bits.plan.form.exact
     assert with_rounding.plan.least_budget_bytes <= with_bits.plan.least_budget_bytes
     # Equal operations are timed once in a process, so both compare the same times.
     assert with_rounding.plan.predicted_s <= with_bits.plan.predicted_s
@@ -135,10 +135,10 @@ def test_never_slower_and_never_more_than_the_exact_plan():
 def test_what_fits_is_left_alone():
     model = network()
     call = fxremat.compile(model, X, 1.0, loss=loss_of, exact=False)
-    assert call.plan.exact
+    assert call.plan.form.exact
     assert call.plan.predicted_s == call.plan.baseline_s
 
 
 def test_a_model_without_such_norms_is_planned_as_ever():
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
-    assert fxremat.plan(model, torch.randn(16, 8), "min", exact=False).exact
+    assert fxremat.plan(model, torch.randn(16, 8), "min", exact=False).form.exact

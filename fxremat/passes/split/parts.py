@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxremat.passes.joint.digest import target_name
+from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.joint.sizes import Layout, evaluated
 from fxremat.passes.split.rules import Result, Rows
 
@@ -55,11 +57,14 @@ class Parts:
         inputs: of each tensor that it takes: its rows, or ``None`` where each part reads it whole.
         outputs: of each tensor that it returns.
         rows: how many rows there are; it may follow the sizes of the step.
-        count: of parts.
+        part_rows: at most so many rows are in a part.
         hints: sizes that the run follows, by name, and their values at the capture.
         device: of all tensors.
+        exact: its results must have the bits that they have where it is one part.
 
     It takes the inputs, and the sizes in their order; it returns a tensor, or a list of several.
+    Where it is to be exact, it is one part at sizes of which :meth:`settle` was not told that parts
+    keep the bits.
     """
 
     def __init__(
@@ -69,28 +74,51 @@ class Parts:
         inputs: Sequence[Rows | None],
         outputs: Sequence[Output],
         rows: int,
-        count: int,
+        part_rows: int,
         hints: Mapping[str, int],
         device: torch.device,
+        *,
+        exact: bool,
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = "fxremat.parts"
-        self.graph, self.rows, self.count = graph, rows, count
+        self.graph, self.rows, self.part_rows = graph, rows, part_rows
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self.hints, self.device = dict(hints), device
+        self.hints, self.device, self.exact = dict(hints), device, exact
+        self._keeps_bits: dict[tuple[int, ...], bool] = {}
         self._bodies: dict[tuple[int, ...], Body] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return self.__name__
 
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Names of what it computes, in order."""
+        called = (n for n in self.graph.nodes if n.op == "call_function" and not is_getitem(n))
+        return tuple(target_name(n.target) for n in called)
+
+    @property
+    def count(self) -> int:
+        """Parts at the sizes of the capture."""
+        return -(-int(self.rows) // self.part_rows)
+
+    def settle(self, sizes: tuple[int, ...], *, keeps_bits: bool) -> None:
+        """Let it be known whether parts keep the bits, at ``sizes`` in the order of ``hints``."""
+        self._keeps_bits[sizes] = keeps_bits
+
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        given, sizes = args[: len(self.inputs)], args[len(self.inputs) :]
-        named = dict(zip(self.hints, map(int, sizes), strict=True))
+        whole = self.exact and not self._keeps_bits.get(tuple(map(int, args[len(self.inputs) :])))
+        return self.run(args, part_rows=None if whole else self.part_rows)
+
+    def run(self, args: Sequence[Any], *, part_rows: int | None) -> Any:
+        """Run it with ``args``, so many rows at a time; ``None``: all at once."""
+        given, sizes = args[: len(self.inputs)], tuple(map(int, args[len(self.inputs) :]))
+        named = dict(zip(self.hints, sizes, strict=True))
         total = int(evaluated(self.rows, named))
         made: list[Any] = [None] * len(self.outputs)
-        for start, rows in parts_of(total, self.count):
+        for start, rows in parts_of(total, part_rows or total):
             pieces = [
                 tensor if way is None else part(tensor, way, start, rows)
                 for tensor, way in zip(given, self.inputs, strict=True)
@@ -157,11 +185,10 @@ class Parts:
             del value
 
 
-def parts_of(total: int, count: int) -> Iterator[tuple[int, int]]:
+def parts_of(total: int, part_rows: int) -> Iterator[tuple[int, int]]:
     """First row and number of rows of each part: all alike but the last, which has no more."""
-    rows = -(-total // count)
-    for start in range(0, total, max(rows, 1)):
-        yield start, min(rows, total - start)
+    for start in range(0, total, max(part_rows, 1)):
+        yield start, min(part_rows, total - start)
 
 
 def part(tensor: Tensor, way: Rows, start: int, rows: int) -> Tensor:

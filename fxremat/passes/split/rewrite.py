@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 import torch
@@ -25,10 +27,15 @@ from fxremat.passes.joint.graph import (
 from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of, names_in, symbol
 from fxremat.passes.split.losses import by_rows
 from fxremat.passes.split.parts import ROWS, Output, Parts
-from fxremat.passes.split.rules import Result, for_rows
-from fxremat.passes.split.runs import Run, SameBits, part_count, place_of, runs_of
+from fxremat.passes.split.rules import Way, for_rows
+from fxremat.passes.split.runs import Run, is_sum_of_products, place_of, rows_of_part, runs_of
 
-aten = torch.ops.aten
+Tensors = Sequence[torch.Tensor]
+
+SameBits = Callable[[Parts, Tensors, Callable[[Tensors], Tensors]], bool]
+"""Whether an operation keeps its bits in parts: the operation in parts, tensors that lie as those
+that it reads, and the operation at once.
+"""
 
 
 def split(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> fx.GraphModule | None:
@@ -37,27 +44,81 @@ def split(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> fx.
     Args:
         joint: the step; it is not changed.
         most_bytes: of a storage that is to exist whole, and of what one part of a run holds.
-        same_bits: which operations may be computed in parts; ``None``: results may differ by
-            rounding.
+        same_bits: asked of each operation whose kernel may round otherwise in parts; ``None``:
+            results may differ by rounding.
 
     Ensures: random draws keep their order; results and gradients lie as they did.
 
     Returns ``None`` where nothing can be computed in parts.
     """
     joint = rebuilt(joint, by_rows(joint.module))
-    runs = runs_of(joint, most_bytes, same_bits)
+    exact = same_bits is not None
+    inexact: set[tuple[fx.Node, Way]] = set()
+    while True:
+        runs = [
+            _Sized(run, rows_of_part(run, joint, most_bytes, exact=exact))
+            for run in runs_of(joint, most_bytes, inexact if exact else None)
+        ]
+        new = {
+            (node, way)
+            for own in runs
+            for node, way in own.run.ways.items()
+            if same_bits is not None
+            and not way.same_bits
+            and not same_bits(*_alone(node, way, own, joint))
+        }
+        if not new:
+            break
+        inexact |= new
+    runs = [own for own in runs if own.part_rows < own.run.rows]
     if not runs:
         return None
-    return _Writer(joint, [(run, part_count(run, joint, most_bytes)) for run in runs]).write()
+    return _Writer(joint, runs, exact=exact).write()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """A run, and how many rows a part of it has."""
+
+    run: Run
+    part_rows: int
+
+
+def _alone(
+    node: fx.Node, way: Way, own: _Sized, joint: JointGraph
+) -> tuple[Parts, Tensors, Callable[[Tensors], Tensors]]:
+    """An operation in parts by itself, what it reads, and the operation at once."""
+    run = Run(own.run.rows, {node: way}, targets=[node])
+    tensors = (n for n in node.all_input_nodes if is_tensor(n))
+    run.rows_of.update(zip(tensors, way.inputs, strict=True))
+    sources = _in_order(run.sources, joint)
+
+    def whole(given: Tensors) -> Tensors:
+        read = dict(zip(sources, given, strict=True))
+        args: Any = fx.node.map_arg(node.args, read.__getitem__)
+        kwargs: Any = fx.node.map_arg(node.kwargs, read.__getitem__)
+        made = node.target(*args, **kwargs)  # type: ignore[operator]
+        if isinstance(made, torch.Tensor):
+            return [made]
+        returned = [t for t in made if isinstance(t, torch.Tensor)]
+        return [returned[i] for i, _ in _results(node)]
+
+    parts = _parts(_Sized(run, own.part_rows), sources, joint, exact=False)
+    return parts, [n.meta["val"] for n in sources], whole
+
+
+def _in_order(nodes: Iterable[fx.Node], joint: JointGraph) -> list[fx.Node]:
+    order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
+    return sorted(nodes, key=order.__getitem__)
 
 
 class _Writer:
     """Writes the new graph."""
 
-    def __init__(self, joint: JointGraph, runs: Sequence[tuple[Run, int]]) -> None:
-        self._joint = joint
-        self._counts = dict(runs)
-        self._run_of = {target: run for run, _ in runs for target in run.targets}
+    def __init__(self, joint: JointGraph, runs: Sequence[_Sized], *, exact: bool) -> None:
+        self._joint, self._exact = joint, exact
+        self._sized = {own.run: own for own in runs}
+        self._run_of = {target: own.run for own in runs for target in own.run.targets}
         self._parts_by_name: dict[str, Parts] = {}
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
@@ -121,79 +182,76 @@ class _Writer:
 
     def _call(self, run: Run) -> None:
         """A call that computes a run in parts."""
-        order = {n: i for i, n in enumerate(self._joint.module.graph.nodes)}
-        sources = sorted(run.sources, key=order.__getitem__)
-        inside = sorted(run.ways, key=order.__getitem__)
-        results = [
-            (target, value, i)
-            for target in sorted(run.targets, key=order.__getitem__)
-            for i, value in _results(target)
-        ]
-        names = _names(run, inside, sources)
-        parts = self._parts(run, inside, sources, results, names)
-        args = (
-            *(self._values[n] for n in sources),
-            *(Size.named(name, hint) for name, hint in names.items()),
-        )
+        sources = _in_order(run.sources, self._joint)
+        parts = _parts(self._sized[run], sources, self._joint, exact=self._exact)
+        parts = self._parts_by_name.setdefault(parts.__name__, parts)
+        parts.settle(tuple(parts.hints.values()), keeps_bits=True)
+        sizes = (Size.named(name, hint) for name, hint in parts.hints.items())
+        args = (*(self._values[n] for n in sources), *sizes)
         made = self._graph.call_function(parts, args)  # type: ignore[arg-type]
-        last = results[-1][1]
-        made.meta = {k: v for k, v in last.meta.items() if k not in ("val", LAYOUTS, "tensor_meta")}
+        results = [value for _, value, _ in _results_of(run, self._joint)]
+        made.meta = {
+            k: v for k, v in results[-1].meta.items() if k not in ("val", LAYOUTS, "tensor_meta")
+        }
         if len(results) == 1:
-            made.meta["val"] = last.meta["val"]
-            if LAYOUTS in last.meta:
-                made.meta[LAYOUTS] = last.meta[LAYOUTS]
-            self._values[last] = made
+            made.meta |= {k: results[0].meta[k] for k in ("val", LAYOUTS) if k in results[0].meta}
+            self._values[results[0]] = made
             return
-        made.meta["val"] = tuple(value.meta["val"] for _, value, _ in results)
-        if all(LAYOUTS in value.meta for _, value, _ in results):
-            made.meta[LAYOUTS] = tuple(layouts_of(value)[0] for _, value, _ in results)
-        for place, (_, value, _) in enumerate(results):
+        made.meta["val"] = tuple(value.meta["val"] for value in results)
+        if all(LAYOUTS in value.meta for value in results):
+            made.meta[LAYOUTS] = tuple(layouts_of(value)[0] for value in results)
+        for place, value in enumerate(results):
             pick = self._graph.call_function(operator.getitem, (made, place))
             pick.meta = dict(value.meta)
             self._values[value] = pick
 
-    def _parts(
-        self,
-        run: Run,
-        inside: Sequence[fx.Node],
-        sources: Sequence[fx.Node],
-        results: Sequence[tuple[fx.Node, fx.Node, int]],
-        names: Mapping[str, int],
-    ) -> Parts:
-        count = self._counts[run]
-        rows = Size(-(-int(run.rows) // count), symbol(ROWS), {ROWS: -(-int(run.rows) // count)})
-        graph = fx.Graph()
-        copied: dict[fx.Node, fx.Node] = {
-            n: graph.placeholder(f"in{i}") for i, n in enumerate(sources)
-        }
-        gone = {t for t in run.targets if _is_sum_of_products(t, run)}
-        for node in inside:
-            if node in gone:
-                continue
-            args, kwargs = for_rows(node, run.ways[node], rows)
-            copied[node] = add_call(graph, (node.target, args, kwargs), copied)
-            for value in values_of(node):
-                copied[value] = graph.call_function(operator.getitem, (copied[node], value.args[1]))
-        given: list[fx.Node] = []
-        outputs = []
-        for target, value, i in results:
-            (layout,) = layouts_of(value)
-            way = run.ways[target].outputs[i]
-            outputs.append(Output(way, layout, value.meta["val"].dtype, target in gone))
-            given += [copied[a] for a in target.args] if target in gone else [copied[value]]  # type: ignore[index]
-        graph.output(tuple(given))
-        number = {node: i for i, node in enumerate(graph.nodes)}
-        lines = []
-        for node in graph.nodes:
-            arguments = written((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
-            lines.append(f"{target_name(node.target)} {arguments}")
-        ways = [run.rows_of[n] for n in sources]
-        text = "\n".join([*lines, repr((ways, outputs, run.rows, count, self._joint.device))])
-        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        first = [*dict.fromkeys(str(n.target).split(".")[1] for n in inside)][:3]
-        name = "_".join([f"parts{count}", *first, digest])
-        made = Parts(name, graph, ways, outputs, run.rows, count, names, self._joint.device)
-        return self._parts_by_name.setdefault(name, made)
+
+def _parts(own: _Sized, sources: Sequence[fx.Node], joint: JointGraph, *, exact: bool) -> Parts:
+    """A run as one operation, which takes ``sources``."""
+    run = own.run
+    inside = _in_order(run.ways, joint)
+    rows = Size(own.part_rows, symbol(ROWS), {ROWS: own.part_rows})
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {n: graph.placeholder(f"in{i}") for i, n in enumerate(sources)}
+    gone = {t for t in run.targets if is_sum_of_products(t, run.ways[t])}
+    for node in inside:
+        if node in gone:
+            continue
+        args, kwargs = for_rows(node, run.ways[node], rows)
+        copied[node] = add_call(graph, (node.target, args, kwargs), copied, node.name)
+        for value in values_of(node):
+            picked = (copied[node], value.args[1])
+            copied[value] = graph.call_function(operator.getitem, picked)
+    given: list[fx.Node] = []
+    outputs = []
+    for target, value, i in _results_of(run, joint):
+        (layout,) = layouts_of(value)
+        way = run.ways[target].outputs[i]
+        outputs.append(Output(way, layout, value.meta["val"].dtype, target in gone))
+        given += [copied[a] for a in target.args] if target in gone else [copied[value]]  # type: ignore[index]
+    graph.output(tuple(given))
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        arguments = written((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
+        lines.append(f"{target_name(node.target)} {arguments}")
+    ways = [run.rows_of[n] for n in sources]
+    text = "\n".join([*lines, repr((ways, outputs, run.rows, own.part_rows, exact, joint.device))])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    first = [*dict.fromkeys(str(n.target).split(".")[1] for n in inside)][:3]
+    name = "_".join(["parts", *first, digest])
+    names = _names(run, inside)
+    device = joint.device
+    return Parts(name, graph, ways, outputs, run.rows, own.part_rows, names, device, exact=exact)
+
+
+def _results_of(run: Run, joint: JointGraph) -> list[tuple[fx.Node, fx.Node, int]]:
+    """Operations that a run is computed for, with each tensor that is read, and its place."""
+    return [
+        (target, value, i)
+        for target in _in_order(run.targets, joint)
+        for i, value in _results(target)
+    ]
 
 
 def _results(target: fx.Node) -> list[tuple[int, fx.Node]]:
@@ -203,12 +261,7 @@ def _results(target: fx.Node) -> list[tuple[int, fx.Node]]:
     return [(place_of(value), value) for value in values_of(target)]
 
 
-def _is_sum_of_products(target: fx.Node, run: Run) -> bool:
-    """Whether a target is the sum over the parts of products, which are added up in place."""
-    return target.target is aten.mm.default and run.ways[target].outputs == (Result.SUM,)
-
-
-def _names(run: Run, inside: Sequence[fx.Node], sources: Sequence[fx.Node]) -> dict[str, int]:
+def _names(run: Run, inside: Sequence[fx.Node]) -> dict[str, int]:
     """Sizes that a run follows."""
     names = names_in((run.rows,))
     for node in inside:

@@ -8,7 +8,7 @@ of the forward or of the backward. So no large value is kept for it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -25,8 +25,13 @@ MOST_PARTS = 64
 MOST_OPERATIONS = 64
 """Operations of a run at the most."""
 
-SameBits = Callable[[fx.Node, Way], bool]
-"""Whether an operation, computed in parts, gives the bits that it gives at once."""
+BLOCK_ROWS, BLOCK_FACTOR = 192, 3
+"""Where a sum of products must have the bits of one product, a part has so many rows, or a power of
+three times as many: kernels of a CPU add up blocks of rows, of MKL's 192 or a few times that, and
+parts of whole blocks are added up in their order."""
+
+Inexact = Set[tuple[fx.Node, Way]]
+"""Operations, and ways to compute them in parts, that were seen to change bits."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,21 +77,21 @@ class Run:
         )
 
 
-def runs_of(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> list[Run]:
+def runs_of(joint: JointGraph, most_bytes: int, inexact: Inexact | None) -> list[Run]:
     """Runs in which no value is computed whole that takes more than ``most_bytes``.
 
     Args:
         joint: the step.
         most_bytes: of a storage that exists whole.
-        same_bits: tells which operations may be computed in parts where results must have the bits
-            that they have at once; ``None``: results may differ by rounding.
+        inexact: what is not done, for results must have the bits that they have at once; ``None``:
+            they may differ by rounding.
     """
-    return _Finder(joint, most_bytes, same_bits).found()
+    return _Finder(joint, most_bytes, inexact).found()
 
 
 class _Finder:
-    def __init__(self, joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> None:
-        self._joint, self._most_bytes, self._same_bits = joint, most_bytes, same_bits
+    def __init__(self, joint: JointGraph, most_bytes: int, inexact: Inexact | None) -> None:
+        self._joint, self._most_bytes, self._inexact = joint, most_bytes, inexact
         self._order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self._backward = frozenset(joint.backward)
         self._made = frozenset((*joint.forward, *joint.backward))
@@ -149,9 +154,11 @@ class _Finder:
         return self._ways[key]
 
     def _may(self, node: fx.Node, way: Way) -> bool:
-        if self._same_bits is None or way.same_bits:
+        if self._inexact is None or way.same_bits:
             return True
-        return Result.SUM not in way.outputs and self._same_bits(node, way)
+        # Of sums only those of products are made in an order that parts can keep.
+        is_sum = Result.SUM in way.outputs and not is_sum_of_products(node, way)
+        return not is_sum and (node, way) not in self._inexact
 
     def _run_to(self, target: fx.Node, others: Sequence[Run]) -> Run | None:
         """The run to the results of an operation, with the least that is large and whole."""
@@ -309,8 +316,16 @@ def _can_be_taken(value: fx.Node, rows: Rows) -> bool:
     )
 
 
-def part_count(run: Run, joint: JointGraph, most_bytes: int) -> int:
-    """Parts, a power of two, so that what one holds takes no more than ``most_bytes``."""
+def is_sum_of_products(node: fx.Node, way: Way) -> bool:
+    """Whether an operation is the sum over the parts of products, which are added up in place."""
+    return node.target is torch.ops.aten.mm.default and way.outputs == (Result.SUM,)
+
+
+def rows_of_part(run: Run, joint: JointGraph, most_bytes: int, *, exact: bool) -> int:
+    """Rows of a part, so that what one holds takes no more than ``most_bytes``.
+
+    Where results are to be ``exact``, and one is a sum of products, they are whole blocks.
+    """
     table = joint.storages
     order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
     inside = sorted(run.ways, key=order.__getitem__)
@@ -327,4 +342,10 @@ def part_count(run: Run, joint: JointGraph, most_bytes: int) -> int:
     count = 2
     while count < MOST_PARTS and peak > count * most_bytes:
         count *= 2
-    return min(count, int(run.rows))
+    rows = -(-int(run.rows) // min(count, int(run.rows)))
+    if exact and any(is_sum_of_products(node, run.ways[node]) for node in run.targets):
+        blocks = BLOCK_ROWS
+        while blocks * BLOCK_FACTOR <= rows:
+            blocks *= BLOCK_FACTOR
+        return blocks
+    return rows

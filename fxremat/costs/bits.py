@@ -1,0 +1,84 @@
+"""Whether operations that are computed in parts give the bits that they give at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fxremat.costs.cache import CostCache
+from fxremat.costs.execute import undisturbed
+from fxremat.costs.synthetic import made_up
+from fxremat.passes.split.parts import Parts
+from fxremat.passes.split.rules import Result
+from fxremat.passes.stages.block import tensor_key
+
+LEAST_DRAWS, MOST_DRAWS, ENOUGH_S = 2, 16, 0.01
+"""How often an operation is compared, each time with other numbers: at least twice, and until that
+has taken 10 ms. Where a kernel of a product rounds otherwise in parts, most numbers show it; a
+pointwise one may differ in the few at the end of a part, and not each number shows it."""
+
+Whole = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""Computes at once what a run computes in parts, of the tensors that it takes."""
+
+
+def keeps_bits(
+    parts: Parts,
+    given: Sequence[torch.Tensor],
+    sizes: tuple[int, ...],
+    *,
+    whole: Whole | None,
+    cache: CostCache,
+) -> bool:
+    """Whether a run gives the bits that it gives at once, of made-up numbers, each time.
+
+    Args:
+        parts: the run.
+        given: tensors that lie as those that it takes; their numbers do not matter.
+        sizes: that it follows.
+        whole: computes it at once; ``None``: as ``parts`` does in one part.
+        cache: answers; new ones are added.
+
+    Ensures: the random generators are as before.
+
+    Returns ``False``, too, where there is no memory to compute it twice.
+    """
+    key = (str(parts), whole is None, *sizes, *map(tensor_key, given))
+    if key not in cache.keeps_bits:
+
+        def once() -> bool:
+            tensors = [made_up(tensor) for tensor in given]
+            args = [*tensors, *sizes]
+            expected = parts.run(args, part_rows=None) if whole is None else whole(tensors)
+            return _are_same(parts, expected, parts.run(args, part_rows=parts.part_rows))
+
+        with undisturbed(parts.device):
+            try:
+                cache.keeps_bits[key] = all(answer for answer in _asked(once))
+            except torch.OutOfMemoryError:
+                return False
+    return cache.keeps_bits[key]
+
+
+def _asked(once: Callable[[], bool]) -> Iterator[bool]:
+    """Answers, until they are enough."""
+    begin = time.perf_counter()
+    for done in range(MOST_DRAWS):
+        if done >= LEAST_DRAWS and time.perf_counter() - begin > ENOUGH_S:
+            return
+        yield once()
+
+
+def _are_same(parts: Parts, expected: Any, found: Any) -> bool:
+    """Whether results of a run have the same bits, but for those that nobody reads."""
+    one, other = (list(r) if isinstance(r, (tuple, list)) else [r] for r in (expected, found))
+    return all(
+        output.way is Result.UNREAD or torch.equal(_bits(a), _bits(b))
+        for output, a, b in zip(parts.outputs, one, other, strict=True)
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
