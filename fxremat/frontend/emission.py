@@ -25,6 +25,7 @@ from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.digest import structure_digest
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.block import BlockCache, Mode, tensor_key
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.candidates import Candidate, Evaluation
@@ -63,9 +64,27 @@ class Graphs:
         return structure_digest(self.forward.graphs, self.backward.graphs)
 
     @property
+    def forward_code(self) -> str:
+        """The forward as Python, with the runs that it computes in parts."""
+        return _code_of(self.forward)
+
+    @property
+    def backward_code(self) -> str:
+        """The backward as Python, with the runs that it computes in parts."""
+        return _code_of(self.backward)
+
+    @property
     def both(self) -> tuple[Emitted, Emitted]:
         """The forward and the backward."""
         return self.forward, self.backward
+
+
+def _code_of(emitted: Emitted) -> str:
+    """Its code, and the loop of each run that it calls."""
+    stages = [stage for _, stage in emitted.graphs.stages() if isinstance(stage, fx.GraphModule)]
+    nodes = (node for stage in stages for node in stage.graph.nodes)
+    runs = dict.fromkeys(node.target for node in nodes if isinstance(node.target, Parts))
+    return "\n".join([emitted.code, *(run.code for run in runs)])
 
 
 def write_graphs(
@@ -194,8 +213,8 @@ def emit(
         chain=search.chain,
         costs=search.costs,
         frontier=frontier_of(search.points()),
-        forward_code=graphs.forward.code,
-        backward_code=graphs.backward.code,
+        forward_code=graphs.forward_code,
+        backward_code=graphs.backward_code,
         branch_ends=line.segments.ends,
         form=schedules.form,
         budget_on=search.allocations.budget_on,
@@ -203,7 +222,7 @@ def emit(
         origin=origin,
         beside=context.described(step.joint),
         sizes=tuple(zip(line.joint.sizes.names, context.sizes, strict=True)),
-        fused=_fused(program),
+        fused=_fused(program, context.sizes),
         waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
         measured=schedules.costs,
     )
@@ -243,11 +262,18 @@ def _completed(
     return replace(plan, memory=record(), kept=baseline)
 
 
-def _fused(program: Program) -> tuple[Fused, ...]:
-    """The units that a step runs, as it meets them."""
+def _fused(program: Program, values: Values) -> tuple[Fused, ...]:
+    """The units, and runs in parts, that a step calls, as it meets them."""
     targets = (node.target for call in program.calls for node in call.block.nodes)
-    count = Counter(target for target in targets if isinstance(target, Unit))
-    return tuple(Fused(u.__name__, u.operations, calls) for u, calls in count.items())
+    count = Counter(target for target in targets if isinstance(target, (Unit, Parts)))
+    sizes = program.line.joint.sizes.named(values)
+
+    def parts_of(own: Unit | Parts) -> int:
+        return own.count(sizes) if isinstance(own, Parts) else 1
+
+    return tuple(
+        Fused(own.__name__, own.operations, calls, parts_of(own)) for own, calls in count.items()
+    )
 
 
 def _held_bytes(line: Line, decision: Decision) -> tuple[int, ...]:
@@ -266,7 +292,7 @@ def follow(
         HostMemoryError: the host memory cannot be had.
     """
     graphs = carry_out(plan, blocks, modules, host=host)
-    if (graphs.forward.code, graphs.backward.code) != (plan.forward_code, plan.backward_code):
+    if (graphs.forward_code, graphs.backward_code) != (plan.forward_code, plan.backward_code):
         if graphs.arena is not None:
             graphs.arena.close()
         raise _unlike(plan)

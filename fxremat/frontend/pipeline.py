@@ -296,7 +296,7 @@ class Planner:
         except PlanError:
             return None
         origin = plan.origin and replace(plan.origin, code=variant.origin.code)
-        forward_code, backward_code = graphs.forward.code, graphs.backward.code
+        forward_code, backward_code = graphs.forward_code, graphs.backward_code
         plan = replace(plan, origin=origin, forward_code=forward_code, backward_code=backward_code)
         return Planned(plan, graphs)
 

@@ -28,17 +28,19 @@ _COMMENT = re.compile(r"\s*#.*")
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Operations that are compiled as one.
+    """Operations that an emitted graph calls as one: compiled, or computed in parts of their rows.
 
     Attributes:
         name: in emitted code.
         operations: what it computes, in order.
         calls: how often a step runs it.
+        parts: in which each call computes it, one after the other.
     """
 
     name: str
     operations: tuple[str, ...]
     calls: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class PlanFacts:
         beside: what the call that it was made for found beside what every call does, and bytes.
         sizes: the sizes that the plan is for, by the names that they have in the code.
         waiting_bytes: what a step holds between its forward and its backward, without a loss.
-        fused: units that Inductor compiled; none where operations run as torch runs them.
+        fused: units that Inductor compiled, and runs of operations that are computed in parts.
         memory: the tensors that it holds, instant by instant; empty for a plan that was not made
             of a model.
         model: class of the model; empty where nobody knows.

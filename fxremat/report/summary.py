@@ -90,12 +90,14 @@ def _of_graph(plan: PlanFacts) -> Iterator[tuple[str, str]]:
         yield "host memory", _host(plan)
     if plan.form.parts_bytes:
         what = f"values of more than {format_bytes(plan.form.parts_bytes)} are computed in parts"
-        yield "gradients", f"up to rounding: {what}"
+        kept = "with the same bits" if plan.form.exact else "up to rounding"
+        yield "gradients", f"{kept}: {what}"
     elif not plan.form.exact:
         yield "gradients", "up to rounding: inputs of norms are rebuilt from outputs"
-    if plan.fused:
-        calls = _count(sum(unit.calls for unit in plan.fused), "call")
-        yield "kernels", f"Inductor's: {calls} of {_count(len(plan.fused), 'unit')}"
+    units = [own for own in plan.fused if own.parts == 1]
+    if units:
+        calls = _count(sum(unit.calls for unit in units), "call")
+        yield "kernels", f"Inductor's: {calls} of {_count(len(units), 'unit')}"
     stages = executed_stages(plan)
     kinds = len({plan.chain.stages[stage.index].kind for stage in stages})
     again = sum(len(stage.again) + stage.is_kept_in_part for stage in stages)

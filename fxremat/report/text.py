@@ -99,11 +99,15 @@ def _units(fused: tuple[Fused, ...]) -> Table:
     table = _table()
     table.add_column("unit", no_wrap=True, max_width=UNIT_WIDTH)
     table.add_column("calls", justify="right", no_wrap=True)
+    in_parts = any(unit.parts > 1 for unit in fused)
+    if in_parts:
+        table.add_column("parts", justify="right", no_wrap=True)
     table.add_column("what it computes")
     for unit in fused:
         count = Counter(unit.operations)
         names = (name if times == 1 else f"{times} {name}" for name, times in count.items())
-        table.add_row(unit.name, str(unit.calls), ", ".join(names))
+        numbers = [unit.calls, unit.parts] if in_parts else [unit.calls]
+        table.add_row(unit.name, *map(str, numbers), ", ".join(names))
     return table
 
 

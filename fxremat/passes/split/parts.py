@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxremat.passes.joint.digest import target_name
+from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.joint.sizes import Layout, evaluated
 from fxremat.passes.split.rules import Result, Rows
@@ -95,13 +95,60 @@ class Parts:
     @property
     def operations(self) -> tuple[str, ...]:
         """Names of what it computes, in order."""
-        called = (n for n in self.graph.nodes if n.op == "call_function" and not is_getitem(n))
-        return tuple(target_name(n.target) for n in called)
+        return tuple(name.split(".")[1] for name in self._called)
+
+    def count(self, sizes: Mapping[str, int]) -> int:
+        """In how many parts it is computed, at sizes by name."""
+        whole = not self._is_split(tuple(sizes[name] for name in self.hints))
+        return 1 if whole else -(-int(evaluated(self.rows, sizes)) // self.part_rows)
 
     @property
-    def count(self) -> int:
-        """Parts at the sizes of the capture."""
-        return -(-int(self.rows) // self.part_rows)
+    def code(self) -> str:
+        """What it does, as Python reads it: a loop over its rows."""
+        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+        rows = {n: way for n, way in zip(inputs, self.inputs, strict=True) if way is not None}
+
+        def shown(node: fx.Node) -> str:
+            return _indexed(node.name, rows[node]) if node in rows else node.name
+
+        lines = []
+        for node in self.graph.nodes:
+            if is_getitem(node):
+                lines.append(f"{node.name} = {shown(node.args[0])}[{node.args[1]}]")
+            elif node.op == "call_function":
+                given = [written(a, shown) for a in node.args]
+                given += [f"{name}={written(a, shown)}" for name, a in node.kwargs.items()]
+                lines.append(f"{node.name} = {target_name(node.target)}({', '.join(given)})")
+        results: Any = iter(self.graph.output_node().args[0])  # type: ignore[arg-type]
+        for i, output in enumerate(self.outputs):
+            value = shown(next(results))
+            if output.is_product:
+                value += f" @ {shown(next(results))}"
+            if output.way is Result.SUM:
+                lines.append(f"out{i} += {value}")
+            else:
+                to = f"out{i}" if output.way is Result.UNREAD else _indexed(f"out{i}", output.way)
+                lines.append(f"{to} = {value}")
+        read = ", ".join(n.name for n in inputs)
+        made = ", ".join(f"out{i}" for i in range(len(self.outputs)))
+        return "\n".join(
+            [
+                f"def {self}({read}):",
+                f"    for rows in parts({self.rows}, {self.part_rows}):",
+                *(f"        {line}" for line in lines),
+                f"    return {made}",
+                "",
+            ]
+        )
+
+    @property
+    def _called(self) -> list[str]:
+        called = (n for n in self.graph.nodes if n.op == "call_function" and not is_getitem(n))
+        products = ["aten.mm.default" for output in self.outputs if output.is_product]
+        return [*(target_name(n.target) for n in called), *products]
+
+    def _is_split(self, sizes: tuple[int, ...]) -> bool:
+        return not self.exact or self._keeps_bits.get(sizes, False)
 
     def settle(self, sizes: tuple[int, ...], *, keeps_bits: bool) -> None:
         """Let it be known whether parts keep the bits, at ``sizes`` in the order of ``hints``."""
@@ -109,8 +156,8 @@ class Parts:
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        whole = self.exact and not self._keeps_bits.get(tuple(map(int, args[len(self.inputs) :])))
-        return self.run(args, part_rows=None if whole else self.part_rows)
+        sizes = tuple(map(int, args[len(self.inputs) :]))
+        return self.run(args, part_rows=self.part_rows if self._is_split(sizes) else None)
 
     def run(self, args: Sequence[Any], *, part_rows: int | None) -> Any:
         """Run it with ``args``, so many rows at a time; ``None``: all at once."""
@@ -189,6 +236,12 @@ def parts_of(total: int, part_rows: int) -> Iterator[tuple[int, int]]:
     """First row and number of rows of each part: all alike but the last, which has no more."""
     for start in range(0, total, max(part_rows, 1)):
         yield start, min(part_rows, total - start)
+
+
+def _indexed(name: str, way: Rows) -> str:
+    """Rows of a tensor, as Python reads it."""
+    flat = f".flatten({way.first}, {way.last - 1})" if way.last - way.first > 1 else ""
+    return f"{name}{flat}[{', '.join([':'] * way.first + ['rows'])}]"
 
 
 def part(tensor: Tensor, way: Rows, start: int, rows: int) -> Tensor:
