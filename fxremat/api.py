@@ -31,6 +31,7 @@ from fxremat.frontend.estimate import Asked, estimate_step
 from fxremat.frontend.losses import Loss
 from fxremat.frontend.ranks import Peers, Ranks
 from fxremat.frontend.sample import Sample, check_gradients
+from fxremat.frontend.schedules import frontier_over
 from fxremat.frontend.surplus import check_optimizer
 from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.planner.search import DEFAULT_GENERATORS
@@ -107,11 +108,13 @@ def compile(
         exact: ``False``: the input of a BatchNorm may be rebuilt from the output of the leaky
             ReLU behind it, which frees the norm's input at little time, but gives gradients
             up to rounding, not the same bits.
-        split: ``True``: runs of operations whose results for some rows (of the batch, the sequence,
-            or both) follow from these rows alone may be computed in parts, one after the other,
-            where that is faster, or fits where nothing else does: a loss over a vocabulary without
-            its logits, an MLP without its hidden layer. Results are up to rounding. Not with
-            ``executor="inductor"``.
+        split: ``"exact"``: runs of operations whose results for some rows (of the batch, the
+            sequence, or both) follow from these rows alone may be computed in parts, one after the
+            other: a loss over a vocabulary without its logits, an MLP without its hidden layer.
+            That is looked at where nothing else fits, or takes 1.2 times what everything kept
+            does. Only operations are in parts that were seen to give the same bits so, at the
+            step's sizes, here. ``True``: others, too, with results up to rounding; ``False``: none.
+            With ``executor="inductor"`` none is, and ``True`` is refused.
         budget_on: ``"reserved"``: the budget is for all that the device's allocator takes for
             the step, its cache and what lies fallow in it included, not for the blocks that it
             has handed out, which ``torch.cuda.max_memory_allocated`` tells. The same on a CPU.
@@ -203,22 +206,26 @@ def plan(
 def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
     """The least step time at every budget, by recomputation alone.
 
-    All points come from the tables that one plan is made from: no solve a point.
+    All points come from the tables that plans are made from: no solve a point. With the least
+    peaks runs of operations are computed in parts, as ``split`` lets them be.
 
     Args:
         model: the module to train; it is not changed.
         sample: arguments of one call, as for :func:`compile`.
-        **options: of :func:`compile`, but ``budget``, ``split``, ``fullgraph`` and ``regions``.
-            ``offload`` changes nothing here.
+        **options: of :func:`compile`, but ``budget``, ``fullgraph`` and ``regions``. ``offload``
+            changes nothing here.
 
     Returns points of peak bytes and seconds of a step.
 
     Raises:
         FxrematError: the errors of :func:`compile`.
     """
-    _refuse(options, ("split",), "frontier, whose points are of the step as it was traced")
-    (found,) = compile(model, sample, 1.0, **_whole(options)).plans
-    return found.frontier
+    made = compile(model, sample, 1.0, **_whole(options))
+    (plan_cache,), (plan,) = made._compiler.plan_caches, made.plans
+    (context,) = plan_cache.plans
+    with generators_restored(), in_training(original_of(model)), torch.enable_grad():
+        found = plan_cache.planner.look_at_all(context)
+    return frontier_over(found).delayed(plan.overhead_s)
 
 
 def max_batch(
@@ -292,7 +299,7 @@ def max_batch(
 
 
 _NOT_ESTIMATED = (
-    "dynamic", "executor", "fullgraph", "in_flight", "plan", "ranks", "regions", "split",
+    "dynamic", "executor", "fullgraph", "in_flight", "plan", "ranks", "regions",
 )  # fmt: skip
 
 
@@ -330,8 +337,9 @@ def estimate(
         verify: make the plan once more on this machine's CUDA device, or on what stands in for
             one, and follow it for some steps, of a copy without data: what torch's allocator has
             handed out, and taken, is in ``verified``. That memory must be there.
-        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``in_flight``, ``ranks``,
-            ``split`` and ``executor``: operations run as eager runs them.
+        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``in_flight``, ``ranks`` and
+            ``executor``: operations run as eager runs them. Which of them keep their bits in parts
+            is measured where they run, so nothing is in parts but with ``split=True``.
 
     Returns the least budget, the peak with everything kept, the frontier between them and what was
     asked for beside.

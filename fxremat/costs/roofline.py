@@ -5,15 +5,16 @@ take of its arithmetic, and a launch beside (Williams, Waterman, Patterson: Roof
 the least it could take: real ones take more, and all of them about equally more, so that plans
 compare well and seconds are too few.
 
-Storages are as large as traced, but where kernels are known to return more.
-Workspaces are not in any trace. None is counted at its operation; :func:`aside_bytes` says what to
-set aside for them throughout.
+Storages are as large as traced, but where kernels are known to return more. A run that is computed
+in parts takes what a part holds.
+Other workspaces are not in any trace. None is counted at its operation; :func:`aside_bytes` says
+what to set aside for them throughout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from fxremat.costs.devices import TF32, Device
 from fxremat.costs.work import Floats, Works
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.graph import JointGraph, StorageTable, tensors_of
+from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.block import Block, BlockCache, Mode, call_of
 from fxremat.passes.stages.linearize import Line
 
@@ -51,7 +53,7 @@ def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
     costs = RecordedCosts(
         tuple(stages),
         tuple(sorted(again.items())),
-        tuple((index, mode, 0) for index, mode in sorted(runs)),
+        tuple((index, mode, _working_bytes(line.nodes[index])) for index, mode in sorted(runs)),
         _result_bytes(line.joint),
         (),
     )
@@ -64,8 +66,21 @@ def operation_seconds(joint: JointGraph, device: Device) -> Floats:
     work = works.at(joint.sizes.hints)
     flop_s = np.array([device.flop_s(_dtype_of(node)) for node in joint.module.graph.nodes])
     busy_s = np.maximum(work.nbytes / device.bytes_per_s, work.flops * flop_s)
-    found: Floats = np.where(works.kind > 0, device.launch_s + busy_s, 0.0)
+    sizes = joint.sizes.named(joint.sizes.hints)
+    calls = [_calls(node, sizes) for node in joint.module.graph.nodes]
+    found: Floats = np.where(works.kind > 0, device.launch_s * np.array(calls) + busy_s, 0.0)
     return found
+
+
+def _calls(node: fx.Node, sizes: Mapping[str, int]) -> int:
+    """How many operations a node calls."""
+    run = node.target
+    return run.count(sizes) * len(run.whole) if isinstance(run, Parts) else 1
+
+
+def _working_bytes(node: fx.Node) -> int:
+    """Bytes that are known beside what an operation reads and makes."""
+    return node.target.part_bytes if isinstance(node.target, Parts) else 0
 
 
 def _dtype_of(node: fx.Node) -> str:

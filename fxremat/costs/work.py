@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxremat.passes.joint.graph import JointGraph, is_getitem, tensors_of
 from fxremat.passes.joint.sizes import Layout, Values, layouts_of, product
+from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.block import Mode, call_of
 
 aten = torch.ops.aten
@@ -120,6 +121,10 @@ class Works:
 
     def _describe(self, kind: int, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
         """Note the tensors of a new kind of operation, and how its multiply-adds are counted."""
+        if isinstance(target, Parts):
+            for inner in target.whole:
+                self._describe(kind, inner, inner.target, inner.args)
+            return
         for source in (*node.all_input_nodes, node):
             for layout, tensor in zip(layouts_of(source), tensors_of(source), strict=True):
                 self._pairs.append((kind, self._tensor(layout, tensor.element_size())))

@@ -35,7 +35,7 @@ from fxremat.planner.overlap import may_overlap, overlap_within
 from fxremat.planner.search import Search
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.facts import Fused
-from fxremat.report.frontier import frontier_of
+from fxremat.report.frontier import Frontier
 from fxremat.report.memory import Kind, Outline, StepMemory
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
@@ -158,6 +158,7 @@ def emit(
     *,
     least_bytes: int,
     traced: Search,
+    frontier: Frontier,
     host: HostMemory | None,
     origin: Origin,
 ) -> Planned:
@@ -174,6 +175,7 @@ def emit(
         modules: blocks that are compiled already; new ones are added.
         least_bytes: the least feasible budget.
         traced: has the baseline: nothing recomputed, everything computed as it was traced.
+        frontier: the least time at every other budget.
         host: memory to which storages travel.
         origin: what the plan holds for.
 
@@ -212,7 +214,7 @@ def emit(
         timeline=overlapped.timeline,
         chain=search.chain,
         costs=search.costs,
-        frontier=frontier_of(search.points()),
+        frontier=frontier,
         forward_code=graphs.forward_code,
         backward_code=graphs.backward_code,
         branch_ends=line.segments.ends,

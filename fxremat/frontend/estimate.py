@@ -101,11 +101,13 @@ def plan_dry(
         Budget(1.0, share=1.0),
         host=_host(asked),
         exact=options.exact,
+        split=options.split is True,  # what keeps bits is measured where the step runs
         allocator=AllocatorSettings() if device.type == "cuda" else None,
         generators=options.generators,
     )
     existing = captured.gradients if options.accumulate else frozenset()
     context = StepContext(step.sizes.hints, existing, existing)
+    planner.look_at_all(context)
     planned = planner.first(context, rehearse=False).completed()
     return planner, context, planned.plan.with_overhead(asked.overhead_s)
 

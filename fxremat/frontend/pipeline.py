@@ -23,7 +23,7 @@ from fxremat.frontend.dimensions import (
 )
 from fxremat.frontend.emission import Planned, carry_out, emit, follow, with_overhead
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.schedules import Schedules, fastest, link_of
+from fxremat.frontend.schedules import Schedules, fastest, frontier_over, link_of
 from fxremat.frontend.store import differences, key_of, origin_of_plan, version_of
 from fxremat.ir import TRACED, Form, MeasuredLink, Origin
 from fxremat.passes.emit.rewrite import BlockModules
@@ -184,8 +184,8 @@ class Planner:
             self._modules = BlockModules()
             step.forget_blocks()
         schedules = self.within(context, budget.nbytes)
-        if budget.is_least:
-            schedules = self.look_at_all(context)
+        if budget.nbytes is None:
+            schedules = self._within_share(context, budget, schedules)
         traced = schedules[0].search
         least = min(schedules, key=lambda own: own.least_bytes)
         least_bytes = self._of_all(context, least.least_bytes)
@@ -197,7 +197,8 @@ class Planner:
         )
         chosen = fastest(schedules, budget_bytes)
         while chosen[1].total_s > MUCH_SLOWER * traced.baseline.total_s and self._grown(context):
-            chosen = fastest(self.within(context, budget_bytes), budget_bytes)
+            schedules = self.within(context, budget_bytes)
+            chosen = fastest(schedules, budget_bytes)
         step.progress(WRITE)
         planned = emit(
             step,
@@ -207,12 +208,26 @@ class Planner:
             self._modules,
             least_bytes=least_bytes,
             traced=traced,
+            frontier=frontier_over(schedules),
             host=self._host,
             origin=origin,
         )
         if step.device.type == "cuda" and step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
         return planned
+
+    def _within_share(
+        self, context: StepContext, budget: Budget, schedules: list[Schedules]
+    ) -> list[Schedules]:
+        """Schedules where the budget is the least, or a share: of more forms where none fits."""
+        if budget.is_least:
+            return self.look_at_all(context)
+        traced = schedules[0].search
+        full_bytes = self._of_all(context, traced.counted_bytes(traced.baseline))
+        nbytes = budget.bytes_of(full_bytes=full_bytes, least_bytes=0)
+        while min(own.least_bytes for own in schedules) > nbytes and self._grown(context):
+            schedules = self.within(context, None)
+        return schedules
 
     def _kept(self, key: str) -> Planned | None:
         """A plan that was made before of such a step."""

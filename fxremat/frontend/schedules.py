@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
 from fxremat.planner.transfers import HostMemory, Transfers
+from fxremat.report.frontier import Frontier, frontier_of
 
 MOST_BASES = 16
 """Schedules of which storages travel, where all that a graph may come to is looked at."""
@@ -105,6 +107,17 @@ class Schedules:
     def fastest_within(self, budget_bytes: int) -> Candidate:
         """The fastest that fits."""
         return (self.transfers or self.search).fastest_within(budget_bytes)
+
+
+def frontier_over(schedules: Sequence[Schedules]) -> Frontier:
+    """The least time at every budget, by schedules of all forms, the traced one first.
+
+    None is faster than everything kept, which is followed wherever it fits.
+    """
+    traced, *others = (own.search for own in schedules)
+    kept_s = math.nextafter(traced.baseline.total_s, math.inf)
+    more = (point for own in others for point in own.points())
+    return frontier_of([*traced.points(), *((peak, max(s, kept_s)) for peak, s in more)])
 
 
 def fastest(schedules: Sequence[Schedules], budget_bytes: int) -> tuple[Schedules, Candidate]:

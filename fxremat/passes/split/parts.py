@@ -61,6 +61,8 @@ class Parts:
         hints: sizes that the run follows, by name, and their values at the capture.
         device: of all tensors.
         exact: its results must have the bits that they have where it is one part.
+        part_bytes: that a part holds beside inputs and results, as traced.
+        whole: the step's operations that it computes, but those that only look at a tensor.
 
     It takes the inputs, and the sizes in their order; it returns a tensor, or a list of several.
     Where it is to be exact, it is one part at sizes of which :meth:`settle` was not told that parts
@@ -79,12 +81,15 @@ class Parts:
         device: torch.device,
         *,
         exact: bool,
+        part_bytes: int,
+        whole: Sequence[fx.Node],
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = "fxremat.parts"
         self.graph, self.rows, self.part_rows = graph, rows, part_rows
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.hints, self.device, self.exact = dict(hints), device, exact
+        self.part_bytes, self.whole = part_bytes, tuple(whole)
         self._keeps_bits: dict[tuple[int, ...], bool] = {}
         self._bodies: dict[tuple[int, ...], Body] = {}
         self._lock = threading.Lock()

@@ -28,7 +28,7 @@ from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of, names_in, symb
 from fxremat.passes.split.losses import by_rows
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Way, for_rows
-from fxremat.passes.split.runs import Run, is_sum_of_products, place_of, rows_of_part, runs_of
+from fxremat.passes.split.runs import Run, is_sum_of_products, part_of_run, place_of, runs_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -56,7 +56,7 @@ def split(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> fx.
     inexact: set[tuple[fx.Node, Way]] = set()
     while True:
         runs = [
-            _Sized(run, rows_of_part(run, joint, most_bytes, exact=exact))
+            _Sized(run, *part_of_run(run, joint, most_bytes, exact=exact))
             for run in runs_of(joint, most_bytes, inexact if exact else None)
         ]
         new = {
@@ -78,10 +78,11 @@ def split(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> fx.
 
 @dataclass(frozen=True, slots=True)
 class _Sized:
-    """A run, and how many rows a part of it has."""
+    """A run, rows of a part of it, and bytes that a part holds."""
 
     run: Run
     part_rows: int
+    part_bytes: int
 
 
 def _alone(
@@ -103,7 +104,7 @@ def _alone(
         returned = [t for t in made if isinstance(t, torch.Tensor)]
         return [returned[i] for i, _ in _results(node)]
 
-    parts = _parts(_Sized(run, own.part_rows), sources, joint, exact=False)
+    parts = _parts(_Sized(run, own.part_rows, 0), sources, joint, exact=False)
     return parts, [n.meta["val"] for n in sources], whole
 
 
@@ -240,9 +241,19 @@ def _parts(own: _Sized, sources: Sequence[fx.Node], joint: JointGraph, *, exact:
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     first = [*dict.fromkeys(str(n.target).split(".")[1] for n in inside)][:3]
     name = "_".join(["parts", *first, digest])
-    names = _names(run, inside)
-    device = joint.device
-    return Parts(name, graph, ways, outputs, run.rows, own.part_rows, names, device, exact=exact)
+    return Parts(
+        name,
+        graph,
+        ways,
+        outputs,
+        run.rows,
+        own.part_rows,
+        _names(run, inside),
+        joint.device,
+        exact=exact,
+        part_bytes=own.part_bytes,
+        whole=[node for node in inside if not joint.storages.is_view(node)],
+    )
 
 
 def _results_of(run: Run, joint: JointGraph) -> list[tuple[fx.Node, fx.Node, int]]:

@@ -321,10 +321,11 @@ def is_sum_of_products(node: fx.Node, way: Way) -> bool:
     return node.target is torch.ops.aten.mm.default and way.outputs == (Result.SUM,)
 
 
-def rows_of_part(run: Run, joint: JointGraph, most_bytes: int, *, exact: bool) -> int:
-    """Rows of a part, so that what one holds takes no more than ``most_bytes``.
+def part_of_run(run: Run, joint: JointGraph, most_bytes: int, *, exact: bool) -> tuple[int, int]:
+    """Rows of a part, and bytes that it holds beside its results, at most ``most_bytes``.
 
-    Where results are to be ``exact``, and one is a sum of products, they are whole blocks.
+    Where results are to be ``exact``, and one is a sum of products, it has whole blocks of rows,
+    and may hold more.
     """
     table = joint.storages
     order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
@@ -344,8 +345,7 @@ def rows_of_part(run: Run, joint: JointGraph, most_bytes: int, *, exact: bool) -
         count *= 2
     rows = -(-int(run.rows) // min(count, int(run.rows)))
     if exact and any(is_sum_of_products(node, run.ways[node]) for node in run.targets):
-        blocks = BLOCK_ROWS
-        while blocks * BLOCK_FACTOR <= rows:
-            blocks *= BLOCK_FACTOR
-        return blocks
-    return rows
+        least, rows = rows, BLOCK_ROWS
+        while rows * BLOCK_FACTOR <= least:
+            rows *= BLOCK_FACTOR
+    return rows, -(-peak * min(rows, int(run.rows)) // int(run.rows))
