@@ -1,4 +1,4 @@
-"""Steps whose runs are computed in parts: less memory than anything else, gradients to rounding."""
+"""Steps whose runs are computed in parts: less memory than anything else."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def compiled(model: nn.Module, budget: Any, **options: Any) -> fxremat.CompiledM
 @pytest.fixture(scope="module")
 def least_bytes() -> int:
     """The least that a step takes that is computed as it was traced."""
-    return compiled(made(), "min").plan.least_budget_bytes
+    return compiled(made(), "min", split=False).plan.least_budget_bytes
 
 
 def test_a_third_of_the_least_is_kept_to(least_bytes: int):
@@ -87,6 +87,19 @@ def test_a_third_of_the_least_is_kept_to(least_bytes: int):
     assert "in parts" in plan.explain()
     measured = peak_of(model, call, given)
     assert measured <= plan.predicted_peak_bytes <= least_bytes // 3
+
+
+def test_exact_needs_half_the_least_and_keeps_all_bits(least_bytes: int):
+    model, given = made(), batch()
+    call = compiled(model, least_bytes // 2)
+    found = [gradients(model, call, given) for _ in range(3)][-1]
+    truth = made()
+    assert all(map(torch.equal, found, gradients(truth, truth, given)))
+    plan = call.plan
+    assert plan.form.parts_bytes
+    assert plan.form.exact
+    assert "same bits" in plan.explain()
+    assert peak_of(model, call, given) <= plan.predicted_peak_bytes <= least_bytes // 2
 
 
 def test_where_everything_fits_nothing_is_in_parts():
@@ -202,8 +215,44 @@ def test_others_keep_to_the_least_budget(name: str):
     assert peak_of(model, call, (x,)) <= call.plan.budget_bytes
 
 
-@pytest.mark.parametrize("ask", [fxremat.estimate, fxremat.frontier])
-def test_what_does_not_know_of_it_refuses_it(ask: Any):
-    with pytest.raises(fxremat.ArgumentError) as raised:
-        ask(made(), batch(), loss="own", split=True)
-    assert raised.value.argument == "split"
+@pytest.mark.more
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_exact_keeps_bits_at_other_sizes(count: int):
+    model, truth = made(), made()
+    call = compiled(model, "min", dynamic=True)
+    assert call.plan.form.parts_bytes
+    given = batch(count)
+    found = [gradients(model, call, given) for _ in range(2)][-1]
+    assert all(map(torch.equal, found, gradients(truth, truth, given)))
+
+
+def test_frontier_goes_below_what_the_traced_step_takes(least_bytes: int):
+    torch._dynamo.reset()
+    found = fxremat.frontier(made(), batch(), loss="own", split=True)
+    assert found.least_budget_bytes < least_bytes // 3
+    assert found.baseline.peak_bytes > least_bytes
+    seconds = [point.predicted_s for point in found.points]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_estimate_of_a_step_in_parts_is_its_peak():
+    options: dict[str, Any] = {"loss": "own", "split": True, "budget": "min"}
+    found = fxremat.estimate(made(), batch(), **options)
+    traced = fxremat.estimate(made(), batch(), **{**options, "split": False})
+    assert found.plan is not None
+    assert found.plan.form.parts_bytes
+    least_bytes = found.plan.least_budget_bytes - found.workspace_bytes
+    assert least_bytes < 0.5 * (traced.kept.least_budget_bytes - traced.workspace_bytes)
+    model, given = made(), batch()
+    call = compiled(model, found.plan.least_budget_bytes, split=True)
+    assert peak_of(model, call, given) <= found.plan.least_budget_bytes
+
+
+def test_plan_and_code_say_what_is_in_parts():
+    plan = compiled(made(), "min", split=True).plan
+    assert all(run.parts > 1 for run in plan.fused)
+    assert "log_softmax" in " ".join(name for run in plan.fused for name in run.operations)
+    code = plan.forward_code + plan.backward_code
+    for run in plan.fused:
+        assert f"def {run.name}(" in code
+        assert run.name in plan.explain()

@@ -300,7 +300,7 @@ def test_only_batches_that_the_model_takes_are_answered(
     with pytest.raises(RuntimeError):
         model(torch.randn(largest + 1, 64))
     with pytest.raises(fxremat.BudgetError):
-        fxremat.plan(model, torch.randn(largest + count, 64), budget)
+        fxremat.plan(model, torch.randn(largest + count, 64), budget, split=False)
 
 
 def test_where_no_batch_fits_the_least_that_the_model_takes_is_told() -> None:

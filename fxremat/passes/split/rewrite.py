@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of, names_in, symb
 from fxremat.passes.split.losses import by_rows
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Way, for_rows
-from fxremat.passes.split.runs import Run, is_sum_of_products, part_of_run, place_of, runs_of
+from fxremat.passes.split.runs import Run, Ways, is_sum_of_products, part_of_run, place_of, runs_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -52,28 +52,29 @@ def split(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> fx.
     Returns ``None`` where nothing can be computed in parts.
     """
     joint = rebuilt(joint, by_rows(joint.module))
-    exact = same_bits is not None
-    inexact: set[tuple[fx.Node, Way]] = set()
+    refused: set[tuple[fx.Node, Way]] = set()
+    exact, known = same_bits is not None, Ways()
     while True:
         runs = [
             _Sized(run, *part_of_run(run, joint, most_bytes, exact=exact))
-            for run in runs_of(joint, most_bytes, inexact if exact else None)
+            for run in runs_of(joint, most_bytes, exact=exact, refused=refused, known=known)
         ]
-        new = {
-            (node, way)
-            for own in runs
-            for node, way in own.run.ways.items()
-            if same_bits is not None
-            and not way.same_bits
-            and not same_bits(*_alone(node, way, own, joint))
-        }
+        new = {pair for own in runs for pair in _refused(own, joint, same_bits)}
         if not new:
-            break
-        inexact |= new
-    runs = [own for own in runs if own.part_rows < own.run.rows]
-    if not runs:
-        return None
-    return _Writer(joint, runs, exact=exact).write()
+            return _Writer(joint, runs, exact=exact).write() if runs else None
+        refused |= new
+
+
+def _refused(
+    own: _Sized, joint: JointGraph, same_bits: SameBits | None
+) -> Iterator[tuple[fx.Node, Way]]:
+    """Operations of a run, and how it computes them, that cannot be: all run again without them."""
+    if own.part_rows >= own.run.rows:  # there is one part
+        yield from ((target, own.run.ways[target]) for target in own.run.targets)
+    elif same_bits is not None:
+        for node, way in own.run.ways.items():
+            if not way.same_bits and not same_bits(*_alone(node, way, own, joint)):
+                yield node, way
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,15 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.graph import JointGraph, is_getitem, is_tensor, operation_of, values_of
+from fxremat.passes.joint.digest import written
+from fxremat.passes.joint.graph import (
+    JointGraph,
+    is_getitem,
+    is_tensor,
+    operation_of,
+    tensors_of,
+    values_of,
+)
 from fxremat.passes.joint.sizes import layouts_of, product
 from fxremat.passes.split.rules import Result, Rows, Way, ways
 
@@ -30,8 +38,8 @@ BLOCK_ROWS, BLOCK_FACTOR = 192, 3
 three times as many: kernels of a CPU add up blocks of rows, of MKL's 192 or a few times that, and
 parts of whole blocks are added up in their order."""
 
-Inexact = Set[tuple[fx.Node, Way]]
-"""Operations, and ways to compute them in parts, that were seen to change bits."""
+Refused = Set[tuple[fx.Node, Way]]
+"""Operations, and ways to compute them in parts, that are not to be taken."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +73,8 @@ class Run:
         for node, rows in other.rows_of.items():
             if self.rows_of.get(node, rows) != rows:
                 return None
+        if self._gives_otherwise(other) or other._gives_otherwise(self):
+            return None
         if self.ways.keys().isdisjoint(other.ways):
             return None
         if len({*self.ways, *other.ways}) > MOST_OPERATIONS:
@@ -76,27 +86,71 @@ class Run:
             [*self.targets, *other.targets],
         )
 
+    def _gives_otherwise(self, other: Run) -> bool:
+        """Whether ``other`` takes a result of this run in another way than parts give it."""
+        for node in other.sources:
+            way = self.ways.get(operation_of(node))
+            if way is not None and way.outputs[place_of(node)] != other.rows_of[node]:
+                return True
+        return False
 
-def runs_of(joint: JointGraph, most_bytes: int, inexact: Inexact | None) -> list[Run]:
+
+class Ways:
+    """Ways to compute operations in parts; those of alike operations are found once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], tuple[Way, ...]] = {}
+        self._kinds: dict[fx.Node, str] = {}
+
+    def of(self, node: fx.Node, count: int) -> tuple[Way, ...]:
+        """Ways to compute ``node`` for some of ``count`` rows at a time."""
+        if node not in self._kinds:
+            self._kinds[node] = _kind_of(node)
+        key = self._kinds[node], repr(count), int(count)
+        if key not in self._found:
+            self._found[key] = ways(node, count)
+        return self._found[key]
+
+
+def _kind_of(node: fx.Node) -> str:
+    """Equal for operations that have the same ways."""
+
+    def described(read: fx.Node) -> str:
+        tensors = [(t.dtype, t.device.type, t.layout) for t in tensors_of(read)]
+        return f"%{places[read]} {[own.shape for own in layouts_of(read)]} {tensors}"
+
+    places = {read: i for i, read in enumerate(node.all_input_nodes)}
+    arguments = written((node.args, dict(node.kwargs)), described)
+    return f"{node.target} {arguments} {[own.shape for own in layouts_of(node)]}"
+
+
+def runs_of(
+    joint: JointGraph, most_bytes: int, *, exact: bool, refused: Refused, known: Ways
+) -> list[Run]:
     """Runs in which no value is computed whole that takes more than ``most_bytes``.
 
     Args:
         joint: the step.
         most_bytes: of a storage that exists whole.
-        inexact: what is not done, for results must have the bits that they have at once; ``None``:
-            they may differ by rounding.
+        exact: results must have the bits that they have at once: no sums but of products.
+        refused: what is not done.
+        known: ways of its operations, as far as they were asked for.
     """
-    return _Finder(joint, most_bytes, inexact).found()
+    return _Finder(joint, most_bytes, exact, refused, known).found()
 
 
 class _Finder:
-    def __init__(self, joint: JointGraph, most_bytes: int, inexact: Inexact | None) -> None:
-        self._joint, self._most_bytes, self._inexact = joint, most_bytes, inexact
+    def __init__(
+        self, joint: JointGraph, most_bytes: int, exact: bool, refused: Refused, known: Ways
+    ) -> None:
+        self._joint, self._most_bytes = joint, most_bytes
+        self._exact, self._refused, self._known = exact, refused, known
         self._order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self._backward = frozenset(joint.backward)
         self._made = frozenset((*joint.forward, *joint.backward))
         self._given = joint.storages.of((*joint.given, *joint.tangents))
         self._ways: dict[tuple[fx.Node, int], tuple[Way, ...]] = {}
+        self._large: dict[fx.Node, bool] = {}
 
     def found(self) -> list[Run]:
         joint = self._joint
@@ -109,24 +163,23 @@ class _Finder:
             and any(map(self._is_large, n.all_input_nodes))
             and not all(map(self._is_large, _values(n)))
         }
-        whole = {n for n in returned if n in self._made and self._is_large(n)}
+        left = [n for n in returned if n in self._made and self._is_large(n)]
         runs: list[Run] = []
         done: set[fx.Node] = set()
+        waiting.update(map(self._base, left))
         while waiting:
             target = max(waiting, key=self._order.__getitem__)
             waiting.remove(target)
             done.add(target)
+            if not any(map(self._is_large, target.all_input_nodes)):
+                continue
             run = self._run_to(target, runs)
             if run is not None:
                 runs.append(run)
                 left = [n for n in run.sources if self._is_large(n)]
             else:
                 left = [n for n in target.all_input_nodes if self._is_large(n)]
-            whole.update(left)
-            for value in whole:
-                base = self._base(value)
-                if base not in done and any(map(self._is_large, base.all_input_nodes)):
-                    waiting.add(base)
+            waiting.update({self._base(value) for value in left} - done)
         return self._grouped(runs)
 
     def _base(self, value: fx.Node) -> fx.Node:
@@ -141,24 +194,27 @@ class _Finder:
 
     def _is_large(self, node: fx.Node) -> bool:
         """Whether a value is one, in memory that the step itself allocates."""
-        if node not in self._made or not is_tensor(node):
-            return False
-        table = self._joint.storages
-        own = set(table.of_node[node]) - self._given
-        return any(table.nbytes[i] > self._most_bytes for i in own)
+        if node not in self._large:
+            table = self._joint.storages
+            own = set(table.of_node.get(node, ())) - self._given
+            large = any(table.nbytes[i] > self._most_bytes for i in own)
+            self._large[node] = large and node in self._made and is_tensor(node)
+        return self._large[node]
 
     def _all_ways(self, node: fx.Node, count: int) -> tuple[Way, ...]:
         key = node, count
         if key not in self._ways:
-            self._ways[key] = tuple(way for way in ways(node, count) if self._may(node, way))
+            self._ways[key] = tuple(
+                way for way in self._known.of(node, count) if self._may(node, way)
+            )
         return self._ways[key]
 
     def _may(self, node: fx.Node, way: Way) -> bool:
-        if self._inexact is None or way.same_bits:
-            return True
+        if (node, way) in self._refused:
+            return False
         # Of sums only those of products are made in an order that parts can keep.
         is_sum = Result.SUM in way.outputs and not is_sum_of_products(node, way)
-        return not is_sum and (node, way) not in self._inexact
+        return not (self._exact and is_sum)
 
     def _run_to(self, target: fx.Node, others: Sequence[Run]) -> Run | None:
         """The run to the results of an operation, with the least that is large and whole."""

@@ -1,0 +1,118 @@
+"""Whether operations keep their bits in parts: found out by running them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from fxremat.costs.bits import keeps_bits
+from fxremat.costs.cache import CostCache
+from fxremat.passes.joint.sizes import Layout
+from fxremat.passes.split.parts import Output, Parts
+from fxremat.passes.split.rules import Result, Rows
+
+ROWS, WIDTH = 8, 4
+
+
+def parts_of(*operations: Any, name: str, part_rows: int = 2, sums: bool = False) -> Parts:
+    """A run of operations of one matrix each, rows of it or a sum over them."""
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for operation in operations:
+        value = graph.call_function(operation, (value,))
+    graph.output((value,))
+    shape = (WIDTH,) if sums else (ROWS, WIDTH)
+    stride = (1,) if sums else (WIDTH, 1)
+    way = Result.SUM if sums else Rows(0, 1)
+    layout = Layout(shape, stride, 0, 4 * ROWS * WIDTH)
+    return Parts(
+        name,
+        graph,
+        [Rows(0, 1)],
+        [Output(way, layout, torch.float32)],
+        ROWS,
+        part_rows,
+        {},
+        torch.device("cpu"),
+        exact=True,
+        part_bytes=0,
+        whole=(),
+    )
+
+
+def answer(parts: Parts, cache: CostCache | None = None, **options: Any) -> bool:
+    options = {"whole": None, **options}
+    return keeps_bits(parts, [torch.empty(ROWS, WIDTH)], (), cache=cache or CostCache(), **options)
+
+
+def uneven(x: Tensor) -> Tensor:
+    """A kernel that rounds otherwise where it is given few rows."""
+    return x * 3 if len(x) == ROWS else x * 3 * (1 + 1e-6)
+
+
+def test_pointwise_operations_do():
+    assert answer(parts_of(torch.neg, torch.relu, name="neg"))
+
+
+def test_what_rounds_otherwise_does_not():
+    assert not answer(parts_of(uneven, name="uneven"))
+
+
+def test_sums_over_rows_that_are_added_up_otherwise_do_not():
+    assert not answer(parts_of(torch.exp, lambda x: x.sum(0), name="sum", part_rows=3, sums=True))
+
+
+def test_it_is_compared_with_the_operation_itself():
+    parts = parts_of(torch.neg, name="neg")
+    assert answer(parts, whole=lambda given: [-given[0]])
+    assert not answer(parts, whole=lambda given: [given[0].exp()])
+
+
+def test_an_answer_is_known_the_second_time():
+    calls = []
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return -x
+
+    cache = CostCache()
+    parts = parts_of(counted, name="counted")
+    assert answer(parts, cache)
+    before = len(calls)
+    assert before >= 2 * (1 + ROWS // 2)  # twice at least
+    assert answer(parts, cache)
+    assert len(calls) == before
+
+
+def test_no_memory_to_compare_is_no_promise():
+    def large(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("there is none")
+
+    assert not answer(parts_of(large, name="large"))
+
+
+def test_generators_are_left_as_they_were():
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    answer(parts_of(torch.neg, name="neg"))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_parts_are_one_where_bits_would_change(keeps: bool):
+    seen = []
+
+    def noted(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x + 1
+
+    parts = parts_of(noted, name="noted")
+    parts.settle((), keeps_bits=keeps)
+    x = torch.randn(ROWS, WIDTH)
+    assert torch.equal(parts(x), x + 1)
+    assert seen == ([2] * 4 if keeps else [ROWS])
+    assert parts.count({}) == (4 if keeps else 1)
