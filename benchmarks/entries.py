@@ -68,6 +68,31 @@ def _narrow_llama(layers: int) -> ZooModel:
     )
 
 
+def _words(count: int) -> ZooModel:
+    """A small Llama whose logits are most of what it takes."""
+    return llama(
+        f"llama_words{count}",
+        vocabulary=count,
+        width=64,
+        inner=172,
+        layers=2,
+        batch=1,
+        length=4096,
+        heads=4,
+        key_value_heads=2,
+    )
+
+
+def _encoder(length: int) -> ZooModel:
+    """An encoder of one long sequence."""
+
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(32, 2, 128, batch_first=True, dropout=0.0)
+        return nn.TransformerEncoder(layer, 2)
+
+    return _entry(f"encoder{length}", build, (1, length, 32))
+
+
 _TINY_GPT = GPTConfig(vocabulary=64, context=32, width=32, heads=2, blocks=12)
 
 _EACH = (
@@ -76,6 +101,8 @@ _EACH = (
     _entry("encoder_twice", Twice, (8, 64, 128), (8, 64, 128)),
     gpt_entry("gpt12_tiny", _TINY_GPT, batch=2, length=32),
     *map(_narrow_llama, (8, 16, 32, 64)),
+    *map(_words, (4000, 32_000, 128_000)),
+    *map(_encoder, (2048, 16_384)),
 )
 
 ENTRIES: dict[str, ZooModel] = {entry.name: entry for entry in _EACH}
