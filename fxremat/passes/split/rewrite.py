@@ -25,7 +25,7 @@ from fxremat.passes.joint.graph import (
     values_of,
 )
 from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of, names_in, symbol
-from fxremat.passes.split.losses import by_rows
+from fxremat.passes.split.losses import by_rows, gradients_beside
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Way, for_rows
 from fxremat.passes.split.runs import Run, Ways, is_sum_of_products, part_of_run, place_of, runs_of
@@ -52,6 +52,8 @@ def split(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> fx.
     Returns ``None`` where nothing can be computed in parts.
     """
     joint = rebuilt(joint, by_rows(joint.module))
+    if same_bits is None:
+        joint = rebuilt(joint, gradients_beside(joint, most_bytes))
     refused: set[tuple[fx.Node, Way]] = set()
     exact, known = same_bits is not None, Ways()
     while True:
