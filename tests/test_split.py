@@ -56,6 +56,7 @@ def gradients(model: nn.Module, call: Any, given: tuple[Tensor, ...]) -> list[Te
 
 def peak_of(model: nn.Module, call: Any, given: tuple[Tensor, ...]) -> int:
     def step() -> None:
+        model.zero_grad(set_to_none=True)
         call(*given).backward()
 
     found = fxremat.measure_step(model, step).peak_bytes
@@ -246,6 +247,21 @@ def test_estimate_of_a_step_in_parts_is_its_peak():
     model, given = made(), batch()
     call = compiled(model, found.plan.least_budget_bytes, split=True)
     assert peak_of(model, call, given) <= found.plan.least_budget_bytes
+
+
+def test_gradients_of_a_loss_beside_it_are_multiplied_by_its_own(least_bytes: int):
+    """To rounding the logits are computed once, in the forward."""
+    model, given, truth = made(), batch(), made()
+    call = compiled(model, least_bytes // 2, split=True)
+    assert "_log_softmax_backward_data" in call.plan.forward_code
+    assert "_log_softmax_backward_data" not in call.plan.backward_code
+    for factor in (1.0, 0.3, -7.0):
+        for own in (model, truth):
+            own.zero_grad(set_to_none=True)
+        (factor * call(*given)).backward()
+        (factor * truth(*given)).backward()
+        for ours, expected in zip(model.parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_plan_and_code_say_what_is_in_parts():

@@ -290,6 +290,10 @@ class _Finder:
             map(self._is_large, operation_of(value).all_input_nodes)
         )
 
+    def _reads_mutated(self, operation: fx.Node) -> bool:
+        """Whether it reads what the forward writes to: it cannot run later once more."""
+        return not self._joint.mutated.isdisjoint(operation.all_input_nodes)
+
     def _compute(self, run: Run, value: fx.Node, rows: Rows) -> bool:
         """Let ``run`` compute ``value`` in such rows."""
         operation, index = operation_of(value), place_of(value)
@@ -298,7 +302,7 @@ class _Finder:
                 return False
             run.rows_of[value] = rows
             return True
-        if torch_compat.draws_random_numbers(operation):
+        if torch_compat.draws_random_numbers(operation) or self._reads_mutated(operation):
             return False
         for way in self._all_ways(operation, run.rows):
             fits = way.outputs[index] == rows and Result.SUM not in way.outputs
