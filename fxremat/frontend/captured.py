@@ -235,11 +235,17 @@ class CapturedStep:
             raise PlanError(f"this step is not computed in the form {form}: plan again")
         return self.take(line, form)
 
-    def add(self, form: Form) -> Variant | None:
-        """The step in one more form; ``None`` where it is computed like in one that is there."""
+    def add(self, form: Form, *, below_bytes: int | None = None) -> Variant | None:
+        """The step in one more form; ``None`` where it is computed like in one that is there, or
+        one of its operations takes ``below_bytes`` with the gradients that are there before it.
+        """
         line = self.line(form)
         known = [_way_of(own.blocks.line) for own in self.variants]
-        return None if _way_of(line) in known else self.take(line, form)
+        if _way_of(line) in known:
+            return None
+        if below_bytes is not None and _room_bytes(line.joint) >= below_bytes:
+            return None
+        return self.take(line, form)
 
     def parted(self, *, exact: bool) -> Iterator[Form]:
         """Forms in which ever smaller values are computed in parts."""
@@ -445,3 +451,17 @@ def _way_of(line: Line) -> tuple[bool, frozenset[str]]:
     """What tells forms of a step apart: whether norms are undone, and runs in parts."""
     parts = frozenset(str(n.target) for n in line.nodes if isinstance(n.target, Parts))
     return any(map(is_inverse, line.joint.forward)), parts
+
+
+def _room_bytes(joint: JointGraph) -> int:
+    """Most that an operation reads and makes, with the gradients of the step that are there."""
+    table, given = joint.storages, joint.storages.of((*joint.given, *joint.tangents))
+    returned = table.of(joint.gradients) - given
+    there: frozenset[int] = frozenset()
+    most_bytes = 0
+    for node in (*joint.forward, *joint.backward):
+        own = table.of((node, *node.all_input_nodes)) - given
+        working = node.target.part_bytes if isinstance(node.target, Parts) else 0
+        most_bytes = max(most_bytes, table.total(own | there) + working)
+        there |= own & returned
+    return most_bytes

@@ -219,13 +219,13 @@ class Planner:
     def _within_share(
         self, context: StepContext, budget: Budget, schedules: list[Schedules]
     ) -> list[Schedules]:
-        """Schedules where the budget is the least, or a share: of more forms where none fits."""
-        if budget.is_least:
-            return self.look_at_all(context)
+        """Schedules where the budget is the least, or a share: of more forms until one fits."""
         traced = schedules[0].search
         full_bytes = self._of_all(context, traced.counted_bytes(traced.baseline))
         nbytes = budget.bytes_of(full_bytes=full_bytes, least_bytes=0)
-        while min(own.least_bytes for own in schedules) > nbytes and self._grown(context):
+        while (least_bytes := min(own.least_bytes for own in schedules)) > nbytes:
+            if not self._grown(context, below_bytes=least_bytes):
+                break
             schedules = self.within(context, None)
         return schedules
 
@@ -396,10 +396,14 @@ class Planner:
             while self._forms:
                 self.step.add(self._forms.pop(0))
 
-    def _grown(self, context: StepContext) -> bool:
-        """Let schedules be known of one more form of the step, if there is one."""
+    def _grown(self, context: StepContext, below_bytes: int = MOST_BYTES) -> bool:
+        """Let schedules be known of one more form of the step, if there is one.
+
+        A form is not looked at again where its largest operation alone takes ``below_bytes``.
+        """
+        most_bytes = below_bytes - self.step.given_bytes(context)
         while self._forms:
-            variant = self.step.add(self._forms.pop(0))
+            variant = self.step.add(self._forms.pop(0), below_bytes=most_bytes)
             if variant is not None:
                 first = replace(context, sizes=self.step.sizes.hints)
                 self._known.append(self._schedules(variant, None, first))
@@ -437,12 +441,17 @@ class Planner:
         at_first_size = run and context.sizes == self.step.sizes.hints
         new = self._look(context) and at_first_size
         most = MOST_BYTES if budget_bytes is None else budget_bytes
-        found = [
-            own.within(variant.around(context))
-            if at_first_size
-            else own.at(variant, context, budget_bytes=most)
-            for own, variant in zip(self._known, self.step.at(context.sizes, run=run), strict=True)
-        ]
+
+        def known() -> list[Schedules]:
+            variants = self.step.at(context.sizes, run=run)
+            return [
+                own.within(variant.around(context))
+                if at_first_size
+                else own.at(variant, context, budget_bytes=most)
+                for own, variant in zip(self._known, variants, strict=True)
+            ]
+
+        found = known()
         if not run:
             return found
         found = self._with_sent(context.sizes, found)
@@ -450,9 +459,11 @@ class Planner:
             return found
         if not new:
             found = self._with_sent(context.sizes, self.searched(context))
-            if min(own.least_bytes for own in found) <= budget_bytes:
-                return found
-        return self.within(context, budget_bytes) if self._grown(context) else found
+        while (least_bytes := min(own.least_bytes for own in found)) > budget_bytes:
+            if not self._grown(context, below_bytes=least_bytes):
+                break
+            found = self._with_sent(context.sizes, known())
+        return found
 
     def searched(self, context: StepContext) -> list[Schedules]:
         """Schedules of each variant, looked for anew; they are known from then on."""
