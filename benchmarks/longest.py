@@ -1,0 +1,191 @@
+"""The longest sequence that one step of a Llama takes within a budget, with and without parts.
+
+A small one within 2 GiB of this machine, measured at 2 048 tokens, then trained for a step at the
+length that is said to fit; and one of 8 billion parameters on an H100 of 80 GiB, by estimate: in
+bfloat16, all parameters with AdamW's state, or adapters of rank 16 alone.
+Run: OMP_NUM_THREADS=1 python -m benchmarks.longest [small | full | lora …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.common import save, show
+from fxremat.errors import BudgetError
+from fxremat.units import format_bytes
+
+SMALL_BUDGET, H100_BUDGET = "2 GiB", "79 GiB"
+
+SPLITS: dict[str, Any] = {"as traced": False, "same bits": "exact", "to rounding": True}
+
+
+def llama(length: int, **sizes: int) -> nn.Module:
+    """A Llama of transformers whose loss is its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(max_position_embeddings=length, use_cache=False, **sizes)
+    return LlamaForCausalLM(config).train()
+
+
+class Loss(nn.Module):
+    """A model that returns its loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Of the next words."""
+        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss
+
+
+class Adapted(nn.Module):
+    """A linear layer that stays, and a low-rank one beside it."""
+
+    def __init__(self, inner: nn.Linear, rank: int = 16) -> None:
+        super().__init__()
+        self.inner = inner
+        like: dict[str, Any] = {"device": inner.weight.device, "dtype": inner.weight.dtype}
+        self.down = nn.Linear(inner.in_features, rank, bias=False, **like)
+        self.up = nn.Linear(rank, inner.out_features, bias=False, **like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both, added."""
+        added: Tensor = self.inner(x) + self.up(self.down(x))
+        return added
+
+
+def small() -> nn.Module:
+    """Four layers of width 256, and 32 000 words."""
+    torch.manual_seed(0)
+    made = llama(
+        1 << 20,
+        vocab_size=32_000,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return Loss(made)
+
+
+def large(*, adapters: bool) -> nn.Module:
+    """Llama 3 of 8 billion parameters, without data."""
+    with torch.device("meta"):
+        made = llama(
+            1 << 20,
+            vocab_size=128_256,
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+        ).to(torch.bfloat16)
+        if adapters:
+            made.requires_grad_(False)
+            for module in list(made.modules()):
+                for name, inner in list(module.named_children()):
+                    if isinstance(inner, nn.Linear) and name.endswith("_proj"):
+                        setattr(module, name, Adapted(inner))
+    return Loss(made)
+
+
+def ids(length: int, words: int, device: str = "cpu") -> Tensor:
+    """A sequence of words."""
+    return torch.zeros(1, length, dtype=torch.int64, device=device) % words
+
+
+def peak_of(model: nn.Module, call: Any, given: Tensor) -> int:
+    """Of one step, with what is resident."""
+    return fxremat.measure_step(model, lambda: call(given).backward()).peak_bytes
+
+
+def measure_small() -> list[dict[str, Any]]:
+    """The small one, here."""
+    rows = []
+    for called, split in SPLITS.items():
+        torch._dynamo.reset()
+        begin = time.perf_counter()
+        found = fxremat.max_batch(
+            small(), ids(2048, 32_000), SMALL_BUDGET, dim=1, loss="own", split=split, most=1 << 19
+        )
+        length = found.largest.size
+        row = {"model": "small", "split": called, "tokens": length}
+        row["planned_s"] = time.perf_counter() - begin
+        torch._dynamo.reset()
+        model, given = small(), ids(length, 32_000)
+        try:
+            call = fxremat.compile(model, given, SMALL_BUDGET, loss="own", split=split)
+        except BudgetError as error:
+            row["least_bytes"] = error.least_budget_bytes
+        else:
+            row["peak_bytes"] = peak_of(model, call, given)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def measure_large(name: str) -> list[dict[str, Any]]:
+    """The large one, by estimate."""
+    rows = []
+    for called, split in SPLITS.items():
+        if split == "exact":
+            continue
+        torch._dynamo.reset()
+        model = large(adapters=name == "lora")
+        begin = time.perf_counter()
+        found = fxremat.estimate(
+            model,
+            ids(8192, 128_256, "meta"),
+            device="H100",
+            budget=H100_BUDGET,
+            dim=1,
+            loss="own",
+            optimizer=torch.optim.AdamW,
+            split=split,
+        )
+        batches = found.batches
+        row = {
+            "model": name,
+            "split": called,
+            "tokens": batches.largest.size if batches else None,
+            "least_bytes": found.kept.least_budget_bytes,
+            "planned_s": time.perf_counter() - begin,
+        }
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=("small", "lora", "full"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    for name in options.models:
+        results += measure_small() if name == "small" else measure_large(name)
+    shown = [
+        [
+            found["model"],
+            found["split"],
+            str(found["tokens"]),
+            format_bytes(found.get("peak_bytes", found.get("least_bytes", 0))),
+            f"{found['planned_s']:.0f}",
+        ]
+        for found in results
+    ]
+    show("The longest sequence", ["model", "split", "tokens", "peak, or least", "s"], shown)
+    save("longest", {"rows": results})
+
+
+if __name__ == "__main__":
+    main()
