@@ -284,17 +284,11 @@ class CapturedStep:
         return line if self._units is None else self._fused(line, self._units)
 
     def _keeps_bits(self, parts: Parts, given: Sequence[torch.Tensor], whole: Whole) -> bool:
-        """Whether an operation has the same bits in parts, in all processes that ask.
-
-        Nothing can be run for another device: there only rules tell.
-        """
+        """Whether an operation has the same bits in parts; for another device rules alone tell."""
         if self._target is not None:
             return False
         sizes = tuple(parts.hints.values())
-        own = keeps_bits(parts, given, sizes, whole=whole, cache=cost_cache())
-        if self.peers is None:
-            return own
-        return self.peers.agree("bits of parts", bool, own, lambda told: all(told.values()))
+        return keeps_bits(parts, given, sizes, whole=whole, cache=cost_cache())
 
     def _fused(self, line: Line, units: Units) -> Line:
         """``line`` with units, their kernels made.

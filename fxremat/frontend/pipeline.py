@@ -390,22 +390,24 @@ class Planner:
             return
         if not self._exact:
             self.step.add(Form(exact=False))
-        if self._split and not self.step.has_units:
+        if self._peers is not None:  # which must all have the same forms, whatever one finds
+            for form in self.step.parted(exact=False) if self._split is True else ():
+                self.step.add(form)
+        elif self._split and not self.step.has_units:
             self._forms += self.step.parted(exact=self._split == "exact")
-        if self._peers is not None:  # which must all have the same forms
-            while self._forms:
-                self.step.add(self._forms.pop(0))
 
     def _grown(self, context: StepContext, below_bytes: int = MOST_BYTES) -> bool:
         """Let schedules be known of one more form of the step, if there is one.
 
-        A form is not looked at again where its largest operation alone takes ``below_bytes``.
+        At the sizes of the capture one is left out whose largest operation alone takes
+        ``below_bytes``.
         """
+        first = replace(context, sizes=self.step.sizes.hints)
         most_bytes = below_bytes - self.step.given_bytes(context)
         while self._forms:
-            variant = self.step.add(self._forms.pop(0), below_bytes=most_bytes)
+            form = self._forms.pop(0)
+            variant = self.step.add(form, below_bytes=most_bytes if first == context else None)
             if variant is not None:
-                first = replace(context, sizes=self.step.sizes.hints)
                 self._known.append(self._schedules(variant, None, first))
                 return True
         return False
