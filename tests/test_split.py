@@ -195,10 +195,23 @@ class Sequences(nn.Module):
         return self.out(weights @ value).square().mean()
 
 
+class Sums(nn.Module):
+    """Sums over rows, of which one needs the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).tanh()
+        return (x - x.sum(0)).square().sum(1).mean()
+
+
 OTHERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "images": (Images, (8, 3, 32, 32)),
     "attention": (lambda: Sequences(breaks=False), (2, 256, 16)),
     "regions": (lambda: Sequences(breaks=True), (2, 256, 16)),
+    "sums": (Sums, (256, 4)),
 }
 
 
