@@ -4,7 +4,7 @@ Language models whose logits are most of what they take, and others: the least b
 is computed as it was traced, with parts that keep bits, and with any parts; times at the first of
 these, at half of it and at the least in parts. Interleaved rounds; seconds over those of the step
 with everything kept, in the same round: median, least and greatest. Where parts keep bits gradients
-are compared with the traced step's.
+are compared with the traced step's; elsewhere how far both are off is, from gradients in float64.
 Run: OMP_NUM_THREADS=1 python -m benchmarks.split [model …] [--rounds N]
 """
 
@@ -39,6 +39,25 @@ def gradients(step: Step) -> list[torch.Tensor]:
     return found
 
 
+def precise(entry: ZooModel) -> list[torch.Tensor]:
+    """Gradients in float64."""
+    args, kwargs = torch.utils._pytree.tree_map(
+        lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x,
+        entry.sample(0),
+    )
+    model = entry.build().double()
+    torch.manual_seed(5)
+    entry.loss(model(*args, **kwargs)).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def error(found: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
+    """Norm of the difference of gradients, over that of the gradients."""
+    pairs = [(a.double() - b, b) for a, b in zip(found, truth, strict=True)]
+    off, whole = (torch.stack([t.norm() for t in own]).norm() for own in zip(*pairs, strict=True))
+    return float(off / whole)
+
+
 def compiled(entry: ZooModel, budget: Any, split: Any) -> tuple[Step, fxremat.CompiledModule]:
     """A model within a budget."""
     torch._dynamo.reset()
@@ -54,9 +73,10 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
         for budget, where in ((least_bytes, "there"), (least_bytes // 2, "half"), ("min", "least")):
             try:
                 made[f"{where}, {called}"] = compiled(entry, budget, split)
-            except BudgetError as error:
-                print(f"{name}, {where}, {called}: {error}")
-    expected = gradients(made[KEPT][0])
+            except BudgetError as refused:
+                print(f"{name}, {where}, {called}: {refused}")
+    expected, truth = gradients(made[KEPT][0]), precise(entry)
+    kept_error = error(expected, truth)
     rows = []
     for setting, (step, call) in made.items():
         for _ in range(2):  # what gradients before a step take is learned
@@ -74,6 +94,7 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
                 "of_traced": plan.budget_bytes / least_bytes,
                 "parts_bytes": plan.form.parts_bytes,
                 "same_bits": same_bits,
+                "error": error(found, truth) / kept_error,
                 "predicted": plan.predicted_s / made[KEPT][1].plan.predicted_s,
             }
         )
@@ -102,7 +123,7 @@ def main() -> None:
             format_bytes(found["budget_bytes"]),
             f"{found['of_traced']:.2f}",
             format_bytes(found["peak_bytes"]),
-            "same" if found["same_bits"] else "rounded",
+            "same" if found["same_bits"] else f"error × {found['error']:.2f}",
             Spread(*found["ratio"]).text(1, 3),
         ]
         for found in results
