@@ -292,7 +292,7 @@ def test_kernels_are_timed_behind_a_device_that_is_held_up(clock_of):
     for _ in range(500):  # a busy machine may take its time over a launch
         device.told.clear()
         assert clock.seconds_of(device.run) == 0.5
-        if clock.launched_s < 2 * device.launch_s:
+        if clock.launched_s < 2 * device.launch_s and device.told.count("run") == 1:
             break
     assert device.told == ["delay", "event", "run", "event", "wait"]
     assert device.delays[0] >= 2 * device.launch_s
