@@ -402,6 +402,8 @@ class Planner:
         At the sizes of the capture one is left out whose largest operation alone takes
         ``below_bytes``.
         """
+        if context.region and self._split == "exact":
+            return False
         first = replace(context, sizes=self.step.sizes.hints)
         most_bytes = below_bytes - self.step.given_bytes(context)
         while self._forms:
@@ -446,11 +448,13 @@ class Planner:
 
         def known() -> list[Schedules]:
             variants = self.step.at(context.sizes, run=run)
+            pairs = zip(self._known, variants, strict=True)
             return [
                 own.within(variant.around(context))
                 if at_first_size
                 else own.at(variant, context, budget_bytes=most)
-                for own, variant in zip(self._known, variants, strict=True)
+                for own, variant in pairs
+                if self._may(context, own)
             ]
 
         found = known()
@@ -472,7 +476,11 @@ class Planner:
         found = self._search(context)
         known = self._known or found
         self._known = [own.knowing(new) for own, new in zip(known, found, strict=True)]
-        return found
+        return [own for own in found if self._may(context, own)]
+
+    def _may(self, context: StepContext, schedules: Schedules) -> bool:
+        """Whether a call may follow them: in parts, one of several graphs only where that is asked."""
+        return not (context.region and self._split == "exact" and schedules.form.parts_bytes)
 
     def _look(self, context: StepContext) -> bool:
         """Let some schedules be known, those at the sizes of the capture; were none?"""

@@ -239,7 +239,7 @@ class _Record:
         self.follow(requests[released:])
         # Gradients that are there in the forward only are taken off those of the outputs.
         gone = sum(context_bytes.tangent_each_bytes) - context_bytes.tangent_bytes
-        if gone > 0:
+        if gone > 0 and self.open[Kind.GRADIENTS, 0]:
             tensor = self.give((Kind.GRADIENTS, 0))
             left = replace(tensor, nbytes=tensor.nbytes - gone)
             self.open[Kind.GRADIENTS, 0].append((left, self.now + 1))
