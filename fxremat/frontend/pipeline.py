@@ -479,7 +479,7 @@ class Planner:
         return [own for own in found if self._may(context, own)]
 
     def _may(self, context: StepContext, schedules: Schedules) -> bool:
-        """Whether a call may follow them: in parts one of several graphs may where that is asked."""
+        """Whether a call may follow them: one of several graphs in parts, where that is asked."""
         return not (context.region and self._split == "exact" and schedules.form.parts_bytes)
 
     def _look(self, context: StepContext) -> bool:
