@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxremat
+from tests.models import ZOO
 
 WORDS, WIDTH, TOKENS = 4096, 16, 256
 
@@ -227,6 +228,61 @@ def test_others_keep_to_the_least_budget(name: str):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     assert peak_of(model, call, (x,)) <= call.plan.budget_bytes
+
+
+class Rewritten(nn.Module):
+    """Writes to an argument after it was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        y = y.detach()
+        y.mul_(2)
+        for layer in self.layers:
+            x = layer(x + y).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("split", ["exact", True])
+def test_what_the_forward_writes_to_is_not_read_later_once_more(split: Any):
+    torch.manual_seed(0)
+    model, x, y = Rewritten().double(), *torch.randn(2, 512, 16, dtype=torch.float64)
+    call = fxremat.compile(model, (x, y.clone()), "min", loss="own", split=split)
+    for _ in range(2):
+        found, expected = (gradients(model, own, (x, y.clone())) for own in (call, model))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_runs_of_which_some_cannot_be_in_parts_make_no_circle():
+    """At few rows most runs that are to keep their bits would be one part."""
+    entry = ZOO["hf_llama"]
+    args, kwargs = entry.sample(0)
+    model = entry.build()
+    torch._dynamo.reset()
+    call = fxremat.compile(
+        model, fxremat.Sample(args, kwargs), "min", loss=entry.loss, drop_unused=True, split="exact"
+    )
+    entry.loss(call(*args, **kwargs)).backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    entry.loss(model(*args, **kwargs)).backward()
+    expected = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("split", ["exact", True])
+def test_nothing_of_a_step_of_several_graphs_is_in_parts(split: Any):
+    torch._dynamo.reset()
+    model, x = Sequences(breaks=True).double(), torch.randn(2, 256, 16, dtype=torch.float64)
+    call = fxremat.compile(model, x, "min", loss="own", split=split)
+    for _ in range(4):
+        model.zero_grad()
+        call(x).backward()
+    assert len(call.plan.regions) == 2
+    assert not any(row.plan.form.parts_bytes for row in call.plan.regions)
 
 
 @pytest.mark.more

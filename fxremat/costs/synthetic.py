@@ -60,8 +60,11 @@ class Synthesizer:
 
 
 def made_up(traced: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies as ``traced``, with random numbers about 1; integers and masks are 0."""
-    return _base(traced, std=1.0).as_strided(traced.shape, traced.stride(), traced.storage_offset())
+    """A tensor that lies as ``traced``: numbers about 1 and masks are random, integers 0."""
+    base = _base(traced, std=1.0)
+    if traced.dtype is torch.bool:
+        base.bernoulli_(0.5)
+    return base.as_strided(traced.shape, traced.stride(), traced.storage_offset())
 
 
 def _base(traced: torch.Tensor, *, std: float) -> torch.Tensor:

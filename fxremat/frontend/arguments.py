@@ -309,7 +309,7 @@ def _read_dynamic(argument: str, value: object) -> bool | None:
 
 
 def _read_split(argument: str, value: object) -> Split:
-    if value == "exact":
+    if isinstance(value, str) and value == "exact":
         return "exact"
     if not isinstance(value, bool):
         _refuse(argument, value, '"exact", True or False')

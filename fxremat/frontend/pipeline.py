@@ -199,6 +199,7 @@ class Planner:
         while chosen[1].total_s > MUCH_SLOWER * traced.baseline.total_s and self._grown(context):
             schedules = self.within(context, budget_bytes)
             chosen = fastest(schedules, budget_bytes)
+            least_bytes = self._of_all(context, min(own.least_bytes for own in schedules))
         step.progress(WRITE)
         planned = emit(
             step,
@@ -400,25 +401,19 @@ class Planner:
         """Let schedules be known of one more form of the step, if there is one.
 
         At the sizes of the capture one is left out whose largest operation alone takes
-        ``below_bytes``.
+        ``below_bytes`` with the gradients before it, where none exists that these are added to.
         """
-        if context.region and self._split == "exact":
+        if context.region:
             return False
         first = replace(context, sizes=self.step.sizes.hints)
-        most_bytes = below_bytes - self.step.given_bytes(context)
+        is_bound = first == context and not context.existing
+        most_bytes = below_bytes - self.step.given_bytes(context) if is_bound else None
         while self._forms:
-            form = self._forms.pop(0)
-            variant = self.step.add(form, below_bytes=most_bytes if first == context else None)
+            variant = self.step.add(self._forms.pop(0), below_bytes=most_bytes)
             if variant is not None:
                 self._known.append(self._schedules(variant, None, first))
                 return True
         return False
-
-    @property
-    def has_more(self) -> bool:
-        """Whether there may be forms of the step that were not looked at."""
-        self._measure()
-        return bool(self._forms)
 
     def look_at_all(self, context: StepContext) -> list[Schedules]:
         """Schedules that are known, of all forms of the step."""
@@ -479,8 +474,12 @@ class Planner:
         return [own for own in found if self._may(context, own)]
 
     def _may(self, context: StepContext, schedules: Schedules) -> bool:
-        """Whether a call may follow them: one of several graphs in parts, where that is asked."""
-        return not (context.region and self._split == "exact" and schedules.form.parts_bytes)
+        """Whether a call may follow them.
+
+        One of several graphs is not computed in parts: what leaves least for the others is chosen
+        without regard to its own peak, which parts are for.
+        """
+        return not (context.region and schedules.form.parts_bytes)
 
     def _look(self, context: StepContext) -> bool:
         """Let some schedules be known, those at the sizes of the capture; were none?"""

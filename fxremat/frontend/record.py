@@ -239,10 +239,11 @@ class _Record:
         self.follow(requests[released:])
         # Gradients that are there in the forward only are taken off those of the outputs.
         gone = sum(context_bytes.tangent_each_bytes) - context_bytes.tangent_bytes
-        if gone > 0 and self.open[Kind.GRADIENTS, 0]:
-            tensor = self.give((Kind.GRADIENTS, 0))
+        if gone > 0:
+            kind = Kind.GRADIENTS if self.open[Kind.GRADIENTS, 0] else Kind.OTHER  # told as one
+            tensor = self.give((kind, 0))
             left = replace(tensor, nbytes=tensor.nbytes - gone)
-            self.open[Kind.GRADIENTS, 0].append((left, self.now + 1))
+            self.open[kind, 0].append((left, self.now + 1))
         return instant
 
     def done(self) -> tuple[tuple[Tensor, ...], tuple[Life, ...]]:

@@ -487,25 +487,6 @@ class Regions:
         known.later_host_bytes = [sum(takes[place + 1 :]) for place in range(len(takes))]
 
     def _chosen(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> Chosen:
-        """Plans for all calls of a step; forms in parts are looked at where nothing else fits."""
-        if self.loop.budget.is_least:
-            self._look_at_all(known)
-        try:
-            return self._fastest(known, there_bytes, host_bytes)
-        except BudgetError:
-            if not self._look_at_all(known):
-                raise
-            return self._fastest(known, there_bytes, host_bytes)
-
-    def _look_at_all(self, known: KnownStep) -> bool:
-        """Let all forms of its calls be looked at; were some not?"""
-        more = [call for call in known.calls if call.planner.has_more]
-        for call in more:
-            call.planner.look_at_all(call.context)
-            self._choices.pop(call.key, None)
-        return bool(more)
-
-    def _fastest(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> Chosen:
         calls = [
             Call(self._choices_of(call), *profiles)
             for call, profiles in zip(known.calls, known.profiles, strict=True)

@@ -61,6 +61,10 @@ def test_what_rounds_otherwise_does_not():
     assert not answer(parts_of(uneven, name="uneven"))
 
 
+def test_what_is_no_number_says_nothing():
+    assert not answer(parts_of(lambda x: x / 0 - x / 0, name="none"))
+
+
 def test_sums_over_rows_that_are_added_up_otherwise_do_not():
     assert not answer(parts_of(torch.exp, lambda x: x.sum(0), name="sum", part_rows=3, sums=True))
 
@@ -116,3 +120,10 @@ def test_parts_are_one_where_bits_would_change(keeps: bool):
     assert torch.equal(parts(x), x + 1)
     assert seen == ([2] * 4 if keeps else [ROWS])
     assert parts.count({}) == (4 if keeps else 1)
+
+
+def test_they_are_one_where_bits_of_any_call_would_change():
+    parts = parts_of(torch.neg, name="neg")
+    for keeps, parts_now in ((True, 4), (False, 1), (True, 1)):
+        parts.settle((), keeps_bits=keeps)
+        assert parts.count({}) == parts_now

@@ -92,6 +92,21 @@ def test_gradients_that_exist_are_told(budget: str | float, cleared_late: bool):
     assert cleared_late == (ends != {memory.count})
 
 
+def test_an_error_tells_what_the_least_needs_where_gradients_are_cleared_late():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
+    call = fxremat.compile(model, torch.randn(32, 64), 1.0, loss=torch.sum)
+    for _ in range(3):
+        loss = call(torch.randn(32, 64)).sum()
+        model.zero_grad()
+        loss.backward()
+    (plan_cache,) = call._compiler.plan_caches
+    cleared = [context for context in plan_cache.plans if context.cleared]
+    assert cleared
+    for context in cleared:
+        (schedules,) = plan_cache.planner.within(context, None)
+        assert "module" in schedules.describe_least() or "backward" in schedules.describe_least()
+
+
 def test_a_record_at_another_size_is_that_of_its_plan():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
     call = fxremat.compile(model, torch.randn(32, 64), "1 MiB", loss=torch.sum)

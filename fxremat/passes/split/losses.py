@@ -15,8 +15,8 @@ from fxremat.passes.joint.sizes import LAYOUTS, Layout, layouts_of, product
 
 aten = torch.ops.aten
 
-NONE, MEAN, _ = range(3)
-"""Reductions that a loss has: to a number for each row, and to their mean."""
+NONE = 0
+"""Of the reductions that a loss has: a number for each row."""
 
 IGNORED = -100
 """The class of rows that do not count."""
@@ -144,6 +144,8 @@ def _multiples(loss: fx.Node) -> dict[fx.Node, None]:
             others = len(found.keys() & {*node.all_input_nodes}) > 1
             if not is_multiple or others or node.meta["val"].dtype is torch.float16:
                 return {}
+            if 2 * size(node) <= size(loss) and not node.meta["val"].is_contiguous():
+                return {}  # what it is multiplied to would lie otherwise
             found[node] = None
         node = node.next
     return found

@@ -156,8 +156,11 @@ class Parts:
         return not self.exact or self._keeps_bits.get(sizes, False)
 
     def settle(self, sizes: tuple[int, ...], *, keeps_bits: bool) -> None:
-        """Let it be known whether parts keep the bits, at ``sizes`` in the order of ``hints``."""
-        self._keeps_bits[sizes] = keeps_bits
+        """Let it be known whether parts keep the bits, at ``sizes`` in the order of ``hints``.
+
+        Told of several calls, whose tensors may lie otherwise, they do if they do in each.
+        """
+        self._keeps_bits[sizes] = keeps_bits and self._keeps_bits.get(sizes, True)
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
