@@ -58,7 +58,7 @@ def compile(
     host_limit: int | str | None = None,
     host_dir: str | os.PathLike[str] | None = None,
     exact: bool = True,
-    split: Split = False,
+    split: Split = "exact",
     budget_on: Counted = "allocated",
     executor: Executor = "eager",
     dynamic: bool | None = None,

@@ -93,7 +93,7 @@ def test_a_third_of_the_least_is_kept_to(least_bytes: int):
 
 def test_exact_needs_half_the_least_and_keeps_all_bits(least_bytes: int):
     model, given = made(), batch()
-    call = compiled(model, least_bytes // 2, split="exact")
+    call = compiled(model, least_bytes // 2)
     found = [gradients(model, call, given) for _ in range(3)][-1]
     truth = made()
     assert all(map(torch.equal, found, gradients(truth, truth, given)))
@@ -289,7 +289,7 @@ def test_nothing_of_a_step_of_several_graphs_is_in_parts(split: Any):
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_exact_keeps_bits_at_other_sizes(count: int):
     model, truth = made(), made()
-    call = compiled(model, "min", split="exact", dynamic=True)
+    call = compiled(model, "min", dynamic=True)
     assert call.plan.form.parts_bytes
     given = batch(count)
     found = [gradients(model, call, given) for _ in range(2)][-1]

@@ -65,7 +65,7 @@ class Arguments:
     accumulate: bool = False
     host: HostMemory | None = None
     exact: bool = True
-    split: Split = False
+    split: Split = "exact"
     budget_on: Counted = "allocated"
     executor: Executor = "eager"
     dynamic: bool | None = None
@@ -348,6 +348,7 @@ class Options:
             that of a trainer's optimizer.
         loss: ``"own"``: the model returns its loss.
         offload: ``"auto"``, ``"only"`` or ``"conv"``; ``None``: nothing travels.
+        split: ``"exact"``, ``"true"`` or ``"false"``.
         plan: file of a plan to follow.
     """
 
@@ -361,7 +362,7 @@ class Options:
     host_limit: str | None = None
     host_dir: str | None = None
     exact: bool = True
-    split: bool = False
+    split: str = "exact"
     budget_on: str = "allocated"
     executor: str = "eager"
     dynamic: bool | None = None
@@ -402,4 +403,6 @@ class Options:
         }
         if found.get("optimizer") == "none":
             found["optimizer"] = None
+        if "split" in found:
+            found["split"] = {"true": True, "false": False}.get(str(self.split).lower(), self.split)
         return found

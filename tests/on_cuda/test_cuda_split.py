@@ -42,7 +42,7 @@ def test_half_the_least_has_the_same_bits():
     least_bytes = fxremat.plan(made(), given, "min", loss="own", split=False).budget_bytes
     torch._dynamo.reset()
     model = made()
-    call = fxremat.compile(model, given, int(0.6 * least_bytes), loss="own", split="exact")
+    call = fxremat.compile(model, given, int(0.6 * least_bytes), loss="own")
     assert call.plan.form.parts_bytes
     for _ in range(2):
         assert all(map(torch.equal, gradients(model, call, given), expected))
