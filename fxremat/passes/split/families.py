@@ -26,7 +26,7 @@ EVEN = (
     "native_dropout_backward ne neg reciprocal relu remainder round sgn sigmoid_backward sign "
     "sin sqrt square sub tanh tanh_backward threshold threshold_backward trunc where"
 )
-"""Pointwise operators whose kernels for a CPU compute a number alike wherever it is. Others compute
+"""Pointwise operators whose kernels compute a number alike wherever it is. Others, on a CPU, compute
 what does not fill a vector by another formula."""
 
 EXACT = frozenset(EVEN.split())
@@ -40,7 +40,7 @@ def pointwise(call: Call) -> Dims | None:
     out = axes(call.out)
     inputs = {name: beside(shape, out) for name, shape in call.tensors.items()}
     rounds_twice = call.values.get("alpha", 1) != 1  # or once, in a vector
-    exact = not call.on_cpu or (call.name.split(".")[0] in EXACT and not rounds_twice)
+    exact = call.name.split(".")[0] in EXACT and not rounds_twice
     return Dims(inputs, [out] * len(call.returns), exact=exact)
 
 
@@ -93,7 +93,7 @@ def along(call: Call) -> Dims:
 def gated(call: Call) -> Dims:
     """One half of a dimension times a function of the other."""
     dims = along(call)
-    return Dims(dims.inputs, dims.outputs, exact=not call.on_cpu)
+    return Dims(dims.inputs, dims.outputs)
 
 
 def banded(call: Call) -> Dims:
@@ -305,7 +305,7 @@ def distance(call: Call) -> Dims | None:
     labels = axes(shape)
     inputs = {name: beside(own, labels) for name, own in call.tensors.items()}
     outputs = [labels if call.is_backward or reduction == NONE else ()]
-    return Dims(inputs, outputs, frozenset(labels), exact=not call.on_cpu)
+    return Dims(inputs, outputs, frozenset(labels))
 
 
 FAMILIES: Mapping[Rule, str] = {

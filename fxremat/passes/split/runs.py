@@ -8,7 +8,7 @@ of the forward or of the backward. So no large value is kept for it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -65,7 +65,7 @@ class Run:
 
     def joined(self, other: Run) -> Run | None:
         """Both as one; ``None`` where they compute a value in different rows."""
-        if self.rows != other.rows:
+        if self.rows != other.rows or self.ways.keys().isdisjoint(other.ways):
             return None
         for node, way in other.ways.items():
             if self.ways.get(node, way) != way:
@@ -75,9 +75,7 @@ class Run:
                 return None
         if self._gives_otherwise(other) or other._gives_otherwise(self):
             return None
-        if self.ways.keys().isdisjoint(other.ways):
-            return None
-        if len({*self.ways, *other.ways}) > MOST_OPERATIONS:
+        if len(self.ways.keys() | other.ways.keys()) > MOST_OPERATIONS:
             return None
         return Run(
             self.rows,
@@ -151,6 +149,8 @@ class _Finder:
         self._given = joint.storages.of((*joint.given, *joint.tangents))
         self._ways: dict[tuple[fx.Node, int], tuple[Way, ...]] = {}
         self._large: dict[fx.Node, bool] = {}
+        self._near: dict[fx.Node, bool] = {}
+        self._read: dict[fx.Node, list[fx.Node]] = {}
 
     def found(self) -> list[Run]:
         joint = self._joint
@@ -165,6 +165,7 @@ class _Finder:
         }
         left = [n for n in returned if n in self._made and self._is_large(n)]
         runs: list[Run] = []
+        computing: dict[fx.Node, list[Run]] = {}  # runs, by each operation in them
         done: set[fx.Node] = set()
         waiting.update(map(self._base, left))
         while waiting:
@@ -173,9 +174,11 @@ class _Finder:
             done.add(target)
             if not any(map(self._is_large, target.all_input_nodes)):
                 continue
-            run = self._run_to(target, runs)
+            run = self._run_to(target, computing)
             if run is not None:
                 runs.append(run)
+                for operation in run.ways:
+                    computing.setdefault(operation, []).append(run)
                 left = [n for n in run.sources if self._is_large(n)]
             else:
                 left = [n for n in target.all_input_nodes if self._is_large(n)]
@@ -216,8 +219,10 @@ class _Finder:
         is_sum = Result.SUM in way.outputs and not is_sum_of_products(node, way)
         return not (self._exact and is_sum)
 
-    def _run_to(self, target: fx.Node, others: Sequence[Run]) -> Run | None:
-        """The run to the results of an operation, with the least that is large and whole."""
+    def _run_to(self, target: fx.Node, computing: Mapping[fx.Node, Sequence[Run]]) -> Run | None:
+        """The run to the results of an operation, with the least that is large and whole: rather
+        one that can be joined with another of those ``computing`` an operation.
+        """
         best: tuple[int, bool, int, Run] | None = None
         for count in self._counts(target):
             for way in self._all_ways(target, count):
@@ -228,7 +233,8 @@ class _Finder:
                 if not self._expand(run, target, way):
                     continue
                 whole = self._whole_bytes(run)
-                alone = not any(run.joined(other) for other in others)
+                others = {other for n in run.ways for other in computing.get(n, ())}
+                alone = not any(map(run.joined, others))
                 key = (whole, alone, -int(count))
                 if best is None or key < best[:3]:
                     best = (*key, run)
@@ -263,7 +269,9 @@ class _Finder:
             return False
         ways_before, rows_before = dict(run.ways), dict(run.rows_of)
         run.ways[operation] = way
-        tensors = [n for n in operation.all_input_nodes if is_tensor(n)]
+        if operation not in self._read:
+            self._read[operation] = [n for n in operation.all_input_nodes if is_tensor(n)]
+        tensors = self._read[operation]
         ok = len(tensors) == len(way.inputs)
         for value, rows in zip(tensors, way.inputs, strict=False):
             ok = ok and self._take(run, value, rows)
@@ -284,11 +292,10 @@ class _Finder:
 
     def _reads_large(self, value: fx.Node) -> bool:
         """Whether a value is large, or computed from one that is."""
-        if value not in self._made:
-            return False
-        return self._is_large(value) or any(
-            map(self._is_large, operation_of(value).all_input_nodes)
-        )
+        if value not in self._near:
+            near = (value, *operation_of(value).all_input_nodes)
+            self._near[value] = value in self._made and any(map(self._is_large, near))
+        return self._near[value]
 
     def _reads_mutated(self, operation: fx.Node) -> bool:
         """Whether it reads what the forward writes to: it cannot run later once more."""
