@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -75,3 +76,25 @@ def delay_device(device: torch.device, seconds: float) -> None:
 
 _CYCLES_PER_S = 2e9
 """Clock of a GPU, rather too fast: a delay must not be shorter than asked for."""
+
+
+@functools.cache
+def out_variant(target: Any, device: str) -> tuple[Any, str] | None:
+    """The variant of an operator that writes its one result to a tensor, and the name by which it is
+    given that. ``None``: it has none whose kernel for the type of ``device`` does so itself.
+    """
+
+    def taken(operator: Any) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out]
+
+    for name in target.overloadpacket.overloads():
+        variant = getattr(target.overloadpacket, name)
+        given = [a.name for a in variant._schema.arguments if a.is_out]
+        keys = [device.upper(), "CompositeExplicitAutograd"]
+        if len(given) == 1 and taken(variant) == taken(target):
+            has_kernel, is_made_of_it = (
+                torch._C._dispatch_has_kernel_for_dispatch_key(variant.name(), key) for key in keys
+            )
+            if has_kernel and not is_made_of_it:
+                return variant, given[0]
+    return None

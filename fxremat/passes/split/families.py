@@ -26,8 +26,8 @@ EVEN = (
     "native_dropout_backward ne neg reciprocal relu remainder round sgn sigmoid_backward sign "
     "sin sqrt square sub tanh tanh_backward threshold threshold_backward trunc where"
 )
-"""Pointwise operators whose kernels compute a number alike wherever it is. Others, on a CPU, compute
-what does not fill a vector by another formula."""
+"""Pointwise operators whose kernels compute a number alike wherever it is. Others compute what does
+not fill a vector of a CPU by another formula."""
 
 EXACT = frozenset(EVEN.split())
 

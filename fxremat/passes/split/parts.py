@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ MOST_SIZES = 128
 HALVES = (torch.bfloat16, torch.float16)
 """Dtypes whose sums are made in float32, and rounded once."""
 
-Body = fx.GraphModule
+Body = Callable[..., tuple[Tensor, ...]]
 """Computes one part: takes its inputs, returns a tuple."""
 
 
@@ -199,7 +199,8 @@ class Parts:
             with self._lock:
                 while len(self._bodies) > 2 * MOST_SIZES:
                     self._bodies.pop(next(iter(self._bodies)))
-                found = self._bodies[key] = fx.GraphModule(torch.nn.Module(), graph)
+                # Without what a module does around a call: it would keep what has failed.
+                found = self._bodies[key] = fx.GraphModule(torch.nn.Module(), graph).forward
         return found
 
     def _put(

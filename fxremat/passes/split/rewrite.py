@@ -28,7 +28,8 @@ from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of, names_in, symb
 from fxremat.passes.split.losses import by_rows, gradients_beside
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Way, for_rows
-from fxremat.passes.split.runs import Run, Ways, is_sum_of_products, part_of_run, place_of, runs_of
+from fxremat.passes.split.memory import Memory
+from fxremat.passes.split.runs import Run, Ways, is_sum_of_products, place_of, runs_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -58,7 +59,7 @@ def split(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> fx.
     exact, known = same_bits is not None, Ways()
     while True:
         runs = [
-            _Sized(run, *part_of_run(run, joint, most_bytes, exact=exact))
+            _Sized.of(run, joint, most_bytes, exact=exact)
             for run in runs_of(joint, most_bytes, exact=exact, refused=refused, known=known)
         ]
         new = {pair for own in runs for pair in _refused(own, joint, same_bits)}
@@ -81,11 +82,17 @@ def _refused(
 
 @dataclass(frozen=True, slots=True)
 class _Sized:
-    """A run, rows of a part of it, and bytes that a part holds."""
+    """A run, what a part of it holds, its rows, and its bytes."""
 
     run: Run
+    memory: Memory
     part_rows: int
     part_bytes: int
+
+    @classmethod
+    def of(cls, run: Run, joint: JointGraph, most_bytes: int, *, exact: bool) -> _Sized:
+        memory = Memory(run, joint)
+        return cls(run, memory, *memory.part(most_bytes, exact=exact))
 
 
 def _alone(
@@ -95,7 +102,7 @@ def _alone(
     run = Run(own.run.rows, {node: way}, targets=[node])
     tensors = (n for n in node.all_input_nodes if is_tensor(n))
     run.rows_of.update(zip(tensors, way.inputs, strict=True))
-    sources = _in_order(run.sources, joint)
+    sources = sorted(run.sources)
 
     def whole(given: Tensors) -> Tensors:
         read = dict(zip(sources, given, strict=True))
@@ -107,13 +114,9 @@ def _alone(
         returned = [t for t in made if isinstance(t, torch.Tensor)]
         return [returned[i] for i, _ in _results(node)]
 
-    parts = _parts(_Sized(run, own.part_rows, 0), sources, joint, exact=False)
+    alone = _Sized(run, Memory(run, joint), own.part_rows, 0)
+    parts = _parts(alone, sources, joint, exact=False)
     return parts, [n.meta["val"] for n in sources], whole
-
-
-def _in_order(nodes: Iterable[fx.Node], joint: JointGraph) -> list[fx.Node]:
-    order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
-    return sorted(nodes, key=order.__getitem__)
 
 
 class _Writer:
@@ -186,14 +189,14 @@ class _Writer:
 
     def _call(self, run: Run) -> None:
         """A call that computes a run in parts."""
-        sources = _in_order(run.sources, self._joint)
+        sources = sorted(run.sources)
         parts = _parts(self._sized[run], sources, self._joint, exact=self._exact)
         parts = self._parts_by_name.setdefault(parts.__name__, parts)
         parts.settle(tuple(parts.hints.values()), keeps_bits=True)
         sizes = (Size.named(name, hint) for name, hint in parts.hints.items())
         args = (*(self._values[n] for n in sources), *sizes)
         made = self._graph.call_function(parts, args)  # type: ignore[arg-type]
-        results = [value for _, value, _ in _results_of(run, self._joint)]
+        results = [value for _, value, _ in _results_of(run)]
         made.meta = {
             k: v for k, v in results[-1].meta.items() if k not in ("val", LAYOUTS, "tensor_meta")
         }
@@ -213,7 +216,7 @@ class _Writer:
 def _parts(own: _Sized, sources: Sequence[fx.Node], joint: JointGraph, *, exact: bool) -> Parts:
     """A run as one operation, which takes ``sources``."""
     run = own.run
-    inside = _in_order(run.ways, joint)
+    inside = own.memory.inside
     rows = Size(own.part_rows, symbol(ROWS), {ROWS: own.part_rows})
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {n: graph.placeholder(f"in{i}") for i, n in enumerate(sources)}
@@ -222,13 +225,17 @@ def _parts(own: _Sized, sources: Sequence[fx.Node], joint: JointGraph, *, exact:
         if node in gone:
             continue
         args, kwargs = for_rows(node, run.ways[node], rows)
-        copied[node] = add_call(graph, (node.target, args, kwargs), copied, node.name)
+        called: Any = node.target
+        over = own.memory.over.get(node)
+        if over is not None:
+            called, kwargs = over.variant, {**kwargs, over.argument: over.value}
+        copied[node] = add_call(graph, (called, args, kwargs), copied, node.name)
         for value in values_of(node):
             picked = (copied[node], value.args[1])
             copied[value] = graph.call_function(operator.getitem, picked)
     given: list[fx.Node] = []
     outputs = []
-    for target, value, i in _results_of(run, joint):
+    for target, value, i in _results_of(run):
         (layout,) = layouts_of(value)
         way = run.ways[target].outputs[i]
         outputs.append(Output(way, layout, value.meta["val"].dtype, target in gone))
@@ -259,13 +266,9 @@ def _parts(own: _Sized, sources: Sequence[fx.Node], joint: JointGraph, *, exact:
     )
 
 
-def _results_of(run: Run, joint: JointGraph) -> list[tuple[fx.Node, fx.Node, int]]:
+def _results_of(run: Run) -> list[tuple[fx.Node, fx.Node, int]]:
     """Operations that a run is computed for, with each tensor that is read, and its place."""
-    return [
-        (target, value, i)
-        for target in _in_order(run.targets, joint)
-        for i, value in _results(target)
-    ]
+    return [(target, value, i) for target in sorted(run.targets) for i, value in _results(target)]
 
 
 def _results(target: fx.Node) -> list[tuple[int, fx.Node]]:

@@ -27,16 +27,8 @@ from fxremat.passes.joint.graph import (
 from fxremat.passes.joint.sizes import layouts_of, product
 from fxremat.passes.split.rules import Result, Rows, Way, ways
 
-MOST_PARTS = 64
-"""Parts of a run at the most: each costs the launches of all its operations."""
-
 MOST_OPERATIONS = 64
 """Operations of a run at the most."""
-
-BLOCK_ROWS, BLOCK_FACTOR = 192, 3
-"""Where a sum of products must have the bits of one product, a part has so many rows, or a power of
-three times as many: kernels of a CPU add up blocks of rows, of MKL's 192 or a few times that, and
-parts of whole blocks are added up in their order."""
 
 Refused = Set[tuple[fx.Node, Way]]
 """Operations, and ways to compute them in parts, that are not to be taken."""
@@ -161,7 +153,7 @@ class _Finder:
             if not is_getitem(n)
             and not self._is_view(n)
             and any(map(self._is_large, n.all_input_nodes))
-            and not all(map(self._is_large, _values(n)))
+            and not all(map(self._is_large, results_of(n)))
         }
         left = [n for n in returned if n in self._made and self._is_large(n)]
         runs: list[Run] = []
@@ -227,7 +219,7 @@ class _Finder:
         for count in self._counts(target):
             for way in self._all_ways(target, count):
                 run = Run(count, targets=[target])
-                rows = ((value, way.outputs[place_of(value)]) for value in _values(target))
+                rows = ((value, way.outputs[place_of(value)]) for value in results_of(target))
                 if not all(_can_be_taken(v, own) for v, own in rows if isinstance(own, Rows)):
                     continue
                 if not self._expand(run, target, way):
@@ -370,7 +362,8 @@ def place_of(value: fx.Node) -> int:
     return sum(isinstance(other, torch.Tensor) for other in returned)
 
 
-def _values(node: fx.Node) -> list[fx.Node]:
+def results_of(node: fx.Node) -> list[fx.Node]:
+    """The values that an operation returns and somebody reads."""
     return values_of(node) or [node]
 
 
@@ -386,33 +379,3 @@ def _can_be_taken(value: fx.Node, rows: Rows) -> bool:
 def is_sum_of_products(node: fx.Node, way: Way) -> bool:
     """Whether an operation is the sum over the parts of products, which are added up in place."""
     return node.target is torch.ops.aten.mm.default and way.outputs == (Result.SUM,)
-
-
-def part_of_run(run: Run, joint: JointGraph, most_bytes: int, *, exact: bool) -> tuple[int, int]:
-    """Rows of a part, and bytes that it holds beside its results, at most ``most_bytes``.
-
-    Where results are to be ``exact``, and one is a sum of products, it has whole blocks of rows,
-    and may hold more.
-    """
-    table = joint.storages
-    order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
-    inside = sorted(run.ways, key=order.__getitem__)
-    made = [s for n in inside for v in _values(n) for s in table.of_node.get(v, ())]
-    given = table.of(run.sources)
-    last = {s: n for n in inside for v in n.all_input_nodes for s in table.of_node.get(v, ())}
-    live = peak = 0
-    for node in inside:
-        own = {s for v in _values(node) for s in table.of_node.get(v, ())} - given
-        if node not in run.targets or Result.SUM not in run.ways[node].outputs:
-            live += sum(table.nbytes[s] for s in own if table.owner[s] in _values(node))
-        peak = max(peak, live)
-        live -= sum(table.nbytes[s] for s, n in last.items() if n is node and s in made)
-    count = 2
-    while count < MOST_PARTS and peak > count * most_bytes:
-        count *= 2
-    rows = -(-int(run.rows) // min(count, int(run.rows)))
-    if exact and any(is_sum_of_products(node, run.ways[node]) for node in run.targets):
-        least, rows = rows, BLOCK_ROWS
-        while rows * BLOCK_FACTOR <= least:
-            rows *= BLOCK_FACTOR
-    return rows, -(-peak * min(rows, int(run.rows)) // int(run.rows))

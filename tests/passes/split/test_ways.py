@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxremat.passes.split.rules import Result, Rows, Way, ways
 from tests.passes.split.parts import Alone, alone, differences
@@ -184,3 +185,16 @@ def is_seen(op: Alone, way: Way, sizes: list[int]) -> bool:
 def test_a_right_way_is_let_pass() -> None:
     op = alone(aten._softmax.default, real(6, 5), 1, False)
     assert not is_seen(op, Way((ROWS,), (ROWS,), True), [1, 3, 2])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("target", "expected"), [(aten.tanh.default, True), (aten.gelu.default, False)]
+)
+def test_what_a_kernel_computes_alike_everywhere_is_told_of_each_device(
+    target: Any, expected: bool, device: str
+) -> None:
+    node = fx.Graph().call_function(target, (fx.Graph().placeholder("x"),))
+    with FakeTensorMode():
+        node.meta["val"] = node.args[0].meta["val"] = torch.empty(4, 3, device=device)
+    assert [way.same_bits for way in ways(node, 4)] == [expected]
