@@ -80,8 +80,8 @@ _CYCLES_PER_S = 2e9
 
 @functools.cache
 def out_variant(target: Any, device: str) -> tuple[Any, str] | None:
-    """The variant of an operator that writes its one result to a tensor, and the name by which it is
-    given that. ``None``: it has none whose kernel for the type of ``device`` does so itself.
+    """The variant of an operator that writes its one result to a tensor, and the argument that is
+    this tensor. ``None``: it has none whose kernel for the type of ``device`` does so itself.
     """
 
     def taken(operator: Any) -> list[tuple[str, str]]:

@@ -26,8 +26,8 @@ ROW_BY_ROW = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 )
-"""Operators whose kernels for a CPU compute a place in a row from that place, and from what they have
-found of the whole row before they write to it; a row is the last dimension."""
+"""Operators whose kernels for a CPU compute a place in a row from that place, and from what they
+have found of the whole row before they write to it; a row is the last dimension."""
 
 
 @dataclass(frozen=True, slots=True)

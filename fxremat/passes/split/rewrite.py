@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ from fxremat.passes.joint.graph import (
 )
 from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of, names_in, symbol
 from fxremat.passes.split.losses import by_rows, gradients_beside
+from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Way, for_rows
-from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.runs import Run, Ways, is_sum_of_products, place_of, runs_of
 
 Tensors = Sequence[torch.Tensor]
