@@ -101,7 +101,7 @@ class Memory:
         if not isinstance(target, torch._ops.OpOverload) or not is_tensor(node):
             return None
         device = node.meta["val"].device.type
-        along = target in ROW_BY_ROW and device == "cpu" and _is_along_last(node)
+        along = target in ROW_BY_ROW and device == "cpu" and is_along_last(node)
         if not along and (torch.Tag.pointwise not in target.tags or SEEDED in target.tags):
             return None
         variant = torch_compat.out_variant(target, device)
@@ -139,7 +139,7 @@ class Memory:
         return rows, -(-self.peak_bytes * min(rows, total) // total)
 
 
-def _is_along_last(node: fx.Node) -> bool:
+def is_along_last(node: fx.Node) -> bool:
     """Whether a softmax or its gradient goes along the last dimension."""
     rank = len(layouts_of(node)[0].shape)
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
