@@ -111,10 +111,11 @@ class Budget:
                 f"; of these {n} ({format_bytes(n)}) are for {what}" for what, n in beside
             )
             share = "" if self.share is None else f"{_share(least_bytes, full_bytes)}, that is "
+            number = isinstance(self.written, (int, np.integer))
             raise BudgetError(
-                f"budget {self.written!r} is {nbytes} bytes ({format_bytes(nbytes)}), but the "
-                f"least feasible budget is {least_bytes} bytes ({format_bytes(least_bytes)}), "
-                f"needed by {needed_by()}{told}; with everything kept the step takes "
+                f"{'the budget' if number else f'budget {self.written!r}'} is {nbytes} bytes "
+                f"({format_bytes(nbytes)}), but the least "
+                f"feasible budget is {least_bytes} bytes ({format_bytes(least_bytes)}), needed by {needed_by()}{told}; with everything kept the step takes "
                 f"{full_bytes} bytes ({format_bytes(full_bytes)}). Give at least "
                 f"{share}{least_bytes}, or budget='min'",
                 least_budget_bytes=least_bytes,
