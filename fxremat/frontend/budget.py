@@ -114,8 +114,9 @@ class Budget:
             number = isinstance(self.written, (int, np.integer))
             raise BudgetError(
                 f"{'the budget' if number else f'budget {self.written!r}'} is {nbytes} bytes "
-                f"({format_bytes(nbytes)}), but the least "
-                f"feasible budget is {least_bytes} bytes ({format_bytes(least_bytes)}), needed by {needed_by()}{told}; with everything kept the step takes "
+                f"({format_bytes(nbytes)}), but the least feasible budget is {least_bytes} bytes "
+                f"({format_bytes(least_bytes)}), needed by {needed_by()}{told}; with everything "
+                f"kept the step takes "
                 f"{full_bytes} bytes ({format_bytes(full_bytes)}). Give at least "
                 f"{share}{least_bytes}, or budget='min'",
                 least_budget_bytes=least_bytes,
