@@ -90,6 +90,13 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console(width=160).print(table)
 
 
+def rows_but(name: str, anew: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Rows that a file of results has, but for those that are measured ``anew``."""
+    file = RESULTS / f"{name}.json"
+    rows = json.loads(file.read_text())["results"]["rows"] if file.exists() else []
+    return [row for row in rows if not anew(row)]
+
+
 def save(name: str, results: Any, *, folder: Path = RESULTS, quiet: bool = False) -> Path:
     """Write ``results`` and the machine to ``name.json``, in ``benchmarks/results``.
 

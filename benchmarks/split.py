@@ -11,15 +11,13 @@ Run: OMP_NUM_THREADS=1 python -m benchmarks.split [model …] [--rounds N]
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
-from collections.abc import Collection
 from typing import Any
 
 import torch
 
 import fxremat
-from benchmarks.common import RESULTS, Spread, interleave, ratios, save, show
+from benchmarks.common import Spread, interleave, ratios, rows_but, save, show
 from benchmarks.overhead import vars_of
 from benchmarks.steps import Step, entry_of, planned
 from fxremat.errors import BudgetError
@@ -107,13 +105,6 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def others(models: Collection[str]) -> list[dict[str, Any]]:
-    """Rows of models that were measured before, and are not now."""
-    file = RESULTS / "split.json"
-    rows = json.loads(file.read_text())["results"]["rows"] if file.exists() else []
-    return [row for row in rows if row["model"] not in models]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=MODELS)
@@ -124,7 +115,8 @@ def main() -> None:
     results = []
     for name in options.models:
         results += measure(name, options.rounds)
-        save("split", {"rounds": options.rounds, "rows": [*others(options.models), *results]})
+        before = rows_but("split", lambda row: row["model"] in options.models)
+        save("split", {"rounds": options.rounds, "rows": [*before, *results]})
     rows = [
         [
             found["model"],
