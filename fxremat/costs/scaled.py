@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.work import Floats, Work, Works, ratio
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.fuse.unit import Unit
-from fxremat.passes.joint.sizes import Values
+from fxremat.passes.joint.sizes import Values, layouts_of
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.block import Block, BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
@@ -169,7 +170,8 @@ def _operations(line: Line, blocks: BlockCache) -> tuple[Indices, Indices]:
 def with_workspaces(
     costs: RecordedCosts, line: Line, values: Values, cache: CostCache
 ) -> RecordedCosts:
-    """``costs`` at sizes ``values``, with the workspaces that convolutions and units take there.
+    """``costs`` at sizes ``values``, with the workspaces that convolutions and units take there,
+    and runs whose parts are not those of the capture.
 
     That takes about as long as all that are distinct together, and as making kernels for units at
     their first other size; where ``line``, at the size of its capture, has none, it is ``costs``.
@@ -179,7 +181,8 @@ def with_workspaces(
     Raises:
         CostError: one of them cannot be run.
     """
-    if not any(map(_is_lawless, line.joint.module.graph.nodes)):
+    lawless = [_is_lawless(node) for node in line.joint.module.graph.nodes]
+    if not any(lawless) and not any(map(_is_exact, line.joint.module.graph.nodes)):
         return costs
     line = resize(line, values)
     nodes, device = tuple(line.joint.module.graph.nodes), line.joint.device
@@ -197,20 +200,30 @@ def with_workspaces(
             operations.run(block, real)
         return cache.workspace_bytes[key]
 
-    for node in nodes:
-        if isinstance(node.target, Parts) and node.target.exact:
-            count = len(node.target.inputs)
+    for place, node in enumerate(nodes):
+        if _is_exact(node):
+            parts: Any = node.target
+            count = len(parts.inputs)
             given = [n.meta["val"] for n in node.args[:count]]
             own = tuple(map(int, node.args[count:]))
-            kept = keeps_bits(node.target, given, own, whole=None, cache=cache)
-            node.target.settle(own, keeps_bits=kept)
+            kept = keeps_bits(parts, given, own, whole=None, cache=cache)
+            parts.settle(own, keeps_bits=kept)
+            lawless[place] |= not kept  # it is one part then
     with undisturbed(device):
         found = tuple(
-            (i, mode, workspace_bytes(nodes[i], Mode(mode)) if _is_lawless(nodes[i]) else nbytes)
+            (i, mode, workspace_bytes(nodes[i], Mode(mode)) if lawless[i] else nbytes)
             for i, mode, nbytes in costs.workspace_bytes
         )
     return replace(costs, workspace_bytes=found)
 
 
+def _is_exact(node: fx.Node) -> bool:
+    return isinstance(node.target, Parts) and node.target.exact
+
+
 def _is_lawless(node: fx.Node) -> bool:
-    return node.target in _CONVOLUTIONS or isinstance(node.target, (Unit, Parts))
+    """Whether nothing tells what workspace an operation takes at other sizes."""
+    if isinstance(node.target, Parts):
+        given: Any = node.args[: len(node.target.inputs)]
+        return not node.target.are_alike([layouts_of(n)[0].shape for n in given])
+    return node.target in _CONVOLUTIONS or isinstance(node.target, Unit)

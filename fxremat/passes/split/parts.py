@@ -12,8 +12,9 @@ from torch import Tensor, fx
 
 from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import is_getitem
-from fxremat.passes.joint.sizes import Layout, evaluated
-from fxremat.passes.split.rules import Result, Rows
+from fxremat.passes.joint.sizes import Layout, evaluated, names_in
+from fxremat.passes.split.labels import Shape
+from fxremat.passes.split.rules import Result, Rows, part_of
 
 ROWS = "ROWS"
 """The number of rows of a part, in the arguments of its operations."""
@@ -101,6 +102,15 @@ class Parts:
     def operations(self) -> tuple[str, ...]:
         """Names of what it computes, in order."""
         return tuple(name.split(".")[1] for name in self._called)
+
+    def are_alike(self, shapes: Sequence[Shape]) -> bool:
+        """Whether parts of so many rows are alike at all sizes, where it takes tensors of
+        ``shapes``, which may follow the sizes.
+        """
+        pairs = zip(shapes, self.inputs, strict=True)
+        given = [shape if way is None else part_of(shape, way, 1) for shape, way in pairs]
+        arguments = [(node.args, node.kwargs) for node in self.graph.nodes]
+        return names_in([given, arguments]).keys() <= {ROWS}
 
     def count(self, sizes: Mapping[str, int]) -> int:
         """In how many parts it is computed, at sizes by name."""
