@@ -339,17 +339,31 @@ class _Finder:
         """
         targets = set(run.targets)
         run_of = {target: other for other in others for target in other.targets}
+        first = self._first(run, others)
         seen: set[fx.Node] = set()
         waiting = list(run.sources)
         while waiting:
             node = operation_of(waiting.pop())
             if node in targets:
                 return False
-            if node not in seen:
+            if node not in seen and self._order[node] >= first:
                 seen.add(node)
                 other = run_of.get(node)
                 waiting.extend(node.all_input_nodes if other is None else other.sources)
         return True
+
+    def _first(self, run: Run, others: Sequence[Run]) -> int:
+        """A place before which nothing depends on what the run gives."""
+        spans = [
+            (min(places), max(places))
+            for places in ([self._order[t] for t in own.targets] for own in others)
+        ]
+        first = min(self._order[target] for target in run.targets)
+        while True:  # an operation that gives something before it and something behind
+            before = min((low for low, high in spans if low < first < high), default=first)
+            if before == first:
+                return first
+            first = before
 
 
 def place_of(value: fx.Node) -> int:
