@@ -65,7 +65,7 @@ def test_nor_through_torch_compile():
 def test_a_step_with_host_memory_does_not_run_then(capturing: pytest.MonkeyPatch):
     capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     reference = fxremat.compile(model(), X, "1 GiB")
-    compiled = fxremat.compile(model(), X, "min", offload="only")
+    compiled = fxremat.compile(model(), X, "min", offload="only", split=False)
     assert compiled.plan.host_bytes
     capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(fxremat.TransferError, match="offload=False") as caught:
