@@ -116,8 +116,10 @@ def frontier_over(schedules: Sequence[Schedules]) -> Frontier:
     """
     traced, *others = (own.search for own in schedules)
     kept_s = math.nextafter(traced.baseline.total_s, math.inf)
-    more = (point for own in others for point in own.points())
-    return frontier_of([*traced.points(), *((peak, max(s, kept_s)) for peak, s in more)])
+    points = traced.points()
+    for own in others:
+        points += [(nbytes, max(s, kept_s)) for nbytes, s in own.points(points)]
+    return frontier_of(points)
 
 
 def fastest(schedules: Sequence[Schedules], budget_bytes: int) -> tuple[Schedules, Candidate]:

@@ -249,15 +249,22 @@ class Search:
             if not too_much and self.counted_bytes(candidate) <= budget_bytes:
                 yield candidate
 
-    def points(self) -> list[tuple[int, float]]:
+    def points(self, better: Sequence[tuple[int, float]] = ()) -> list[tuple[int, float]]:
         """Peak and seconds of candidates, one of which is the fastest within any budget.
 
-        Where peaks must be replayed these are some candidates, evenly among all.
+        Where peaks must be replayed these are some candidates, evenly among all. Those that one of
+        the points ``better`` beats in both are left out.
         """
         chosen = self.pool.members
         if self.allocations.settings is not None:
             chosen = self.pool.thinned(POINTS)
-        return [(self.counted_bytes(c), c.total_s) for c in (self.least, *chosen)]
+
+        def is_beaten(candidate: Candidate) -> bool:
+            least_bytes, total_s = candidate.peak_bytes, candidate.total_s  # it takes no less
+            return any(nbytes <= least_bytes and s <= total_s for nbytes, s in better)
+
+        left = (c for c in (self.least, *chosen) if not is_beaten(c))
+        return [(self.counted_bytes(c), c.total_s) for c in left]
 
     def gained_s(self, budget_bytes: int) -> float:
         """Seconds by which local search beats the solvers within a budget.
