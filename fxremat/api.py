@@ -114,8 +114,8 @@ def compile(
             That is looked at where nothing else fits, or takes 1.2 times what everything kept
             does. Only operations are in parts that were seen to give the same bits so, at the
             step's sizes, here. ``True``: others, too, with results up to rounding; ``False``: none.
-            With ``executor="inductor"`` none is, and ``True`` is refused; with ``ranks`` some are
-            with ``True`` alone.
+            With ``executor="inductor"`` none is, and ``True`` is refused; none is where the model
+            is captured as several graphs, and with ``ranks`` some are with ``True`` alone.
         budget_on: ``"reserved"``: the budget is for all that the device's allocator takes for
             the step, its cache and what lies fallow in it included, not for the blocks that it
             has handed out, which ``torch.cuda.max_memory_allocated`` tells. The same on a CPU.

@@ -20,7 +20,7 @@ LEAST_DRAWS, MOST_DRAWS, ENOUGH_S = 2, 16, 0.01
 has taken 10 ms. Where a kernel of a product rounds otherwise in parts, most numbers show it; a
 pointwise one may differ in the few at the end of a part, and not each number shows it."""
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """As large as a number, by its bytes."""
 
 SOME = 4096
@@ -100,8 +100,8 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors have the same bits."""
-    as_integer = INTEGERS.get(one.itemsize, torch.uint8)
-    pair = [tensor.contiguous().flatten().view(as_integer) for tensor in (one, other)]
+    pair = [torch.view_as_real(t) if t.is_complex() else t for t in (one, other)]
+    pair = [t.contiguous().view(INTEGERS[t.itemsize]) for t in pair]
     return torch.equal(*pair) if one.device.type == "cpu" else _is_told(torch.eq(*pair).all())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -185,9 +184,7 @@ class Planner:
             self._modules = BlockModules()
             step.forget_blocks()
         schedules = self.within(context, budget.nbytes)
-        if context.region and budget.is_least:  # without regard to its own peak, which parts lower
-            schedules = [own for own in schedules if not own.form.parts_bytes]
-        elif budget.nbytes is None:
+        if budget.nbytes is None:
             schedules = self._within_share(context, budget, schedules)
         traced = schedules[0].search
         least = min(schedules, key=lambda own: own.least_bytes)
@@ -199,8 +196,7 @@ class Planner:
             beside=context.described(step.joint),
         )
         chosen = fastest(schedules, budget_bytes)
-        slow_s = math.inf if context.region else MUCH_SLOWER * traced.baseline.total_s
-        while chosen[1].total_s > slow_s and self._grown(context):
+        while chosen[1].total_s > MUCH_SLOWER * traced.baseline.total_s and self._grown(context):
             schedules = self.within(context, budget_bytes)
             chosen = fastest(schedules, budget_bytes)
             least_bytes = self._of_all(context, min(own.least_bytes for own in schedules))
@@ -407,6 +403,8 @@ class Planner:
         At the sizes of the capture one is left out whose largest operation alone takes
         ``below_bytes`` with the gradients before it, where none exists that these are added to.
         """
+        if context.region:
+            return False
         first = replace(context, sizes=self.step.sizes.hints)
         is_bound = first == context and not context.existing
         most_bytes = below_bytes - self.step.given_bytes(context) if is_bound else None
@@ -417,14 +415,10 @@ class Planner:
                 return True
         return False
 
-    def grow(self, context: StepContext) -> bool:
-        """Let schedules be known of one more form of the step, if there is one."""
-        self._look(context)
-        return self._grown(context)
-
     def look_at_all(self, context: StepContext) -> list[Schedules]:
         """Schedules that are known, of all forms of the step."""
-        while self.grow(context):
+        self._look(context)
+        while self._grown(context):
             pass
         return self.within(context, None)
 
@@ -455,6 +449,7 @@ class Planner:
                 if at_first_size
                 else own.at(variant, context, budget_bytes=most)
                 for own, variant in pairs
+                if self._may(context, own)
             ]
 
         found = known()
@@ -476,7 +471,15 @@ class Planner:
         found = self._search(context)
         known = self._known or found
         self._known = [own.knowing(new) for own, new in zip(known, found, strict=True)]
-        return found
+        return [own for own in found if self._may(context, own)]
+
+    def _may(self, context: StepContext, schedules: Schedules) -> bool:
+        """Whether a call may follow them.
+
+        One of several graphs is not computed in parts: what leaves least for the others is chosen
+        without regard to its own peak, which parts are for.
+        """
+        return not (context.region and schedules.form.parts_bytes)
 
     def _look(self, context: StepContext) -> bool:
         """Let some schedules be known, those at the sizes of the capture; were none?"""

@@ -487,35 +487,17 @@ class Regions:
         known.later_host_bytes = [sum(takes[place + 1 :]) for place in range(len(takes))]
 
     def _chosen(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> Chosen:
-        """Plans for all calls of a step, of more forms until some fit."""
-        while True:
-            calls = [
-                Call(self._choices_of(call), *profiles)
-                for call, profiles in zip(known.calls, known.profiles, strict=True)
-            ]
-            try:
-                found = chosen_for(
-                    calls,
-                    self.loop.budget,
-                    there_bytes=there_bytes + known.more_bytes,
-                    first_bytes=known.first_bytes,
-                    host_bytes=host_bytes,
-                )
-            except BudgetError:
-                if not self._grown(known):
-                    raise
-            else:
-                # The least is that of all forms.
-                if not (self.loop.budget.grows and self._grown(known)):
-                    return found
-
-    def _grown(self, known: KnownStep) -> bool:
-        """Let schedules be known of one more form of each graph of a step, if there is one."""
-        contexts = {call.planner: call.context for call in known.calls}
-        grown = [planner.grow(context) for planner, context in contexts.items()]
-        if any(grown):
-            self._choices.clear()
-        return any(grown)
+        calls = [
+            Call(self._choices_of(call), *profiles)
+            for call, profiles in zip(known.calls, known.profiles, strict=True)
+        ]
+        return chosen_for(
+            calls,
+            self.loop.budget,
+            there_bytes=there_bytes + known.more_bytes,
+            first_bytes=known.first_bytes,
+            host_bytes=host_bytes,
+        )
 
     def _choices_of(self, call: Called) -> tuple[Choice, ...]:
         if call.key not in self._choices:

@@ -212,7 +212,7 @@ def test_a_budget_below_the_least_tells_what_would_do() -> None:
     compiled = fxremat.compile(model, x, 1 << 20)
     with pytest.raises(BudgetError) as caught, warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)
-        for _ in range(LEARNED + 2):  # what one step has shown, another confirms
+        for _ in range(LEARNED + 1):  # what one step has shown, another confirms
             gradients(model, compiled, x)
     least_bytes = caught.value.least_budget_bytes
     assert least_bytes is not None
