@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 
+import accelerate
 import pytest
 
 from examples import compare
@@ -33,6 +34,7 @@ def test_example(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    accelerate.state.AcceleratorState._reset_state(True)  # of another test, with its precision
     example = importlib.import_module(f"examples.{name}")
     plain, planned = example.run(2, budget)
     assert planned.plan is not None and plain.plan is None
