@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from fxremat.passes.split.parts import Parts
 from fxremat.passes.split.rules import Result
 from fxremat.passes.stages.block import tensor_key
 
-LEAST_DRAWS, MOST_DRAWS, ENOUGH_S = 2, 16, 0.01
-"""How often an operation is compared, each time with other numbers: at least twice, and until that
-has taken 10 ms. Where a kernel of a product rounds otherwise in parts, most numbers show it; a
+LEAST_DRAWS, MOST_DRAWS, ENOUGH = 2, 16, 1 << 20
+"""How often an operation is compared, each time with other numbers: at least twice, and until so
+many numbers were. Where a kernel of a product rounds otherwise in parts, most numbers show it; a
 pointwise one may differ in the few at the end of a part, and not each number shows it."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -62,7 +61,7 @@ def keeps_bits(
 
         with undisturbed(parts.device):
             try:
-                cache.keeps_bits[key] = all(answer for answer in _asked(once))
+                cache.keeps_bits[key] = all(once() for _ in range(_draws(given)))
             except torch.OutOfMemoryError:
                 return False
             finally:
@@ -71,13 +70,10 @@ def keeps_bits(
     return cache.keeps_bits[key]
 
 
-def _asked(once: Callable[[], bool]) -> Iterator[bool]:
-    """Answers, until they are enough."""
-    begin = time.perf_counter()
-    for done in range(MOST_DRAWS):
-        if done >= LEAST_DRAWS and time.perf_counter() - begin > ENOUGH_S:
-            return
-        yield once()
+def _draws(given: Sequence[torch.Tensor]) -> int:
+    """How often a run that takes such tensors is compared."""
+    numbers = sum(tensor.numel() for tensor in given)
+    return min(MOST_DRAWS, max(LEAST_DRAWS, ENOUGH // max(1, numbers)))
 
 
 def _are_same(parts: Parts, expected: Any, found: Any) -> bool:
