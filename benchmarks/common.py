@@ -91,10 +91,15 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def rows_but(name: str, anew: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rows that a file of results has, but for those that are measured ``anew``."""
+    """Rows that a file of results has of such a machine, but for those measured ``anew``."""
     file = RESULTS / f"{name}.json"
-    rows = json.loads(file.read_text())["results"]["rows"] if file.exists() else []
-    return [row for row in rows if not anew(row)]
+    if not file.exists():
+        return []
+    found, here = json.loads(file.read_text()), machine()
+    if any(found["machine"].get(key) != here[key] for key in ("cpu", "torch")):
+        print(f"rows of {found['machine']} are not kept in {file}")
+        return []
+    return [row for row in found["results"]["rows"] if not anew(row)]
 
 
 def save(name: str, results: Any, *, folder: Path = RESULTS, quiet: bool = False) -> Path:

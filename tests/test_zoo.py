@@ -150,11 +150,10 @@ def is_floating(x: object) -> bool:
 
 def error(found: StepResult, truth: StepResult) -> float:
     """Norm of the difference of all gradients, over their norm."""
-    pairs = [
-        (found.gradients[name], own) for name, own in truth.gradients.items() if own is not None
-    ]
-    off = torch.stack([(one.double() - own).norm() for one, own in pairs if one is not None])
-    return float(off.norm() / torch.stack([own.norm() for _, own in pairs]).norm())
+    own = {name: gradient for name, gradient in truth.gradients.items() if gradient is not None}
+    assert own.keys() == {n for n, gradient in found.gradients.items() if gradient is not None}
+    off = [(found.gradients[name].double() - own[name]).norm() for name in own]
+    return float(torch.stack(off).norm() / torch.stack([g.norm() for g in own.values()]).norm())
 
 
 HALF = ("autocast_inside", "autocast_around")

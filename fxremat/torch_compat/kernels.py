@@ -90,7 +90,7 @@ def out_variant(target: Any, device: str) -> tuple[Any, str] | None:
     for name in target.overloadpacket.overloads():
         variant = getattr(target.overloadpacket, name)
         given = [a.name for a in variant._schema.arguments if a.is_out]
-        keys = [device.upper(), "CompositeExplicitAutograd"]
+        keys = [torch._C._dispatch_key_for_device(device), "CompositeExplicitAutograd"]
         if len(given) == 1 and taken(variant) == taken(target):
             has_kernel, is_made_of_it = (
                 torch._C._dispatch_has_kernel_for_dispatch_key(variant.name(), key) for key in keys

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.graph import JointGraph, is_tensor
+from fxremat.passes.joint.graph import JointGraph, is_tensor, operation_of
 from fxremat.passes.joint.sizes import layouts_of
 from fxremat.passes.split.rules import SEEDED, Result
 from fxremat.passes.split.runs import Run, is_sum_of_products, results_of
@@ -113,6 +113,8 @@ class Memory:
             storages = self._table.of([value])
             if not storages or not storages <= live or storages & self._left:
                 continue
+            if not all(makes_its_memory(operation_of(self._table.owner[s])) for s in storages):
+                continue
             is_read_last = all(self._last[s] is node for s in storages)
             readers = [n for n in node.all_input_nodes if storages & self._table.of([n])]
             lies_alike = layouts_of(value) == (layout,) and run.rows_of.get(value) == rows
@@ -137,6 +139,16 @@ class Memory:
             while rows * BLOCK_FACTOR <= least:
                 rows *= BLOCK_FACTOR
         return rows, -(-self.peak_bytes * min(rows, total) // total)
+
+
+def makes_its_memory(operation: fx.Node) -> bool:
+    """Whether an operation returns none of what it reads, whatever that is like. One that may, such
+    as a reshape, can copy a whole tensor, of whose parts it returns a view.
+    """
+    target = operation.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return all(returned.alias_info is None for returned in target._schema.returns)
 
 
 def is_along_last(node: fx.Node) -> bool:

@@ -110,7 +110,8 @@ class Parts:
         pairs = zip(shapes, self.inputs, strict=True)
         given = [shape if way is None else part_of(shape, way, 1) for shape, way in pairs]
         arguments = [(node.args, node.kwargs) for node in self.graph.nodes]
-        return names_in([given, arguments]).keys() <= {ROWS}
+        sums = [own.layout.shape for own in self.outputs if not isinstance(own.way, Rows)]
+        return names_in([given, arguments, sums]).keys() <= {ROWS}
 
     def count(self, sizes: Mapping[str, int]) -> int:
         """In how many parts it is computed, at sizes by name."""

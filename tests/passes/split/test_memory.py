@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
-from fxremat.passes.split.memory import ROW_BY_ROW, is_along_last
+from fxremat.passes.split.memory import ROW_BY_ROW, is_along_last, makes_its_memory
 from fxremat.passes.split.rules import SEEDED
 from tests.examples import examples
 from tests.passes.split.cases import CASES, Draws, drawn, operator_of
@@ -79,6 +79,22 @@ def test_what_is_written_over_what_it_reads_has_its_bits(name: str, data: st.Dat
 )
 def test_the_variant_of_an_operator_that_writes_to_a_tensor(target: Any, expected: Any) -> None:
     assert torch_compat.out_variant(target, "cpu") == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (aten.mm.default, True),
+        (aten.clone.default, True),
+        (aten.view.default, False),
+        (aten.reshape.default, False),  # of a whole that it copies a part may be a view
+        (aten.contiguous.default, False),
+    ],
+)
+def test_what_may_return_what_it_reads_makes_no_memory_to_write_over(
+    target: Any, expected: bool
+) -> None:
+    assert makes_its_memory(fx.Graph().call_function(target)) == expected
 
 
 def test_a_softmax_along_another_dimension_is_told() -> None:
