@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,82 @@ def test_gradients_of_a_loss_beside_it_are_multiplied_by_its_own(least_bytes: in
         (factor * truth(*given)).backward()
         for ours, expected in zip(model.parameters(), truth.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
+def softmaxes(step: Callable[[], object]) -> int:
+    """How often a step computes the softmax of a part's logits."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        step()
+    return sum(event.name == "aten::_log_softmax" for event in seen.events())
+
+
+def test_exact_gradients_beside_a_loss_are_those_at_any_gradient_of_its_own(least_bytes: int):
+    model, given, truth = made(), batch(), made()
+    call = compiled(model, least_bytes // 2)
+    assert call.plan.form.exact
+    assert call.plan.form.beside
+    for factor in (1.0, 0.3, 0.3, -7.0, 0.0, float("inf"), 1.0):
+        for own, step in ((model, call), (truth, truth)):
+            own.zero_grad(set_to_none=True)
+            (factor * step(*given)).backward()
+        for ours, expected in zip(model.parameters(), truth.parameters(), strict=True):
+            assert torch.equal(ours.grad.isnan(), expected.grad.isnan())
+            assert torch.equal(ours.grad.nan_to_num(), expected.grad.nan_to_num())
+
+
+def test_logits_are_made_once_where_the_gradient_of_the_loss_is_one(least_bytes: int):
+    model, given = made(), batch()
+    call = compiled(model, least_bytes // 2)
+
+    def step(factor: float) -> None:
+        model.zero_grad(set_to_none=True)
+        (factor * call(*given)).backward()
+
+    step(1.0)
+    once = softmaxes(lambda: step(1.0))
+    assert once == sum(run.parts for run in call.plan.fused if "_log_softmax" in run.operations)
+    planned_bytes = call.plan.predicted_peak_bytes
+    assert planned_bytes - 1000 < peak_of(model, lambda *x: 0.5 * call(*x), given) <= planned_bytes
+    step(0.5)  # it is known by now that it is none
+    assert not call.plans[-1].form.beside
+    assert softmaxes(lambda: step(0.5)) == 2 * once
+
+
+def test_gradients_beside_a_loss_that_are_kept_are_not_written_to(least_bytes: int):
+    """What one backward hands over is the optimizer's; the next has it once more."""
+    model, given, truth = made(), batch(), made()
+    call = compiled(model, least_bytes // 2)
+    for own, step in ((model, call), (truth, truth)):
+        loss = step(*given)
+        for factor in (1.0, 1.0, 0.7, 1.0):
+            loss.backward(torch.full_like(loss, factor), retain_graph=True)
+            for parameter in own.parameters():
+                parameter.grad.mul_(2.0)
+    for ours, expected in zip(model.parameters(), truth.parameters(), strict=True):
+        assert torch.equal(ours.grad, expected.grad)
+
+
+class Counted(Language):
+    """The loss of a batch that is one of several, as of transformers."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        hidden = self.down(functional.gelu(self.up(self.norm(self.words(ids)))))
+        scores, classes = self.head(hidden).flatten(0, 1), target.flatten()
+        total = functional.cross_entropy(scores, classes, reduction="sum")
+        return 0.5 * total / (target != -100).sum()
+
+
+def test_a_loss_that_the_model_scales_is_made_once(least_bytes: int):
+    torch.manual_seed(0)
+    model, truth = Counted().double(), Counted().double()
+    truth.load_state_dict(model.state_dict())
+    call, given = compiled(model, least_bytes // 2), batch()
+    found = [gradients(model, call, given) for _ in range(2)][-1]
+    assert all(map(torch.equal, found, gradients(truth, truth, given)))
+    assert call.plan.form.beside
+    assert [plan.form.beside for plan in call.plans] == [True]
+    count = softmaxes(lambda: gradients(model, call, given))
+    assert count == sum(run.parts for run in call.plan.fused if "_log_softmax" in run.operations)
 
 
 def test_plan_and_code_say_what_is_in_parts():

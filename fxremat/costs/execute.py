@@ -16,6 +16,7 @@ from fxremat.costs.measure import KernelClock
 from fxremat.errors import CostError
 from fxremat.passes.emit.code import compile_graph
 from fxremat.passes.joint.graph import allocated_bytes, is_getitem, tensors_of
+from fxremat.passes.split.beside import Beside
 from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, node_key
 
 BLOCK_S, OPERATION_S = 0.01, 0.002
@@ -41,10 +42,12 @@ def compile_block(block: Block) -> torch_compat.BoxedCallable:
     """The block as a function of one list, which it empties, freeing as it goes.
 
     Emitted code calls stages in this way, too, but for collectives: no other process takes part.
+    A loss's own gradient is taken to be as expected, as it is in most steps.
     """
     graph = build_graph(block)
     for node in graph.nodes:
-        node.target = torch_compat.alone(node.target)
+        usual = node.target.as_expected if isinstance(node.target, Beside) else node.target
+        node.target = torch_compat.alone(usual)
     return compile_graph(graph).forward
 
 

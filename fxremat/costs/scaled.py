@@ -43,7 +43,7 @@ from fxremat.costs.work import Floats, Work, Works, ratio
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Values, layouts_of
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.split.beside import parts_of
 from fxremat.passes.stages.block import Block, BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
@@ -201,11 +201,12 @@ def with_workspaces(
         return cache.workspace_bytes[key]
 
     for place, node in enumerate(nodes):
-        if _is_exact(node):
-            parts: Any = node.target
+        parts = parts_of(node)
+        if parts is not None and parts.exact:
             count = len(parts.inputs)
-            given = [n.meta["val"] for n in node.args[:count]]
-            own = tuple(map(int, node.args[count:]))
+            args: Any = node.args
+            given = [n.meta["val"] for n in args[:count]]
+            own = tuple(map(int, args[count : count + len(parts.hints)]))
             kept = keeps_bits(parts, given, own, whole=None, cache=cache)
             parts.settle(own, keeps_bits=kept)
             lawless[place] |= not kept  # it is one part then
@@ -218,12 +219,14 @@ def with_workspaces(
 
 
 def _is_exact(node: fx.Node) -> bool:
-    return isinstance(node.target, Parts) and node.target.exact
+    parts = parts_of(node)
+    return parts is not None and parts.exact
 
 
 def _is_lawless(node: fx.Node) -> bool:
     """Whether nothing tells what workspace an operation takes at other sizes."""
-    if isinstance(node.target, Parts):
-        given: Any = node.args[: len(node.target.inputs)]
-        return not node.target.are_alike([layouts_of(n)[0].shape for n in given])
+    parts = parts_of(node)
+    if parts is not None:
+        given: Any = node.args[: len(parts.inputs)]
+        return not parts.are_alike([layouts_of(n)[0].shape for n in given])
     return node.target in _CONVOLUTIONS or isinstance(node.target, Unit)

@@ -35,6 +35,7 @@ from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.split.beside import parts_of
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.stages.block import BlockCache
@@ -247,12 +248,12 @@ class CapturedStep:
             return None
         return self.take(line, form)
 
-    def parted(self, *, exact: bool) -> Iterator[Form]:
-        """Forms in which ever smaller values are computed in parts."""
+    def parted(self, *, exact: bool, beside: bool = True) -> Iterator[Form]:
+        """Forms in which ever smaller values are computed in parts; see :class:`Form`."""
         table, made = self.joint.storages, (*self.joint.forward, *self.joint.backward)
         largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
         for share in PART_SHARES:
-            yield Form(exact=exact, parts_bytes=max(1, largest_bytes // share))
+            yield Form(exact, max(1, largest_bytes // share), beside)
 
     @property
     def correction_key(self) -> str:
@@ -279,7 +280,8 @@ class CapturedStep:
         )
         if form.parts_bytes:
             same_bits = self._keeps_bits if form.exact else None
-            joint = rebuilt(joint, split(joint, form.parts_bytes, same_bits) or joint.module)
+            found = split(joint, form.parts_bytes, same_bits, beside=form.beside)
+            joint = rebuilt(joint, found or joint.module)
         line = linearize(joint)
         return line if self._units is None else self._fused(line, self._units)
 
@@ -455,7 +457,7 @@ def _room_bytes(joint: JointGraph) -> int:
     most_bytes = 0
     for node in (*joint.forward, *joint.backward):
         own = table.of((node, *node.all_input_nodes)) - given
-        working = node.target.part_bytes if isinstance(node.target, Parts) else 0
+        working = parts.part_bytes if (parts := parts_of(node)) else 0
         most_bytes = max(most_bytes, table.total(own | there) + working)
         there |= own & returned
     return most_bytes

@@ -37,6 +37,7 @@ class Corrections:
         several: of several steps at once, by kind of context.
         cleared: kinds whose gradients must be gone before the backward, or nothing fits.
         kept: kinds whose gradients were not.
+        scaled: losses of steps had a gradient that was not 1.
         changes: how often any of that has changed.
     """
 
@@ -46,6 +47,7 @@ class Corrections:
     several: dict[_Kind, Correction] = field(default_factory=dict)
     cleared: set[_Kind] = field(default_factory=set)
     kept: set[_Kind] = field(default_factory=set)
+    scaled: bool = False
     changes: int = 0
 
     @staticmethod
@@ -69,8 +71,8 @@ class Corrections:
                 self._leave_room(context)
         correction = self._seen_at(context.sizes) | self.of_kind(context)
         cleared = context.kind in self.cleared
-        if cleared or correction != NO_CORRECTION:
-            return replace(context, correction=correction, cleared=cleared)
+        if cleared or self.scaled or correction != NO_CORRECTION:
+            return replace(context, correction=correction, cleared=cleared, scaled=self.scaled)
         return context
 
     def of_kind(self, context: StepContext) -> Correction:
@@ -125,6 +127,13 @@ class Corrections:
         """Take gradients that calls in such contexts find to be gone before the backward."""
         with self.loop.planning:
             self.cleared.add(context.kind)
+            self.changes += 1
+
+    def scale(self) -> None:
+        """Plan for losses whose gradient is not 1 from now on, as that of a step was not."""
+        with self.loop.planning:
+            LOG.info("a loss's gradient is not 1: exact gradients are not computed beside it any more")
+            self.scaled = True
             self.changes += 1
 
     def gradients_stayed(self, context: StepContext) -> None:

@@ -25,6 +25,7 @@ from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.digest import structure_digest
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.split.beside import Beside
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.block import BlockCache, Mode, tensor_key
 from fxremat.passes.stages.linearize import Line
@@ -83,7 +84,13 @@ def _code_of(emitted: Emitted) -> str:
     """Its code, and the loop of each run that it calls."""
     stages = [stage for _, stage in emitted.graphs.stages() if isinstance(stage, fx.GraphModule)]
     nodes = (node for stage in stages for node in stage.graph.nodes)
-    runs = dict.fromkeys(node.target for node in nodes if isinstance(node.target, Parts))
+    targets = dict.fromkeys(node.target for node in nodes)
+    runs = dict.fromkeys(
+        run
+        for target in targets
+        for run in ((target.parts, target) if isinstance(target, Beside) else (target,))
+        if isinstance(run, (Parts, Beside))
+    )
     return "\n".join([emitted.code, *(run.code for run in runs)])
 
 

@@ -93,7 +93,7 @@ class Planner:
         self._link: MeasuredLink | None = None
         self._modules = BlockModules()
         self._peers = step.peers
-        self._started = self._bound = False
+        self._started = self._bound = self._scaled = False
 
     # Plans
 
@@ -405,6 +405,9 @@ class Planner:
         """
         if context.region:
             return False
+        if context.scaled and self._split == "exact" and not self._scaled:
+            self._scaled = True
+            self._forms = [*self.step.parted(exact=True, beside=False), *(self._forms or ())]
         first = replace(context, sizes=self.step.sizes.hints)
         is_bound = first == context and not context.existing
         most_bytes = below_bytes - self.step.given_bytes(context) if is_bound else None
@@ -464,6 +467,8 @@ class Planner:
             if not self._grown(context, below_bytes=least_bytes):
                 break
             found = self._with_sent(context.sizes, known())
+        if context.scaled and least_bytes > budget_bytes:
+            return self.within(replace(context, scaled=False), budget_bytes)
         return found
 
     def searched(self, context: StepContext) -> list[Schedules]:
@@ -477,9 +482,12 @@ class Planner:
         """Whether a call may follow them.
 
         One of several graphs is not computed in parts: what leaves least for the others is chosen
-        without regard to its own peak, which parts are for.
+        without regard to its own peak, which parts are for. Exact gradients are not computed beside
+        a loss whose gradient is not 1, where anything else fits.
         """
-        return not (context.region and schedules.form.parts_bytes)
+        form = schedules.form
+        twice = context.scaled and form.beside and form.exact
+        return not twice and not (context.region and form.parts_bytes)
 
     def _look(self, context: StepContext) -> bool:
         """Let some schedules be known, those at the sizes of the capture; were none?"""

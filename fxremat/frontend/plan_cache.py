@@ -23,6 +23,7 @@ from fxremat.frontend.loop import Loop
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.split.beside import computed_anew
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import made_outputs, own_gradients
 from fxremat.report.plan import Plan
@@ -263,12 +264,15 @@ class PlanCache:
         values.extend(args[1:])
         args.clear()
         values.append(gradients)
+        anew = computed_anew()
         try:
             with torch_compat.without_autotuning():
                 step.backward(values)
         except BaseException as error:
             abandon(values, error)
             raise
+        if anew != computed_anew() and not self.corrections.scaled:
+            self.corrections.scale()
         if self.regions.several:
             self.regions.done(step)
         elif watcher.is_on and any(in_flight):
@@ -462,6 +466,8 @@ class PlanCache:
         for compiled in reversed(self.plans.values()):
             plan, made_for = compiled.planned.plan, compiled.context
             if made_for.sizes != context.sizes or made_for.added != context.added:
+                continue
+            if context.scaled > made_for.scaled and plan.form.beside:
                 continue
             then = self.planner.step.around(made_for)
             differences = (

@@ -68,6 +68,8 @@ class StepContext:
         correction: from earlier steps.
         cleared: the gradients that exist will be gone when the backward begins, as torch's own
             tutorial clears them.
+        scaled: gradients of losses are not 1, as a step has shown: exact gradients that are computed
+            beside a loss would be computed twice.
         region: the call is one of several of a step: ``correction`` has all that is beside it.
         host_bytes: of host memory, left for it; ``None``: as much as it takes.
     """
@@ -86,6 +88,7 @@ class StepContext:
     others_bytes: int = 0
     correction: Correction = NO_CORRECTION
     cleared: bool = False
+    scaled: bool = False
     region: bool = False
     host_bytes: int | None = None
 

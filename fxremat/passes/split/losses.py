@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.graph import JointGraph, fake_result, is_getitem, tensors_of
+from fxremat.passes.joint.graph import JointGraph, fake_result, is_getitem, is_tensor, tensors_of
 from fxremat.passes.joint.sizes import LAYOUTS, Layout, layouts_of, product
+from fxremat.passes.split.beside import beside
 
 aten = torch.ops.aten
 
@@ -65,16 +67,19 @@ LINEAR: Mapping[object, int] = {
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 
-def gradients_beside(joint: JointGraph, most_bytes: int) -> fx.GraphModule:
-    """The graph with large gradients of losses computed in the forward, as if the loss's were 1.
+def gradients_beside(joint: JointGraph, most_bytes: int, *, exact: bool) -> fx.GraphModule:
+    """The graph with large gradients of losses computed in the forward, as if those of the step's
+    results were 1.
 
     Neither they nor what they are computed from need be computed in the backward then, once more:
-    what is smaller is kept, and multiplied by the loss's gradient there, which rounds it once more.
-    ``float16`` has no room for gradients of a loss that is not scaled: such a loss stays as it is.
+    what is smaller is kept. Where it is to be ``exact``, it is what :class:`passes.split.beside.Beside`
+    gives; else it is multiplied there by the loss's gradient, which rounds it once more. ``float16``
+    has no room for gradients of a loss that is not scaled: such a loss stays as it is.
 
     Args:
-        joint: the step; it is not changed.
+        joint: the step, its losses :func:`by_rows`; it is not changed.
         most_bytes: gradients of losses that take more are computed so.
+        exact: gradients must have the bits that they have as traced.
     """
     copied: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
@@ -82,34 +87,74 @@ def gradients_beside(joint: JointGraph, most_bytes: int) -> fx.GraphModule:
     mode = torch_compat.fake_mode_of(t for n in graph.nodes for t in tensors_of(n))
     late = {copied[n] for n in (*joint.backward, *joint.tangents)}
     for node in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
-        gradient, _, target, weight, reduction, ignored, _ = node.args
-        is_large = layouts_of(node)[0].storage_bytes > most_bytes
+        gradient, _, target, weight, reduction, ignored, total = node.args
+        (layout,) = layouts_of(node)
+        is_large = layout.storage_bytes > most_bytes and len(layout.shape) == 2
         if not is_large or gradient not in late or weight is not None or reduction == NONE:
             continue
+        chain = [n for n in _needed([gradient]) if n in late] if exact else []
         multiples = _multiples(node)
-        if not multiples:
+        if not multiples or not all(map(_is_number, (gradient, *chain))):
             continue
         with graph.inserting_before(node):
-            val = gradient.meta["val"]
-            like = {"dtype": val.dtype, "device": val.device}
-            one = _call(graph, node, mode, aten.full.default, [], 1.0, **like)
-            counts = _call(graph, node, mode, aten.ne.Scalar, target, ignored)
-            counted = _call(graph, node, mode, aten.sum.default, counts)
-            total = _call(graph, node, mode, aten._to_copy.default, counted, dtype=val.dtype)
-        _lay(counts, layouts_of(target)[0].shape)
-        node.args = (one, *node.args[1:-1], total)
-        for early in (one, counts, counted, total, *_needed(multiples)):
+            one = _if_ones(graph, node, mode, gradient, [*reversed(chain)])
+            counted = _counted(graph, node, mode, total.args[0])
+        node.args = (one, *node.args[1:-1], counted)
+        for early in _needed(multiples):
             early.meta["partitioner_tag"] = "is_forward"
         for early in multiples:
             later = [user for user in early.users if user not in multiples]
             if later:
                 with graph.inserting_after(early):
-                    scaled = _call(graph, early, mode, aten.mul.Tensor, early, gradient)
+                    if exact:
+                        scaled = _call(graph, early, mode, beside, early, gradient, one)
+                    else:
+                        scaled = _call(graph, early, mode, aten.mul.Tensor, early, gradient)
                 scaled.meta["partitioner_tag"] = "is_backward"
                 _lay(scaled, layouts_of(early)[0].shape)
                 for user in later:
                     user.replace_input_with(early, scaled)
     return torch_compat.graph_module(joint.module, graph)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether it is computed, without chance, as one number, or given as one."""
+    is_one = is_tensor(node) and math.prod(map(int, layouts_of(node)[0].shape)) == 1
+    return is_one and not torch_compat.draws_random_numbers(node)
+
+
+def _if_ones(
+    graph: fx.Graph, loss: fx.Node, mode: Any, gradient: fx.Node, chain: Sequence[fx.Node]
+) -> fx.Node:
+    """What the gradient of ``loss`` is, computed by ``chain``, where gradients of results are 1."""
+    values: dict[fx.Node, fx.Node] = {}
+
+    def of(node: fx.Node) -> fx.Node:
+        if node not in values and (torch_compat.is_tangent(node) or node is gradient):
+            val = node.meta["val"]
+            like = {"dtype": val.dtype, "device": val.device}
+            full = aten.full.default
+            values[node] = _call(graph, loss, mode, full, list(val.shape), 1.0, **like)
+        return values.get(node, node)
+
+    for node in chain:
+        args: Any = fx.node.map_arg(node.args, of)
+        kwargs: Any = fx.node.map_arg(dict(node.kwargs), of)
+        values[node] = _call(graph, loss, mode, node.target, *args, **kwargs)
+    return of(gradient)
+
+
+def _counted(graph: fx.Graph, loss: fx.Node, mode: Any, mean: fx.Node) -> fx.Node:
+    """How many rows count, as ``mean`` counts them: it is of one column, see :func:`by_rows`."""
+    column, classes, *others = mean.args
+    (rows,) = layouts_of(classes)[0].shape
+    dtype = column.meta["val"].dtype
+    zeros = _call(graph, loss, mode, aten.zeros_like.default, classes, dtype=dtype)
+    other = _call(graph, loss, mode, aten.unsqueeze.default, zeros, 1)
+    counted = _call(graph, loss, mode, mean.target, other, classes, *others)
+    _lay(zeros, (rows,))
+    _lay(other, (rows, 1))
+    return _call(graph, loss, mode, operator.getitem, counted, 1)
 
 
 def _needed(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:

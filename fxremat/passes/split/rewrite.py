@@ -25,6 +25,7 @@ from fxremat.passes.joint.graph import (
     values_of,
 )
 from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of, names_in, symbol
+from fxremat.passes.split.beside import gathered
 from fxremat.passes.split.losses import by_rows, gradients_beside
 from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.parts import ROWS, Output, Parts
@@ -39,7 +40,9 @@ that it reads, and the operation at once.
 """
 
 
-def split(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> fx.GraphModule | None:
+def split(
+    joint: JointGraph, most_bytes: int, same_bits: SameBits | None, *, beside: bool
+) -> fx.GraphModule | None:
     """The graph of ``joint``, with runs in parts where values take more than ``most_bytes``.
 
     Args:
@@ -47,14 +50,26 @@ def split(joint: JointGraph, most_bytes: int, same_bits: SameBits | None) -> fx.
         most_bytes: of a storage that is to exist whole, and of what one part of a run holds.
         same_bits: asked of each operation whose kernel may round otherwise in parts; ``None``:
             results may differ by rounding.
+        beside: gradients of losses are computed with them where that can be.
 
     Ensures: random draws keep their order; results and gradients lie as they did.
 
     Returns ``None`` where nothing can be computed in parts.
     """
     joint = rebuilt(joint, by_rows(joint.module))
-    if same_bits is None:
-        joint = rebuilt(joint, gradients_beside(joint, most_bytes))
+    exact = same_bits is not None
+    if beside:
+        early = rebuilt(joint, gradients_beside(joint, most_bytes, exact=exact))
+        found = _in_parts(early, most_bytes, same_bits)
+        if not exact or (found is not None and gathered(found)):
+            return found
+    return _in_parts(joint, most_bytes, same_bits)
+
+
+def _in_parts(
+    joint: JointGraph, most_bytes: int, same_bits: SameBits | None
+) -> fx.GraphModule | None:
+    """The graph of ``joint``, whose losses are ready for it, as :func:`split` returns it."""
     refused: set[tuple[fx.Node, Way]] = set()
     exact, known = same_bits is not None, Ways()
     while True:
