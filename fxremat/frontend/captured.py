@@ -254,6 +254,8 @@ class CapturedStep:
         largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
         for share in PART_SHARES:
             yield Form(exact, max(1, largest_bytes // share), beside)
+        if exact and beside:  # logits made twice hold no gradients from forward to backward
+            yield Form(exact, max(1, largest_bytes // PART_SHARES[-1]))
 
     @property
     def correction_key(self) -> str:

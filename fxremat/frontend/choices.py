@@ -55,6 +55,38 @@ def leaving_least(
     return alone(context, Correction(turn_bytes=_own_bytes(planner, context)), host_bytes)
 
 
+def leaving_little(
+    planner: Planner,
+    context: StepContext,
+    there_bytes: int,
+    budget_bytes: int,
+    host_bytes: int | None = None,
+) -> StepContext:
+    """A region's call that is to leave least of all that keeps to a budget; see :func:`alone`.
+
+    The turn takes what the budget leaves beside the least: what leaves more is over it, and of what
+    leaves that, only what takes more itself.
+
+    Args:
+        planner: of its graph.
+        context: what it finds.
+        there_bytes: when it begins.
+        budget_bytes: of the step.
+        host_bytes: of host memory, left for it; ``None``: as much as it takes.
+    """
+    least = leaving_least(planner, context, host_bytes)
+    own_bytes = planner.step.given_bytes(least)
+    held_bytes = planner.least_bytes(least, None) - own_bytes - least.correction.turn_bytes
+    beside = Correction(
+        more_bytes=there_bytes - own_bytes,
+        turn_bytes=max(0, budget_bytes - there_bytes - held_bytes),
+        left_bytes=planner.step.tangent_bytes(context.sizes),
+    )
+    found = alone(context, beside, host_bytes)
+    planner.least_bytes(found, budget_bytes)  # further forms are looked at where none fits
+    return found
+
+
 def choices_of(planner: Planner, context: StepContext) -> tuple[Choice, ...]:
     """Plans of a graph that no other beats in all of bytes held, both peaks, seconds and, where
     that is limited, host memory.

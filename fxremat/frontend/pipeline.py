@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -184,7 +185,7 @@ class Planner:
             self._modules = BlockModules()
             step.forget_blocks()
         schedules = self.within(context, budget.nbytes)
-        if budget.nbytes is None:
+        if budget.nbytes is None and not context.region:
             schedules = self._within_share(context, budget, schedules)
         traced = schedules[0].search
         least = min(schedules, key=lambda own: own.least_bytes)
@@ -196,7 +197,8 @@ class Planner:
             beside=context.described(step.joint),
         )
         chosen = fastest(schedules, budget_bytes)
-        while chosen[1].total_s > MUCH_SLOWER * traced.baseline.total_s and self._grown(context):
+        slow_s = math.inf if context.region else MUCH_SLOWER * traced.baseline.total_s
+        while chosen[1].total_s > slow_s and self._grown(context):
             schedules = self.within(context, budget_bytes)
             chosen = fastest(schedules, budget_bytes)
             least_bytes = self._of_all(context, min(own.least_bytes for own in schedules))
@@ -276,6 +278,11 @@ class Planner:
         )
 
     # Processes that follow the same plans
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the plan for the call that was captured has been made."""
+        return self._started
 
     @property
     def together(self) -> Peers | None:
@@ -403,8 +410,6 @@ class Planner:
         At the sizes of the capture one is left out whose largest operation alone takes
         ``below_bytes`` with the gradients before it, where none exists that these are added to.
         """
-        if context.region:
-            return False
         if context.scaled and self._split == "exact" and not self._scaled:
             self._scaled = True
             self._forms = [*self.step.parted(exact=True, beside=False), *(self._forms or ())]
@@ -418,10 +423,14 @@ class Planner:
                 return True
         return False
 
+    def grow(self, context: StepContext) -> bool:
+        """Let schedules be known of one more form of the step, if there is one."""
+        self._look(context)
+        return self._grown(context)
+
     def look_at_all(self, context: StepContext) -> list[Schedules]:
         """Schedules that are known, of all forms of the step."""
-        self._look(context)
-        while self._grown(context):
+        while self.grow(context):
             pass
         return self.within(context, None)
 
@@ -479,15 +488,13 @@ class Planner:
         return [own for own in found if self._may(context, own)]
 
     def _may(self, context: StepContext, schedules: Schedules) -> bool:
-        """Whether a call may follow them.
-
-        One of several graphs is not computed in parts: what leaves least for the others is chosen
-        without regard to its own peak, which parts are for. Exact gradients are not computed beside
-        a loss whose gradient is not 1, where anything else fits.
+        """Whether a call may follow them, where anything else fits: exact gradients are not computed
+        beside a loss whose gradient is not 1. Of several graphs nothing is in parts that other
+        processes would have to find as well.
         """
         form = schedules.form
-        twice = context.scaled and form.beside and form.exact
-        return not twice and not (context.region and form.parts_bytes)
+        alone = self._peers is None or not (context.region and form.parts_bytes)
+        return alone and not (context.scaled and form.beside and form.exact)
 
     def _look(self, context: StepContext) -> bool:
         """Let some schedules be known, those at the sizes of the capture; were none?"""

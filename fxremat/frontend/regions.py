@@ -22,7 +22,13 @@ import torch
 from fxremat import torch_compat
 from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, Chosen
-from fxremat.frontend.choices import alone, choices_of, chosen_for, leaving_least
+from fxremat.frontend.choices import (
+    alone,
+    choices_of,
+    chosen_for,
+    leaving_least,
+    leaving_little,
+)
 from fxremat.frontend.corrections import warn_counted
 from fxremat.frontend.known import Called, Key, KnownStep, KnownSteps
 from fxremat.frontend.loop import Loop
@@ -240,8 +246,18 @@ class Regions:
         return contextlib.nullcontext()
 
     def context_unknown(self, planner: Planner, context: StepContext) -> StepContext:
-        """A call of a step that is not known: it is to leave least."""
-        return leaving_least(planner, context, self._host_bytes())
+        """A call of a step that is not known: it is to leave least.
+
+        Where the budget is known, and no other process is to find the same, only as far as it keeps
+        to that.
+        """
+        walk: Walk | None = getattr(self._now, "walk", None)
+        budget_bytes = self.loop.budget.nbytes
+        is_known = walk is not None and walk.calls and planner.is_started
+        if budget_bytes is None or self.loop.peers is not None or not is_known:
+            return leaving_least(planner, context, self._host_bytes())
+        there_bytes = (walk.base_bytes or 0) + context.waiting_bytes + self._aside_bytes
+        return leaving_little(planner, context, there_bytes, budget_bytes, self._host_bytes())
 
     def begin(self) -> None:
         """The forward of the call that was entered last begins."""
@@ -487,17 +503,35 @@ class Regions:
         known.later_host_bytes = [sum(takes[place + 1 :]) for place in range(len(takes))]
 
     def _chosen(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> Chosen:
-        calls = [
-            Call(self._choices_of(call), *profiles)
-            for call, profiles in zip(known.calls, known.profiles, strict=True)
-        ]
-        return chosen_for(
-            calls,
-            self.loop.budget,
-            there_bytes=there_bytes + known.more_bytes,
-            first_bytes=known.first_bytes,
-            host_bytes=host_bytes,
-        )
+        """Plans for all calls of a step, of more forms until some fit."""
+        while True:
+            calls = [
+                Call(self._choices_of(call), *profiles)
+                for call, profiles in zip(known.calls, known.profiles, strict=True)
+            ]
+            try:
+                found = chosen_for(
+                    calls,
+                    self.loop.budget,
+                    there_bytes=there_bytes + known.more_bytes,
+                    first_bytes=known.first_bytes,
+                    host_bytes=host_bytes,
+                )
+            except BudgetError:
+                if not self._grown(known):
+                    raise
+            else:
+                # The least is that of all forms.
+                if not (self.loop.budget.grows and self._grown(known)):
+                    return found
+
+    def _grown(self, known: KnownStep) -> bool:
+        """Let schedules be known of one more form of each graph of a step, if there is one."""
+        contexts = {call.planner: call.context for call in known.calls}
+        grown = [planner.grow(context) for planner, context in contexts.items()]
+        if any(grown):
+            self._choices.clear()
+        return any(grown)
 
     def _choices_of(self, call: Called) -> tuple[Choice, ...]:
         if call.key not in self._choices:
