@@ -91,6 +91,8 @@ def _of_graph(plan: PlanFacts) -> Iterator[tuple[str, str]]:
     if plan.form.parts_bytes:
         what = f"values of more than {format_bytes(plan.form.parts_bytes)} are computed in parts"
         kept = "with the same bits" if plan.form.exact else "up to rounding"
+        if plan.form.beside:
+            what += ", gradients of losses with them"
         yield "gradients", f"{kept}: {what}"
     elif not plan.form.exact:
         yield "gradients", "up to rounding: inputs of norms are rebuilt from outputs"
