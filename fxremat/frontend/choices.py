@@ -60,7 +60,9 @@ def leaving_little(
     context: StepContext,
     there_bytes: int,
     budget_bytes: int,
-    host_bytes: int | None = None,
+    *,
+    made_bytes: int,
+    host_bytes: int | None,
 ) -> StepContext:
     """A region's call that is to leave least of all that keeps to a budget; see :func:`alone`.
 
@@ -72,6 +74,7 @@ def leaving_little(
         context: what it finds.
         there_bytes: when it begins.
         budget_bytes: of the step.
+        made_bytes: of gradients that are there when its backward begins, and were not before.
         host_bytes: of host memory, left for it; ``None``: as much as it takes.
     """
     least = leaving_least(planner, context, host_bytes)
@@ -80,7 +83,7 @@ def leaving_little(
     beside = Correction(
         more_bytes=there_bytes - own_bytes,
         turn_bytes=max(0, budget_bytes - there_bytes - held_bytes),
-        left_bytes=planner.step.tangent_bytes(context.sizes),
+        left_bytes=planner.step.tangent_bytes(context.sizes) + made_bytes,
     )
     found = alone(context, beside, host_bytes)
     planner.least_bytes(found, budget_bytes)  # further forms are looked at where none fits

@@ -211,8 +211,7 @@ class Regions:
     def no_room(self) -> None:
         """The call that was entered last does not fit where it was to: it leaves least."""
         self._now.walk.unknown = True
-        called = self._now.walk.calls[-1]
-        called.places, called.parameters = (), ()
+        self._now.walk.calls[-1].places = ()
 
     def _with_room(self, walk: Walk, called: Called) -> list[tuple[KnownStep, int]]:
         """Known steps that the one that goes on may be, and the call's places in them, each with
@@ -257,7 +256,24 @@ class Regions:
         if budget_bytes is None or self.loop.peers is not None or not is_known:
             return leaving_least(planner, context, self._host_bytes())
         there_bytes = (walk.base_bytes or 0) + context.waiting_bytes + self._aside_bytes
-        return leaving_little(planner, context, there_bytes, budget_bytes, self._host_bytes())
+        return leaving_little(
+            planner,
+            context,
+            there_bytes,
+            budget_bytes,
+            made_bytes=self._made_bytes(walk),
+            host_bytes=self._host_bytes(),
+        )
+
+    def _made_bytes(self, walk: Walk) -> int:
+        """Of gradients that are there when a backward of the call that was entered last begins: of
+        parameters that it has not read, nor one before it.
+        """
+        read = {own for call in walk.calls for own in call.parameters}
+        found = (own() for own in self.parameters.values())
+        known = {id(p): p for p in (*self.loop.resident(), *found) if p is not None}
+        left = (p for own, p in known.items() if own not in read and p.requires_grad)
+        return sum(p.nbytes for p in left if p.is_leaf and p.grad is None)
 
     def begin(self) -> None:
         """The forward of the call that was entered last begins."""
