@@ -112,10 +112,12 @@ def compile(
             sequence, or both) follow from these rows alone may be computed in parts, one after the
             other: a loss over a vocabulary without its logits, an MLP without its hidden layer.
             That is looked at where nothing else fits, or takes 1.2 times what everything kept
-            does. Only operations are in parts that were seen to give the same bits so, at the
-            step's sizes, here. ``True``: others, too, with results up to rounding; ``False``: none.
-            With ``executor="inductor"`` none is, and ``True`` is refused; none is where the model
-            is captured as several graphs, and with ``ranks`` some are with ``True`` alone.
+            does, and of a loss whose gradient is an eighth of what a step allocates, or more: it
+            is in parts wherever that takes less than 0.9 times as long. Only operations are in
+            parts that were seen to give the same bits so, at the step's sizes, here. ``True``:
+            others, too, with results up to rounding; ``False``: none. With ``executor="inductor"``
+            and with ``ranks`` some are with ``True`` alone, with ``ranks`` none where the model is
+            captured as several graphs.
         budget_on: ``"reserved"``: the budget is for all that the device's allocator takes for
             the step, its cache and what lies fallow in it included, not for the blocks that it
             has handed out, which ``torch.cuda.max_memory_allocated`` tells. The same on a CPU.

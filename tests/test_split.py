@@ -15,6 +15,7 @@ from torch.nn import functional
 import fxremat
 from fxremat.costs import scaled
 from fxremat.costs.execute import Operations
+from fxremat.frontend import schedules
 from fxremat.passes.stages.block import Block
 from tests.models import ZOO
 
@@ -109,14 +110,25 @@ def test_exact_needs_half_the_least_and_keeps_all_bits(least_bytes: int):
     assert peak_of(model, call, given) <= plan.predicted_peak_bytes <= least_bytes // 2
 
 
-def test_where_everything_fits_nothing_is_in_parts():
-    model, given = made(), batch()
-    call = compiled(model, "100%", split=True)
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_where_everything_fits_a_large_loss_is_in_parts_if_that_is_faster(
+    is_faster: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(schedules, "FASTER", 100.0 if is_faster else 0.0)
+    model, truth, given = made(), made(), batch()
+    call = compiled(model, "100%")
+    assert bool(call.plan.form.parts_bytes) == is_faster
+    found = [gradients(model, call, given) for _ in range(2)][-1]
+    assert all(map(torch.equal, found, gradients(truth, truth, given)))
+    assert (call.plan.predicted_peak_bytes < 0.5 * call.plan.budget_bytes) == is_faster
+
+
+def test_where_everything_fits_nothing_else_is_in_parts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(schedules, "FASTER", 100.0)
+    torch._dynamo.reset()
+    model, x = Sequences(breaks=False).double(), torch.randn(2, 256, 16, dtype=torch.float64)
+    call = fxremat.compile(model, x, "100%", loss="own", split=True)
     assert (call.plan.form.parts_bytes, call.plan.form.exact) == (0, True)
-    found = gradients(model, call, given)
-    whole = made()
-    expected = gradients(whole, compiled(whole, "100%"), given)
-    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.more
@@ -165,10 +177,17 @@ def test_parts_are_computed_while_others_travel(offload: str):
     assert peak_of(model, call, given) <= call.plan.budget_bytes
 
 
-def test_not_with_kernels_of_inductor():
-    with pytest.raises(fxremat.ArgumentError) as raised:
-        compiled(made(), "min", split=True, executor="inductor")
-    assert raised.value.argument == "split"
+@pytest.mark.more
+def test_parts_beside_kernels_of_inductor():
+    model, truth, given = made(), made(), batch()
+    whole = compiled(model, "min", executor="inductor")
+    assert not whole.plan.form.parts_bytes  # whose bits are not those of kernels in parts
+    call = compiled(model, "min", split=True, executor="inductor")
+    assert {run.parts > 1 for run in call.plan.fused} == {True, False}
+    found = [gradients(model, call, given) for _ in range(2)][-1]
+    for ours, expected in zip(found, gradients(truth, truth, given), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    assert peak_of(model, call, given) <= call.plan.budget_bytes < 0.7 * whole.plan.budget_bytes
 
 
 class Images(nn.Module):

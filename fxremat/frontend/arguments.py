@@ -112,8 +112,6 @@ class Arguments:
         if arguments.in_flight > 1 and arguments.regions:
             must_be = "1 with regions=: a step of several graphs is one"
             _refuse("in_flight", given["in_flight"], must_be)
-        if arguments.split is True and arguments.fused:
-            _refuse("split", True, 'False or "exact" with executor="inductor"')
         if arguments.drop_unused and loss is None:
             _refuse("drop_unused", True, "False without loss=, which says what is used")
         return replace(arguments, accumulate=arguments.accumulate or arguments.in_flight > 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -29,6 +28,7 @@ from fxremat.frontend.store import differences, key_of, origin_of_plan, version_
 from fxremat.ir import TRACED, Form, MeasuredLink, Origin
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.split.losses import largest_gradient_bytes
 from fxremat.planner.allocations import settings_of
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.candidates import Candidate
@@ -49,6 +49,10 @@ MOST_BLOCKS = 4096
 
 MUCH_SLOWER = 1.2
 """Forms in parts are looked at, too, where a plan takes so many times what everything kept does."""
+
+LARGE_LOSS = 8
+"""One is looked at wherever a loss's gradient takes such a part, or more, of what a step that keeps
+everything allocates: it is faster where logits do not go through memory."""
 
 MOST_BYTES = 1 << 60
 """More than any budget."""
@@ -197,8 +201,7 @@ class Planner:
             beside=context.described(step.joint),
         )
         chosen = fastest(schedules, budget_bytes)
-        slow_s = math.inf if context.region else MUCH_SLOWER * traced.baseline.total_s
-        while chosen[1].total_s > slow_s and self._grown(context):
+        while self._wants(context, traced, chosen[1].total_s) and self._grown(context):
             schedules = self.within(context, budget_bytes)
             chosen = fastest(schedules, budget_bytes)
             least_bytes = self._of_all(context, min(own.least_bytes for own in schedules))
@@ -218,6 +221,17 @@ class Planner:
         if step.device.type == "cuda" and step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
         return planned
+
+    def _wants(self, context: StepContext, traced: Search, seconds: float) -> bool:
+        """Whether one more form is looked at, where there is a plan of so many ``seconds``."""
+        if context.region:
+            return False
+        if seconds > MUCH_SLOWER * traced.baseline.total_s:
+            return True
+        loss_bytes = largest_gradient_bytes(traced.measured.line.joint)
+        own_bytes = traced.counted_bytes(traced.baseline) - self.step.given_bytes(context)
+        are_known = any(own.form.parts_bytes for own in self._known)
+        return LARGE_LOSS * loss_bytes >= own_bytes and not are_known
 
     def _within_share(
         self, context: StepContext, budget: Budget, schedules: list[Schedules]
@@ -401,7 +415,7 @@ class Planner:
         if self._peers is not None:  # which must all have the same forms, whatever one finds
             for form in self.step.parted(exact=False) if self._split is True else ():
                 self.step.add(form)
-        elif self._split and not self.step.has_units:
+        elif self._split is True or (self._split and not self.step.has_units):
             self._forms += self.step.parted(exact=self._split == "exact")
 
     def _grown(self, context: StepContext, below_bytes: int = MOST_BYTES) -> bool:

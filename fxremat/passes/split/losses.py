@@ -117,6 +117,14 @@ def gradients_beside(joint: JointGraph, most_bytes: int, *, exact: bool) -> fx.G
     return torch_compat.graph_module(joint.module, graph)
 
 
+def largest_gradient_bytes(joint: JointGraph) -> int:
+    """Of the gradients of losses over classes, with regard to what they are computed from, those of
+    the largest; 0: there are none.
+    """
+    found = (n for n in joint.backward if n.target is aten.nll_loss_backward.default)
+    return max((layouts_of(n)[0].storage_bytes for n in found), default=0)
+
+
 def _is_number(node: fx.Node) -> bool:
     """Whether it is computed, without chance, as one number, or given as one."""
     is_one = is_tensor(node) and math.prod(map(int, layouts_of(node)[0].shape)) == 1
