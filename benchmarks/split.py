@@ -70,7 +70,12 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     made = {KEPT: compiled(entry, "100%", False), "least, as traced": compiled(entry, "min", False)}
     least_bytes = made["least, as traced"][1].plan.least_budget_bytes
     for split, called in (("exact", "same bits"), (True, "to rounding")):
-        for budget, where in ((least_bytes, "there"), (least_bytes // 2, "half"), ("min", "least")):
+        for budget, where in (
+            ("100%", "room for all"),
+            (least_bytes, "there"),
+            (least_bytes // 2, "half"),
+            ("min", "least"),
+        ):
             try:
                 made[f"{where}, {called}"] = compiled(entry, budget, split)
             except BudgetError as refused:
