@@ -244,8 +244,8 @@ def max_batch(
 
     The step is captured and measured once, at the sample, which need not fit itself. All else is
     computed; nothing is run of any other size but convolutions, alone, whose libraries must be
-    asked what memory they take. Only sizes that the model takes are answered: even ones, say, where
-    it views its batch as pairs.
+    asked what memory they take, and, at the answer, what is computed in parts, to compare its bits.
+    Only sizes that the model takes are answered: even ones, say, where it views its batch as pairs.
 
     Args:
         model: the module to train.

@@ -475,3 +475,29 @@ def test_plan_and_code_say_what_is_in_parts():
     for run in plan.fused:
         assert f"def {run.name}(" in code
         assert run.name in plan.explain()
+
+
+@pytest.mark.parametrize("kept_to", [1 << 20, 6, 0], ids=["kept", "kept up to some", "not kept"])
+def test_bits_are_asked_for_at_few_sizes_and_at_the_answer(
+    monkeypatch: pytest.MonkeyPatch, least_bytes: int, kept_to: int
+):
+    asked: set[int] = set()
+
+    def watched(parts: Any, given: Any, sizes: tuple[int, ...], **options: Any) -> bool:
+        asked.add(sizes[0])
+        return sizes[0] <= kept_to
+
+    monkeypatch.setattr(scaled, "keeps_bits", watched)
+    torch._dynamo.reset()
+    model, budget = made(), least_bytes
+    largest = fxremat.max_batch(model, batch(), budget, loss="own").largest.size
+    if kept_to > 1000:
+        assert asked == {largest} and largest > 6
+    elif kept_to:
+        assert largest == kept_to and len(asked) < 8
+    else:
+        assert largest == 2 and len(asked) < 8
+    monkeypatch.undo()
+    torch._dynamo.reset()
+    call = fxremat.compile(model, batch(largest), budget, loss="own")
+    assert peak_of(model, call, batch(largest)) <= budget

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,9 +13,10 @@ from torch import nn
 
 from fxremat.errors import ArgumentError, BudgetError
 from fxremat.frontend.dimensions import MOST_SIZE, Dimension, nearest, resized, taken_sizes
+from fxremat.frontend.largest import largest_size
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.sample import Sample, call_without_data, places_of
-from fxremat.frontend.schedules import fastest
+from fxremat.frontend.schedules import fastest, least_of
 from fxremat.planner.context import StepContext
 from fxremat.progress import Progress
 from fxremat.report.frontier import Batches, BatchPoint
@@ -30,9 +30,6 @@ CURVE = 12
 
 CLOSER = 2
 """Times that sizes half-way from the fastest to its neighbours are added."""
-
-NEAR = 16
-"""Where the model refuses the largest size that fits, so many below it are asked for first."""
 
 FRONTIER = 8
 """Sizes of each further dimension, where there is one."""
@@ -201,17 +198,16 @@ class Batching:
     def _point(
         self, groups: Sequence[Sequence[Dimension]], sizes: tuple[int, ...], *, run: bool = True
     ) -> BatchPoint:
-        schedules = self.planner.within(self._at(groups, sizes), self.budget_bytes, run=run)
-        least_bytes = min(own.least_bytes for own in schedules)
+        context = self._at(groups, sizes)
+        schedules = self.planner.within(context, self.budget_bytes, run=run, bits=False)
+        least_bytes = least_of(schedules).least_bytes
         _, found = fastest(schedules, max(self.budget_bytes, least_bytes))
         return BatchPoint(sizes, least_bytes, found.total_s + self.overhead_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
         taken = self._taken(self.context, group)
-        largest = self._largest(self.context, group) or 0
-        while largest > 0 and self._needs_others(self._at([group], [largest])):
-            largest -= taken.step
-        if largest <= 0:
+        largest = self._largest(self.context, group)
+        if largest is None:
             raise self._nothing([group])
         sizes = sorted({nearest(taken, largest * i // CURVE) for i in range(CURVE + 1)})
         found: dict[int, BatchPoint] = {}
@@ -227,10 +223,6 @@ class Batching:
             for size in middles - found.keys():
                 found[size] = self._point([group], (size,), run=False)
         return [found[size] for size in sorted(found)]
-
-    def _needs_others(self, context: StepContext) -> bool:
-        """Whether a call fits only by what was found at other sizes: alone it would not."""
-        return self.planner.alone_bytes(context) > self.budget_bytes
 
     def _frontier(self, groups: Sequence[Sequence[Dimension]]) -> list[BatchPoint]:
         """The largest size of the first dimension, for sizes of all others."""
@@ -256,24 +248,15 @@ class Batching:
 
     def _largest(self, context: StepContext, group: Sequence[Dimension]) -> int | None:
         """The largest size of ``group`` that fits, and that the model takes."""
-
-        def is_taken(size: int) -> bool:
-            return self._is_taken(replace(context, sizes=resized(context.sizes, group, size)))
-
-        largest = self.planner.largest(context, group, self.budget_bytes, most=self.most)
-        if largest is None or is_taken(largest):
-            return largest
-        taken = self._taken(context, group)
-        high = bisect_right(taken, largest)
-        for count in range(high - 1, max(0, high - NEAR), -1):  # such as multiples of something
-            if is_taken(taken[count - 1]):
-                return taken[count - 1]
-        low = bisect_right(taken, context.sizes[group[0].symbol])
-        low = low if low < high else 0  # the sample itself need not fit
-        while high - low > 1:  # such as what a table of positions has room for
-            middle = (low + high) // 2
-            low, high = (middle, high) if is_taken(taken[middle - 1]) else (low, middle)
-        return taken[low - 1] if low else None
+        return largest_size(
+            self.planner,
+            context,
+            group,
+            self.budget_bytes,
+            most=self.most,
+            alone=True,
+            takes=self._is_taken,
+        )
 
     def _taken(self, context: StepContext, group: Sequence[Dimension]) -> range:
         """Sizes for which the captured step holds, beside others for which it does."""

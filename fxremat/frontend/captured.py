@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.errors import ArgumentError, CaptureError, CostError, PlanError
 from fxremat.frontend.agreed import agreed_costs, agreed_speeds
 from fxremat.frontend.dimensions import Dimension, dimensions_of
+from fxremat.frontend.forms import room_bytes, way_of
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.store import Store, key_of, origin_of_costs
@@ -29,7 +30,6 @@ from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.fuse.unit import Units
-from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.build import build_joint_graph, rebuilt
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
@@ -47,12 +47,8 @@ from fxremat.report.memory import Kind
 
 LOG = logging.getLogger("fxremat")
 
-MOST_SIZES = 128
-"""Sizes whose costs are kept; which was met first goes first."""
-
-
-PART_SHARES = (2, 8, 32)
-"""Of the largest value: those above so much of it are computed in parts, in one variant each."""
+MOST_RESIZED = 512
+"""Variants at other sizes whose costs are kept; which was met first goes first."""
 
 
 @dataclass(slots=True)
@@ -162,7 +158,7 @@ class CapturedStep:
             )
         self.late_bytes = self._more_bytes = 0
         self._variants: list[Variant] = []
-        self._resized: dict[Values, list[Variant]] = {}
+        self._resized: dict[tuple[Values, Form, bool], Variant] = {}
 
     def is_same(self, other: CapturedStep) -> bool:
         """Whether ``other`` is the same step, captured once more."""
@@ -232,7 +228,7 @@ class CapturedStep:
             if own.form == form:
                 return own
         line = self.line(form)
-        if _way_of(line) == _way_of(self.variants[0].blocks.line):
+        if way_of(line) == way_of(self.variants[0].blocks.line):
             raise PlanError(f"this step is not computed in the form {form}: plan again")
         return self.take(line, form)
 
@@ -241,21 +237,12 @@ class CapturedStep:
         one of its operations takes ``below_bytes`` with the gradients that are there before it.
         """
         line = self.line(form)
-        known = [_way_of(own.blocks.line) for own in self.variants]
-        if _way_of(line) in known:
+        known = [way_of(own.blocks.line) for own in self.variants]
+        if way_of(line) in known:
             return None
-        if below_bytes is not None and _room_bytes(line.joint) >= below_bytes:
+        if below_bytes is not None and room_bytes(line.joint) >= below_bytes:
             return None
         return self.take(line, form)
-
-    def parted(self, *, exact: bool, beside: bool = True) -> Iterator[Form]:
-        """Forms in which ever smaller values are computed in parts; see :class:`Form`."""
-        table, made = self.joint.storages, (*self.joint.forward, *self.joint.backward)
-        largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
-        for share in PART_SHARES:
-            yield Form(exact, max(1, largest_bytes // share), beside)
-        if exact and beside:  # logits made twice hold no gradients from forward to backward
-            yield Form(exact, max(1, largest_bytes // PART_SHARES[-1]))
 
     @property
     def correction_key(self) -> str:
@@ -332,7 +319,6 @@ class CapturedStep:
         if self.peers is not None:
             variant = self._agreed(self.peers, variant, new=costs is None)
         self._variants.append(variant)
-        self._resized.clear()
         return variant
 
     def _agreed(self, peers: Peers, variant: Variant, *, new: bool) -> Variant:
@@ -359,37 +345,47 @@ class CapturedStep:
         for variant in self._variants:
             variant.blocks.clear()
 
-    def at(self, values: Values, *, run: bool = True) -> list[Variant]:
+    def at(self, values: Values, *, run: bool = True, bits: bool = True) -> list[Variant]:
         """The variants at sizes ``values``; not ``run``: with what no law tells of scaled as all
-        else, unless it was measured there already.
+        else, unless it was measured there already; not ``bits``: so where parts keep bits.
         """
+        return [
+            self.resized(own, values, run=run and (bits or not own.form.keeps_bits))
+            for own in self.variants
+        ]
+
+    def resized(self, variant: Variant, values: Values, *, run: bool = True) -> Variant:
+        """One of the variants at sizes ``values``; ``run`` as for :meth:`at`."""
         if values == self.sizes.hints:
-            return self.variants
-        if values in self._resized:
-            return self._resized[values]
-        found = [self._resize(own, values, run=run) for own in self.variants]
-        if run:
-            if len(self._resized) >= MOST_SIZES:
+            return variant
+        key = values, variant.form
+        known = self._resized.get((*key, True)) or self._resized.get((*key, run))
+        if known is None:
+            if len(self._resized) >= MOST_RESIZED:
                 self._resized.pop(next(iter(self._resized)))
-            self._resized[values] = found
-        return found
+            known = self._resized[(*key, run)] = self._resize(variant, values, run=run)
+        return known
+
+    def _traced(self, values: Values) -> Variant:
+        """The step as it was traced at sizes ``values``: storages, and what is around them."""
+        return self.resized(self.variants[0], values, run=False)
 
     def around(self, context: StepContext) -> ContextBytes:
         """What is beside the step at a call, in bytes."""
-        return self.at(context.sizes)[0].around(context)
+        return self._traced(context.sizes).around(context)
 
     def given_bytes(self, context: StepContext) -> int:
         """Bytes that are held throughout a call."""
-        traced = self.at(context.sizes)[0]
+        traced = self._traced(context.sizes)
         return context.given_bytes(traced.base, traced.line.joint)
 
     def turn_bytes(self, context: StepContext) -> int:
         """Bytes that the step's own loss needs at a call."""
-        return context.turn_bytes(self.at(context.sizes)[0].base)
+        return context.turn_bytes(self._traced(context.sizes).base)
 
     def tangent_bytes(self, values: Values) -> int:
         """Bytes of the gradients of the outputs, at sizes ``values``."""
-        return self.at(values)[0].base.tangent_bytes
+        return self._traced(values).base.tangent_bytes
 
     def _resize(self, variant: Variant, values: Values, *, run: bool) -> Variant:
         """``variant`` at other sizes."""
@@ -406,7 +402,7 @@ class CapturedStep:
 
     def aside_bytes(self, values: Values) -> int:
         """Bytes set aside for workspaces at sizes ``values``, where none is known."""
-        return self._aside_bytes(self.at(values)[0].line.joint)
+        return self._aside_bytes(self._traced(values).line.joint)
 
     def _aside_bytes(self, joint: JointGraph) -> int:
         return aside_bytes(joint) if self._target is not None and self.costs is None else 0
@@ -443,23 +439,3 @@ class CapturedStep:
         )
         self.store.put("costs", key, RecordedCosts, measured.costs)
         return measured
-
-
-def _way_of(line: Line) -> tuple[bool, frozenset[str]]:
-    """What tells forms of a step apart: whether norms are undone, and runs in parts."""
-    parts = frozenset(str(n.target) for n in line.nodes if isinstance(n.target, Parts))
-    return any(map(is_inverse, line.joint.forward)), parts
-
-
-def _room_bytes(joint: JointGraph) -> int:
-    """Most that an operation reads and makes, with the gradients of the step that are there."""
-    table, given = joint.storages, joint.storages.of((*joint.given, *joint.tangents))
-    returned = table.of(joint.gradients) - given
-    there: frozenset[int] = frozenset()
-    most_bytes = 0
-    for node in (*joint.forward, *joint.backward):
-        own = table.of((node, *node.all_input_nodes)) - given
-        working = parts.part_bytes if (parts := parts_of(node)) else 0
-        most_bytes = max(most_bytes, table.total(own | there) + working)
-        there |= own & returned
-    return most_bytes

@@ -132,7 +132,9 @@ class Corrections:
     def scale(self) -> None:
         """Plan for losses whose gradient is not 1 from now on, as that of a step was not."""
         with self.loop.planning:
-            LOG.info("a loss's gradient is not 1: exact gradients are not computed beside it any more")
+            LOG.info(
+                "a loss's gradient is not 1: exact gradients are not computed beside it any more"
+            )
             self.scaled = True
             self.changes += 1
 

@@ -59,7 +59,7 @@ class Asked:
         return self.known.overhead_s if self.known else 0.0
 
 
-def plan_dry(
+def planner_dry(
     model: nn.Module,
     sample: Sample,
     asked: Asked,
@@ -67,10 +67,10 @@ def plan_dry(
     progress: Progress,
     *,
     dynamic: bool,
-) -> tuple[Planner, StepContext, Plan]:
-    """Capture a step and plan it, everything kept; model and sample have no data.
+) -> tuple[Planner, StepContext]:
+    """Capture a step, and look for its schedules; model and sample have no data.
 
-    Returns what plans it, the context of its calls, and the plan.
+    Returns what plans it, everything kept, and the context of its calls.
 
     Raises:
         CaptureError, GraphError, CostError, ArgumentError: as :func:`fxremat.estimate` says.
@@ -108,8 +108,7 @@ def plan_dry(
     existing = captured.gradients if options.accumulate else frozenset()
     context = StepContext(step.sizes.hints, existing, existing)
     planner.look_at_all(context)
-    planned = planner.first(context, rehearse=False).completed()
-    return planner, context, planned.plan.with_overhead(asked.overhead_s)
+    return planner, context
 
 
 def _host(asked: Asked) -> HostMemory | None:
@@ -199,7 +198,9 @@ def estimate_step(
     shape = sample.map(copies.of)
     plan, batches, budget_bytes = None, None, None
     with copies.inside(model), in_training(model), torch.enable_grad():
-        planner, context, kept = plan_dry(model, shape, asked, copies, progress, dynamic=False)
+        planner, context = planner_dry(model, shape, asked, copies, progress, dynamic=False)
+        kept = planner.first(context, rehearse=False).completed().plan
+        kept = kept.with_overhead(asked.overhead_s)
         progress(PLAN)
         if asked.budget is not None:
             budget_bytes = asked.budget.bytes_of(
@@ -237,13 +238,14 @@ def _batches(
     """The sizes of ``dims`` that fit the budget's bytes; ``None``: none does."""
     assert asked.budget is not None and asked.budget.nbytes is not None
     try:
-        planner, context, _ = plan_dry(model, sample, asked, copies, progress, dynamic=True)
+        planner, context = planner_dry(model, sample, asked, copies, progress, dynamic=True)
     except SizesError as error:
         raise SizesError(
             error.found,
             "dim= captures all sizes at once, which this model does not let it: leave it "
             "out, and estimate a sample of each size by itself",
         ) from None
+    planner.step.settle()  # it is captured for its other sizes
     batching = Batching(
         planner,
         asked.budget.nbytes,

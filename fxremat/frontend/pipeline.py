@@ -14,16 +14,12 @@ from fxremat.frontend.agreed import agreed_context, agreed_graphs, agreed_link
 from fxremat.frontend.arguments import Split
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.captured import CapturedStep, Variant
-from fxremat.frontend.dimensions import (
-    Dimension,
-    advised,
-    arguments_of,
-    groups_of,
-    largest_size,
-)
+from fxremat.frontend.dimensions import arguments_of
 from fxremat.frontend.emission import Planned, carry_out, emit, follow, with_overhead
+from fxremat.frontend.forms import parted
+from fxremat.frontend.largest import advised
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.schedules import Schedules, fastest, frontier_over, link_of
+from fxremat.frontend.schedules import Schedules, fastest, frontier_over, least_of, link_of
 from fxremat.frontend.store import differences, key_of, origin_of_plan, version_of
 from fxremat.ir import TRACED, Form, MeasuredLink, Origin
 from fxremat.passes.emit.rewrite import BlockModules
@@ -159,7 +155,7 @@ class Planner:
         except BudgetError as error:
             if not self.grown(error):
                 self.step.settle()
-                raise self.advised(error, context) from None
+                raise advised(self, error, context) from None
             return self.again(context)
 
     def _planned(self, context: StepContext, budget: Budget) -> Planned:
@@ -192,7 +188,7 @@ class Planner:
         if budget.nbytes is None and not context.region:
             schedules = self._within_share(context, budget, schedules)
         traced = schedules[0].search
-        least = min(schedules, key=lambda own: own.least_bytes)
+        least = least_of(schedules)
         least_bytes = self._of_all(context, least.least_bytes)
         budget_bytes = budget.resolve(
             full_bytes=self._of_all(context, traced.counted_bytes(traced.baseline)),
@@ -204,7 +200,7 @@ class Planner:
         while self._wants(context, traced, chosen[1].total_s) and self._grown(context):
             schedules = self.within(context, budget_bytes)
             chosen = fastest(schedules, budget_bytes)
-            least_bytes = self._of_all(context, min(own.least_bytes for own in schedules))
+            least_bytes = self._of_all(context, least_of(schedules).least_bytes)
         step.progress(WRITE)
         planned = emit(
             step,
@@ -240,7 +236,7 @@ class Planner:
         traced = schedules[0].search
         full_bytes = self._of_all(context, traced.counted_bytes(traced.baseline))
         nbytes = budget.bytes_of(full_bytes=full_bytes, least_bytes=0)
-        while (least_bytes := min(own.least_bytes for own in schedules)) > nbytes:
+        while (least_bytes := least_of(schedules).least_bytes) > nbytes:
             if not self._grown(context, below_bytes=least_bytes):
                 break
             schedules = self.within(context, None)
@@ -354,7 +350,7 @@ class Planner:
             traced = schedules[0].search
             nbytes = self.budget.bytes_of(
                 full_bytes=self._of_all(context, traced.counted_bytes(traced.baseline)),
-                least_bytes=self._of_all(context, min(own.least_bytes for own in schedules)),
+                least_bytes=self._of_all(context, least_of(schedules).least_bytes),
             )
             if self._peers is not None:
                 nbytes = self._peers.agree("the budget", int, nbytes, lambda n: max(n.values()))
@@ -413,10 +409,10 @@ class Planner:
         if not self._exact:
             self.step.add(Form(exact=False))
         if self._peers is not None:  # which must all have the same forms, whatever one finds
-            for form in self.step.parted(exact=False) if self._split is True else ():
+            for form in parted(self.step.joint, exact=False) if self._split is True else ():
                 self.step.add(form)
         elif self._split is True or (self._split and not self.step.has_units):
-            self._forms += self.step.parted(exact=self._split == "exact")
+            self._forms += parted(self.step.joint, exact=self._split == "exact")
 
     def _grown(self, context: StepContext, below_bytes: int = MOST_BYTES) -> bool:
         """Let schedules be known of one more form of the step, if there is one.
@@ -426,7 +422,10 @@ class Planner:
         """
         if context.scaled and self._split == "exact" and not self._scaled:
             self._scaled = True
-            self._forms = [*self.step.parted(exact=True, beside=False), *(self._forms or ())]
+            self._forms = [
+                *parted(self.step.joint, exact=True, beside=False),
+                *(self._forms or ()),
+            ]
         first = replace(context, sizes=self.step.sizes.hints)
         is_bound = first == context and not context.existing
         most_bytes = below_bytes - self.step.given_bytes(context) if is_bound else None
@@ -451,7 +450,12 @@ class Planner:
     # Schedules
 
     def within(
-        self, context: StepContext, budget_bytes: int | None, *, run: bool = True
+        self,
+        context: StepContext,
+        budget_bytes: int | None,
+        *,
+        run: bool = True,
+        bits: bool = True,
     ) -> list[Schedules]:
         """Schedules of each variant, with what a call finds beside it.
 
@@ -462,13 +466,14 @@ class Planner:
             budget_bytes: within which they are to be; ``None``: those that are known will do.
             run: what no law tells of at its sizes; else costs may be a little off, and those that
                 are known will do.
+            bits: ask whether parts keep them there; else they are taken to.
         """
         at_first_size = run and context.sizes == self.step.sizes.hints
         new = self._look(context) and at_first_size
         most = MOST_BYTES if budget_bytes is None else budget_bytes
 
         def known() -> list[Schedules]:
-            variants = self.step.at(context.sizes, run=run)
+            variants = self.step.at(context.sizes, run=run, bits=bits)
             pairs = zip(self._known, variants, strict=True)
             return [
                 own.within(variant.around(context))
@@ -482,11 +487,12 @@ class Planner:
         if not run:
             return found
         found = self._with_sent(context.sizes, found)
-        if budget_bytes is None or min(own.least_bytes for own in found) <= budget_bytes:
+        if budget_bytes is None or least_of(found).least_bytes <= budget_bytes:
             return found
         if not new:
-            found = self._with_sent(context.sizes, self.searched(context))
-        while (least_bytes := min(own.least_bytes for own in found)) > budget_bytes:
+            searched = self.searched(context, bits=bits)
+            found = [*self._with_sent(context.sizes, searched), *found]
+        while (least_bytes := least_of(found).least_bytes) > budget_bytes:
             if not self._grown(context, below_bytes=least_bytes):
                 break
             found = self._with_sent(context.sizes, known())
@@ -494,9 +500,9 @@ class Planner:
             return self.within(replace(context, scaled=False), budget_bytes)
         return found
 
-    def searched(self, context: StepContext) -> list[Schedules]:
+    def searched(self, context: StepContext, *, bits: bool = True) -> list[Schedules]:
         """Schedules of each variant, looked for anew; they are known from then on."""
-        found = self._search(context)
+        found = self._search(context, bits=bits)
         known = self._known or found
         self._known = [own.knowing(new) for own, new in zip(known, found, strict=True)]
         return [own for own in found if self._may(context, own)]
@@ -517,10 +523,10 @@ class Planner:
             self._known = self._search(replace(context, sizes=self.step.sizes.hints))
         return new
 
-    def _search(self, context: StepContext) -> list[Schedules]:
+    def _search(self, context: StepContext, *, bits: bool = True) -> list[Schedules]:
         """Schedules of each variant, searched for with what is known."""
         self._measure()
-        variants = self.step.at(context.sizes)
+        variants = self.step.at(context.sizes, bits=bits)
         known: Sequence[Schedules | None] = self._known or [None] * len(variants)
         return [self._schedules(*pair, context) for pair in zip(variants, known, strict=True)]
 
@@ -559,9 +565,11 @@ class Planner:
         self._link = self._link or link_of(self.step, host)
         return self._link
 
-    def least_bytes(self, context: StepContext, budget_bytes: int | None) -> int:
+    def least_bytes(
+        self, context: StepContext, budget_bytes: int | None, *, bits: bool = True
+    ) -> int:
         """The least budget of a call: see :meth:`within`."""
-        return min(own.least_bytes for own in self.within(context, budget_bytes))
+        return least_of(self.within(context, budget_bytes, bits=bits)).least_bytes
 
     def room_bytes(self, context: StepContext) -> int:
         """The least that a step allocates beyond what is there whatever its plan."""
@@ -570,10 +578,23 @@ class Planner:
             for own in self.within(context, None)
         )
 
-    def alone_bytes(self, context: StepContext) -> int:
-        """The least budget of a call where it alone is compiled, with nothing known beforehand."""
-        variants = self.step.at(context.sizes)
-        return min(self._schedules(own, None, context).least_bytes for own in variants)
+    def alone_bytes(self, context: StepContext, budget_bytes: int, *, bits: bool = True) -> int:
+        """The least budget of a call where it alone is compiled, with nothing known beforehand;
+        of forms up to the first that fits. Bits are asked for of those alone that else fit.
+        """
+        found = []
+        traced, *others = self.step.variants
+        for own in (traced, *reversed(others)):  # with most in parts first
+            asks = own.form.keeps_bits
+            for run in (False, True) if asks and bits else (not asks,):
+                variant = self.step.resized(own, context.sizes, run=run)
+                nbytes = self._schedules(variant, None, context).least_bytes
+                if nbytes > budget_bytes:
+                    break
+            found.append(nbytes)
+            if nbytes <= budget_bytes:
+                break
+        return min(found)
 
     # Other sizes
 
@@ -588,31 +609,3 @@ class Planner:
             else:
                 found.append(own.at(variant, context, budget_bytes=MOST_BYTES).least_bytes)
         return min(found)
-
-    def largest(
-        self, context: StepContext, group: Sequence[Dimension], budget_bytes: int, *, most: int
-    ) -> int | None:
-        """The largest size of dimensions that fits: see :func:`largest_size`."""
-        self.look_at_all(replace(context, sizes=self.step.sizes.hints))
-        return largest_size(
-            self.step.sizes,
-            context,
-            group,
-            budget_bytes,
-            most=most,
-            roughly=self.roughly,
-            least_bytes=self.least_bytes,
-        )
-
-    def advised(self, error: BudgetError, context: StepContext) -> BudgetError:
-        """``error``, that a call does not fit, with the largest sizes that do."""
-        budget_bytes, sizes = self.budget.nbytes, self.step.sizes
-        if error.least_budget_bytes is None or budget_bytes is None:
-            return error
-        groups = groups_of(self.step.dimensions, sizes.hints, context.sizes)
-        return advised(
-            error,
-            sizes,
-            groups,
-            lambda group, most: self.largest(context, group, budget_bytes, most=most),
-        )

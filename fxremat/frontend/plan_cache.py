@@ -19,6 +19,7 @@ from fxremat.errors import BudgetError
 from fxremat.frontend.agreed import AGREED, agreed_corrections
 from fxremat.frontend.corrections import Corrections, warn, warn_counted
 from fxremat.frontend.emission import Emitted, Planned
+from fxremat.frontend.largest import advised
 from fxremat.frontend.loop import Loop
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
@@ -442,7 +443,7 @@ class PlanCache:
             if not self.corrections.teach_waiting(context):
                 if self.planner.grown(error):
                     return context, self.planner.again(context)
-                raise self.planner.advised(error, context) from None
+                raise advised(self.planner, error, context) from None
         planned = self.planner.again(context, least=True)
         plan = planned.plan
         budget_bytes = self.planner.budget.nbytes or 0

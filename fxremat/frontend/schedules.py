@@ -97,6 +97,22 @@ class Schedules:
         link = self.transfers.link if self.transfers else None
         return replace(self.search.measured.costs, link=link)
 
+    @property
+    def bound_bytes(self) -> int:
+        """No feasible budget is less: what is handed out is never less than what is asked for."""
+        return 0 if self.transfers else self.search.pool.members[0].peak_bytes
+
+    def bound_s(self, budget_bytes: int) -> float:
+        """Nothing that fits takes less."""
+        members = () if self.transfers else reversed(self.search.pool.members)
+        return next((c.total_s for c in members if c.peak_bytes <= budget_bytes), 0.0)
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether one fits."""
+        if self.transfers is None:
+            return self.search.fits(budget_bytes)
+        return self.least_bytes <= budget_bytes
+
     def describe_least(self) -> str:
         """What the least feasible budget is needed for."""
         if self.transfers is not None:
@@ -130,14 +146,30 @@ def frontier_over(schedules: Sequence[Schedules]) -> Frontier:
 def fastest(schedules: Sequence[Schedules], budget_bytes: int) -> tuple[Schedules, Candidate]:
     """The fastest schedule within a budget, and where it was found: in the traced variant where
     that is as fast, or nearly so with everything kept.
+
+    Requires: one fits.
     """
-    fitting = [own for own in schedules if own.least_bytes <= budget_bytes]
-    found = [(own, own.fastest_within(budget_bytes)) for own in fitting]
-    first, chosen = found[0]
-    best = min(found, key=lambda pair: pair[1].total_s)
-    if first is schedules[0] and chosen is first.search.baseline:  # everything fits
-        return best if best[1].total_s < FASTER * chosen.total_s else (first, chosen)
-    return best
+    chosen: tuple[Schedules, Candidate] | None = None
+    least_s = math.inf
+    for own in schedules:
+        if own.bound_s(budget_bytes) >= least_s or not own.fits(budget_bytes):
+            continue
+        found = own.fastest_within(budget_bytes)
+        if found.total_s < least_s:
+            chosen, least_s = (own, found), found.total_s
+        if found is schedules[0].search.baseline:  # everything fits
+            least_s *= FASTER
+    assert chosen is not None
+    return chosen
+
+
+def least_of(schedules: Iterable[Schedules]) -> Schedules:
+    """Those of the least feasible budget; nothing is replayed of others that cannot be."""
+    first, *others = sorted(schedules, key=lambda own: own.bound_bytes)
+    for own in others:
+        if own.bound_bytes < first.least_bytes and own.least_bytes < first.least_bytes:
+            first = own
+    return first
 
 
 def link_of(step: CapturedStep, host: HostMemory) -> MeasuredLink:

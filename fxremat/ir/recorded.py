@@ -27,6 +27,11 @@ class Form:
     parts_bytes: int = 0
     beside: bool = False
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether parts are to keep bits, which must be asked at each size."""
+        return self.exact and self.parts_bytes > 0
+
 
 TRACED = Form()
 """As they were traced."""

@@ -233,6 +233,10 @@ class Search:
         """The least feasible budget."""
         return self.counted_bytes(self.least)
 
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether a candidate fits."""
+        return any(True for _ in self._fitting(self.pool, budget_bytes))
+
     def fastest_within(self, budget_bytes: int) -> Candidate:
         """The fastest candidate whose exact peak fits.
 

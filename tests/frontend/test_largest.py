@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.frontend.dimensions import largest_fitting
+from fxremat.frontend.largest import largest_fitting
 
 
 class Asked:
@@ -69,3 +69,24 @@ def test_few_are_tried_where_trying_shows_how_to_do_with_less():
     found = largest_fitting(roughly_at, least_at, first=8, budget_bytes=10**7, most=1 << 20)
     assert found == (10**7 - 10**5) // 1000
     assert len(tried) <= 5
+
+
+@given(
+    each=st.integers(1, 100),
+    lost=st.integers(0, 10**6),
+    guess=st.integers(1, 10**5),
+    budget=st.integers(10**4, 10**7),
+)
+def test_few_are_tried_where_near_will_do(each: int, lost: int, guess: int, budget: int):
+    """Be it that above some size far more is taken than was guessed."""
+    tried = []
+
+    def least_at(size: int) -> int:
+        tried.append(size)
+        return each * size * (1 if size <= lost else 10)
+
+    options = {"first": 1, "budget_bytes": budget, "most": guess, "guess": guess, "near": 64}
+    found = largest_fitting(lambda size: each * size, least_at, **options)
+    best = max(min(lost, budget // each, guess), min(budget // (10 * each), guess))
+    assert best - best // 32 - 1 <= (found or 0) <= best
+    assert tried[0] == guess and len(tried) <= 20

@@ -20,6 +20,7 @@ from fxremat.planner.context_bytes import Caller
 from fxremat.progress import Progress, silent
 from fxremat.units import Counted
 from tests.harness import captured, search_of, searched
+from tests.sized import at_size, symbolic
 
 NAMES = ("gpt", "unet", "siamese")
 NOBODY = Caller()
@@ -185,3 +186,20 @@ def test_a_larger_budget_never_gets_a_slower_schedule_where_peaks_are_replayed(n
     assert before is search.baseline
     # No more was replayed than what could be chosen.
     assert len(search.allocations.known) <= len(search.pool.members)
+
+
+def test_what_is_known_is_not_forgotten_where_others_are_looked_for():
+    """A search at one size may find nothing as low as what is known from another."""
+    step = symbolic("gpt", (3, 24))
+    traced = CapturedStep(
+        step.traced,
+        forward_output_count=step.output_count,
+        inputs={},
+        caller=NOBODY,
+        progress=silent,
+    )
+    planner = Planner(traced, Budget.read(1.0), generators=("rotor",))
+    for sizes in ((2, 64), (5, 17), (7, 48), (12, 64)):
+        context = StepContext(at_size("gpt", (3, 24), sizes).values)
+        roughly = planner.roughly(context)
+        assert planner.least_bytes(context, 0) <= roughly

@@ -95,7 +95,13 @@ class Beside:
 def parts_of(node: fx.Node) -> Parts | None:
     """The run in parts that an operation is, or may be."""
     target = node.target
-    return target.parts if isinstance(target, Beside) else target if isinstance(target, Parts) else None
+    return (
+        target.parts
+        if isinstance(target, Beside)
+        else target
+        if isinstance(target, Parts)
+        else None
+    )
 
 
 def computed_anew() -> int:
