@@ -444,6 +444,39 @@ def test_gradients_beside_a_loss_that_are_kept_are_not_written_to(least_bytes: i
         assert torch.equal(ours.grad, expected.grad)
 
 
+class Ahead(Language):
+    """Words and words after them, of one head: a second loss with its own share."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        hidden = self.down(functional.gelu(self.up(self.norm(self.words(ids)))))
+        scores = self.head(hidden)
+        later = self.head(self.norm(hidden))
+        one = functional.cross_entropy(scores.flatten(0, 1), target.flatten())
+        other = functional.cross_entropy(later.flatten(0, 1), target.roll(1, 1).flatten())
+        return (
+            one
+            + 0.3 * other
+            + 0.1 * functional.cross_entropy(scores.flatten(0, 1), target.roll(2, 1).flatten())
+        )
+
+
+@pytest.mark.more
+def test_losses_of_one_hidden_layer_keep_their_bits():
+    torch.manual_seed(0)
+    model, truth = Ahead().double(), Ahead().double()
+    truth.load_state_dict(model.state_dict())
+    whole = compiled(model, "min", split=False)
+    call, given = compiled(model, whole.plan.budget_bytes // 2), batch()
+    for factor in (1.0, -3.0, 0.1):
+        for own, step in ((model, call), (truth, truth)):
+            own.zero_grad(set_to_none=True)
+            (factor * step(*given)).backward()
+        for ours, expected in zip(model.parameters(), truth.parameters(), strict=True):
+            assert torch.equal(ours.grad, expected.grad)
+    found = peak_of(model, lambda *given: 0.7 * call(*given), given)
+    assert found <= call.plan.budget_bytes
+
+
 class Counted(Language):
     """The loss of a batch that is one of several, as of transformers."""
 

@@ -35,7 +35,6 @@ from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.split.beside import parts_of
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.stages.block import BlockCache

@@ -508,9 +508,10 @@ class Planner:
         return [own for own in found if self._may(context, own)]
 
     def _may(self, context: StepContext, schedules: Schedules) -> bool:
-        """Whether a call may follow them, where anything else fits: exact gradients are not computed
-        beside a loss whose gradient is not 1. Of several graphs nothing is in parts that other
-        processes would have to find as well.
+        """Whether a call may follow them, where anything else fits.
+
+        Exact gradients are not computed beside a loss whose gradient is not 1; of several graphs
+        nothing is in parts that other processes would have to find as well.
         """
         form = schedules.form
         alone = self._peers is None or not (context.region and form.parts_bytes)

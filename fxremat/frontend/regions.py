@@ -252,8 +252,8 @@ class Regions:
         """
         walk: Walk | None = getattr(self._now, "walk", None)
         budget_bytes = self.loop.budget.nbytes
-        is_known = walk is not None and walk.calls and planner.is_started
-        if budget_bytes is None or self.loop.peers is not None or not is_known:
+        begins = walk is None or not (walk.calls and planner.is_started)
+        if walk is None or begins or budget_bytes is None or self.loop.peers is not None:
             return leaving_least(planner, context, self._host_bytes())
         there_bytes = (walk.base_bytes or 0) + context.waiting_bytes + self._aside_bytes
         return leaving_little(

@@ -94,18 +94,12 @@ class Beside:
 
 def parts_of(node: fx.Node) -> Parts | None:
     """The run in parts that an operation is, or may be."""
-    target = node.target
-    return (
-        target.parts
-        if isinstance(target, Beside)
-        else target
-        if isinstance(target, Parts)
-        else None
-    )
+    run = node.target.parts if isinstance(node.target, Beside) else node.target
+    return run if isinstance(run, Parts) else None
 
 
 def computed_anew() -> int:
-    """How often this thread has computed such gradients once more, in steps that were not captured."""
+    """How often this thread has computed such gradients once more, but for CUDA graphs."""
     return getattr(_counts, "anew", 0)
 
 
@@ -123,26 +117,28 @@ def gathered(module: fx.GraphModule) -> bool:
     Returns whether all that was computed beside a loss was computed in parts.
     """
     graph = module.graph
-    marks: dict[fx.Node, list[fx.Node]] = {}
+    marks: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
     for mark in graph.find_nodes(op="call_function", target=beside):
-        (early, *_) = mark.args
+        early, gradient, expected = mark.args
         run = early.args[0] if is_getitem(early) else early
-        if not isinstance(run.target, Parts) or mark.args[2] not in run.args:
+        if not isinstance(run.target, Parts) or expected not in run.args:
             return False
-        marks.setdefault(run, []).append(mark)
-    for run, own in marks.items():
-        _give(graph, run, own)
+        marks.setdefault((run, gradient, expected), []).append(mark)
+    for (run, gradient, expected), own in marks.items():
+        _give(graph, run, gradient, expected, own)
     graph.lint()
     return True
 
 
-def _give(graph: fx.Graph, run: fx.Node, marks: Sequence[fx.Node]) -> None:
+def _give(
+    graph: fx.Graph, run: fx.Node, gradient: fx.Node, expected: fx.Node, marks: Sequence[fx.Node]
+) -> None:
     """Put one operation in place of ``marks``, whose values ``run`` has computed."""
-    early = [mark.args[0] for mark in marks]
-    _, gradient, expected = marks[0].args
+    early: list[Any] = [mark.args[0] for mark in marks]
     results = [n.args[1] if is_getitem(n) else 0 for n in early]
-    target = Beside(run.target, run.args.index(expected), results)
+    parts: Any = run.target
     with graph.inserting_before(marks[0]):
+        target = Beside(parts, run.args.index(expected), results)
         made = graph.call_function(target, (*run.args, gradient, *early))
     made.meta = {k: v for k, v in marks[0].meta.items() if k != "tensor_meta"}
     if len(marks) == 1:

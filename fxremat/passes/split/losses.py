@@ -72,9 +72,10 @@ def gradients_beside(joint: JointGraph, most_bytes: int, *, exact: bool) -> fx.G
     results were 1.
 
     Neither they nor what they are computed from need be computed in the backward then, once more:
-    what is smaller is kept. Where it is to be ``exact``, it is what :class:`passes.split.beside.Beside`
-    gives; else it is multiplied there by the loss's gradient, which rounds it once more. ``float16``
-    has no room for gradients of a loss that is not scaled: such a loss stays as it is.
+    what is smaller is kept. Where it is to be ``exact``, it is what
+    :class:`~fxremat.passes.split.beside.Beside` gives; else it is multiplied there by the loss's
+    gradient, which rounds it once more. ``float16`` has no room for gradients of a loss that is not
+    scaled: such a loss stays as it is.
 
     Args:
         joint: the step, its losses :func:`by_rows`; it is not changed.
@@ -87,7 +88,8 @@ def gradients_beside(joint: JointGraph, most_bytes: int, *, exact: bool) -> fx.G
     mode = torch_compat.fake_mode_of(t for n in graph.nodes for t in tensors_of(n))
     late = {copied[n] for n in (*joint.backward, *joint.tangents)}
     for node in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
-        gradient, _, target, weight, reduction, ignored, total = node.args
+        given: Any = node.args
+        gradient, _, _, weight, reduction, _, total = given
         (layout,) = layouts_of(node)
         is_large = layout.storage_bytes > most_bytes and len(layout.shape) == 2
         if not is_large or gradient not in late or weight is not None or reduction == NONE:
@@ -99,7 +101,7 @@ def gradients_beside(joint: JointGraph, most_bytes: int, *, exact: bool) -> fx.G
         with graph.inserting_before(node):
             one = _if_ones(graph, node, mode, gradient, [*reversed(chain)])
             counted = _counted(graph, node, mode, total.args[0])
-        node.args = (one, *node.args[1:-1], counted)
+        node.args = (one, *given[1:-1], counted)
         for early in _needed(multiples):
             early.meta["partitioner_tag"] = "is_forward"
         for early in multiples:
@@ -154,7 +156,8 @@ def _if_ones(
 
 def _counted(graph: fx.Graph, loss: fx.Node, mode: Any, mean: fx.Node) -> fx.Node:
     """How many rows count, as ``mean`` counts them: it is of one column, see :func:`by_rows`."""
-    column, classes, *others = mean.args
+    given: Any = mean.args
+    column, classes, *others = given
     (rows,) = layouts_of(classes)[0].shape
     dtype = column.meta["val"].dtype
     zeros = _call(graph, loss, mode, aten.zeros_like.default, classes, dtype=dtype)
