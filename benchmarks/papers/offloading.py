@@ -19,9 +19,10 @@ from statistics import mean
 
 from benchmarks.common import RESULTS, save, show
 from benchmarks.papers.networks import LINK_BYTES_PER_S, NAMES, Network, network
-from fxremat.ir import Infeasible, Link, Problem, Solution, Solved
+from fxremat.ir import Infeasible, Problem, Solution, Solved
 from fxremat.solvers.offload import conv, dp, greedy, vdnn
 from fxremat.solvers.store_all import solve as store_all
+from tests.paper_terms import symmetric_link
 from tests.reference.offload_bounds import lower_bounds
 from tests.reference.simulate import check
 
@@ -59,7 +60,7 @@ def main() -> None:
 
 def problem_of(chain: Network, budget_bytes: int) -> Problem:
     """A budget on the paper's link."""
-    link = Link.symmetric(LINK_BYTES_PER_S, shared=True)
+    link = symmetric_link(LINK_BYTES_PER_S, shared=True)
     return Problem(chain.chain, chain.costs, budget_bytes, link)
 
 

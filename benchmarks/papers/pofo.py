@@ -45,9 +45,10 @@ from benchmarks.common import RESULTS, save, show
 from benchmarks.papers import compiled
 from benchmarks.papers.coarse import coarsen, refined
 from benchmarks.papers.measured import DEVICES, NETWORKS, Captured, Device, captured
-from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solution, Solved
+from fxremat.ir import Chain, Costs, Infeasible, Problem, Solution, Solved
 from fxremat.solvers import pofo, rotor, store_all
 from fxremat.solvers.offload import dp, greedy
+from tests.paper_terms import symmetric_link
 from tests.reference.simulate import check, simulate
 
 SHARES = (0.5, 0.33, 0.25, 0.2, 0.15, 0.1)
@@ -132,7 +133,7 @@ def curve(
         "fixed_bytes": costs.fixed_bytes,
         "activation_bytes": activation_bytes,
     }
-    link = Link.symmetric(device.link_bytes_per_s)
+    link = symmetric_link(device.link_bytes_per_s)
     rows = []
     for share in SHARES:
         problem = Problem(
