@@ -105,13 +105,6 @@ class Evaluator:
             self.room.surround(now, nbytes, self._handed)
         return self.room
 
-    @property
-    def count(self) -> int:
-        """Evaluations so far."""
-        from fxremat.planner.extract import EVALUATIONS  # noqa: PLC0415
-
-        return int(self.arrays.data[self.arrays.at.counts + EVALUATIONS])
-
     def keep_all(self) -> Candidate:
         """Nothing recomputed."""
         return self.candidate(coded(keep_all(len(self.line.stages))))

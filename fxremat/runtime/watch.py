@@ -46,7 +46,8 @@ class _Recorder:
 
 
 _recorders: list[_Recorder] = []
-_interceptors: list[Interceptor] = []
+interceptors: list[Interceptor] = []
+"""The last of them is called in the place of every copy: tests delay copies, or make them fail."""
 
 
 def recording() -> bool:
@@ -83,25 +84,10 @@ def record_transfers() -> Iterator[list[TransferRecord]]:
         records.extend(sorted((r for r in found if r is not None), key=lambda r: r.begin_s))
 
 
-@contextlib.contextmanager
-def intercept_copies(interceptor: Interceptor) -> Iterator[None]:
-    """Have ``interceptor`` called in the place of every copy that runs inside.
-
-    For tests: to delay copies, or to make them fail. On the CPU it is called in the thread
-    that copies; on CUDA where the copy is launched, with the stream of the transfer as the
-    current one.
-    """
-    _interceptors.append(interceptor)
-    try:
-        yield
-    finally:
-        _interceptors.remove(interceptor)
-
-
 def perform(copy: Callable[[], None]) -> None:
     """Run ``copy``, or what stands in for it."""
-    if _interceptors:
-        _interceptors[-1](copy)
+    if interceptors:
+        interceptors[-1](copy)
     else:
         copy()
 
