@@ -35,7 +35,7 @@ from fxremat.ir import (
 )
 from tests.paper_terms import chain_from_sizes, symmetric_link
 from tests.reference.simulate import check, simulate
-from tests.strategies import SIZES, costs_from_paper
+from tests.strategies import SIZES, paper_costs
 
 COMPUTE = {"all": Keep.ALL, "ck": Keep.INPUT, "none": Keep.NONE}
 TRANSFER = {"off": Offload, "pre": Prefetch, "free": Free, "wait": Wait}
@@ -258,7 +258,7 @@ def moved(draw: st.DrawFn) -> tuple[Problem, Schedule]:
     count = draw(st.integers(1, 5))
     sizes = draw(st.lists(SIZES, min_size=count + 1, max_size=count + 1))
     chain = chain_from_sizes(sizes, [size + draw(SIZES) for size in sizes[1:]])
-    costs = draw(costs_from_paper(chain))
+    costs = draw(paper_costs(chain))
     ops: list[Op] = []
     back: list[list[Op]] = [[] for _ in range(count)]
     for i in range(count):

@@ -35,7 +35,7 @@ from tests.joins import two_towers
 from tests.paper_terms import chain_from_sizes, symmetric_link
 from tests.problems import NAMED, Named, keep_all
 from tests.reference.simulate import check
-from tests.strategies import HUGE_SECONDS, HUGE_SIZES, SIZES, any_costs, costs_from_paper
+from tests.strategies import HUGE_SECONDS, HUGE_SIZES, SIZES, any_costs, paper_costs
 
 PERSISTENT = ("rotor", "join", "equiv_chain", "pofo", "cpsat")
 """Optimal among memory-persistent schedules of a chain without a link."""
@@ -69,7 +69,7 @@ def lines(
     chain = chain_from_sizes(boundaries, [size + draw(sizes) for size in boundaries[1:]])
     if seconds is not None:
         return chain, draw(any_costs(chain, sizes=sizes, seconds=seconds))
-    return chain, draw(draw(st.sampled_from([any_costs, costs_from_paper]))(chain))
+    return chain, draw(draw(st.sampled_from([any_costs, paper_costs]))(chain))
 
 
 def replayed(problem: Problem, found: Solution) -> float:
