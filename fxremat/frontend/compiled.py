@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import threading
 import types
 import warnings
@@ -30,11 +29,10 @@ from fxremat.frontend.sample import Sample, check_sample
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds
 from fxremat.frontend.trace import trace_step
+from fxremat.progress import LOG
 from fxremat.report.plan import Plan, StepPlan
 from fxremat.report.trace import StepTrace
 from fxremat.runtime import cuda_graph
-
-LOG = logging.getLogger("fxremat")
 
 
 @dataclass  # without slots, which Python 3.10 cannot have weak references beside
