@@ -41,7 +41,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, save, show
+from benchmarks.common import RESULTS, pyplot, save, show
 from benchmarks.papers import compiled
 from benchmarks.papers.coarse import coarsen, refined
 from benchmarks.papers.measured import DEVICES, NETWORKS, Captured, Device, captured
@@ -349,16 +349,11 @@ def stated_of(
 
 def plot(rows: list[Row], plans: list[Row]) -> None:
     """Draw overhead over memory, if matplotlib is there."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("no plot: pip install 'fxremat[plot]'")
+    drawing = pyplot()
+    if drawing is None:
         return
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     names = list(dict.fromkeys(row["network"] for row in rows))
-    figure, axes = pyplot.subplots(
+    figure, axes = drawing.subplots(
         len(DEVICES), len(names), figsize=(16, 7), squeeze=False, constrained_layout=True
     )
     for line, device in zip(axes, DEVICES, strict=True):
