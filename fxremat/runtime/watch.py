@@ -92,6 +92,12 @@ def perform(copy: Callable[[], None]) -> None:
         copy()
 
 
+def timed_event() -> Any:
+    """An event of CUDA that tells times."""
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True)
+
+
 class CudaTimes:
     """Two timing events around a copy on a stream, and one that ties them to the host's clock."""
 
@@ -99,8 +105,7 @@ class CudaTimes:
         self._kind: Kind = kind
         self._nbytes = nbytes
         self._stream = stream
-        event: Any = torch.cuda.Event
-        self._begin, self._end = event(enable_timing=True), event(enable_timing=True)
+        self._begin, self._end = timed_event(), timed_event()
 
     def begin(self) -> None:
         """The copy is enqueued next."""
@@ -113,8 +118,7 @@ class CudaTimes:
     def record(self) -> TransferRecord:
         """The times of the copy, for which this waits."""
         self._end.synchronize()
-        event: Any = torch.cuda.Event
-        now = event(enable_timing=True)
+        now = timed_event()
         now.record(self._stream)
         now.synchronize()
         now_s = time.perf_counter()
