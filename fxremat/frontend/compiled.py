@@ -144,14 +144,11 @@ class CompiledModule(nn.Module):
     def _compiler(self) -> StepCompiler:
         runner = self._state.runner
         if runner is None:
-            raise self._unplanned()
+            raise PlanError(
+                f"no step of {type(self).__name__} is planned yet: the first training call is, or "
+                "give a sample to compile"
+            )
         return runner.compiler
-
-    def _unplanned(self) -> PlanError:
-        return PlanError(
-            f"no step of {type(self).__name__} is planned yet: the first training call is, or give "
-            "a sample to compile"
-        )
 
     def _replicate_for_data_parallel(self) -> Any:
         raise TypeError(
