@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -123,11 +123,6 @@ class Options:
 
     parts: tuple[StageParts, ...]
     masks: tuple[tuple[int, ...], ...]
-
-    def of(self, stage: int) -> Iterator[tuple[StageParts, int]]:
-        """The options of ``stage``."""
-        for mask in self.masks[stage]:
-            yield self.parts[stage], mask
 
     def at(self, measured: Measured) -> Options:
         """These choices where operations take other times; they are not searched for again."""
