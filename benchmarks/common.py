@@ -90,6 +90,38 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console(width=160).print(table)
 
 
+class Stated:
+    """What a paper states, and whether it is found."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, str | bool]] = []
+
+    def note(self, text: str, found: str, holds: bool) -> None:
+        """Add a statement."""
+        self.lines.append({"stated": text, "found": found, "holds": holds})
+
+    def shown(self) -> list[dict[str, str | bool]]:
+        """All of them, which are printed as a table."""
+        rows = [
+            [str(x["stated"]), str(x["found"]), "yes" if x["holds"] else "NO"] for x in self.lines
+        ]
+        show("What the paper states", ["stated", "found", ""], rows)
+        return self.lines
+
+
+def pyplot() -> Any:
+    """Matplotlib's, to draw into files; ``None``: it is missing, which is said."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed (pip install fxremat[plot])")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as found
+
+    return found
+
+
 def rows_but(name: str, anew: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     """Rows that a file of results has of such a machine, but for those measured ``anew``."""
     file = RESULTS / f"{name}.json"

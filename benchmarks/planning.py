@@ -28,6 +28,7 @@ from benchmarks.steps import entry_of, planned
 from fxremat.costs.cache import COSTS
 from fxremat.frontend import capture, captured, pipeline
 from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.extract import EVALUATIONS
 from fxremat.planner.search import GENERATORS, Search
 
 MODELS = (
@@ -93,7 +94,8 @@ class Clock:
 
         def call(*args: Any, **kwargs: Any) -> Search:
             found = self.timed("search", over)(*args, generators=generators, **kwargs)
-            self.evaluations += found.evaluator.count
+            arrays = found.evaluator.arrays
+            self.evaluations += int(arrays.data[arrays.at.counts + EVALUATIONS])
             return found
 
         return call

@@ -47,25 +47,6 @@ _NAMES = {
     "api": ("compile", "estimate", "frontier", "max_batch", "plan"),
     "costs.devices": ("Device",),
     "costs.measure": ("StepMeasurement", "measure_step"),
-    "errors": (
-        "ArgumentError",
-        "BackwardError",
-        "BudgetError",
-        "BudgetWarning",
-        "CaptureError",
-        "CostError",
-        "FxrematError",
-        "GraphBreakWarning",
-        "GraphError",
-        "HostMemoryError",
-        "NoGradientError",
-        "PlanError",
-        "RankError",
-        "SampleError",
-        "ScheduleError",
-        "SizesError",
-        "TransferError",
-    ),
     "frontend.arguments": ("Options",),
     "frontend.backend": ("backend", "plan_of"),
     "frontend.compiled": ("CompiledModule",),
@@ -77,6 +58,7 @@ _NAMES = {
     "solvers.named": ("solve",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
+"""Modules of all names but the errors, which are in ``errors``."""
 
 __all__ = [
     "ArgumentError",
@@ -124,9 +106,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'fxremat' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fxremat.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"fxremat.{_HOMES.get(name, 'errors')}"), name)
 
 
 def _version() -> str:

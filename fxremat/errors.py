@@ -7,7 +7,12 @@ are about what was found when the model was captured, planned or run.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+from typing import NoReturn
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 200
 
 
 class FxrematError(Exception):
@@ -60,6 +65,12 @@ class ArgumentError(FxrematError, ValueError, TypeError):
         super().__init__(message)
         self.argument = argument
         self.value = value
+
+
+def refuse(argument: str, value: object, must_be: str) -> NoReturn:
+    """Raise the error of an argument that must be something else."""
+    message = f"{argument} is {_shown.repr(value)}: must be {must_be}"
+    raise ArgumentError(message, argument=argument, value=value)
 
 
 class CaptureError(FxrematError):

@@ -49,3 +49,8 @@ def format_seconds(seconds: float) -> str:
         if seconds * factor >= 1 or unit == "µs":
             return f"{seconds * factor:.3g} {unit}"
     raise AssertionError
+
+
+def plural(number: int, noun: str) -> str:
+    """``"1 region"``, ``"2 regions"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -18,6 +18,7 @@ from fxremat.ir import (
     StageCosts,
     Storage,
 )
+from tests.paper_terms import join_from_sizes
 from tests.strategies import SECONDS, SIZES, stage_costs
 
 LENGTHS = st.sampled_from(
@@ -45,7 +46,7 @@ def joins(
 
     branches = [some(length + 1) for length in draw(lengths)]
     trunk = some(draw(st.integers(1, most_trunk)))
-    return Join.from_sizes(
+    return join_from_sizes(
         branches,
         [[n + draw(sizes) for n in branch[1:]] for branch in branches],
         trunk,
@@ -150,7 +151,7 @@ def _with_options(draw: st.DrawFn, line: Chain, i: int, stage: StageCosts) -> St
 
 def two_towers() -> JoinProblem:
     """Branches of 2 and 3 stages, all sizes and times unlike; used by tests of the replay."""
-    join = Join.from_sizes(
+    join = join_from_sizes(
         [[1, 2, 3], [10, 20, 30, 40]], [[5, 6], [50, 60, 70]], [100, 0], [500, 0]
     )
     step = StageCosts(1.0, 2.0, 0.5, 0, 0, 0, 0, 0)
@@ -178,7 +179,7 @@ def same_branch_first() -> JoinProblem:
     Its forward needs a byte of workspace, and branch 0 ends in 2 bytes. Its gradient has 2
     bytes, and a byte is needed to rebuild branch 0.
     """
-    join = Join.from_sizes([[0, 2], [0, 0]], [[2], [0]], [0], [0])
+    join = join_from_sizes([[0, 2], [0, 0]], [[2], [0]], [0], [0])
     costs = JoinCosts(
         (
             (_step(rebuild_bytes=1),),
@@ -195,7 +196,7 @@ def interrupted() -> JoinProblem:
     Its own first forward needs 5 bytes of workspace and must come first, its end has 3 bytes,
     and keeping all of branch 1's first stage needs 3 more: with 6 bytes one second is saved.
     """
-    join = Join.from_sizes([[0, 1, 3], [0, 1, 2]], [[1, 3], [1, 2]], [0], [0])
+    join = join_from_sizes([[0, 1, 3], [0, 1, 2]], [[1, 3], [1, 2]], [0], [0])
     none = StageCosts(0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
     slow = replace(none, forward_s=1.0, rebuild_s=1.0, keep_extra_bytes=3)
     costs = JoinCosts(((replace(none, forward_extra_bytes=5), none), (slow, none)), (none,))
@@ -208,7 +209,7 @@ def ends_dropped() -> JoinProblem:
     In 4 bytes branch 1 must be swept first: it needs 4 on the way and leaves nothing, while
     branch 0 leaves 3.
     """
-    join = Join.from_sizes([[0, 3], [0, 0]], [[3], [0]], [0, 0], [0, 0])
+    join = join_from_sizes([[0, 3], [0, 0]], [[3], [0]], [0, 0], [0, 0])
     none = StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 0)
     costs = JoinCosts(
         ((none,), (replace(none, forward_extra_bytes=4, keep_extra_bytes=5),)),

@@ -12,9 +12,23 @@ import torch
 from torch import Tensor
 
 from fxremat.runtime import transfer as ops
-from fxremat.runtime.watch import intercept_copies
+from fxremat.runtime.watch import Interceptor, interceptors
 
 CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def intercept_copies(interceptor: Interceptor) -> Iterator[None]:
+    """``interceptor`` is called in the place of every copy that runs inside.
+
+    On the CPU that is in the thread that copies; on CUDA where the copy is launched, with the
+    stream of the transfer as the current one.
+    """
+    interceptors.append(interceptor)
+    try:
+        yield
+    finally:
+        interceptors.remove(interceptor)
 
 
 @contextlib.contextmanager

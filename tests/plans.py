@@ -5,6 +5,7 @@ from __future__ import annotations
 from fxremat.ir import Backward, Chain, Costs, Forward, Keep, Schedule
 from fxremat.report.frontier import frontier_of
 from fxremat.report.plan import Plan
+from tests.paper_terms import chain_from_sizes, costs_from_paper
 from tests.reference.simulate import simulate
 
 MIB = 1 << 20
@@ -15,7 +16,7 @@ def chain_of(stages: int) -> tuple[Chain, Costs]:
     boundary = [MIB] * (stages + 1)
     saved = [(3 + i) * MIB for i in range(stages)]
     seconds = [(i + 1) / 1e3 for i in range(stages)]
-    costs = Costs.from_paper(
+    costs = costs_from_paper(
         forward_s=seconds,
         backward_s=seconds,
         gradient_bytes=boundary,
@@ -23,7 +24,7 @@ def chain_of(stages: int) -> tuple[Chain, Costs]:
         forward_extra_bytes=[0] * stages,
         backward_extra_bytes=[0] * stages,
     )
-    return Chain.from_sizes(boundary, saved), costs
+    return chain_from_sizes(boundary, saved), costs
 
 
 def schedule_of(text: str) -> Schedule:

@@ -6,7 +6,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from fxremat.ir import Chain, Costs, Problem, StageCosts
+from fxremat.ir import Costs, Problem, StageCosts
+from tests.paper_terms import chain_from_sizes, costs_from_paper
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def figure_2(n: int) -> Named:
             )
         )
     loss = StageCosts(0.0, 0.0, 0.0, 0, 0, 3, 3, 3)
-    chain = Chain.from_sizes(sizes, [*[too_large] * count, 0])
+    chain = chain_from_sizes(sizes, [*[too_large] * count, 0])
     problem = Problem(chain, Costs((*stages, loss)), budget_bytes=8)
     return Named(f"figure-2-n{n}", problem, 3 * n + 1, 2 * n + 2, 7)
 
@@ -72,7 +73,7 @@ def revolve(count: int, checkpoints: int) -> Named:
     step = StageCosts(1.0, 0.0, 0.0, 0, 0, 0, 0, 1)
     last = StageCosts(0.0, 0.0, 0.0, 0, 0, 1, 1, 1)
     too_large = checkpoints + count + 3
-    chain = Chain.from_sizes(sizes, [too_large] * (count - 1) + [0])
+    chain = chain_from_sizes(sizes, [too_large] * (count - 1) + [0])
     problem = Problem(chain, Costs((*[step] * (count - 1), last)), checkpoints + 2)
     repeats = next(r for r in itertools.count() if math.comb(checkpoints + r, r) >= count)
     steps = repeats * count - (math.comb(checkpoints + repeats, repeats - 1) if repeats else 0)
@@ -91,22 +92,22 @@ def early_recomputation() -> Named:
         StageCosts(1.0, 1.0, 1.0, 4, 8, 8, 0, 0),
         StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 0),
     )
-    chain = Chain.from_sizes([0, 0, 0, 0], [2, 0, 0])
+    chain = chain_from_sizes([0, 0, 0, 0], [2, 0, 0])
     return Named("early-recomputation", Problem(chain, Costs(stages), 8), None, 8.0, 10)
 
 
 def second_way() -> Named:
     """The last stage is rebuilt although nothing runs between its forward and backward."""
     stages = (StageCosts(1.0, 2.0, 0.5, 1, 1, 2, 0, 3),)
-    chain = Chain.from_sizes([4, 0], [5])
+    chain = chain_from_sizes([4, 0], [5])
     problem = Problem(chain, Costs(stages, fixed_bytes=2), 10)
     return Named("second-way", problem, 3.5, 3.5, 10)
 
 
 def keep_all() -> Named:
     """All fits: nothing is recomputed, and one byte less would not do."""
-    chain = Chain.from_sizes([1, 2, 3, 0], [5, 5, 0])
-    costs = Costs.from_paper(
+    chain = chain_from_sizes([1, 2, 3, 0], [5, 5, 0])
+    costs = costs_from_paper(
         forward_s=[1.0, 2.0, 3.0],
         backward_s=[2.0, 4.0, 6.0],
         gradient_bytes=[1, 2, 3, 0],

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from fxremat.ir import Chain, Costs, SaveOption, Stage, StageCosts, Storage
+from tests.paper_terms import costs_from_paper
 
 SIZES = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 9))
 """Bytes, so small that budgets are met by many different sums of them."""
@@ -98,7 +99,7 @@ def paper_costs(draw: st.DrawFn, chain: Chain) -> Costs:
     def entries(values: st.SearchStrategy[float], length: int = count) -> list[float]:
         return draw(st.lists(values, min_size=length, max_size=length))
 
-    return Costs.from_paper(
+    return costs_from_paper(
         forward_s=entries(SECONDS),
         backward_s=entries(SECONDS),
         gradient_bytes=entries(SIZES, count + 1),

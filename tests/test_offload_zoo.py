@@ -12,10 +12,10 @@ import torch
 
 import fxremat
 from fxremat.errors import TransferError
-from fxremat.runtime.watch import intercept_copies
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import compile_reference, run_step
+from tests.moving import intercept_copies
 from tests.test_zoo import LARGE, check_all, every_model, quick
 from tests.trials import Tried, attempt, compiled, reference
 

@@ -16,9 +16,9 @@ import fxremat
 from benchmarks.devices import deterministic_kernels, forget, math_attention
 from benchmarks.gpu_probe.probe import Finding, Probe
 from fxremat.ir import Copy
-from fxremat.runtime.watch import intercept_copies
 from tests.models.gpt import GPT, GPTConfig, tokens
 from tests.models.zoo import drawn_once
+from tests.moving import intercept_copies
 
 STEPS = 20
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.common import RESULTS, save, show
+from benchmarks.common import RESULTS, Stated, pyplot, save
 from fxremat.ir import JoinProblem, Solved
 from tests.reference.join_units import UnitTable, equiv_chain, least_slots, unit_problem
 from tests.reference.simulate.join import check
@@ -105,10 +105,8 @@ def figure_9(slots: int, *, most: int) -> list[Point]:
 
 def stated(results: dict[str, Any]) -> list[dict[str, str | bool]]:
     """What section 4 states, and what came out."""
-    lines: list[dict[str, str | bool]] = []
-
-    def note(text: str, found: str, holds: bool) -> None:
-        lines.append({"stated": text, "found": found, "holds": holds})
+    stated = Stated()
+    note = stated.note
 
     for size, curves in results["figure_7"].items():
         for name, least, more in (("CM", 5, 2), ("SNN", 7, 3), ("RNN", 3, 1)):
@@ -146,25 +144,15 @@ def stated(results: dict[str, Any]) -> list[dict[str, str | bool]]:
             f"at {curve[-1]['length']:.0f}"
         )
         note(text, found, curve[-1]["ratio"] > short["ratio"])
-    show(
-        "What the paper states",
-        ["stated", "found", ""],
-        [[str(x["stated"]), str(x["found"]), "yes" if x["holds"] else "NO"] for x in lines],
-    )
-    return lines
+    return stated.shown()
 
 
 def plot(results: dict[str, Any]) -> None:
     """Draw the three figures, if matplotlib is there."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed (pip install fxremat[plot])")
+    drawing = pyplot()
+    if drawing is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
+    figure, axes = drawing.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
     for axis, (size, curves) in zip(axes[0], results["figure_7"].items(), strict=False):
         for name, points in curves.items():
             axis.plot([p["memory"] for p in points], [p["makespan"] for p in points], label=name)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fxremat.ir import Chain, Costs
+from tests.paper_terms import chain_from_sizes, costs_from_paper
 
 FLOP_PER_S = 12.5e12
 MEMORY_BYTES_PER_S = 800e9
@@ -144,7 +145,7 @@ class _Builder:
         saved = [max(b.saved, n) * scale for b, n in zip(self.blocks, self.outputs, strict=True)]
         flop_s = [batch * b.flop / FLOP_PER_S for b in self.blocks]
         bytes_s = [(scale * b.traffic + 4 * b.weights) / MEMORY_BYTES_PER_S for b in self.blocks]
-        costs = Costs.from_paper(
+        costs = costs_from_paper(
             forward_s=[f + m for f, m in zip(flop_s, bytes_s, strict=True)],
             backward_s=[2 * f + 2 * m for f, m in zip(flop_s, bytes_s, strict=True)],
             gradient_bytes=[0, *sizes[1:]],
@@ -153,7 +154,7 @@ class _Builder:
             backward_extra_bytes=[2 * b.largest_saved * scale for b in self.blocks],
             fixed_bytes=sum(8 * b.weights for b in self.blocks),
         )
-        return Network(name, image, batch, Chain.from_sizes(sizes, saved), costs)
+        return Network(name, image, batch, chain_from_sizes(sizes, saved), costs)
 
 
 def _conv_norm(out: int, kernel: Kernel, stride: int = 1, *, valid: bool = False) -> Layers:

@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable
 from statistics import mean
 
-from benchmarks.common import RESULTS, save, show
+from benchmarks.common import RESULTS, Stated, pyplot, save, show
 from benchmarks.papers.networks import LINK_BYTES_PER_S, NAMES, Network, network
-from fxremat.ir import Infeasible, Link, Problem, Solution, Solved
+from fxremat.ir import Infeasible, Problem, Solution, Solved
 from fxremat.solvers.offload import conv, dp, greedy, vdnn
 from fxremat.solvers.store_all import solve as store_all
+from tests.paper_terms import symmetric_link
 from tests.reference.offload_bounds import lower_bounds
 from tests.reference.simulate import check
 
@@ -59,7 +60,7 @@ def main() -> None:
 
 def problem_of(chain: Network, budget_bytes: int) -> Problem:
     """A budget on the paper's link."""
-    link = Link.symmetric(LINK_BYTES_PER_S, shared=True)
+    link = symmetric_link(LINK_BYTES_PER_S, shared=True)
     return Problem(chain.chain, chain.costs, budget_bytes, link)
 
 
@@ -113,10 +114,8 @@ def tell(curves: dict[str, list[Point]]) -> None:
 
 def stated(curves: dict[str, list[Point]]) -> list[dict[str, str | bool]]:
     """What section 6.2 states, and what came out."""
-    lines: list[dict[str, str | bool]] = []
-
-    def note(text: str, found: str, holds: bool) -> None:
-        lines.append({"stated": text, "found": found, "holds": holds})
+    stated = Stated()
+    note = stated.note
 
     for other in ("GREEDY", "DYNPROG"):
         worse = [
@@ -136,28 +135,15 @@ def stated(curves: dict[str, list[Point]]) -> list[dict[str, str | bool]]:
     note(text, f"behind GREEDY at low memory on {len(behind)} of {len(deep)}", bool(behind))
     most = max(p["DYNPROG"] for label in deep for p in curves[label])
     note("still, it remains below 1.3 there", f"at most {most:.2f}", most < 1.3)
-    show(
-        "What the paper states",
-        ["stated", "found", "holds"],
-        [
-            [str(line["stated"]), str(line["found"]), "yes" if line["holds"] else "NO"]
-            for line in lines
-        ],
-    )
-    return lines
+    return stated.shown()
 
 
 def plot(curves: dict[str, list[Point]]) -> None:
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("no plot: pip install 'fxremat[plot]'")
+    drawing = pyplot()
+    if drawing is None:
         return
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     rows = -(-len(curves) // 5)
-    figure, axes = pyplot.subplots(rows, 5, figsize=(18, 2.8 * rows), squeeze=False)
+    figure, axes = drawing.subplots(rows, 5, figsize=(18, 2.8 * rows), squeeze=False)
     for axis, (label, curve) in zip(axes.flat, curves.items(), strict=False):
         for name in (*SOLVERS, "partial transfers"):
             style = ":" if name == "partial transfers" else "-"

@@ -41,13 +41,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, save, show
+from benchmarks.common import RESULTS, pyplot, save, show
 from benchmarks.papers import compiled
 from benchmarks.papers.coarse import coarsen, refined
 from benchmarks.papers.measured import DEVICES, NETWORKS, Captured, Device, captured
-from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solution, Solved
+from fxremat.ir import Chain, Costs, Infeasible, Problem, Solution, Solved
 from fxremat.solvers import pofo, rotor, store_all
 from fxremat.solvers.offload import dp, greedy
+from tests.paper_terms import symmetric_link
 from tests.reference.simulate import check, simulate
 
 SHARES = (0.5, 0.33, 0.25, 0.2, 0.15, 0.1)
@@ -132,7 +133,7 @@ def curve(
         "fixed_bytes": costs.fixed_bytes,
         "activation_bytes": activation_bytes,
     }
-    link = Link.symmetric(device.link_bytes_per_s)
+    link = symmetric_link(device.link_bytes_per_s)
     rows = []
     for share in SHARES:
         problem = Problem(
@@ -348,16 +349,11 @@ def stated_of(
 
 def plot(rows: list[Row], plans: list[Row]) -> None:
     """Draw overhead over memory, if matplotlib is there."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("no plot: pip install 'fxremat[plot]'")
+    drawing = pyplot()
+    if drawing is None:
         return
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     names = list(dict.fromkeys(row["network"] for row in rows))
-    figure, axes = pyplot.subplots(
+    figure, axes = drawing.subplots(
         len(DEVICES), len(names), figsize=(16, 7), squeeze=False, constrained_layout=True
     )
     for line, device in zip(axes, DEVICES, strict=True):

@@ -18,7 +18,7 @@ import math
 import statistics
 from typing import Any
 
-from benchmarks.common import RESULTS, save, show
+from benchmarks.common import RESULTS, Stated, pyplot, save, show
 from benchmarks.papers.networks import NAMES, Network, network
 from fxremat.ir import Problem, Solution, Solved
 from fxremat.solvers import periodic, revolve, store_all
@@ -167,11 +167,9 @@ def show_chains(results: dict[str, Any]) -> None:
 
 def stated(results: dict[str, Any]) -> list[dict[str, str | bool]]:
     """What section 5.4 states, and what came out."""
-    lines: list[dict[str, str | bool]] = []
+    stated = Stated()
+    note = stated.note
     chains = results.values()
-
-    def note(text: str, found: str, holds: bool) -> None:
-        lines.append({"stated": text, "found": found, "holds": holds})
 
     gains = [gain(chain) for chain in chains]
     text = "17.2 % more throughput than the best of sequential, at its memory, on average"
@@ -199,25 +197,15 @@ def stated(results: dict[str, Any]) -> list[dict[str, str | bool]]:
     last = [c["optimal"][-1]["images_per_s"] / c["PyTorch"][0]["images_per_s"] for c in chains]
     text = "at PyTorch's memory optimal is as fast as PyTorch"
     note(text, f"{min(last):.3f} … {max(last):.3f} of it", min(last) > 0.99)
-    show(
-        "What the paper states",
-        ["stated", "found", ""],
-        [[str(x["stated"]), str(x["found"]), "yes" if x["holds"] else "NO"] for x in lines],
-    )
-    return lines
+    return stated.shown()
 
 
 def plot(results: dict[str, Any]) -> None:
     """Draw some of the chains, if matplotlib is there."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed (pip install fxremat[plot])")
+    drawing = pyplot()
+    if drawing is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
+    figure, axes = drawing.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
     for axis, name in zip(axes.flat, DRAWN, strict=True):
         for strategy, style in STYLES.items():
             points = results[name][strategy]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from fxremat.ir import Chain, Costs
+from tests.paper_terms import chain_from_sizes, costs_from_paper
 
 MIB = 1 << 20
 
@@ -18,7 +19,7 @@ def heterogeneous(count: int) -> tuple[Chain, Costs]:
     sizes = [draw.randint(MIB, 64 * MIB) for _ in range(count + 1)]
     saved = [size + draw.randint(MIB, 200 * MIB) for size in sizes[1:]]
     forward_s = [draw.randint(100, 5000) / 2**20 for _ in range(count)]
-    costs = Costs.from_paper(
+    costs = costs_from_paper(
         forward_s=forward_s,
         backward_s=[seconds * draw.choice([1.5, 2.0, 2.5]) for seconds in forward_s],
         gradient_bytes=sizes,
@@ -26,4 +27,4 @@ def heterogeneous(count: int) -> tuple[Chain, Costs]:
         forward_extra_bytes=[draw.randint(0, 32 * MIB) for _ in range(count)],
         backward_extra_bytes=[draw.randint(0, 32 * MIB) for _ in range(count)],
     )
-    return Chain.from_sizes(sizes, saved), costs
+    return chain_from_sizes(sizes, saved), costs

@@ -14,7 +14,6 @@ from benchmarks.common import Spread, save, show
 from benchmarks.solver_speed.chains import MIB
 from fxremat.ir import (
     Backward,
-    Costs,
     Forward,
     Join,
     JoinCosts,
@@ -26,6 +25,7 @@ from fxremat.ir import (
     StageCosts,
 )
 from fxremat.solvers import join as solver
+from tests.paper_terms import costs_from_paper, join_from_sizes
 from tests.reference.simulate.join import check, simulate
 
 SIZES = [
@@ -104,12 +104,12 @@ def heterogeneous(branches: tuple[int, ...], trunk: int) -> tuple[Join, JoinCost
     draw = random.Random(0)
     sizes = [[draw.randint(MIB, 64 * MIB) for _ in range(n + 1)] for n in (*branches, trunk)]
     saved = [[n + draw.randint(MIB, 200 * MIB) for n in line[1:]] for line in sizes]
-    join = Join.from_sizes(sizes[:-1], saved[:-1], sizes[-1][1:], saved[-1])
+    join = join_from_sizes(sizes[:-1], saved[:-1], sizes[-1][1:], saved[-1])
     sizes[-1][0] = sum(line[-1] for line in sizes[:-1])  # the ends of the branches
 
     def costs_of(boundaries: list[int], kept: list[int]) -> tuple[StageCosts, ...]:
         forward_s = [draw.randint(100, 5000) / 2**20 for _ in kept]
-        return Costs.from_paper(
+        return costs_from_paper(
             forward_s=forward_s,
             backward_s=[seconds * draw.choice([1.5, 2.0, 2.5]) for seconds in forward_s],
             gradient_bytes=boundaries,

@@ -11,9 +11,10 @@ import time
 
 from benchmarks.common import Spread, save, show
 from benchmarks.solver_speed.chains import heterogeneous
-from fxremat.ir import Link, Problem, Solved
+from fxremat.ir import Problem, Solved
 from fxremat.solvers.offload import dp
 from fxremat.solvers.offload.line import line_of
+from tests.paper_terms import symmetric_link
 from tests.reference.offload_bounds import lower_bounds
 from tests.reference.simulate import check
 
@@ -56,7 +57,7 @@ def section(repeats: int) -> None:
 def timed(stages: int, share: float, speed: float, slots: int, repeats: int) -> dict[str, object]:
     """Time one problem; what comes out is replayed as whole transfers."""
     chain, costs = heterogeneous(stages)
-    link = Link.symmetric(speed * 1e9, shared=True)
+    link = symmetric_link(speed * 1e9, shared=True)
     line = line_of(Problem(chain, costs, 0, link))
     least, most = line.least_budget_bytes, line.peak_bytes
     problem = Problem(chain, costs, int(least + share * (most - least)), link)

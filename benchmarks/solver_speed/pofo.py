@@ -11,8 +11,9 @@ import time
 
 from benchmarks.common import Spread, save, show
 from benchmarks.solver_speed.chains import heterogeneous
-from fxremat.ir import Backward, Forward, Keep, Link, Problem, Schedule, Solved
+from fxremat.ir import Backward, Forward, Keep, Problem, Schedule, Solved
 from fxremat.solvers import pofo, rotor
+from tests.paper_terms import symmetric_link
 from tests.reference.simulate import check, simulate
 
 STAGES = 50
@@ -66,7 +67,7 @@ def timed(stages: int, share: float, speed: float, slots: int, repeats: int) -> 
     chain, costs = heterogeneous(stages)
     ops = [Forward(i, Keep.ALL) for i in range(stages)]
     full = simulate(chain, costs, Schedule((*ops, *map(Backward, reversed(range(stages))))))
-    link = Link.symmetric(speed * 1e9)
+    link = symmetric_link(speed * 1e9)
     problem = Problem(chain, costs, int(share * full.peak_bytes), link)
     seconds, cpu = [], []
     for _ in range(repeats):

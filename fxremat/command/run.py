@@ -9,14 +9,14 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxremat import api
 from fxremat.command import FITS, LIBRARY, TOO_LARGE
-from fxremat.errors import ArgumentError
+from fxremat.errors import refuse
 from fxremat.frontend.losses import returned_loss
 from fxremat.frontend.sample import Sample, call_without_data
 from fxremat.progress import shown
@@ -82,7 +82,7 @@ def _here(written: str) -> torch.device:
         device = torch.device("meta")
     if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
         must_be = "cpu or cuda, and here, as a plan is measured: fxremat estimate takes others"
-        _refuse("--device", written, must_be)
+        refuse("--device", written, must_be)
     return device
 
 
@@ -137,13 +137,6 @@ class Step:
     own_loss: bool
 
 
-def _refuse(argument: str, value: object, must_be: str) -> NoReturn:
-    """Raise that ``argument`` of the command line cannot be used."""
-    raise ArgumentError(
-        f"{argument} is {value!r}: must be {must_be}", argument=argument, value=value
-    )
-
-
 def _step_of(asked: argparse.Namespace) -> Step:
     """The step that a command line names. What the model's own code raises is not caught.
 
@@ -152,7 +145,7 @@ def _step_of(asked: argparse.Namespace) -> Step:
     """
     module, _, name = asked.source.partition(":")
     if not (module and name):
-        _refuse("the source", asked.source, f"MODULE:FUNCTION or {LIBRARY}:CLASS")
+        refuse("the source", asked.source, f"MODULE:FUNCTION or {LIBRARY}:CLASS")
     if os.curdir not in sys.path:
         sys.path.insert(0, os.curdir)  # as python -m does
     try:
@@ -160,16 +153,16 @@ def _step_of(asked: argparse.Namespace) -> Step:
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # one that the module itself needs
-        _refuse("the source", asked.source, f"a module that can be imported: {error}")
+        refuse("the source", asked.source, f"a module that can be imported: {error}")
     except AttributeError as error:
         if module in sys.modules and not hasattr(sys.modules[module], name):
-            _refuse("the source", asked.source, f"a function or class of {module}: {error}")
+            refuse("the source", asked.source, f"a function or class of {module}: {error}")
         raise
     if module == LIBRARY:
         return _step(asked, *_of_library(found, asked))
     made = found()
     if not (isinstance(made, tuple) and len(made) == 2):
-        _refuse("the source", asked.source, f"one that returns a pair, not a {type(made).__name__}")
+        refuse("the source", asked.source, f"one that returns a pair, not a {type(made).__name__}")
     return _step(asked, *made)
 
 
@@ -184,21 +177,21 @@ def _step(asked: argparse.Namespace, model: nn.Module, sample: object) -> Step:
 def _of_library(cls: Any, asked: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """A model of Transformers, and a batch of what it takes."""
     if asked.batch is None:
-        _refuse("--batch", None, f"given for {asked.source}, as 4x2048")
+        refuse("--batch", None, f"given for {asked.source}, as 4x2048")
     try:
         shape = tuple(int(part) for part in asked.batch.lower().split("x"))
     except ValueError:
-        _refuse("--batch", asked.batch, "sizes, as in 4x2048")
+        refuse("--batch", asked.batch, "sizes, as in 4x2048")
     dtype = getattr(torch, _SHORT.get(asked.dtype.lower(), asked.dtype), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        _refuse("--dtype", asked.dtype, "one as float32 or bfloat16, or as bf16")
+        refuse("--dtype", asked.dtype, "one as float32 or bfloat16, or as bf16")
     try:
         written = json.loads(asked.config.read_text()) if asked.config else {}
         config = cls.config_class.from_dict(written)
         config.use_cache = False  # of no use in training
         model: nn.Module = cls(config)
     except (AttributeError, OSError, ValueError, TypeError) as error:
-        _refuse("--config", asked.config, f"a configuration of {asked.source}: {error}")
+        refuse("--config", asked.config, f"a configuration of {asked.source}: {error}")
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     main = cls.main_input_name

@@ -10,12 +10,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from fxremat import torch_compat
+from fxremat.runtime.watch import timed_event
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _on_cuda_s(
 ) -> tuple[float, float]:
     """Seconds that a device takes, held up for ``held_s`` before, and the host for launches."""
     with torch.cuda.device(device):  # events are recorded on its current stream
-        start, end = (_timed_event() for _ in range(2))
+        start, end = (timed_event() for _ in range(2))
         if held_s:
             torch_compat.delay_device(device, held_s)
         start.record()
@@ -169,11 +169,6 @@ LAUNCH_FACTOR = 3
 
 MOST_HELD_S = 0.02
 """At most that long: an operation that waits for the device would ask for ever more."""
-
-
-def _timed_event() -> Any:
-    event: Any = torch.cuda.Event
-    return event(enable_timing=True)
 
 
 def resident_bytes(model: nn.Module, step: Callable[[], object]) -> int:

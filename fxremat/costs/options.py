@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TypeGuard
 
 from torch import fx
 
 from fxremat import optional
 from fxremat.costs.charges import Charges
 from fxremat.costs.cost import Measured, boundary_after, stage_blocks
-from fxremat.ir import Forward, Keep, Op, Schedule
+from fxremat.ir import Forward, Keep, Schedule
 from fxremat.passes.joint.graph import is_getitem, is_tensor
 from fxremat.passes.stages.block import BlockCache, Mode, dependencies
 
@@ -125,11 +124,6 @@ class Options:
     parts: tuple[StageParts, ...]
     masks: tuple[tuple[int, ...], ...]
 
-    def of(self, stage: int) -> Iterator[tuple[StageParts, int]]:
-        """The options of ``stage``."""
-        for mask in self.masks[stage]:
-            yield self.parts[stage], mask
-
     def at(self, measured: Measured) -> Options:
         """These choices where operations take other times; they are not searched for again."""
         parts = (replace(p, charges=p.charges.at(measured, i)) for i, p in enumerate(self.parts))
@@ -138,19 +132,16 @@ class Options:
     def kept_by(self, schedule: Schedule) -> Kept:
         """What ``schedule`` keeps of each stage, by the option of the stage's last ``F_all``."""
         kept: dict[int, int] = {}
-        for op in filter(_keeps, schedule.computations):
-            kept.pop(op.stage, None)
-            if op.option:
-                kept[op.stage] = self.masks[op.stage][op.option - 1]
+        for op in schedule.computations:
+            if isinstance(op, Forward) and op.keep is Keep.ALL:
+                kept.pop(op.stage, None)
+                if op.option:
+                    kept[op.stage] = self.masks[op.stage][op.option - 1]
         return kept
 
     def missing(self, kept: Kept) -> dict[int, frozenset[fx.Node]]:
         """For each stage in ``kept`` the tensors that its backward has to rebuild."""
         return {stage: self.parts[stage].missing(mask) for stage, mask in kept.items()}
-
-
-def _keeps(op: Op) -> TypeGuard[Forward]:
-    return isinstance(op, Forward) and op.keep is Keep.ALL
 
 
 def find_options(

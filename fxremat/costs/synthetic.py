@@ -21,7 +21,6 @@ class Synthesizer:
     """
 
     def __init__(self, joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> None:
-        self._joint = joint
         self._held: dict[fx.Node, torch.Tensor] = {}
         self._real = dict(real)
         for node in joint.constants:

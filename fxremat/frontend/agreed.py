@@ -295,25 +295,21 @@ def _the_same(told: Mapping[int, str]) -> str:
     return told[first]
 
 
-@dataclass(frozen=True, slots=True)
-class _Taught:
-    """What steps have taught a process, by sizes."""
-
-    corrections: tuple[tuple[Values, Correction], ...]
+_Taught = tuple[tuple[Values, Correction], ...]
 
 
 def agreed_corrections(peers: Peers, own: Mapping[Values, Correction]) -> dict[Values, Correction]:
     """What steps have taught any process, by sizes."""
-    taught = _Taught(tuple(own.items()))
-    return dict(peers.agree("what steps have taught", _Taught, taught, _all_taught).corrections)
+    found = peers.agree("what steps have taught", _Taught, tuple(own.items()), _all_taught)
+    return dict(found)
 
 
 def _all_taught(told: Mapping[int, _Taught]) -> _Taught:
     found: dict[Values, Correction] = {}
     for taught in told.values():
-        for sizes, correction in taught.corrections:
+        for sizes, correction in taught:
             found[sizes] = found.get(sizes, NO_CORRECTION) | correction
-    return _Taught(tuple(found.items()))
+    return tuple(found.items())
 
 
 def agreed_step(peers: Peers, own: Seen, *, settled: bool) -> Seen | None:

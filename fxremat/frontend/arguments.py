@@ -8,17 +8,16 @@ in ``_READERS`` or in :meth:`Arguments.read`, and, where text can say it, its fi
 from __future__ import annotations
 
 import os
-import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from fxremat.errors import ArgumentError, BudgetError
+from fxremat.errors import ArgumentError, BudgetError, refuse
 from fxremat.frontend.budget import Budget, Readable
 from fxremat.frontend.losses import LossOfOutputs, read_loss
 from fxremat.frontend.ranks import Ranks
@@ -40,9 +39,6 @@ BACKEND_OPTIONS = (
 
 MOST_BYTES = 1 << 60
 """The largest reserve: sums of bytes are 64-bit integers."""
-
-_shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +104,12 @@ class Arguments:
         )
         if arguments.fullgraph and arguments.regions:
             must_be = "() with fullgraph=True, which captures all as one graph"
-            _refuse("regions", given["regions"], must_be)
+            refuse("regions", given["regions"], must_be)
         if arguments.in_flight > 1 and arguments.regions:
             must_be = "1 with regions=: a step of several graphs is one"
-            _refuse("in_flight", given["in_flight"], must_be)
+            refuse("in_flight", given["in_flight"], must_be)
         if arguments.drop_unused and loss is None:
-            _refuse("drop_unused", True, "False without loss=, which says what is used")
+            refuse("drop_unused", True, "False without loss=, which says what is used")
         return replace(arguments, accumulate=arguments.accumulate or arguments.in_flight > 1)
 
     def modules(self, model: nn.Module) -> list[nn.Module]:
@@ -125,7 +121,7 @@ class Arguments:
         known = dict(model.named_modules(remove_duplicate=False))
         for name in self.regions:
             if name not in known:
-                _refuse("regions", self.regions, f"names of its modules: there is no {name!r}")
+                refuse("regions", self.regions, f"names of its modules: there is no {name!r}")
         return [known[name] for name in self.regions]
 
     @staticmethod
@@ -156,15 +152,10 @@ def read_model(model: object) -> nn.Module:
         ArgumentError: it is none, or one whose Python is gone.
     """
     if not isinstance(model, nn.Module):
-        _refuse("model", model, "a torch.nn.Module")
+        refuse("model", model, "a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
-        _refuse("model", model, "the module that was scripted, not a torch.jit.ScriptModule")
+        refuse("model", model, "the module that was scripted, not a torch.jit.ScriptModule")
     return model
-
-
-def _refuse(argument: str, value: object, must_be: str) -> NoReturn:
-    message = f"{argument} is {_shown.repr(value)}: must be {must_be}"
-    raise ArgumentError(message, argument=argument, value=value)
 
 
 def read_plan(argument: str, value: object) -> Plan | None:
@@ -177,7 +168,7 @@ def read_plan(argument: str, value: object) -> Plan | None:
     if value is None or isinstance(value, Plan):
         return value
     if not isinstance(value, (str, os.PathLike)):
-        _refuse(argument, value, "a fxremat.Plan, the path of a file that Plan.save wrote, or None")
+        refuse(argument, value, "a fxremat.Plan, the path of a file that Plan.save wrote, or None")
     return Plan.load(value)
 
 
@@ -209,7 +200,7 @@ def read_bool(argument: str, value: object) -> bool:
         ArgumentError: anything else.
     """
     if not isinstance(value, (bool, np.bool_)):
-        _refuse(argument, value, "True or False")
+        refuse(argument, value, "True or False")
     return bool(value)
 
 
@@ -221,9 +212,9 @@ def _read_bytes(argument: str, value: object, *, most: int | None = None) -> int
     elif isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         nbytes = int(value)
     if nbytes is None or nbytes < 0:
-        _refuse(argument, value, "bytes, at least 0, as an int or as text such as '64 MiB'")
+        refuse(argument, value, "bytes, at least 0, as an int or as text such as '64 MiB'")
     if most is not None and nbytes > most:
-        _refuse(argument, value, f"at most {most} bytes")
+        refuse(argument, value, f"at most {most} bytes")
     return nbytes
 
 
@@ -233,33 +224,33 @@ def _read_optimizer(argument: str, value: object) -> Optimizer | None:
     found = getattr(torch.optim, value, None) if isinstance(value, str) else value
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         must_be = "an optimizer, its class, the name of one of torch.optim as 'AdamW', or None"
-        _refuse(argument, value, must_be)
+        refuse(argument, value, must_be)
     return found
 
 
 def _read_names(argument: str, value: object) -> tuple[str, ...]:
     names = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [None]
     if not all(isinstance(name, str) for name in names):
-        _refuse(argument, value, "names of modules, as model.named_modules() has them")
+        refuse(argument, value, "names of modules, as model.named_modules() has them")
     return tuple(cast(list[str], names))
 
 
 def _read_generators(argument: str, value: object) -> tuple[str, ...]:
     names = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
     if not (names and all(isinstance(name, str) and name in GENERATORS_BY_NAME for name in names)):
-        _refuse(argument, value, f"some of {', '.join(GENERATORS_BY_NAME)}")
+        refuse(argument, value, f"some of {', '.join(GENERATORS_BY_NAME)}")
     return tuple(dict.fromkeys(names))
 
 
 def _read_count(argument: str, value: object) -> int:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-        _refuse(argument, value, "a number, at least 1")
+        refuse(argument, value, "a number, at least 1")
     return int(value)
 
 
 def _read_ranks(argument: str, value: object) -> Ranks | None:
     if not (value is None or isinstance(value, Ranks)):
-        _refuse(argument, value, "a fxremat.Ranks, or None")
+        refuse(argument, value, "a fxremat.Ranks, or None")
     return value
 
 
@@ -267,10 +258,10 @@ def _read_host(offload: object, limit: object, folder: object) -> HostMemory | N
     if isinstance(offload, (bool, np.bool_)) and not offload:
         for argument, value in (("host_limit", limit), ("host_dir", folder)):
             if value is not None:
-                _refuse(argument, value, "None without offload=, or offload= be given as well")
+                refuse(argument, value, "None without offload=, or offload= be given as well")
         return None
     if not (isinstance(offload, str) and offload in ("auto", "only", "conv")):
-        _refuse("offload", offload, "'auto', 'only', 'conv' or False")
+        refuse("offload", offload, "'auto', 'only', 'conv' or False")
     return HostMemory(
         only=offload != "auto",
         conv=offload == "conv",
@@ -283,11 +274,11 @@ def _read_folder(argument: str, value: object) -> str:
     """An existing folder that can be written to, as an absolute path."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not (isinstance(path, str) and path):
-        _refuse(argument, value, "the path of a folder, as text or as a pathlib.Path, or None")
+        refuse(argument, value, "the path of a folder, as text or as a pathlib.Path, or None")
     if not Path(path).is_dir():
-        _refuse(argument, value, "a folder that exists: make it first, or give another")
+        refuse(argument, value, "a folder that exists: make it first, or give another")
     if not os.access(path, os.W_OK | os.X_OK):
-        _refuse(argument, value, "a folder that this user can write to")
+        refuse(argument, value, "a folder that this user can write to")
     return str(Path(path).absolute())
 
 
@@ -296,7 +287,7 @@ def _one_of(*values: str) -> Callable[[str, object], str]:
 
     def read(argument: str, value: object) -> str:
         if not (isinstance(value, str) and value in values):
-            _refuse(argument, value, " or ".join(map(repr, values)))
+            refuse(argument, value, " or ".join(map(repr, values)))
         return value
 
     return read
@@ -310,7 +301,7 @@ def _read_split(argument: str, value: object) -> Split:
     if isinstance(value, str) and value == "exact":
         return "exact"
     if not isinstance(value, bool):
-        _refuse(argument, value, '"exact", True or False')
+        refuse(argument, value, '"exact", True or False')
     return value
 
 

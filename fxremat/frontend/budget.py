@@ -71,11 +71,6 @@ class Budget:
             raise BudgetError(f"budget is {written!r}: it must be at least one byte")
         return Budget(written, nbytes=nbytes)
 
-    @property
-    def is_least(self) -> bool:
-        """Whether it is the least that a step takes, which is not known yet."""
-        return self.nbytes is None and self.share is None
-
     def settled(self, nbytes: int) -> Budget:
         """The budget where it means so many bytes from now on."""
         return Budget(self.written, nbytes)

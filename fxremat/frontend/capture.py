@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,12 +26,10 @@ from fxremat.frontend.regions import Regions
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import LossNeeds, optimizer_bytes
 from fxremat.planner.context_bytes import Caller
-from fxremat.progress import Progress, silent
+from fxremat.progress import LOG, Progress, silent
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.steps import Step, latest_step
-
-LOG = logging.getLogger("fxremat")
 
 _OWN = str(Path(__file__).parents[1])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,11 +11,10 @@ from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.schedules import Schedules
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import Correction, StepContext
+from fxremat.progress import LOG
 from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes
-
-LOG = logging.getLogger("fxremat")
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
 """Shares of what a region ever allocates, taken to be at the turn where plans are looked for."""

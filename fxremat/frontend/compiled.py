@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import threading
 import types
 import warnings
@@ -30,11 +29,10 @@ from fxremat.frontend.sample import Sample, check_sample
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds
 from fxremat.frontend.trace import trace_step
+from fxremat.progress import LOG
 from fxremat.report.plan import Plan, StepPlan
 from fxremat.report.trace import StepTrace
 from fxremat.runtime import cuda_graph
-
-LOG = logging.getLogger("fxremat")
 
 
 @dataclass  # without slots, which Python 3.10 cannot have weak references beside
@@ -146,14 +144,11 @@ class CompiledModule(nn.Module):
     def _compiler(self) -> StepCompiler:
         runner = self._state.runner
         if runner is None:
-            raise self._unplanned()
+            raise PlanError(
+                f"no step of {type(self).__name__} is planned yet: the first training call is, or "
+                "give a sample to compile"
+            )
         return runner.compiler
-
-    def _unplanned(self) -> PlanError:
-        return PlanError(
-            f"no step of {type(self).__name__} is planned yet: the first training call is, or give "
-            "a sample to compile"
-        )
 
     def _replicate_for_data_parallel(self) -> Any:
         raise TypeError(

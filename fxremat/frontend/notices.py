@@ -11,7 +11,7 @@ from fxremat.frontend.budget import Budget
 from fxremat.frontend.corrections import warn
 from fxremat.frontend.known import KnownStep
 from fxremat.frontend.walk import Walk
-from fxremat.units import format_bytes, format_seconds
+from fxremat.units import format_bytes, format_seconds, plural
 
 MOST_OVER = 3
 """Steps in a row that may take more than the budget, each told, before the next one is refused."""
@@ -83,7 +83,7 @@ class Notices:
         self._budget_bytes = budget_bytes
         self._over = self._over + 1 if walk.calls else MOST_OVER
         self._seen_bytes = max(self._seen_bytes, peak_bytes)
-        what = f"{_count(len(walk.calls), 'region')}" if walk.calls else "which nothing is captured"
+        what = f"{plural(len(walk.calls), 'region')}" if walk.calls else "which nothing is captured"
         then = "The next step's plans leave room for that" if walk.calls else "Nothing is planned"
         warn(
             f"this step, of {what}, took {peak_bytes} bytes, {over} ({format_bytes(over)}) more "
@@ -117,7 +117,7 @@ class Notices:
             why = walk.unseen or "each called regions, or sizes, that none had called before"
             self._once(
                 "blind" if blind else "unlearned",
-                f"{_count(max(self._unlearned, 1), 'step')} in a row followed plans that leave the "
+                f"{plural(max(self._unlearned, 1), 'step')} in a row followed plans that leave the "
                 "least memory, whatever the time, and are not known to keep to the budget: "
                 f"{why}{self._lines()}",
             )
@@ -150,7 +150,7 @@ class Notices:
             most = format_bytes(max(nbytes for _, nbytes, _ in alike))
             rows.append(f"  {times}{format_seconds(seconds_s)}, {most}: {why}")
         self._break(
-            f"a step runs {_count(len(known.calls), 'graph')}, each planned for what is beside it. "
+            f"a step runs {plural(len(known.calls), 'graph')}, each planned for what is beside it. "
             "What comes after each is not planned: the seconds it takes, in both directions, and "
             "its bytes:\n" + "\n".join(rows)
         )
@@ -169,7 +169,3 @@ class Notices:
 
     def _break(self, message: str) -> None:
         warnings.warn(message, GraphBreakWarning, stacklevel=4)
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import traceback
 from pathlib import Path
@@ -11,8 +10,7 @@ import torch
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, FxrematError
-
-LOG = logging.getLogger("fxremat")
+from fxremat.progress import LOG
 
 _REMEDIES = (
     (

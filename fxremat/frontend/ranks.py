@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, get_args
 from torch import nn
 
 from fxremat import torch_compat
-from fxremat.errors import ArgumentError, BudgetError, FxrematError, RankError
+from fxremat.errors import ArgumentError, BudgetError, FxrematError, RankError, refuse
 from fxremat.report.codec import decode, encode
 
 Budgets = Literal["same", "least"]
@@ -73,12 +73,12 @@ class Ranks:
     ) -> None:
         object.__setattr__(self, "members", _members(group))
         if budgets not in get_args(Budgets):
-            _refuse("budgets", budgets, "'same' or 'least'")
+            refuse("budgets", budgets, "'same' or 'least'")
         object.__setattr__(self, "budgets", budgets)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not (number and math.isfinite(seconds) and seconds > 0):
-            _refuse("timeout", timeout, "a timedelta or seconds, more than none")
+            refuse("timeout", timeout, "a timedelta or seconds, more than none")
         object.__setattr__(self, "timeout_s", float(seconds))
 
 
@@ -92,13 +92,8 @@ def _members(group: object) -> tuple[int, ...]:
         list(group) if isinstance(group, Iterable) and not isinstance(group, str) else [None]
     )
     if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
-        _refuse("group", group, "a process group of this process, or ranks")
+        refuse("group", group, "a process group of this process, or ranks")
     return tuple(sorted(set(ranks)))
-
-
-def _refuse(argument: str, value: object, must_be: str) -> None:
-    message = f"{argument} is {value!r}: must be {must_be}"
-    raise ArgumentError(message, argument=argument, value=value)
 
 
 class Peers:
@@ -136,13 +131,13 @@ class Peers:
         """
         if not torch_compat.has_processes():
             if ranks is not None:
-                _refuse("ranks", ranks, "None before torch.distributed.init_process_group")
+                refuse("ranks", ranks, "None before torch.distributed.init_process_group")
             return None
         members = (ranks.members if ranks else ()) or torch_compat.ranks_of(model)
         if ranks is not None:
             members = members or torch_compat.ranks_in()
             if torch_compat.own_rank() not in members:
-                _refuse("ranks", ranks, f"of rank {torch_compat.own_rank()} and others")
+                refuse("ranks", ranks, f"of rank {torch_compat.own_rank()} and others")
         if len(members) < 2:
             return None
         _made[members] += 1

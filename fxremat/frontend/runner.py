@@ -67,7 +67,6 @@ class Runner:
         self.original = original
         self.compiler = compiler
         self.needs: LossNeeds | None = None
-        self._unused = unused
         self._inner = inner = torch_compat.wrapped_by(original)
         compiler.model = type(inner).__name__
         self._forward = forward_of(inner, unused)

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import importlib
 import json
-import logging
 import os
 import platform
 import time
@@ -28,9 +27,8 @@ from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes
 from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.planner.transfers import HostMemory
+from fxremat.progress import LOG
 from fxremat.report.codec import PARTIAL, FormatError, decode, encode, pack, unpack, write_whole
-
-LOG = logging.getLogger("fxremat")
 
 VARIABLE = "FXREMAT_CACHE"
 """Environment variable: the folder, or 0 for none."""

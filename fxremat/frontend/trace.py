@@ -15,7 +15,7 @@ from fxremat.frontend.emission import Emitted
 from fxremat.frontend.plan_cache import Compiled
 from fxremat.ir import Copy, Event, Lane, Timeline
 from fxremat.report.trace import StepTrace
-from fxremat.runtime.watch import TransferRecord, record_transfers
+from fxremat.runtime.watch import TransferRecord, record_transfers, timed_event
 from fxremat.torch_compat import BoxedCallable
 
 
@@ -83,8 +83,7 @@ class _Clock:
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
-        event: Any = torch.cuda.Event
-        made = event(enable_timing=True)
+        made = timed_event()
         made.record(torch.cuda.current_stream(self._device))
         return made
 

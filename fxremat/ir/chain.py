@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -63,32 +63,3 @@ class Chain:
     def added(self, stage: int, kept: Iterable[int]) -> frozenset[int]:
         """What an ``F_all`` that keeps the storages ``kept`` adds to its input."""
         return frozenset({*kept, *self.boundaries[stage + 1]} - set(self.boundaries[stage]))
-
-    @staticmethod
-    def from_sizes(boundary_bytes: Sequence[int], saved_bytes: Sequence[int]) -> Chain:
-        """The papers' chain: boundaries that share nothing.
-
-        Args:
-            boundary_bytes: ``L + 1`` sizes ``ω_a^0 … ω_a^L``.
-            saved_bytes: ``L`` sizes ``ω_ā^1 … ω_ā^L``, each counting ``a^l``.
-
-        Raises:
-            ValueError: wrong lengths, or a saved set smaller than its boundary.
-        """
-        count = len(saved_bytes)
-        if len(boundary_bytes) != count + 1:
-            raise ValueError(
-                f"boundary_bytes has {len(boundary_bytes)} entries, expected {count + 1}"
-            )
-        storages = [Storage(n, f"a{i}") for i, n in enumerate(boundary_bytes)]
-        stages = []
-        for i, total in enumerate(saved_bytes):
-            rest = total - boundary_bytes[i + 1]
-            if rest < 0:
-                raise ValueError(
-                    f"saved_bytes[{i}] = {total} is less than "
-                    f"boundary_bytes[{i + 1}] = {boundary_bytes[i + 1]}, which it counts"
-                )
-            storages.append(Storage(rest, f"s{i}"))
-            stages.append(Stage(f"stage{i}", (i + 1, len(storages) - 1), i))
-        return Chain(tuple(storages), tuple((i,) for i in range(count + 1)), tuple(stages))

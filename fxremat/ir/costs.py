@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -79,55 +78,3 @@ class Costs:
 
     stages: tuple[StageCosts, ...]
     fixed_bytes: int = 0
-
-    @staticmethod
-    def from_paper(
-        *,
-        forward_s: Sequence[float],
-        backward_s: Sequence[float],
-        gradient_bytes: Sequence[int],
-        saved_bytes: Sequence[int],
-        forward_extra_bytes: Sequence[int],
-        backward_extra_bytes: Sequence[int],
-        fixed_bytes: int = 0,
-    ) -> Costs:
-        """Costs in the papers' terms.
-
-        Args:
-            forward_s, backward_s: ``u_f^1 … u_f^L`` and ``u_b^1 … u_b^L``.
-            gradient_bytes: ``L + 1`` sizes ``ω_δ^0 … ω_δ^L``.
-            saved_bytes: ``ω_ā^1 … ω_ā^L``.
-            forward_extra_bytes, backward_extra_bytes: ``o_f`` and ``o_b``; ``o_b``
-                does not count ``δ^{l-1}``, which is added here.
-            fixed_bytes: memory outside the chain.
-
-        Raises:
-            ValueError: a length differs from that of ``forward_s``, or from one more.
-        """
-        count = len(forward_s)
-        lengths = {
-            "backward_s": (backward_s, count),
-            "gradient_bytes": (gradient_bytes, count + 1),
-            "saved_bytes": (saved_bytes, count),
-            "forward_extra_bytes": (forward_extra_bytes, count),
-            "backward_extra_bytes": (backward_extra_bytes, count),
-        }
-        for name, (values, expected) in lengths.items():
-            if len(values) != expected:
-                raise ValueError(f"{name} has {len(values)} entries, expected {expected}")
-        stages = []
-        for i, (u_f, u_b) in enumerate(zip(forward_s, backward_s, strict=True)):
-            backward_extra = backward_extra_bytes[i] + gradient_bytes[i]
-            stages.append(
-                StageCosts(
-                    forward_s=u_f,
-                    backward_s=u_b,
-                    rebuild_s=u_f,
-                    gradient_bytes=gradient_bytes[i + 1],
-                    forward_extra_bytes=forward_extra_bytes[i],
-                    keep_extra_bytes=forward_extra_bytes[i],
-                    backward_extra_bytes=backward_extra,
-                    rebuild_bytes=saved_bytes[i] + max(forward_extra_bytes[i], backward_extra),
-                )
-            )
-        return Costs(tuple(stages), fixed_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxremat.ir.chain import Chain, Stage, Storage
+from fxremat.ir.chain import Chain, Storage
 from fxremat.ir.costs import StageCosts
 from fxremat.ir.problem import check_bytes, check_chain, check_stage_costs
 
@@ -52,37 +52,6 @@ class Join:
     def nbytes(self, ids: Sequence[int]) -> int:
         """Bytes of the distinct storages among ``ids``."""
         return self.trunk.nbytes(ids)
-
-    @staticmethod
-    def from_sizes(
-        branch_boundary_bytes: Sequence[Sequence[int]],
-        branch_saved_bytes: Sequence[Sequence[int]],
-        trunk_boundary_bytes: Sequence[int],
-        trunk_saved_bytes: Sequence[int],
-    ) -> Join:
-        """A join whose boundaries share nothing.
-
-        Args:
-            branch_boundary_bytes, branch_saved_bytes: of each branch, as
-                ``Chain.from_sizes`` takes them.
-            trunk_boundary_bytes: of the trunk *after* each of its stages: boundary 0 is
-                the ends of the branches.
-            trunk_saved_bytes: of each trunk stage, counting the boundary after it.
-
-        Raises:
-            ValueError: wrong lengths, or a saved set smaller than its boundary.
-        """
-        storages: list[Storage] = []
-        parts: list[tuple[list[tuple[int, ...]], list[Stage]]] = []
-        for line, (sizes, saved) in enumerate(
-            zip(branch_boundary_bytes, branch_saved_bytes, strict=True)
-        ):
-            parts.append(_append_line(storages, f"b{line}.", list(sizes), list(saved)))
-        ends = tuple(i for boundaries, _ in parts for i in boundaries[-1])
-        trunk = _append_line(storages, "t.", [0, *trunk_boundary_bytes], list(trunk_saved_bytes))
-        trunk[0][0] = ends
-        chains = [Chain(tuple(storages), tuple(b), tuple(s)) for b, s in (*parts, trunk)]
-        return Join(tuple(chains[:-1]), chains[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,20 +120,6 @@ class JoinProblem:
         _check_disjoint(self.join)
         _check_costs(self.join, self.costs)
         check_bytes(self.budget_bytes, name="budget_bytes")
-
-
-def _append_line(
-    storages: list[Storage], prefix: str, sizes: list[int], saved: list[int]
-) -> tuple[list[tuple[int, ...]], list[Stage]]:
-    """Boundaries and stages of ``Chain.from_sizes``, with storages appended to ``storages``."""
-    line = Chain.from_sizes(sizes, saved)
-    base = len(storages)
-    storages += [Storage(s.nbytes, prefix + s.name) for s in line.storages]
-    stages = [
-        Stage(prefix + s.name, tuple(i + base for i in s.saved), len(storages) + s.kind)
-        for s in line.stages
-    ]
-    return [tuple(i + base for i in ids) for ids in line.boundaries], stages
 
 
 def _line_names(join: Join) -> list[str]:

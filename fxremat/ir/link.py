@@ -20,11 +20,6 @@ class Link:
     prefetch_bytes_per_s: float
     shared: bool = False
 
-    @staticmethod
-    def symmetric(bytes_per_s: float, *, shared: bool = False) -> Link:
-        """The same bandwidth in both directions."""
-        return Link(bytes_per_s, bytes_per_s, shared)
-
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:

@@ -8,7 +8,6 @@ more: which is found by replaying every request of the emitted graphs in its mod
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +29,7 @@ from fxremat.planner.allocator import (
 )
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context_bytes import ContextBytes
+from fxremat.progress import LOG
 from fxremat.units import Counted
 
 WorkspaceBytes = Callable[[fx.Node, Block], int]
@@ -196,9 +196,6 @@ more."""
 
 TANGENTS = -2
 """Keys from here on downwards are tangents."""
-
-
-LOG = logging.getLogger("fxremat")
 
 
 def settings_of(device: torch.device) -> AllocatorSettings | None:

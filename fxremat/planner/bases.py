@@ -58,15 +58,9 @@ def relieved(setting: Setting, budget_bytes: int) -> Iterator[Codes]:
     )
     tried: set[bytes] = set()
     for away in AWAY:
-        less = table.relieved(away)
-        if less.fits(budget_bytes):
-            codes = less.codes(budget_bytes)
-        elif budget_bytes >= less.least_budget_bytes:
-            found = less.schedule(budget_bytes)
-            assert isinstance(found, Solved)
+        found = table.relieved(away).schedule(budget_bytes)
+        if isinstance(found, Solved):
             codes = coded(found.schedule)
-        else:
-            continue
-        if codes.tobytes() not in tried:
-            tried.add(codes.tobytes())
-            yield codes
+            if codes.tobytes() not in tried:
+                tried.add(codes.tobytes())
+                yield codes

@@ -234,39 +234,37 @@ def spread_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
 
 def own_gradients(joint: JointGraph) -> frozenset[int]:
     """Primals whose gradient is all there is in its storage, and made by the backward."""
+    alone = _alone_in_storages(joint)
     return frozenset(
         i
         for i, gradient in enumerate(joint.backward_outputs)
         if isinstance(gradient, fx.Node)
+        and gradient in alone
         and joint.made_backward.issuperset(joint.storages.of_node[gradient])
-        and not _is_shared(joint, gradient)
     )
 
 
 def _largest_copied_gradient(joint: JointGraph, sizes: Mapping[str, int]) -> int:
     """Autograd copies a gradient whose strides are not its parameter's, one at a time."""
     largest = 0
-    of_node = joint.storages.of_node
-    times = Counter(of_node[n] for n in joint.gradients)
+    alone = _alone_in_storages(joint)  # others autograd cannot take over
     for primal, gradient in zip(joint.primals, joint.backward_outputs, strict=True):
         if isinstance(gradient, fx.Node):
             wanted, made = primal.meta["val"], gradient.meta["val"]
-            # Autograd cannot take over what others share, nor a part of a storage.
-            shared = times[of_node[gradient]] > 1
-            part = made.untyped_storage().nbytes() > made.numel() * made.element_size()
-            if wanted.stride() != made.stride() or shared or part:
+            if wanted.stride() != made.stride() or gradient not in alone:
                 largest = max(largest, tensor_bytes(gradient, sizes))
     return largest
 
 
-def _is_shared(joint: JointGraph, gradient: fx.Node) -> bool:
-    """Whether autograd cannot take the tensor over: others lie in its storage, or it is a part."""
-    table = joint.storages
-    storage = table.of_node[gradient]
-    sharing = [n for n in joint.gradients if table.of_node[n] == storage]
-    value = gradient.meta["val"]
-    part = value.untyped_storage().nbytes() > value.numel() * value.element_size()
-    return len(sharing) > 1 or part
+def _alone_in_storages(joint: JointGraph) -> set[fx.Node]:
+    """Gradients that share their storage with no other, and are no part of it."""
+    of_node = joint.storages.of_node
+    times = Counter(of_node[n] for n in joint.gradients)
+
+    def is_whole(value: torch.Tensor) -> bool:
+        return value.untyped_storage().nbytes() <= value.numel() * value.element_size()
+
+    return {n for n in joint.gradients if times[of_node[n]] == 1 and is_whole(n.meta["val"])}
 
 
 def settled(caller: Caller, joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> Caller:

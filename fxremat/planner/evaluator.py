@@ -16,6 +16,7 @@ from fxremat.passes.emit.program import Call, Program, keep_all, link
 from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.order import check_draws
+from fxremat.planner.allocations import Footprint
 from fxremat.planner.arrays import LineArrays, SizedNumbers
 from fxremat.planner.candidates import AcrossTurn, Candidate, Evaluation
 from fxremat.planner.context_bytes import ContextBytes
@@ -29,17 +30,13 @@ MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class Alone(Footprint):
     """What a single call does to memory.
 
     Attributes:
-        peak_bytes: most bytes at any instant, less those at the start; never negative.
-        change_bytes: bytes at the end, less those at the start.
         inputs: what it reads.
     """
 
-    peak_bytes: int
-    change_bytes: int
     inputs: tuple[fx.Node, ...]
 
 
@@ -104,13 +101,6 @@ class Evaluator:
             nbytes = now.given_bytes, now.turn_bytes, now.tangent_bytes, now.end_bytes
             self.room.surround(now, nbytes, self._handed)
         return self.room
-
-    @property
-    def count(self) -> int:
-        """Evaluations so far."""
-        from fxremat.planner.extract import EVALUATIONS  # noqa: PLC0415
-
-        return int(self.arrays.data[self.arrays.at.counts + EVALUATIONS])
 
     def keep_all(self) -> Candidate:
         """Nothing recomputed."""

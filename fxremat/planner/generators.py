@@ -98,7 +98,8 @@ def build_costs(
     for index in range(len(chain)):
         stage = _Stage(measured, chain, evaluator, index)
         found: list[SaveOption] = []
-        for parts, mask in evaluator.options.of(index) if options else ():
+        parts = evaluator.options.parts[index]
+        for mask in evaluator.options.masks[index] if options else ():
             kept = tuple(number[s] for s in parts.kept_storages(mask))
             found.append(stage.option(len(found) + 1, kept, parts.recompute_s(mask)))
         stages.append(stage.costs(gradients[index], tuple(found)))

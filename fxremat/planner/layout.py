@@ -120,7 +120,7 @@ def arrays_of(
     counts["width"] = max(counts["nodes"], counts["storage_count"])
     _put_room(layout, counts, dependencies=_count_reads(nodes))
     data, seconds = layout.arrays()
-    at = At.of({**layout.places, **counts})
+    at = At({**layout.places, **counts})
     data[at.counts + TOP], data[at.counts + ROOM] = at.arena, data.size
     storages = tuple(line.joint.storages.of_node[n] for n in nodes[: at.forward_count])
     return LineArrays(data, seconds, at, number, nodes, storages, numbers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -38,7 +38,7 @@ TOP, ROOM = range(2)
 """Of ``At.counts``: where in the arena the next block's lists begin, and where the arena ends."""
 
 
-class At(NamedTuple):
+class At:
     """Where the numbers of a step lie, a line of ``L`` stages with ``N`` nodes and ``S`` storages.
 
     Nodes are numbered: the forward's stage after stage, then the backward's, the views of what
@@ -94,103 +94,16 @@ class At(NamedTuple):
             compile, and a record alone is slow to call with.
     """
 
-    stages: int
-    nodes: int
-    storage_count: int
-    forward_count: int
-    longest: int
-    width: int
-    sum_count: int
-    forward: int
-    backward: int
-    reads: int
-    reads_again: int
-    storages: int
-    made_again: int
-    values: int
-    value_of: int
-    tensor: int
-    pinned: int
-    draws: int
-    is_view: int
-    given: int
-    nbytes: int
-    never_freed: int
-    workspace: int
-    once_s: int
-    forward_s: int
-    backward_s: int
-    inverses: int
-    option: int
-    missing: int
-    later: int
-    returned: int
-    sums: int
-    sum_stages: int
-    sum_home: int
-    around: int
-    handed: int
-    random: int
-    needed: int
-    saved: int
-    alive: int
-    want: int
-    chosen: int
-    again: int
-    last: int
-    present: int
-    staying: int
-    kept: int
-    read: int
-    stack: int
-    order: int
-    own: int
-    keeps: int
-    runs: int
-    back: int
-    sum_at: int
-    unusual: int
-    sum_hash: int
-    held_hash: int
-    stage: int
-    users: int
-    group: int
-    members: int
-    makes: int
-    settled: int
-    ran: int
-    direct: int
-    again_s: int
-    parent: int
-    depth: int
-    freed: int
-    gained_s: int
-    there: int
-    above: int
-    stays: int
-    begin: int
-    room: int
-    marks: int
-    marked: int
-    block_key: int
-    block_at: int
-    block: int
-    block_s: int
-    footprint_key: int
-    footprint: int
-    arena: int
-    counts: int
-    missed: int
-    total: int
     packed: Packed
 
-    @staticmethod
-    def of(places: Mapping[str, int]) -> At:
-        """The places by name, all of them."""
-        names = [name for name in At._fields if name != "packed"]
-        kind = np.dtype([(name, np.int64) for name in names])
-        packed = np.array([tuple(places[name] for name in names)], dtype=kind)
-        return At(**places, packed=packed)
+    def __init__(self, places: Mapping[str, int]) -> None:
+        kind = np.dtype([(name, np.int64) for name in places])
+        self.packed = np.array([tuple(places.values())], dtype=kind)
+        vars(self).update(places)
+
+    def __getattr__(self, name: str) -> int:
+        """Any other place is a number; there is none of this name."""
+        raise AttributeError(name)
 
 
 @njit(inline="always")

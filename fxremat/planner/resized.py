@@ -62,8 +62,7 @@ def search_at(
     baseline = members.at(len(members.known) - 1)
     if baseline.peak_bytes > budget_bytes or allocations.settings is not None:
         members.around(budget_bytes)
-    found = members.evaluated
-    found += _spare(evaluator, search, SPARE)
+    found = [*members.found.values(), *_spare(evaluator, search, SPARE)]
     solved = Pool.of(baseline, found)
     fitting = [c for c in solved.members if c.peak_bytes <= budget_bytes and c is not baseline]
     for start in reversed(fitting[-CLIMBS:]) if baseline.peak_bytes > budget_bytes else ():
@@ -118,11 +117,6 @@ class _Members:
     evaluator: Evaluator
     known: tuple[Candidate, ...]
     found: dict[int, Candidate] = field(default_factory=dict)
-
-    @property
-    def evaluated(self) -> list[Candidate]:
-        """Those that were asked for."""
-        return list(self.found.values())
 
     def at(self, index: int) -> Candidate:
         """One of them."""

@@ -117,7 +117,8 @@ class Transfers:
         if host.conv:
             joint = search.measured.line.joint
             settled |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint)
-        movable = tuple(_movable(candidate, search, settled) for candidate in candidates)
+        evaluations = map(search.evaluator.evaluation, candidates)
+        movable = tuple(Movable.of(evaluation, settled) for evaluation in evaluations)
         return Transfers(search, host, link, settled, movable, candidates)
 
     @property
@@ -172,7 +173,7 @@ class Transfers:
         return replace(candidate, peak_bytes=peak_bytes, total_s=total_s, moves=moves)
 
     def _movable(self, candidate: Candidate) -> Movable:
-        return _movable(candidate, self.search, self.settled)
+        return Movable.of(self.search.evaluator.evaluation(candidate), self.settled)
 
     def _least(self) -> tuple[int, Candidate]:
         """It, and what it was found with: looked for once."""
@@ -350,8 +351,3 @@ def _faster(best: Candidate | None, found: Candidate | None) -> Candidate | None
     if best is None or (found is not None and found.total_s < best.total_s):
         return found
     return best
-
-
-def _movable(candidate: Candidate, search: Search, settled: frozenset[int]) -> Movable:
-    evaluator = search.evaluator
-    return Movable.of(evaluator.evaluation(candidate), settled)

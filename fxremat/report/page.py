@@ -25,15 +25,6 @@ WIDTH, HEIGHT = 720, 190
 """Of a notebook's picture, in pixels."""
 
 
-def page_of(plan: AnyPlan) -> str:
-    """The whole file.
-
-    Raises:
-        PlanError: the plan does not say which tensors are held when.
-    """
-    return page_with(data_of(plan))
-
-
 def page_with(data: dict[str, Any]) -> str:
     """A page that shows what its script reads."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))

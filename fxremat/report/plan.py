@@ -43,9 +43,9 @@ class Shown:
         Raises:
             PlanError: the file cannot be written, or the plan was not made of a model.
         """
-        from fxremat.report.page import page_of  # noqa: PLC0415
+        from fxremat.report.page import data_of, page_with  # noqa: PLC0415
 
-        write_made("page", path, lambda: page_of(_facts(self)).encode())
+        write_made("page", path, lambda: page_with(data_of(_facts(self))).encode())
 
     def save_trace(self, path: str | os.PathLike[str], traced: StepTrace | None = None) -> None:
         """Write the step as a trace for ``chrome://tracing`` and Perfetto.

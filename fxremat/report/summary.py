@@ -9,7 +9,7 @@ from fxremat.ir import Copy, Free, Lane, Offload, Prefetch, Wait
 from fxremat.report.facts import AnyPlan, CrossCheck, PlanFacts, RegionRow, StepFacts, plans_of
 from fxremat.report.modules import common_module, named, span
 from fxremat.report.stages import executed_stages
-from fxremat.units import format_bytes, format_seconds
+from fxremat.units import format_bytes, format_seconds, plural
 
 
 def shortly(plan: AnyPlan) -> str:
@@ -26,7 +26,7 @@ def shortly(plan: AnyPlan) -> str:
     seen_bytes = plan.measured_peak_bytes
     measured = "" if seen_bytes is None else f", measured {format_bytes(seen_bytes)}"
     regions = plan.regions if isinstance(plan, StepFacts) else ()
-    what = f"StepPlan of {_count(len(regions), 'region')}" if regions else "Plan"
+    what = f"StepPlan of {plural(len(regions), 'region')}" if regions else "Plan"
     return (
         f"{what} within {budget} (the least feasible budget is {least})\n"
         f"  peak: predicted {predicted}{measured}; {kept} with everything kept\n"
@@ -40,7 +40,7 @@ def _what_is_done(*plans: PlanFacts) -> str:
     """What plans of one step do for memory, in short."""
     stages = [stage for plan in plans for stage in executed_stages(plan)]
     again = sum(bool(stage.again) or stage.is_kept_in_part for stage in stages)
-    done = [f"recomputes {again} of {_count(len(stages), 'stage')}"] if again else []
+    done = [f"recomputes {again} of {plural(len(stages), 'stage')}"] if again else []
     moved_bytes = sum(stage.moved_bytes for stage in stages)
     done += [f"{format_bytes(moved_bytes)} travel to the host"] if moved_bytes else []
     return ", ".join(done) or "keeps everything"
@@ -98,16 +98,16 @@ def _of_graph(plan: PlanFacts) -> Iterator[tuple[str, str]]:
         yield "gradients", "up to rounding: inputs of norms are rebuilt from outputs"
     units = [own for own in plan.fused if own.parts == 1]
     if units:
-        calls = _count(sum(unit.calls for unit in units), "call")
-        yield "kernels", f"Inductor's: {calls} of {_count(len(units), 'unit')}"
+        calls = plural(sum(unit.calls for unit in units), "call")
+        yield "kernels", f"Inductor's: {calls} of {plural(len(units), 'unit')}"
     stages = executed_stages(plan)
     kinds = len({plan.chain.stages[stage.index].kind for stage in stages})
     again = sum(len(stage.again) + stage.is_kept_in_part for stage in stages)
     runs = [event for event in plan.timeline.events if not isinstance(event.op, Copy)]
     yield (
         "stages",
-        f"{_count(len(stages), 'stage')} of {_count(kinds, 'kind')}, "
-        f"{_count(len(runs), 'operation')}, {_count(again, 'recomputation')}",
+        f"{plural(len(stages), 'stage')} of {plural(kinds, 'kind')}, "
+        f"{plural(len(runs), 'operation')}, {plural(again, 'recomputation')}",
     )
 
 
@@ -164,7 +164,7 @@ def _host(plan: PlanFacts) -> str:
     copies = [event for event in plan.timeline.events if isinstance(event.op, Copy)]
     away = [event for event in copies if event.lane is Lane.D2H]
     return (
-        f"{_exactly(plan.host_bytes)}: {_count(len(away), 'tensor')} there and back in "
+        f"{_exactly(plan.host_bytes)}: {plural(len(away), 'tensor')} there and back in "
         f"{format_seconds(sum(event.end_s - event.start_s for event in copies))}, of which the "
         f"step waits for {format_seconds(plan.timeline.idle.total_s)}"
     )
@@ -173,10 +173,6 @@ def _host(plan: PlanFacts) -> str:
 def _exactly(nbytes: int) -> str:
     """Bytes for people, and their number."""
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass(frozen=True, slots=True)

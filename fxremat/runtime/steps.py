@@ -63,22 +63,6 @@ class Step:
         held_bytes: device memory of what it has saved and returned, beside what others hold.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_saved",
-        "_versions",
-        "backward",
-        "context",
-        "count",
-        "held_bytes",
-        "leaves",
-        "missing",
-        "number",
-        "outputs",
-        "passed",
-        "plan",
-    )
-
     def __init__(
         self,
         plan: Any,

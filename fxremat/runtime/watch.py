@@ -46,7 +46,8 @@ class _Recorder:
 
 
 _recorders: list[_Recorder] = []
-_interceptors: list[Interceptor] = []
+interceptors: list[Interceptor] = []
+"""The last of them is called in the place of every copy: tests delay copies, or make them fail."""
 
 
 def recording() -> bool:
@@ -83,27 +84,18 @@ def record_transfers() -> Iterator[list[TransferRecord]]:
         records.extend(sorted((r for r in found if r is not None), key=lambda r: r.begin_s))
 
 
-@contextlib.contextmanager
-def intercept_copies(interceptor: Interceptor) -> Iterator[None]:
-    """Have ``interceptor`` called in the place of every copy that runs inside.
-
-    For tests: to delay copies, or to make them fail. On the CPU it is called in the thread
-    that copies; on CUDA where the copy is launched, with the stream of the transfer as the
-    current one.
-    """
-    _interceptors.append(interceptor)
-    try:
-        yield
-    finally:
-        _interceptors.remove(interceptor)
-
-
 def perform(copy: Callable[[], None]) -> None:
     """Run ``copy``, or what stands in for it."""
-    if _interceptors:
-        _interceptors[-1](copy)
+    if interceptors:
+        interceptors[-1](copy)
     else:
         copy()
+
+
+def timed_event() -> Any:
+    """An event of CUDA that tells times."""
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True)
 
 
 class CudaTimes:
@@ -113,8 +105,7 @@ class CudaTimes:
         self._kind: Kind = kind
         self._nbytes = nbytes
         self._stream = stream
-        event: Any = torch.cuda.Event
-        self._begin, self._end = event(enable_timing=True), event(enable_timing=True)
+        self._begin, self._end = timed_event(), timed_event()
 
     def begin(self) -> None:
         """The copy is enqueued next."""
@@ -127,8 +118,7 @@ class CudaTimes:
     def record(self) -> TransferRecord:
         """The times of the copy, for which this waits."""
         self._end.synchronize()
-        event: Any = torch.cuda.Event
-        now = event(enable_timing=True)
+        now = timed_event()
         now.record(self._stream)
         now.synchronize()
         now_s = time.perf_counter()

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
-from fxremat.errors import ArgumentError, FxrematError
+from fxremat.errors import ArgumentError, FxrematError, refuse
 from fxremat.ir import JoinProblem, Problem, Solution
 
 SOLVERS = {
@@ -39,8 +39,7 @@ def solver(name: str) -> Callable[..., Solution]:
         ArgumentError: there is none.
     """
     if name not in SOLVERS:
-        message = f"solver is {name!r}: must be one of {', '.join(SOLVERS)}"
-        raise ArgumentError(message, argument="solver", value=name)
+        refuse("solver", name, f"one of {', '.join(SOLVERS)}")
     module = importlib.import_module(f"fxremat.solvers.{SOLVERS[name]}")
     return cast(Callable[..., Solution], module.solve)
 

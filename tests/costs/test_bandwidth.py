@@ -20,7 +20,7 @@ from fxremat.costs.bandwidth import PIECE_BYTES, PIECES, measure_link
 from fxremat.errors import HostMemoryError
 from fxremat.ir import Link, MeasuredLink
 from fxremat.runtime.arena import Arena
-from fxremat.runtime.watch import intercept_copies
+from tests.moving import intercept_copies
 
 
 def slow(seconds: float) -> Callable[[Callable[[], None]], None]:

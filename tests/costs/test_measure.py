@@ -278,7 +278,7 @@ class Device:
 @pytest.fixture
 def clock_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], measure.KernelClock]:
     def make(device: Device) -> measure.KernelClock:
-        monkeypatch.setattr(measure, "_timed_event", device.event)
+        monkeypatch.setattr(measure, "timed_event", device.event)
         monkeypatch.setattr(measure.torch_compat, "delay_device", device.delay)
         monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
         return measure.KernelClock(torch.device("cuda", 0))

@@ -234,7 +234,7 @@ def test_models_that_return_more_than_their_loss(name: str):
     entry = ZOO[name]
     model, call = compiled(entry, 1.0, input_gradients=True, loss=entry.loss)
     expected = run_step(entry, model, call, input_gradients=True)
-    assert call._state.runner._unused is not None
+    assert call._state.runner.needs.unused is not None
     torch._dynamo.reset()
     eager = entry.build()
     for budget in ("min", 0.9):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fxremat.ir import Copy, Lane
-from fxremat.runtime.watch import intercept_copies
 from tests.models import ZOO
+from tests.moving import intercept_copies
 from tests.trials import compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

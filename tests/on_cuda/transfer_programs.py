@@ -21,8 +21,7 @@ from fxremat.runtime import streams as runtime_streams
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.lease import Arrival, Lease
 from fxremat.runtime.streams import lanes
-from fxremat.runtime.watch import intercept_copies
-from tests.moving import ops
+from tests.moving import intercept_copies, ops
 
 NBYTES = 1 << 16
 MOST_TRIES = 64

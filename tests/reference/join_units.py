@@ -39,7 +39,6 @@ from fxremat.ir import (
     Compute,
     Forward,
     Infeasible,
-    Join,
     JoinCosts,
     JoinProblem,
     Keep,
@@ -48,6 +47,7 @@ from fxremat.ir import (
     StageCosts,
 )
 from fxremat.solvers.numbers import Floats, Ints
+from tests.paper_terms import join_from_sizes
 
 Solution = Solved | Infeasible
 
@@ -89,7 +89,7 @@ def unit_problem(
         rebuild_bytes=1,
     )
     turn = StageCosts(turn_s, 0.0, turn_s, 0, 1, 1, 1, 1)
-    join = Join.from_sizes(
+    join = join_from_sizes(
         [[1] * (length + 1) for length in lengths], [[1] * length for length in lengths], [0], [0]
     )
     costs = JoinCosts(

@@ -20,6 +20,7 @@ from fxremat.ir import (
     StageCosts,
     Storage,
 )
+from tests.paper_terms import chain_from_sizes
 from tests.reference.simulate import check, simulate
 from tests.strategies import costed_chains
 
@@ -42,7 +43,7 @@ def plain(count: int = 3) -> tuple[Chain, Costs]:
     Boundary ``i`` has ``10 ** i`` bytes, the rest of saved set ``i`` has twice that.
     """
     sizes = [10**i for i in range(count + 1)]
-    chain = Chain.from_sizes(sizes, [sizes[i + 1] + 2 * sizes[i] for i in range(count)])
+    chain = chain_from_sizes(sizes, [sizes[i + 1] + 2 * sizes[i] for i in range(count)])
     return chain, Costs((StageCosts(1.0, 2.0, 4.0, 0, 0, 0, 0, 0),) * count)
 
 
@@ -105,7 +106,7 @@ def test_a_kept_boundary_is_gone_once_consumed_but_not_in_a_saved_set() -> None:
 
 
 def test_rebuild_only_where_it_is_one() -> None:
-    chain = Chain.from_sizes([1, 10, 100], [30, 300])
+    chain = chain_from_sizes([1, 10, 100], [30, 300])
     costs = Costs(
         (
             StageCosts(1.0, 2.0, 0.5, 1000, 0, 5, 7, 4000),
@@ -129,7 +130,7 @@ def test_rebuild_only_where_it_is_one() -> None:
 
 
 def test_extras_gradients_and_fixed_bytes() -> None:
-    chain = Chain.from_sizes([1, 10, 100], [30, 300])
+    chain = chain_from_sizes([1, 10, 100], [30, 300])
     cost = StageCosts(1.0, 1.0, 1.0, 1000, 10_000, 20_000, 30_000, 40_000)
     costs = Costs((cost, StageCosts(1.0, 1.0, 1.0, 2000, 50_000, 60_000, 70_000, 80_000)), 100_000)
     events = simulate(chain, costs, schedule("ck0 all1 B1 all0 B0")).events

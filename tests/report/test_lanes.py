@@ -33,13 +33,14 @@ from fxremat.ir import (
     Timeline,
     Wait,
 )
+from tests.paper_terms import chain_from_sizes, symmetric_link
 from tests.reference.simulate import check, simulate
 from tests.strategies import SIZES, paper_costs
 
 COMPUTE = {"all": Keep.ALL, "ck": Keep.INPUT, "none": Keep.NONE}
 TRANSFER = {"off": Offload, "pre": Prefetch, "free": Free, "wait": Wait}
-EACH = Link.symmetric(1.0)
-SHARED = Link.symmetric(1.0, shared=True)
+EACH = symmetric_link(1.0)
+SHARED = symmetric_link(1.0, shared=True)
 
 
 def schedule(text: str) -> Schedule:
@@ -61,7 +62,7 @@ def schedule(text: str) -> Schedule:
 def plain(count: int = 3, forward_s: float = 10.0, backward_s: float = 20.0) -> tuple[Chain, Costs]:
     """Boundaries of 4, 5, 6 … bytes; saved sets of 10 more than the boundary after."""
     sizes = [4 + i for i in range(count + 1)]
-    chain = Chain.from_sizes(sizes, [size + 10 for size in sizes[1:]])
+    chain = chain_from_sizes(sizes, [size + 10 for size in sizes[1:]])
     return chain, Costs((StageCosts(forward_s, backward_s, forward_s, 0, 0, 0, 0, 0),) * count)
 
 
@@ -230,7 +231,7 @@ def test_kept_boundaries_move_by_themselves() -> None:
 
 
 def test_a_rebuild_beside_a_prefetch() -> None:
-    chain = Chain.from_sizes([4, 4, 4], [4, 4])
+    chain = chain_from_sizes([4, 4, 4], [4, 4])
     costs = Costs((StageCosts(1.0, 1.0, 2.0, 0, 0, 0, 0, 9),) * 2)
     text = "ck0 off:a0 free:a0 all1 B1 pre:a0 wait:a0 all0 B0"
     timeline = simulate(chain, costs, schedule(text), link=EACH)
@@ -241,7 +242,7 @@ def test_a_rebuild_beside_a_prefetch() -> None:
 
 def test_room_for_what_a_computation_leaves() -> None:
     """``B 2`` needs nothing, but 4 bytes of gradients are held once it is done."""
-    chain = Chain.from_sizes([4, 0, 0, 0], [0, 0, 0])
+    chain = chain_from_sizes([4, 0, 0, 0], [0, 0, 0])
     costs = Costs(
         tuple(StageCosts(0.0, 1.0, 0.0, nbytes, 0, 0, 0, 0) for nbytes in (0, 4, 0)),
     )
@@ -256,7 +257,7 @@ def moved(draw: st.DrawFn) -> tuple[Problem, Schedule]:
     """Everything is kept; some values go after their forward and come back before a backward."""
     count = draw(st.integers(1, 5))
     sizes = draw(st.lists(SIZES, min_size=count + 1, max_size=count + 1))
-    chain = Chain.from_sizes(sizes, [size + draw(SIZES) for size in sizes[1:]])
+    chain = chain_from_sizes(sizes, [size + draw(SIZES) for size in sizes[1:]])
     costs = draw(paper_costs(chain))
     ops: list[Op] = []
     back: list[list[Op]] = [[] for _ in range(count)]

@@ -19,7 +19,7 @@ import fxremat
 from fxremat.errors import PlanError
 from fxremat.ir import Stage
 from fxremat.report.memory import Kind, areas_of
-from fxremat.report.page import page_with
+from fxremat.report.page import data_of, page_with
 from fxremat.report.plan import Plan
 from fxremat.report.stages import report_stages
 from tests.plans import everything_kept, plan_of
@@ -241,6 +241,4 @@ def test_a_notebook_shows_the_summary_and_the_memory():
 
 
 def _page(plan: Plan) -> str:
-    from fxremat.report.page import page_of
-
-    return page_of(plan)
+    return page_with(data_of(plan))

@@ -248,7 +248,6 @@ def threads_left():
 
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.lease import Arrival
-from fxremat.runtime.watch import intercept_copies
 from tests.moving import delayed, ops
 arena = Arena(1 << 22, device="cpu", host_dir=sys.argv[1])
 host = arena.open()

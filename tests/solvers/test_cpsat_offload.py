@@ -4,10 +4,11 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from fxremat.ir import Chain, Costs, Infeasible, Link, Problem, Solved, StageCosts, TimedOut
+from fxremat.ir import Costs, Infeasible, Link, Problem, Solved, StageCosts, TimedOut
 from fxremat.solvers.cpsat import offload
 from fxremat.solvers.offload import dp
 from tests.examples import examples
+from tests.paper_terms import chain_from_sizes, symmetric_link
 from tests.reference.brute.offload import Transfers, least_budget, shortest_s
 from tests.reference.simulate import check
 from tests.solvers.test_offload import ORDER_COSTS_TIME, TICK_S, TWO_LINKS
@@ -33,7 +34,7 @@ def problems(
     boundaries = [draw(sizes) for _ in range(count + 1)]
     saved = [size + draw(sizes) for size in boundaries[1:]]
     costs = Costs(draw(st.tuples(*[stage_costs(sizes, seconds)] * count)), draw(sizes))
-    chain, link = Chain.from_sizes(boundaries, saved), draw(links)
+    chain, link = chain_from_sizes(boundaries, saved), draw(links)
     least = offload.solve(Problem(chain, costs, 0, link))
     least_bytes = least.least_budget_bytes if isinstance(least, Infeasible) else 0
     return Problem(chain, costs, least_bytes + draw(spare), link)
@@ -58,8 +59,8 @@ def check_optimum(problem: Problem, *, interruptible: bool, ordered: bool) -> No
     assert replayed.makespan_s == found.makespan_s
 
 
-WHOLE_LINKS = st.sampled_from([Link.symmetric(1.0), Link.symmetric(1.0, shared=True)])
-HALF_LINKS = st.sampled_from([Link.symmetric(2.0), Link.symmetric(2.0, shared=True)])
+WHOLE_LINKS = st.sampled_from([symmetric_link(1.0), symmetric_link(1.0, shared=True)])
+HALF_LINKS = st.sampled_from([symmetric_link(2.0), symmetric_link(2.0, shared=True)])
 UNEQUAL_LINKS = st.sampled_from([Link(2.0, 1.0), Link(1.0, 2.0), Link(2.0, 1.0, shared=True)])
 
 
@@ -151,9 +152,9 @@ def test_sizes_and_times_of_any_magnitude(problem: Problem, interruptible: bool)
 
 def turned_around() -> Problem:
     """Four stages, all activations of 4 bytes; two of them have to go."""
-    chain = Chain.from_sizes([4, 4, 4, 4, 0], [4, 4, 4, 0])
+    chain = chain_from_sizes([4, 4, 4, 4, 0], [4, 4, 4, 0])
     costs = Costs(tuple([StageCosts(2.0, 4.0, 2.0, 0, 0, 0, 0, 0)] * 4))
-    return Problem(chain, costs, 8, Link.symmetric(1.0))
+    return Problem(chain, costs, 8, symmetric_link(1.0))
 
 
 @pytest.mark.parametrize("interruptible", [False, True])

@@ -41,6 +41,7 @@ from tests.joins import (
     sharing_joins,
     two_towers,
 )
+from tests.paper_terms import join_from_sizes
 from tests.reference.brute import join as brute
 from tests.reference.simulate.join import check, simulate
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES, chains_with_options, costed_chains
@@ -271,14 +272,14 @@ def test_every_solver_of_joins_answers(name: str) -> None:
 
 
 def test_malformed_arguments_are_named() -> None:
-    long = Join.from_sizes([[0] * 301] * 3, [[0] * 300] * 3, [0], [0])
+    long = join_from_sizes([[0] * 301] * 3, [[0] * 300] * 3, [0], [0])
     step = two_towers().costs.trunk[1]
     costs = JoinCosts(((step,) * 300,) * 3, (step,))
     with pytest.raises(ValueError, match=r"\[300, 300, 300\] stages .* merge stages"):
         solver.solve(JoinProblem(long, costs, 1))
     with pytest.raises(ValueError, match="slots is 0, must be at least 1"):
         solver.solve(two_towers(), slots=0)
-    join = Join.from_sizes([[1 << 61, 1 << 61]], [[1 << 61]], [0], [0])
+    join = join_from_sizes([[1 << 61, 1 << 61]], [[1 << 61]], [0], [0])
     problem = JoinProblem(join, JoinCosts(((step,),), (step,)), 1)
     with pytest.raises(ValueError, match="the sizes add up to"):
         solver.solve(problem)

@@ -28,6 +28,7 @@ from fxremat.solvers.offload import conv, dp, greedy, vdnn
 from fxremat.solvers.offload.line import activations, line_of
 from fxremat.solvers.offload.phases import plan
 from tests.examples import examples
+from tests.paper_terms import chain_from_sizes, costs_from_paper, symmetric_link
 from tests.reference.brute.offload import Transfers, least_budget, shortest_s
 from tests.reference.offload_bounds import lower_bounds
 from tests.reference.simulate import check
@@ -54,7 +55,7 @@ def problems(draw: st.DrawFn, *, most: int = 5, double: bool = False) -> Problem
 
     sizes = entries(small, count + 1)
     saved = [size + more for size, more in zip(sizes[1:], entries(extra), strict=True)]
-    costs = Costs.from_paper(
+    costs = costs_from_paper(
         forward_s=entries(ticks),
         backward_s=entries(ticks),
         gradient_bytes=entries(small, count + 1),
@@ -65,7 +66,7 @@ def problems(draw: st.DrawFn, *, most: int = 5, double: bool = False) -> Problem
     )
     rate = 1 / TICK_S
     link = Link(rate * unit, rate, shared=draw(st.booleans()))
-    chain = Chain.from_sizes(sizes, saved)
+    chain = chain_from_sizes(sizes, saved)
     spare = draw(st.one_of(st.just(0), st.integers(0, 6))) * unit
     return with_budget(Problem(chain, costs, 0, link), least_bytes(chain, costs) + spare)
 
@@ -98,7 +99,7 @@ def bare(
     backward_extra: list[int],
 ) -> Problem:
     """A chain without gradients whose saved sets are its boundaries."""
-    costs = Costs.from_paper(
+    costs = costs_from_paper(
         forward_s=forward_s,
         backward_s=backward_s,
         gradient_bytes=[0] * len(sizes),
@@ -106,13 +107,13 @@ def bare(
         forward_extra_bytes=forward_extra,
         backward_extra_bytes=backward_extra,
     )
-    return Problem(Chain.from_sizes(sizes, sizes[1:]), costs, budget, link)
+    return Problem(chain_from_sizes(sizes, sizes[1:]), costs, budget, link)
 
 
 ORDER_COSTS_TIME = bare(
     [1, 5, 5, 5, 3],
     16,
-    Link.symmetric(4.0, shared=True),
+    symmetric_link(4.0, shared=True),
     forward_s=[0.25, 1.5, 2.0, 0.0],
     backward_s=[0.0, 2.0, 0.0, 0.0],
     forward_extra=[0, 1, 0, 0],
@@ -123,7 +124,7 @@ ORDER_COSTS_TIME = bare(
 TWO_LINKS = bare(
     [3, 3, 0, 5, 2],
     15,
-    Link.symmetric(4.0),
+    symmetric_link(4.0),
     forward_s=[0.0, 0.0, 0.0, 0.75],
     backward_s=[0.0] * 4,
     forward_extra=[0] * 4,
@@ -162,7 +163,7 @@ def partition(parts: list[int]) -> Problem:
     return bare(
         [*parts, 0, 0, half, 0],
         2 * half,
-        Link.symmetric(float(half), shared=True),
+        symmetric_link(float(half), shared=True),
         forward_s=seconds,
         backward_s=seconds,
         forward_extra=[0] * count,
@@ -176,7 +177,7 @@ def huge(draw: st.DrawFn) -> Problem:
     count = draw(st.integers(1, 12))
     sizes = draw(st.lists(HUGE_SIZES, min_size=count + 1, max_size=count + 1))
     saved = [size + draw(HUGE_SIZES) for size in sizes[1:]]
-    chain = Chain.from_sizes(sizes, saved)
+    chain = chain_from_sizes(sizes, saved)
     stage = stage_costs(HUGE_SIZES, HUGE_SECONDS)
     costs = Costs(draw(st.tuples(*[stage] * count)), draw(HUGE_SIZES))
     rates = st.floats(1e6, 1e12)
@@ -365,27 +366,27 @@ def three_equal(link: Link | None, budget_bytes: int) -> Problem:
     """Three stages of a second each way, activations of 4 bytes."""
     sizes = [4, 4, 4, 0]
     costs = Costs((StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 0),) * 3)
-    return Problem(Chain.from_sizes(sizes, sizes[1:]), costs, budget_bytes, link)
+    return Problem(chain_from_sizes(sizes, sizes[1:]), costs, budget_bytes, link)
 
 
 @pytest.mark.parametrize("solve", WHOLE)
 def test_what_fits_stays(solve: object) -> None:
     keep_all = tuple(Forward(i, Keep.ALL) for i in range(3))
     keep_all += tuple(Backward(i) for i in (2, 1, 0))
-    for link in (None, Link.symmetric(1.0)):
+    for link in (None, symmetric_link(1.0)):
         found = solve(three_equal(link, 12))
         assert isinstance(found, Solved)
         assert (found.schedule.ops, found.makespan_s) == (keep_all, 6.0)
     assert solve(three_equal(None, 11)) == Infeasible(12)
-    away = solve(three_equal(Link.symmetric(4.0), 8))
+    away = solve(three_equal(symmetric_link(4.0), 8))
     assert isinstance(away, Solved)
     assert any(isinstance(op, Offload) for op in away.schedule)
     assert away.schedule.computations == keep_all
-    assert solve(three_equal(Link.symmetric(4.0), 7)) == Infeasible(8)
+    assert solve(three_equal(symmetric_link(4.0), 7)) == Infeasible(8)
 
 
 def test_a_prefetch_starts_with_the_backward_before() -> None:
-    problem = three_equal(Link.symmetric(4.0), 12)
+    problem = three_equal(symmetric_link(4.0), 12)
     ops = conv.solve(with_budget(problem, 11)).schedule.ops
     at = next(i for i, op in enumerate(ops) if isinstance(op, Prefetch))
     before = [op for op in ops[:at] if isinstance(op, Compute)][-1]
@@ -400,7 +401,7 @@ def test_activations_of_several_stages_are_refused() -> None:
         stages=(Stage("stage0", (), 0), Stage("stage1", (), 1)),
     )
     costs = Costs((StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 0),) * 2)
-    problem = Problem(chain, costs, 10, Link.symmetric(1.0))
+    problem = Problem(chain, costs, 10, symmetric_link(1.0))
     for solve in WHOLE:
         with pytest.raises(
             ValueError, match=r"chain.boundaries\[1\] has storage 0 like boundary 0"

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from fxremat.ir import Chain, Costs, Forward, Infeasible, Keep, Problem, Schedule, Solved
 from fxremat.solvers import periodic, rotor, store_all
+from tests.paper_terms import chain_from_sizes, costs_from_paper
 from tests.problems import keep_all
 from tests.reference.simulate import check, simulate
 from tests.strategies import costed_chains, huge_chains
@@ -47,8 +48,8 @@ def solved(chain: Chain, costs: Costs, segments: int) -> Solved:
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_runs_what_checkpoint_sequential_runs(count: int) -> None:
-    chain = Chain.from_sizes([1] * (count + 1), [1] * count)
-    costs = Costs.from_paper(
+    chain = chain_from_sizes([1] * (count + 1), [1] * count)
+    costs = costs_from_paper(
         forward_s=[1.0] * count,
         backward_s=[1.0] * count,
         gradient_bytes=[1] * (count + 1),

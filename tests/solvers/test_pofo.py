@@ -21,6 +21,7 @@ from fxremat.ir import (
     StageCosts,
 )
 from fxremat.solvers import pofo, rotor
+from tests.paper_terms import chain_from_sizes, costs_from_paper, symmetric_link
 from tests.problems import keep_all
 from tests.reference.brute import pofo as brute
 from tests.reference.plain_pofo import plain_pofo
@@ -40,7 +41,7 @@ def lines(draw: st.DrawFn, *, most: int) -> tuple[Chain, Costs]:
     sizes = draw(st.lists(SIZES, min_size=count + 1, max_size=count + 1))
     more = draw(st.lists(SIZES, min_size=count, max_size=count))
     saved = [size + extra for size, extra in zip(sizes[1:], more, strict=True)]
-    chain = Chain.from_sizes(sizes, saved)
+    chain = chain_from_sizes(sizes, saved)
     return chain, draw(draw(st.sampled_from([any_costs, paper_costs]))(chain))
 
 
@@ -152,7 +153,7 @@ def check_all(problem: Problem) -> None:
 def both_at_once() -> Problem:
     """Neither recomputation nor offloading alone is as good: 10.5 s and 13.5 s against 8.5 s."""
     sizes = [1, 1, 1, 1, 0]
-    costs = Costs.from_paper(
+    costs = costs_from_paper(
         forward_s=[0.25, 2.0, 0.5, 0.0],
         backward_s=[0.5, 4.0, 1.0, 0.0],
         gradient_bytes=sizes,
@@ -160,14 +161,14 @@ def both_at_once() -> Problem:
         forward_extra_bytes=[0, 0, 0, 0],
         backward_extra_bytes=[0, 0, 0, 0],
     )
-    chain = Chain.from_sizes(sizes, [8, 4, 8, 0])
-    return Problem(chain, costs, 15, Link.symmetric(2.0))
+    chain = chain_from_sizes(sizes, [8, 4, 8, 0])
+    return Problem(chain, costs, 15, symmetric_link(2.0))
 
 
 def input_leaves_first() -> Problem:
     """Forward 1 fits once boundary 0 has left; that is cheaper than to offload boundary 1."""
     sizes = [4, 16, 1, 0]
-    costs = Costs.from_paper(
+    costs = costs_from_paper(
         forward_s=[1.0, 1.0, 1.0],
         backward_s=[1.0, 1.0, 1.0],
         gradient_bytes=[0, 0, 0, 4],
@@ -175,7 +176,7 @@ def input_leaves_first() -> Problem:
         forward_extra_bytes=[0, 0, 16],
         backward_extra_bytes=[0, 0, 0],
     )
-    return Problem(Chain.from_sizes(sizes, [16, 1, 0]), costs, 24, Link.symmetric(1.0))
+    return Problem(chain_from_sizes(sizes, [16, 1, 0]), costs, 24, symmetric_link(1.0))
 
 
 def copies_across_the_turn() -> Problem:
@@ -184,7 +185,7 @@ def copies_across_the_turn() -> Problem:
     The supplement's model wants it to be done before, and takes 13.25 s.
     """
     sizes = [2, 0, 1, 4, 0]
-    costs = Costs.from_paper(
+    costs = costs_from_paper(
         forward_s=[0.25, 1.5, 0.25, 1.0],
         backward_s=[2.0, 0.5, 1.5, 1.25],
         gradient_bytes=[2, 2, 4, 0, 4],
@@ -192,7 +193,7 @@ def copies_across_the_turn() -> Problem:
         forward_extra_bytes=[3, 2, 1, 0],
         backward_extra_bytes=[1, 1, 1, 0],
     )
-    return Problem(Chain.from_sizes(sizes, [2, 1, 7, 0]), costs, 13, Link.symmetric(0.5))
+    return Problem(chain_from_sizes(sizes, [2, 1, 7, 0]), costs, 13, symmetric_link(0.5))
 
 
 @given(problems(most=4))
@@ -264,7 +265,7 @@ def test_without_a_link_it_is_rotor(costed: tuple[Chain, Costs], spare: int) -> 
 
 def test_a_budget_that_fits_all_moves_and_recomputes_nothing() -> None:
     problem = keep_all().problem
-    problem = Problem(problem.chain, problem.costs, problem.budget_bytes, Link.symmetric(1e9))
+    problem = Problem(problem.chain, problem.costs, problem.budget_bytes, symmetric_link(1e9))
     for relaxed in (True, False):
         found = exact(problem, relaxed=relaxed)
         assert isinstance(found, Solved)
@@ -277,7 +278,7 @@ def regular(count: int, *, seed: int) -> Problem:
     draw = random.Random(seed)
     sizes = [draw.randint(0, 3) for _ in range(count + 1)]
     saved = [size + draw.randint(0, 3) for size in sizes[1:]]
-    costs = Costs.from_paper(
+    costs = costs_from_paper(
         forward_s=[draw.randint(0, 4) / 4 for _ in range(count)],
         backward_s=[draw.randint(0, 6) / 4 for _ in range(count)],
         gradient_bytes=sizes,
@@ -285,7 +286,7 @@ def regular(count: int, *, seed: int) -> Problem:
         forward_extra_bytes=[draw.randint(0, 1) for _ in range(count)],
         backward_extra_bytes=[draw.randint(0, 1) for _ in range(count)],
     )
-    return Problem(Chain.from_sizes(sizes, saved), costs, 0, Link.symmetric(4.0))
+    return Problem(chain_from_sizes(sizes, saved), costs, 0, symmetric_link(4.0))
 
 
 @pytest.mark.parametrize("count", [7, 12, 16, 24])
@@ -339,7 +340,7 @@ def test_rounding_keeps_the_promise(
 def test_coarse_slots_do_not_stop_what_is_small() -> None:
     """A stage moves half a byte; slots are of ten. In a table of slots nothing would arrive."""
     count = 40
-    costs = Costs.from_paper(
+    costs = costs_from_paper(
         forward_s=[0.5] * count,
         backward_s=[0.5] * count,
         gradient_bytes=[0] * (count + 1),
@@ -347,8 +348,8 @@ def test_coarse_slots_do_not_stop_what_is_small() -> None:
         forward_extra_bytes=[0] * count,
         backward_extra_bytes=[0] * count,
     )
-    chain = Chain.from_sizes([0] + [10] * count, [10] * count)
-    problem = Problem(chain, costs, 390, Link.symmetric(1.0))
+    chain = chain_from_sizes([0] + [10] * count, [10] * count)
+    problem = Problem(chain, costs, 390, symmetric_link(1.0))
     found = pofo.solve(problem, slots=39, relaxed=True)
     assert isinstance(found, Solved)
     assert found.makespan_s == 40.0
@@ -364,10 +365,10 @@ def test_malformed_options_are_refused() -> None:
 
 
 def test_sizes_that_do_not_add_up_are_refused() -> None:
-    chain = Chain.from_sizes([1 << 61, 1 << 61], [1 << 61])
+    chain = chain_from_sizes([1 << 61, 1 << 61], [1 << 61])
     costs = Costs((StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 1),))
     with pytest.raises(ValueError, match="the sizes add up to"):
-        pofo.solve(Problem(chain, costs, 1 << 40, Link.symmetric(1.0)))
+        pofo.solve(Problem(chain, costs, 1 << 40, symmetric_link(1.0)))
 
 
 @pytest.mark.parametrize("seed", range(5))

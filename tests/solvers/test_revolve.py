@@ -11,6 +11,7 @@ from fxremat.solvers import revolve, rotor
 from fxremat.solvers.numbers import numbers_of
 from fxremat.solvers.sequences import base_bytes
 from tests import problems
+from tests.paper_terms import chain_from_sizes
 from tests.problems import NAMED, Named
 from tests.reference import brute, griewank
 from tests.reference.simulate import check, check_equal
@@ -73,7 +74,7 @@ def equal_stages(draw: st.DrawFn, most: int) -> tuple[Chain, Costs]:
     last_s = draw(SECONDS)
     stages.append(StageCosts(last_s, last_s, last_s, gradient, extra, needs, needs, needs))
     boundaries = [draw(sizes), *[size] * (count - 1), 0]
-    chain = Chain.from_sizes(boundaries, [*[size + 9] * (count - 1), 0])
+    chain = chain_from_sizes(boundaries, [*[size + 9] * (count - 1), 0])
     return chain, Costs(tuple(stages), draw(sizes))
 
 

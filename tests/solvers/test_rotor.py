@@ -16,6 +16,7 @@ from fxremat.solvers import rotor, store_all
 from fxremat.solvers.kernels import TILE
 from fxremat.solvers.rotor import RotorTable, least_budget
 from tests.examples import examples
+from tests.paper_terms import chain_from_sizes, costs_from_paper
 from tests.problems import NAMED, Named, figure_2, keep_all, second_way
 from tests.reference import brute
 from tests.reference.plain_rotor import plain_rotor
@@ -130,7 +131,7 @@ def heterogeneous(count: int, *, seed: int) -> tuple[Chain, Costs]:
     draw = random.Random(seed)
     sizes = [draw.randint(0, 50) for _ in range(count + 1)]
     saved = [size + draw.randint(0, 80) for size in sizes[1:]]
-    costs = Costs.from_paper(
+    costs = costs_from_paper(
         forward_s=[draw.randint(0, 100) / 1024 for _ in range(count)],
         backward_s=[draw.randint(0, 200) / 1024 for _ in range(count)],
         gradient_bytes=sizes,
@@ -138,7 +139,7 @@ def heterogeneous(count: int, *, seed: int) -> tuple[Chain, Costs]:
         forward_extra_bytes=[draw.randint(0, 20) for _ in range(count)],
         backward_extra_bytes=[draw.randint(0, 20) for _ in range(count)],
     )
-    return Chain.from_sizes(sizes, saved), costs
+    return chain_from_sizes(sizes, saved), costs
 
 
 def found_as_expected(
@@ -236,7 +237,7 @@ def test_a_table_ends_at_its_greatest_budget() -> None:
 
 
 def test_sizes_that_do_not_add_up_are_refused() -> None:
-    chain = Chain.from_sizes([1 << 61, 1 << 61], [1 << 61])
+    chain = chain_from_sizes([1 << 61, 1 << 61], [1 << 61])
     costs = Costs((StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 1),))
     with pytest.raises(ValueError, match="the sizes add up to"):
         least_budget(chain, costs)

@@ -32,6 +32,7 @@ from fxremat.solvers.named import solver
 from fxremat.solvers.rotor import RotorTable
 from tests.examples import examples
 from tests.joins import two_towers
+from tests.paper_terms import chain_from_sizes, symmetric_link
 from tests.problems import NAMED, Named, keep_all
 from tests.reference.simulate import check
 from tests.strategies import HUGE_SECONDS, HUGE_SIZES, SIZES, any_costs, paper_costs
@@ -65,7 +66,7 @@ def lines(
     """Chains whose boundaries share nothing, as solvers that offload want them."""
     count = draw(st.integers(1, most))
     boundaries = [draw(sizes) for _ in range(count + 1)]
-    chain = Chain.from_sizes(boundaries, [size + draw(sizes) for size in boundaries[1:]])
+    chain = chain_from_sizes(boundaries, [size + draw(sizes) for size in boundaries[1:]])
     if seconds is not None:
         return chain, draw(any_costs(chain, sizes=sizes, seconds=seconds))
     return chain, draw(draw(st.sampled_from([any_costs, paper_costs]))(chain))
@@ -131,7 +132,7 @@ def _least(found: Solution) -> int:
     return found.least_budget_bytes if isinstance(found, Infeasible) else 0
 
 
-LINKS = st.builds(Link.symmetric, st.sampled_from([0.5, 1.0, 4.0]), shared=st.booleans())
+LINKS = st.builds(symmetric_link, st.sampled_from([0.5, 1.0, 4.0]), shared=st.booleans())
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -157,7 +158,7 @@ def test_with_a_link(name: str, costed: tuple[Chain, Costs], link: Link, budget_
 @examples(0.2)
 @given(
     lines(most=12, sizes=HUGE_SIZES, seconds=HUGE_SECONDS),
-    st.none() | st.builds(Link.symmetric, st.floats(1e6, 1e12), shared=st.booleans()),
+    st.none() | st.builds(symmetric_link, st.floats(1e6, 1e12), shared=st.booleans()),
     st.floats(0, 1),
 )
 def test_sizes_and_times_of_any_magnitude(
@@ -227,7 +228,7 @@ def test_a_solver_is_asked_by_its_name() -> None:
 
 
 TOO_LARGE = Problem(
-    Chain.from_sizes([1 << 61] * 2, [1 << 61]),
+    chain_from_sizes([1 << 61] * 2, [1 << 61]),
     Costs((StageCosts(1.0, 1.0, 1.0, 0, 0, 0, 0, 0),)),
     1,
 )

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import numba
 import pytest
 
-from fxremat.ir import Chain, Costs, Link, Problem, StageCosts
+from fxremat.ir import Costs, Problem, StageCosts
 from fxremat.solvers import pofo, rotor
 from fxremat.solvers.threads import thread_count
+from tests.paper_terms import chain_from_sizes, symmetric_link
 
 STAGES = 200
 """Enough for both solvers to share the work."""
@@ -21,8 +22,8 @@ STAGES = 200
 
 def long_chain() -> Problem:
     costs = Costs((StageCosts(1.0, 1.0, 1.0, 1, 1, 1, 1, 1),) * STAGES)
-    chain = Chain.from_sizes([1] * (STAGES + 1), [2] * STAGES)
-    return Problem(chain, costs, 40, Link.symmetric(1.0))
+    chain = chain_from_sizes([1] * (STAGES + 1), [2] * STAGES)
+    return Problem(chain, costs, 40, symmetric_link(1.0))
 
 
 @pytest.fixture

@@ -48,9 +48,6 @@ class ScheduleModule(torch_compat.GraphOfModules):
 
     _boxed_call = True
 
-    def __init__(self, root: torch.nn.Module, graph: fx.Graph, class_name: str) -> None:
-        super().__init__(root, graph, class_name)
-
     @property
     def graphs(self) -> ScheduleModule:
         """Of the calls, and of what they call."""
@@ -158,12 +155,8 @@ def _sized(
     return MethodType(FunctionType(function.__code__, scope, function.__name__), module)
 
 
-def _names_of(graph: fx.Graph) -> dict[str, Any]:
-    """What sizes in the arguments of ``graph`` name; nothing where there are none."""
-    return {name: x for node in graph.nodes for name, x in _names_at(node).items()}
-
-
 def _names_at(node: fx.Node) -> dict[str, Any]:
+    """What sizes in the arguments of ``node`` name; nothing where there are none."""
     names = names_in((node.args, node.kwargs))
     return {**MODULES, **names} if names else {}
 
@@ -180,7 +173,6 @@ def render(graph: fx.Graph) -> str:
 
 class _Renderer:
     def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
         self._nodes = list(graph.nodes)
         self._index = {node: i for i, node in enumerate(self._nodes)}
         self._primals = [n for n in self._nodes if _is_primal(n)]
@@ -254,9 +246,7 @@ class _Renderer:
         if given:
             names.append(f"*{self._parameter_list(node, given)}")
         self._lines.extend(_wrap("args = [", ", ".join(names), "]"))
-        dead = self._last_read_by(node, arguments)
-        if dead:
-            self._lines.extend(_delete(", ".join(dead)))
+        self._drop(self._last_read_by(node, arguments))
         results = ", ".join(self._names(self._results(node)))
         call = f"{node.target}(args)"
         if results:
@@ -264,9 +254,7 @@ class _Renderer:
         else:
             self._lines.append(f"{call}{comment}")
         # A view that only the backward reads, whose memory travels: others rebuild it there.
-        unread = [name.lstrip("*") for name in self._names(self._unread(node))]
-        if unread:
-            self._lines.extend(_delete(", ".join(unread)))
+        self._drop(result for result in self._results(node) if not result.users)
 
     def _transfer(self, node: fx.Node) -> None:
         """An operation of the runtime, as a call of its bare name."""
@@ -277,9 +265,7 @@ class _Renderer:
             written[0] = ARENA
         arguments = ", ".join(written)
         self._lines.append(f"{result}{_bare_name(node)}({arguments}){comment}")
-        dead = self._last_read_by(node, node.all_input_nodes)
-        if dead:
-            self._lines.extend(_delete(", ".join(dead)))
+        self._drop(self._last_read_by(node, node.all_input_nodes))
 
     def _give(self, node: fx.Node) -> None:
         """Gradients that are handed over, by primal."""
@@ -287,9 +273,7 @@ class _Renderer:
         assert isinstance(made, dict)
         items = ", ".join(f"{primal}: {self._write(value)}" for primal, value in made.items())
         self._lines.extend(_wrap(f"{self._write(receiver)}.{node.target}({{", items, "})"))
-        dead = self._last_read_by(node, node.all_input_nodes)
-        if dead:
-            self._lines.extend(_delete(", ".join(dead)))
+        self._drop(self._last_read_by(node, node.all_input_nodes))
 
     def _is_given(self, node: fx.Node) -> bool:
         """Parameters and inputs, which the caller holds anyway."""
@@ -320,9 +304,6 @@ class _Renderer:
         picks = [user for user in call.users if user.target is operator.getitem]
         return sorted(picks, key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
 
-    def _unread(self, call: fx.Node) -> list[fx.Node]:
-        return [result for result in self._results(call) if not result.users]
-
     def _names(self, values: Iterable[object]) -> Iterator[str]:
         """How to write ``values`` in a list: whole lists starred, constants as they are."""
         for name, run in groupby(values, key=self._list_of):
@@ -343,15 +324,19 @@ class _Renderer:
             return repr(value)
         return next(iter(self._given_runs([value]))) if self._is_given(value) else value.name
 
-    def _last_read_by(self, call: fx.Node, arguments: Sequence[fx.Node]) -> list[str]:
-        """Names that nobody reads after ``call``."""
+    def _last_read_by(self, call: fx.Node, arguments: Sequence[fx.Node]) -> Iterator[fx.Node]:
+        """Those that nobody reads after ``call``."""
         here = self._index[call]
-        dead = [
-            n
-            for n in arguments
-            if not self._is_given(n) and all(self._index[user] <= here for user in n.users)
-        ]
-        return [name.lstrip("*") for name in self._names(dead)]
+        for n in arguments:
+            if not self._is_given(n) and all(self._index[user] <= here for user in n.users):
+                yield n
+
+    def _drop(self, values: Iterable[fx.Node]) -> None:
+        """Delete the names of values."""
+        names = ", ".join(name.lstrip("*") for name in self._names(values))
+        if names:
+            line = f"del {names}"
+            self._lines.extend([line] if len(line) <= WIDTH else _wrap("del (", names, ")"))
 
 
 def _is_transfer(node: fx.Node) -> bool:
@@ -373,11 +358,6 @@ def _neighbours(members: Sequence[fx.Node], user: fx.Node) -> bool:
     values = list(user.args[0] if user.op == "output" else user.args)  # type: ignore[arg-type]
     begin = values.index(members[0]) if members[0] in values else 0
     return values[begin : begin + len(members)] == list(members)
-
-
-def _delete(names: str) -> list[str]:
-    line = f"del {names}"
-    return [line] if len(line) <= WIDTH else _wrap("del (", names, ")")
 
 
 def _assign_list(name: str, items: tuple[str, ...]) -> list[str]:
@@ -412,7 +392,7 @@ def compile_graph(graph: fx.Graph) -> fx.GraphModule:
     """
     torch_compat.boxed_code(graph)
     module = fx.GraphModule(torch.nn.Module(), graph)
-    names = _names_of(graph)
+    names = {name: x for node in graph.nodes for name, x in _names_at(node).items()}
     if names:
         type(module).forward.__globals__.update(names)
         module.meta[FOLLOWS] = tuple(names)

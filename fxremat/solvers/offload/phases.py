@@ -93,13 +93,12 @@ class OffloadTimes:
 
     Attributes:
         forwards, backwards: start of each ``F_i`` and ``B_i``.
-        offloads, prefetches: the transfers.
+        prefetches: the transfers back.
         makespan_s: its length.
     """
 
     forwards: tuple[float, ...]
     backwards: tuple[float, ...]
-    offloads: tuple[Transferred, ...]
     prefetches: tuple[Transferred, ...]
     makespan_s: float
 
@@ -133,7 +132,6 @@ def plan(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Offloa
             total - start - seconds
             for start, seconds in zip(back.starts, line.backward_s, strict=True)
         ),
-        offloads=forth.transfers,
         prefetches=tuple(
             Transferred(t.index, total - t.end_s, total - t.begin_s, t.nbytes)
             for t in reversed(back.transfers)
