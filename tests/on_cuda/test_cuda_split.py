@@ -24,10 +24,12 @@ def made() -> nn.Module:
     return Language().to(CUDA)
 
 
-def gradients(model: nn.Module, call: Any, given: tuple[Tensor, ...]) -> list[Tensor]:
+def gradients(
+    model: nn.Module, call: Any, given: tuple[Tensor, ...], *, factor: float = 1.0
+) -> list[Tensor]:
     model.zero_grad(set_to_none=True)
     loss = call(*given)
-    loss.backward()
+    loss.backward(torch.full_like(loss, factor))
     found = [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
     model.zero_grad(set_to_none=True)
     return found
@@ -50,3 +52,22 @@ def test_half_the_least_has_the_same_bits():
     torch.cuda.reset_peak_memory_stats()
     gradients(model, call, given)
     assert torch.cuda.max_memory_allocated() <= call.plan.budget_bytes
+
+
+@on_stand_in
+def test_a_loss_whose_gradient_is_another_has_the_same_bits_within_the_budget():
+    given = tuple(tensor.to(CUDA) for tensor in batch())
+    truth = made()
+    expected = {factor: gradients(truth, truth, given, factor=factor) for factor in (1.0, 0.3)}
+    del truth
+    least_bytes = fxremat.plan(made(), given, "min", loss="own", split=False).budget_bytes
+    torch._dynamo.reset()
+    model = made()
+    call = fxremat.compile(model, given, int(0.7 * least_bytes), loss="own")
+    assert call.plan.form.beside
+    for factor in (1.0, 0.3, 0.3, 1.0):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        found = gradients(model, call, given, factor=factor)
+        assert all(map(torch.equal, found, expected[factor]))
+        assert torch.cuda.max_memory_allocated() <= call.plan.budget_bytes
