@@ -99,7 +99,7 @@ def gradients_beside(joint: JointGraph, most_bytes: int, *, exact: bool) -> fx.G
         if not multiples or not all(map(_is_number, (gradient, *chain))):
             continue
         with graph.inserting_before(node):
-            one = _if_ones(graph, node, mode, gradient, [*reversed(chain)])
+            one = _if_ones(graph, node, mode, gradient, sorted(chain))
             counted = _counted(graph, node, mode, total.args[0])
         node.args = (one, *given[1:-1], counted)
         for early in _needed(multiples):
