@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -431,13 +432,48 @@ def test_logits_are_made_once_where_the_gradient_of_the_loss_is_one(least_bytes:
 
     step(1.0)
     assert softmaxes(lambda: step(1.0)) == planned_softmaxes(call.plan) == 3
-    planned_bytes = call.plan.predicted_peak_bytes
+    planned_bytes, factors = call.plan.predicted_peak_bytes, itertools.cycle((0.5, 0.5, 0.3))
     model.zero_grad(set_to_none=True)
-    assert planned_bytes - 1000 < peak_of(model, lambda *x: 0.5 * call(*x), given) <= planned_bytes
-    step(0.5)  # it is known by now that it is none
+    assert peak_of(model, lambda *x: next(factors) * call(*x), given) <= planned_bytes
+    step(0.3)
+    for count in range(3):  # as of microbatches, or of a scaler of gradients
+        assert softmaxes(lambda: step(0.3)) == 3, count
+    assert all(plan.form.beside for plan in call.plans)
+
+
+@pytest.mark.usefixtures("first_that_fits")
+def test_a_loop_whose_loss_has_another_gradient_each_time_makes_logits_twice(least_bytes: int):
+    model, given, truth = made(), batch(), made()
+    call = compiled(model, least_bytes // 2)
+    for factor in range(1, 8):
+        for own, step in ((model, call), (truth, truth)):
+            own.zero_grad(set_to_none=True)
+            (factor / 7 * step(*given)).backward()
+        for ours, expected in zip(model.parameters(), truth.parameters(), strict=True):
+            assert torch.equal(ours.grad, expected.grad)
     later = call.plans[-1]
     assert not later.form.beside
-    assert softmaxes(lambda: step(0.5)) == planned_softmaxes(later) >= 6
+    loss = 0.1 * call(*given)
+    assert softmaxes(loss.backward) >= 3
+    model.zero_grad(set_to_none=True)
+    factors = itertools.count(0.5, 0.25)
+    found = peak_of(model, lambda *given: next(factors) * call(*given), given)
+    assert found <= later.predicted_peak_bytes
+
+
+@pytest.mark.usefixtures("first_that_fits")
+def test_what_a_gradient_is_expected_to_be_is_read_once_a_step(least_bytes: int):
+    """Two steps in flight: the later one's backward comes first, with another gradient."""
+    model, given, truth = made(), batch(), made()
+    call = compiled(model, least_bytes, in_flight=2)
+    assert call.plan.form.beside
+    for step in (call, truth):
+        for factors in ((1.0, 0.3), (0.3, 0.3), (0.7, 0.3)):
+            losses = [step(*given) for _ in factors]
+            for loss, factor in zip(reversed(losses), factors, strict=True):
+                (factor * loss).backward()
+    for ours, expected in zip(model.parameters(), truth.parameters(), strict=True):
+        assert torch.equal(ours.grad, expected.grad)
 
 
 @pytest.mark.usefixtures("first_that_fits")

@@ -43,6 +43,7 @@ from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of, settled
 from fxremat.progress import Progress, silent
 from fxremat.report.memory import Kind
+from fxremat.runtime.expected import Expected
 
 LOG = logging.getLogger("fxremat")
 
@@ -157,6 +158,7 @@ class CapturedStep:
             )
         self.late_bytes = self._more_bytes = 0
         self._variants: list[Variant] = []
+        self._expected: dict[str, Expected] = {}
         self._resized: dict[tuple[Values, Form, bool], Variant] = {}
 
     def is_same(self, other: CapturedStep) -> bool:
@@ -268,7 +270,13 @@ class CapturedStep:
         )
         if form.parts_bytes:
             same_bits = self._keeps_bits if form.exact else None
-            found = split(joint, form.parts_bytes, same_bits, beside=form.beside)
+            found = split(
+                joint,
+                form.parts_bytes,
+                same_bits,
+                beside=form.beside,
+                expected=self._expected,
+            )
             joint = rebuilt(joint, found or joint.module)
         line = linearize(joint)
         return line if self._units is None else self._fused(line, self._units)

@@ -23,6 +23,9 @@ LOG = logging.getLogger("fxremat")
 MOST_WATCHED = 2
 """Sizes at which steps are watched: what a loss takes at others follows from these."""
 
+MOST_MISSED = 3
+"""Steps in a row whose loss had another gradient than in the step before: so it goes on."""
+
 _Kind = tuple[int, bool]
 
 
@@ -37,7 +40,8 @@ class Corrections:
         several: of several steps at once, by kind of context.
         cleared: kinds whose gradients must be gone before the backward, or nothing fits.
         kept: kinds whose gradients were not.
-        scaled: losses of steps had a gradient that was not 1.
+        missed: so many steps in a row had a loss with another gradient than the one before.
+        scaled: there were too many of these.
         changes: how often any of that has changed.
     """
 
@@ -47,6 +51,7 @@ class Corrections:
     several: dict[_Kind, Correction] = field(default_factory=dict)
     cleared: set[_Kind] = field(default_factory=set)
     kept: set[_Kind] = field(default_factory=set)
+    missed: int = 0
     scaled: bool = False
     changes: int = 0
 
@@ -129,13 +134,24 @@ class Corrections:
             self.cleared.add(context.kind)
             self.changes += 1
 
-    def scale(self) -> None:
-        """Plan for losses whose gradient is not 1 from now on, as that of a step was not."""
+    def foresaw(self, *, is_so: bool) -> None:
+        """Note whether the gradient of a loss was the one that it had in the step before."""
+        self.missed = 0 if is_so else self.missed + 1
+        if self.missed == MOST_MISSED:
+            LOG.info("a loss's gradient is another each time: none are computed beside it any more")
+            self._scale(so=True)
+
+    def unscaled(self, context: StepContext) -> StepContext:
+        """``context``, as nothing new could be measured for it: steps will show once more that
+        gradients of losses are others each time.
+        """
+        self.missed = 0
+        self._scale(so=False)
+        return replace(context, scaled=False)
+
+    def _scale(self, *, so: bool) -> None:
         with self.loop.planning:
-            LOG.info(
-                "a loss's gradient is not 1: exact gradients are not computed beside it any more"
-            )
-            self.scaled = True
+            self.scaled = so
             self.changes += 1
 
     def gradients_stayed(self, context: StepContext) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxremat import torch_compat
 from fxremat.costs.workspaces import library_workspaces
-from fxremat.errors import BudgetError
+from fxremat.errors import BudgetError, CostError
 from fxremat.frontend.agreed import AGREED, agreed_corrections
 from fxremat.frontend.corrections import Corrections, warn, warn_counted
 from fxremat.frontend.emission import Emitted, Planned
@@ -272,8 +272,8 @@ class PlanCache:
         except BaseException as error:
             abandon(values, error)
             raise
-        if anew != computed_anew() and not self.corrections.scaled:
-            self.corrections.scale()
+        if step.plan.planned.plan.form.beside:
+            self.corrections.foresaw(is_so=anew == computed_anew())
         if self.regions.several:
             self.regions.done(step)
         elif watcher.is_on and any(in_flight):
@@ -426,6 +426,10 @@ class PlanCache:
         """
         try:
             return context, self.planner.again(context)
+        except CostError:  # as beside a profiler
+            if not context.scaled:
+                raise
+            return self._new_plan(self.corrections.unscaled(context))
         except BudgetError as error:
             cleared = replace(context, cleared=True)
             may_clear = not self.loop.caller.accumulate and self.corrections.may_clear(context)

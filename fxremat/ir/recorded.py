@@ -19,8 +19,8 @@ class Form:
     Attributes:
         exact: outputs and gradients have the bits that they have as traced.
         parts_bytes: values that take more are computed in parts, where that can be; 0: none is.
-        beside: gradients of losses in parts are computed with them, for a gradient of the loss
-            of 1; where it is another, exact ones are computed once more.
+        beside: gradients of losses in parts are computed with them, as if the loss's own were that
+            of the step before; where it is another, exact ones are computed once more.
     """
 
     exact: bool = True

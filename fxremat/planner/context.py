@@ -68,8 +68,8 @@ class StepContext:
         correction: from earlier steps.
         cleared: the gradients that exist will be gone when the backward begins, as torch's own
             tutorial clears them.
-        scaled: gradients of losses are not 1, as a step has shown: exact ones of what the loss is
-            computed from would be computed twice, beside it and once it is known.
+        scaled: gradients of losses are others each time, as steps have shown: exact ones of what a
+            loss is computed from would be computed twice, beside it and once it is known.
         region: the call is one of several of a step: ``correction`` has all that is beside it.
         host_bytes: of host memory, left for it; ``None``: as much as it takes.
     """

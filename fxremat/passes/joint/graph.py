@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError
 from fxremat.passes.joint.sizes import Sizes, layouts_of
+from fxremat.runtime.expected import Expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,11 @@ class JointGraph:
             object.__setattr__(self, name, value)
 
     def is_old_value(self, node: fx.Node) -> bool:
-        """Whether ``node`` copies a primal that the forward mutates."""
-        return torch_compat.is_clone(node) and node.args[0] in self.mutated
+        """Whether ``node`` copies what is another by the time it could be read again: a primal that
+        the forward mutates, a gradient that is expected.
+        """
+        copies = torch_compat.is_clone(node) and node.args[0] in self.mutated
+        return copies or isinstance(node.target, Expected)
 
 
 def is_tensor(node: fx.Node) -> bool:

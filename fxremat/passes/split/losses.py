@@ -14,6 +14,7 @@ from fxremat import torch_compat
 from fxremat.passes.joint.graph import JointGraph, fake_result, is_getitem, is_tensor, tensors_of
 from fxremat.passes.joint.sizes import LAYOUTS, Layout, layouts_of, product
 from fxremat.passes.split.beside import beside
+from fxremat.runtime.expected import Expected
 
 aten = torch.ops.aten
 
@@ -67,20 +68,22 @@ LINEAR: Mapping[object, int] = {
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 
-def gradients_beside(joint: JointGraph, most_bytes: int, *, exact: bool) -> fx.GraphModule:
-    """The graph with large gradients of losses computed in the forward, as if those of the step's
-    results were 1.
+def gradients_beside(
+    joint: JointGraph, most_bytes: int, expected: dict[str, Expected] | None
+) -> fx.GraphModule:
+    """The graph with large gradients of losses computed in the forward.
 
     Neither they nor what they are computed from need be computed in the backward then, once more:
-    what is smaller is kept. Where it is to be ``exact``, it is what
-    :class:`~fxremat.passes.split.beside.Beside` gives; else it is multiplied there by the loss's
-    gradient, which rounds it once more. ``float16`` has no room for gradients of a loss that is not
-    scaled: such a loss stays as it is.
+    what is smaller is kept. With ``expected`` gradients of the step's results it is what
+    :class:`~fxremat.passes.split.beside.Beside` gives, with the bits that it has as traced. Without
+    it is computed for a loss's gradient of 1, and multiplied in the backward by the real one, which
+    rounds it once more; ``float16`` has no room for gradients of a loss that is not scaled: such a
+    loss stays as it is.
 
     Args:
         joint: the step, its losses :func:`by_rows`; it is not changed.
         most_bytes: gradients of losses that take more are computed so.
-        exact: gradients must have the bits that they have as traced.
+        expected: by the gradient's name, of all forms of the step; further ones are added.
     """
     copied: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
@@ -94,12 +97,17 @@ def gradients_beside(joint: JointGraph, most_bytes: int, *, exact: bool) -> fx.G
         is_large = layout.storage_bytes > most_bytes and len(layout.shape) == 2
         if not is_large or gradient not in late or weight is not None or reduction == NONE:
             continue
-        chain = [n for n in _needed([gradient]) if n in late] if exact else []
+        chain = [] if expected is None else sorted(n for n in _needed([gradient]) if n in late)
         multiples = _multiples(node)
-        if not multiples or not all(map(_is_number, (gradient, *chain))):
+        small = any(n.meta["val"].dtype is torch.float16 for n in multiples)
+        if (
+            (small and expected is None)
+            or not multiples
+            or not all(map(_is_number, (gradient, *chain)))
+        ):
             continue
         with graph.inserting_before(node):
-            one = _if_ones(graph, node, mode, gradient, sorted(chain))
+            one, roots = _foreseen(graph, node, mode, gradient, chain, expected)
             counted = _counted(graph, node, mode, total.args[0])
         node.args = (one, *given[1:-1], counted)
         for early in _needed(multiples):
@@ -108,10 +116,11 @@ def gradients_beside(joint: JointGraph, most_bytes: int, *, exact: bool) -> fx.G
             later = [user for user in early.users if user not in multiples]
             if later:
                 with graph.inserting_after(early):
-                    if exact:
-                        scaled = _call(graph, early, mode, beside, early, gradient, one)
-                    else:
+                    if expected is None:
                         scaled = _call(graph, early, mode, aten.mul.Tensor, early, gradient)
+                    else:
+                        gradients = (gradient, one, *roots, *roots.values())
+                        scaled = _call(graph, early, mode, beside, early, *gradients)
                 scaled.meta["partitioner_tag"] = "is_backward"
                 _lay(scaled, layouts_of(early)[0].shape)
                 for user in later:
@@ -133,25 +142,37 @@ def _is_number(node: fx.Node) -> bool:
     return is_one and not torch_compat.draws_random_numbers(node)
 
 
-def _if_ones(
-    graph: fx.Graph, loss: fx.Node, mode: Any, gradient: fx.Node, chain: Sequence[fx.Node]
-) -> fx.Node:
-    """What the gradient of ``loss`` is, computed by ``chain``, where gradients of results are 1."""
+def _foreseen(
+    graph: fx.Graph,
+    loss: fx.Node,
+    mode: Any,
+    gradient: fx.Node,
+    chain: Sequence[fx.Node],
+    expected: dict[str, Expected] | None,
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """What the gradient of ``loss`` is, as ``chain`` computes it, if gradients of the step's
+    results are as expected, and these, by real ones; 1 where none are expected.
+    """
     values: dict[fx.Node, fx.Node] = {}
+    roots: dict[fx.Node, fx.Node] = {}
 
     def of(node: fx.Node) -> fx.Node:
         if node not in values and (torch_compat.is_tangent(node) or node is gradient):
             val = node.meta["val"]
             like = {"dtype": val.dtype, "device": val.device}
-            full = aten.full.default
-            values[node] = _call(graph, loss, mode, full, list(val.shape), 1.0, **like)
+            shape, full = list(val.shape), aten.full.default
+            if expected is None:
+                values[node] = _call(graph, loss, mode, full, shape, 1.0, **like)
+            else:
+                own = expected.setdefault(node.name, Expected(f"expected_{node.name}"))
+                values[node] = roots[node] = _call(graph, loss, mode, own, shape, *like.values())
         return values.get(node, node)
 
     for node in chain:
         args: Any = fx.node.map_arg(node.args, of)
         kwargs: Any = fx.node.map_arg(dict(node.kwargs), of)
         values[node] = _call(graph, loss, mode, node.target, *args, **kwargs)
-    return of(gradient)
+    return of(gradient), roots
 
 
 def _counted(graph: fx.Graph, loss: fx.Node, mode: Any, mean: fx.Node) -> fx.Node:
@@ -198,7 +219,7 @@ def _multiples(loss: fx.Node) -> dict[fx.Node, None]:
                 node.target in PRODUCTS or (place is not None and node.args[place] is read[0])
             )
             others = len(found.keys() & {*node.all_input_nodes}) > 1
-            if not is_multiple or others or node.meta["val"].dtype is torch.float16:
+            if not is_multiple or others:
                 return {}
             if 2 * size(node) <= size(loss) and not node.meta["val"].is_contiguous():
                 return {}  # what it is multiplied to would lie otherwise

@@ -31,6 +31,7 @@ from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Way, for_rows
 from fxremat.passes.split.runs import Run, Ways, is_sum_of_products, place_of, runs_of
+from fxremat.runtime.expected import Expected
 
 Tensors = Sequence[torch.Tensor]
 
@@ -41,7 +42,12 @@ that it reads, and the operation at once.
 
 
 def split(
-    joint: JointGraph, most_bytes: int, same_bits: SameBits | None, *, beside: bool
+    joint: JointGraph,
+    most_bytes: int,
+    same_bits: SameBits | None,
+    *,
+    beside: bool,
+    expected: dict[str, Expected],
 ) -> fx.GraphModule | None:
     """The graph of ``joint``, with runs in parts where values take more than ``most_bytes``.
 
@@ -51,6 +57,7 @@ def split(
         same_bits: asked of each operation whose kernel may round otherwise in parts; ``None``:
             results may differ by rounding.
         beside: gradients of losses are computed with them where that can be.
+        expected: see :func:`~fxremat.passes.split.losses.gradients_beside`.
 
     Ensures: random draws keep their order; results and gradients lie as they did.
 
@@ -59,7 +66,8 @@ def split(
     joint = rebuilt(joint, by_rows(joint.module))
     exact = same_bits is not None
     if beside:
-        early = rebuilt(joint, gradients_beside(joint, most_bytes, exact=exact))
+        foreseen = expected if exact else None
+        early = rebuilt(joint, gradients_beside(joint, most_bytes, foreseen))
         found = _in_parts(early, most_bytes, same_bits)
         if not exact or (found is not None and gathered(found)):
             return found

@@ -1,0 +1,33 @@
+"""Gradients that a step's results are expected to get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Expected:
+    """The gradient that a result of a step is expected to get: that which it got last, 1 at first.
+
+    A forward reads it once, and nothing computes it again: it may be another by then.
+
+    Args:
+        name: in emitted code.
+
+    Attributes:
+        value: of all its elements.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "fxremat.expected"
+        self.value = 1.0
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The gradient, of that shape."""
+        return torch.full(shape, self.value, dtype=dtype, device=device)
