@@ -324,6 +324,23 @@ def test_graphs_of_a_step_are_in_parts_where_else_they_do_not_fit():
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_profiler_of_the_user_does_not_stop_graphs_that_are_to_be_in_parts(count: int):
+    torch._dynamo.reset()
+    model, x = Sequences(breaks=True).double(), torch.randn(2, 256, 16, dtype=torch.float64)
+    call = fxremat.compile(model, x, "min", loss="own", split=True)
+    for _ in range(count):
+        gradients(model, call, (x,))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        found = [gradients(model, call, (x,)) for _ in range(3)][-1]
+    for ours, theirs in zip(found, gradients(model, model, (x,)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    for _ in range(2):
+        gradients(model, call, (x,))
+    assert peak_of(model, call, (x,)) <= call.plan.budget_bytes
+
+
+@pytest.mark.more
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_exact_keeps_bits_at_other_sizes(count: int):
     model, truth = made(), made()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fxremat.errors import CostError
 from fxremat.frontend.agreed import Chosen
 from fxremat.frontend.budget import Budget
 from fxremat.frontend.pipeline import Planner
@@ -84,7 +86,8 @@ def leaving_little(
         left_bytes=planner.step.tangent_bytes(context.sizes) + made_bytes,
     )
     found = alone(context, beside, host_bytes)
-    planner.least_bytes(found, budget_bytes)  # further forms are looked at where none fits
+    with contextlib.suppress(CostError):  # as beside a profiler, where no further form is measured
+        planner.least_bytes(found, budget_bytes)  # further ones are looked at where none fits
     return found
 
 

@@ -430,7 +430,8 @@ class Planner:
         is_bound = first == context and not context.existing
         most_bytes = below_bytes - self.step.given_bytes(context) if is_bound else None
         while self._forms:
-            variant = self.step.add(self._forms.pop(0), below_bytes=most_bytes)
+            variant = self.step.add(self._forms[0], below_bytes=most_bytes)
+            self._forms.pop(0)
             if variant is not None:
                 self._known.append(self._schedules(variant, None, first))
                 return True

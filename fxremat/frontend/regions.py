@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 
 from fxremat import torch_compat
-from fxremat.errors import BudgetError
+from fxremat.errors import BudgetError, CostError
 from fxremat.frontend.agreed import AGREED, Chosen
 from fxremat.frontend.choices import (
     alone,
@@ -537,9 +537,11 @@ class Regions:
                 if not self._grown(known):
                     raise
             else:
-                # The least is that of all forms.
-                if not (self.loop.budget.grows and self._grown(known)):
-                    return found
+                # The least is that of all forms; beside a profiler, of those that are known.
+                with contextlib.suppress(CostError):
+                    if self.loop.budget.grows and self._grown(known):
+                        continue
+                return found
 
     def _grown(self, known: KnownStep) -> bool:
         """Let schedules be known of one more form of each graph of a step, if there is one."""
