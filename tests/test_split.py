@@ -447,8 +447,8 @@ def test_logits_are_made_once_where_the_gradient_of_the_loss_is_one(least_bytes:
         model.zero_grad(set_to_none=True)
         (factor * call(*given)).backward()
 
-    step(1.0)
-    assert softmaxes(lambda: step(1.0)) == planned_softmaxes(call.plan) == 3
+    for count in range(2):
+        assert softmaxes(lambda: step(1.0)) == planned_softmaxes(call.plan) == 3, count
     planned_bytes, factors = call.plan.predicted_peak_bytes, itertools.cycle((0.5, 0.5, 0.3))
     model.zero_grad(set_to_none=True)
     assert peak_of(model, lambda *x: next(factors) * call(*x), given) <= planned_bytes

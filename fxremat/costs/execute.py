@@ -232,9 +232,9 @@ def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def _bound(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Callable[[], Any]:
-    """``node`` as ``block`` runs it, with its arguments."""
+    """``node`` as ``block`` runs it, with its arguments; what may be computed once more, is."""
     target, args, kwargs = call_of(node, block.mode_of(node))
-    target = torch_compat.alone(target)
+    target = target.anew if isinstance(target, Beside) else torch_compat.alone(target)
     real_args = torch.fx.map_arg(args, lambda n: values[n])
     real_kwargs = torch.fx.map_arg(kwargs, lambda n: values[n])
     return functools.partial(target, *real_args, **real_kwargs)

@@ -58,10 +58,8 @@ def leaving_least(
 def leaving_little(
     planner: Planner,
     context: StepContext,
-    there_bytes: int,
     budget_bytes: int,
-    *,
-    made_bytes: int,
+    beside: Correction,
     host_bytes: int | None,
 ) -> StepContext:
     """A region's call that is to leave least of all that keeps to a budget; see :func:`alone`.
@@ -72,20 +70,20 @@ def leaving_little(
     Args:
         planner: of its graph.
         context: what it finds.
-        there_bytes: when it begins.
         budget_bytes: of the step.
-        made_bytes: of gradients that are there when its backward begins, and were not before.
+        beside: ``more_bytes``: what is there when it begins; ``left_bytes``: gradients of others
+            that are there when its backward begins, and were not before.
         host_bytes: of host memory, left for it; ``None``: as much as it takes.
     """
     least = leaving_least(planner, context, host_bytes)
     own_bytes = planner.step.given_bytes(least)
     held_bytes = planner.least_bytes(least, None) - own_bytes - least.correction.turn_bytes
-    beside = Correction(
-        more_bytes=there_bytes - own_bytes,
-        turn_bytes=max(0, budget_bytes - there_bytes - held_bytes),
-        left_bytes=planner.step.tangent_bytes(context.sizes) + made_bytes,
+    needed = Correction(
+        more_bytes=beside.more_bytes - own_bytes,
+        turn_bytes=max(0, budget_bytes - beside.more_bytes - held_bytes),
+        left_bytes=planner.step.tangent_bytes(context.sizes) + beside.left_bytes,
     )
-    found = alone(context, beside, host_bytes)
+    found = alone(context, needed, host_bytes)
     with contextlib.suppress(CostError):  # as beside a profiler, where no further form is measured
         planner.least_bytes(found, budget_bytes)  # further ones are looked at where none fits
     return found

@@ -71,6 +71,7 @@ class Planner:
     Attributes:
         step: as given.
         budget: as given; a share means the bytes of the first plan from then on.
+        started: the plan for the call that was captured has been made.
         sent: by sizes and variant, what travels in plans that were found apart from the others.
     """
 
@@ -94,7 +95,7 @@ class Planner:
         self._link: MeasuredLink | None = None
         self._modules = BlockModules()
         self._peers = step.peers
-        self._started = self._bound = self._scaled = False
+        self.started = self._bound = self._scaled = False
 
     # Plans
 
@@ -126,7 +127,7 @@ class Planner:
             if self._peers is not None and self._host is not None:
                 self._link = agreed_link(self._peers, self._link_to(self._host))
             planned = self._shared(lambda: self._found(context, least=least))
-        self._started = True
+        self.started = True
         if kept is None and rehearse:
             planned = with_overhead(planned, self.step)
         if not least:
@@ -143,7 +144,7 @@ class Planner:
             RankError: the graph has collectives, and other processes find something else.
         """
         budget = LEAST if least else self.budget
-        if self.together is None or not self._started:
+        if self.together is None or not self.started:
             return self._planned(context, budget)
         agreed_context(self.together, repr((context, least)))
         return self._shared(lambda: self._planned(context, budget))
@@ -288,11 +289,6 @@ class Planner:
         )
 
     # Processes that follow the same plans
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the plan for the call that was captured has been made."""
-        return self._started
 
     @property
     def together(self) -> Peers | None:

@@ -45,6 +45,9 @@ MUCH = 0.02
 """Share of the budget: where so much less is there than before, plans are chosen again."""
 
 
+MOST_UNKNOWN = 512
+"""Calls of steps that are not known, and what they are planned for; the oldest go first."""
+
 NEAR = 0.75
 """Share of the budget: steps that differ and are planned to take more are all watched."""
 
@@ -82,6 +85,7 @@ class Regions:
     _late_bytes: int = 0  # of collectives in graphs, likewise
     _before: Walk | None = None
     _choices: dict[Key, tuple[Choice, ...]] = field(default_factory=dict)
+    _unknown: dict[tuple[int, int, StepContext], StepContext] = field(default_factory=dict)
     _now: threading.local = field(default_factory=threading.local)
     _walks: weakref.WeakKeyDictionary[Step, Walk] = field(default_factory=weakref.WeakKeyDictionary)
 
@@ -248,22 +252,23 @@ class Regions:
         """A call of a step that is not known: it is to leave least.
 
         Where the budget is known, and no other process is to find the same, only as far as it keeps
-        to that.
+        to that. A little more is taken to be there than is, so that calls that find nearly the same
+        follow one plan.
         """
         walk: Walk | None = getattr(self._now, "walk", None)
-        budget_bytes = self.loop.budget.nbytes
-        begins = walk is None or not (walk.calls and planner.is_started)
+        budget_bytes, host_bytes = self.loop.budget.nbytes, self._host_bytes()
+        begins = walk is None or not (walk.calls and planner.started)
         if walk is None or begins or budget_bytes is None or self.loop.peers is not None:
-            return leaving_least(planner, context, self._host_bytes())
+            return leaving_least(planner, context, host_bytes)
         there_bytes = (walk.base_bytes or 0) + context.waiting_bytes + self._aside_bytes
-        return leaving_little(
-            planner,
-            context,
-            there_bytes,
-            budget_bytes,
-            made_bytes=self._made_bytes(walk),
-            host_bytes=self._host_bytes(),
-        )
+        there_bytes += -there_bytes % max(1, int(self._much_bytes))
+        beside = Correction(more_bytes=there_bytes, left_bytes=self._made_bytes(walk))
+        key = id(planner), budget_bytes, alone(context, beside, host_bytes)
+        if key not in self._unknown:
+            while len(self._unknown) >= MOST_UNKNOWN:
+                self._unknown.pop(next(iter(self._unknown)))
+            self._unknown[key] = leaving_little(planner, context, budget_bytes, beside, host_bytes)
+        return self._unknown[key]
 
     def _made_bytes(self, walk: Walk) -> int:
         """Of gradients that are there when a backward of the call that was entered last begins: of

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import fxremat
+from fxremat.frontend import pipeline
 from fxremat.runtime import cuda_graph
+from tests.test_split import Language, batch, softmaxes
 
 
 @pytest.fixture
@@ -76,3 +80,28 @@ def test_a_step_with_host_memory_does_not_run_then(capturing: pytest.MonkeyPatch
         each(X).sum().backward()
     pairs = zip(compiled.parameters(), reference.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_gradients_beside_a_loss_are_computed_once_more_then(capturing: pytest.MonkeyPatch):
+    """No number can be read: what a replay finds may be another."""
+    capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    capturing.setattr(pipeline, "MUCH_SLOWER", math.inf)  # the first form that fits is taken
+    torch.manual_seed(0)
+    original, given = Language().double(), batch()
+    least_bytes = fxremat.plan(original, given, "min", loss="own", split=False).budget_bytes
+    torch._dynamo.reset()
+    compiled = fxremat.compile(original, given, least_bytes // 2, loss="own")
+    assert compiled.plan.form.beside
+    found = []
+    for is_captured in (False, True, False):
+        capturing.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda is_captured=is_captured: is_captured
+        )
+        original.zero_grad(set_to_none=True)
+        found.append(softmaxes(compiled(*given).backward))
+        truth = Language().double()
+        truth.load_state_dict(original.state_dict())
+        truth(*given).backward()
+        pairs = zip(original.parameters(), truth.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert found[0] == found[2] == 0 < found[1]

@@ -81,17 +81,26 @@ class Beside:
             ]
         )
 
+    @property
+    def _count(self) -> int:
+        """How many arguments are the run's."""
+        return len(self.parts.inputs) + len(self.parts.hints)
+
     def __call__(self, *args: Any) -> Any:
         """Give the gradients."""
-        count = len(self.parts.inputs) + len(self.parts.hints)
-        given, gradient = [*args[:count]], args[count]
+        gradient, *others = args[self._count :]
         if not cuda_graph.is_captured():
-            if _are_equal(gradient, given[self.place]):
+            if _are_equal(gradient, args[self.place]):
                 return self.as_expected(*args)
             _counts.anew = computed_anew() + 1
-            for own, came in zip(self.expected, args[count + 1 :], strict=False):
+            for own, came in zip(self.expected, others, strict=False):
                 own.value = came.item()
-        given[self.place] = gradient
+        return self.anew(*args)
+
+    def anew(self, *args: Any) -> Any:
+        """Compute them once more, with the gradient that has come; nothing is learned."""
+        given = [*args[: self._count]]
+        given[self.place] = args[self._count]
         made = self.parts(*given)
         found = [made[i] for i in self.results] if len(self.parts.outputs) > 1 else [made]
         return found[0] if len(found) == 1 else found

@@ -129,9 +129,7 @@ def gradients_beside(
 
 
 def largest_gradient_bytes(joint: JointGraph) -> int:
-    """Of the gradients of losses over classes, with regard to what they are computed from, those of
-    the largest; 0: there are none.
-    """
+    """Of the largest gradient of a loss over classes, that of its scores; 0: there is none."""
     found = (n for n in joint.backward if n.target is aten.nll_loss_backward.default)
     return max((layouts_of(n)[0].storage_bytes for n in found), default=0)
 
