@@ -272,12 +272,12 @@ class PlanCache:
         except BaseException as error:
             abandon(values, error)
             raise
-        if step.plan.planned.plan.form.beside:
-            self.corrections.foresaw(is_so=anew == computed_anew())
         if self.regions.several:
             self.regions.done(step)
         elif watcher.is_on and any(in_flight):
             watcher.after(step)  # what follows is another step's
+        if step.plan.planned.plan.form.beside and not self.regions.several:
+            self.corrections.foresaw(is_so=anew == computed_anew())
         returned = gradients.finish()
         if step.count is not None:
             self._counted(step, step.count.peak_bytes())
