@@ -182,10 +182,13 @@ def largest_fitting(
     share = 1.0  # of what was guessed of a size, that it takes
     known: dict[int, int] = {}  # what sizes take, by the same schedules
 
+    def step(size: int) -> int:
+        return max(1, size // near if near else 0)
+
     def corrected(size: int) -> int:
         return int(share * roughly_at(size))
 
-    while high - low > max(1, low // near if near else 0):
+    while high - low > step(low):
         middle = (low + high) // 2 if high <= most else most
         if guess is None and len(known) > 1:
             guess = _crossing(known, budget_bytes, most)
@@ -194,10 +197,10 @@ def largest_fitting(
                 corrected, first=min(low or first, most), budget_bytes=budget_bytes, most=most
             )
         if guess <= low:
-            guess = min(low + _step(up), middle)
+            guess = min(low + step(low) * _times(up), middle)
             up += 1
         elif guess >= high:
-            guess = max(high - _step(down), middle)
+            guess = max(high - step(high) * _times(down), middle)
             down += 1
         else:
             up = down = 0
@@ -214,8 +217,8 @@ def largest_fitting(
     return low or None
 
 
-def _step(tries: int) -> int:
-    """How far to go from a bound that guesses do not move: 1, 1, 2, 4, …"""
+def _times(tries: int) -> int:
+    """How many steps to go from a bound that guesses do not move: 1, 1, 2, 4, …"""
     return 1 << max(0, tries - 1)
 
 
