@@ -18,6 +18,7 @@ from fxremat.ir import (
     RecordedCosts,
     StageSeconds,
 )
+from fxremat.report.codec import VERSION
 from fxremat.report.plan import Plan
 from fxremat.units import format_bytes
 from tests.plans import everything_kept, plan_of
@@ -64,11 +65,12 @@ def test_what_is_no_plan_is_refused_with_its_path(tmp_path: Path):
         "truncated": good[:-100],
         "empty": b"",
         "other": b'{"a": 1}',
-        "future": good.replace(b'"version":1', b'"version":2'),
+        "future": good.replace(b'"version":%d' % VERSION, b'"version":%d' % (VERSION + 1)),
         "changed": good.replace(b'"budget_bytes":', b'"budget_bytes":"x","budget":'),
         "less": good.replace(b'"chain":', b'"chains":'),
     }
     for name, data in contents.items():
+        assert data != good, f"{name} is a plan as it was saved"
         (tmp_path / name).write_bytes(data)
     for name in (*contents, "missing", "."):
         with pytest.raises(PlanError) as caught:
