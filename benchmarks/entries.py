@@ -93,14 +93,22 @@ def _encoder(length: int) -> ZooModel:
     return _entry(f"encoder{length}", build, (1, length, 32))
 
 
+def _deep_gpt(blocks: int) -> ZooModel:
+    """A GPT of many small blocks: its graph is large, its step is not."""
+    config = GPTConfig(vocabulary=256, context=64, width=64, blocks=blocks)
+    return gpt_entry(f"gpt{blocks}_narrow", config, batch=4, length=64)
+
+
 _TINY_GPT = GPTConfig(vocabulary=64, context=32, width=32, heads=2, blocks=12)
 
 _EACH = (
     _entry("blocks60", Residual, (8, 16)),
     _entry("gru48", lambda: UnrolledGRU(steps=48), (8, 48, 16)),
+    _entry("gru500", lambda: UnrolledGRU(steps=500), (8, 500, 16)),
     _entry("encoder_twice", Twice, (8, 64, 128), (8, 64, 128)),
     gpt_entry("gpt12_tiny", _TINY_GPT, batch=2, length=32),
     *map(_narrow_llama, (8, 16, 32, 64)),
+    *map(_deep_gpt, (48, 96, 384)),
     *map(_words, (4000, 32_000, 128_000)),
     *map(_encoder, (2048, 16_384)),
 )

@@ -2,7 +2,7 @@
 
 Seconds of CPU of one thread, with nothing known of any model, from the captured graph to the
 emitted ones, for half of the peak of keeping everything; and once more where only the cache folder
-knows it.
+knows it. Models of other libraries whose library is missing are left out, which is said.
 Run: python -m benchmarks.planning [model …]
 """
 
@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.common import save, show
+from benchmarks.common import RESULTS, pyplot, rows_but, save, show
 from benchmarks.steps import entry_of, planned
 from fxremat.costs.cache import COSTS
 from fxremat.frontend import capture, captured, pipeline
@@ -37,7 +37,12 @@ MODELS = (
     *(f"llama_narrow{layers}" for layers in (8, 16, 32, 64)),
     "densenet121",
     "gru48",
+    "gru500",
     "encoder_twice",
+    *(f"gpt{blocks}_narrow" for blocks in (48, 96, 384)),
+    "rwkv",
+    "mamba",
+    "unet2d",
 )
 
 
@@ -63,7 +68,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.evaluations = 0
+        self.evaluations = self.operations = 0
 
     def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, timed."""
@@ -94,6 +99,8 @@ class Clock:
 
         def call(*args: Any, **kwargs: Any) -> Search:
             found = self.timed("search", over)(*args, generators=generators, **kwargs)
+            joint = found.measured.line.joint
+            self.operations = max(self.operations, len(joint.forward) + len(joint.backward))
             arrays = found.evaluator.arrays
             self.evaluations += int(arrays.data[arrays.at.counts + EVALUATIONS])
             return found
@@ -128,6 +135,7 @@ def planning_seconds(name: str) -> dict[str, Any]:
     evaluated_s = seconds["evaluating"] + seconds["climbing"]
     return {
         "model": name,
+        "operations": clock.operations,
         "stages": len(compiled.plan.chain),
         "capture_s": total_s - seconds["planning"],
         "planning_s": seconds["planning"],
@@ -152,11 +160,26 @@ def one_more(name: str) -> float:
     return clock.seconds["planning"]
 
 
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Seconds over operations, into ``results/planning.png``."""
+    plot = pyplot()
+    if plot is None:
+        return
+    figure, axes = plot.subplots(figsize=(7, 4))
+    for found in rows:
+        axes.plot(found["operations"], found["planning_s"], "o", color="tab:blue")
+        axes.annotate(found["model"], (found["operations"], found["planning_s"]), fontsize=7)
+    axes.set(xscale="log", yscale="log", xlabel="operations", ylabel="seconds of CPU to plan")
+    figure.tight_layout()
+    figure.savefig(RESULTS / "planning.png", dpi=120)
+
+
 def row(found: dict[str, Any]) -> list[str]:
     """As it is printed."""
     names = ("capture", "planning", "measuring", "tables", "search", "emission", "known")
     return [
         found["model"],
+        str(found["operations"]),
         str(found["stages"]),
         *(f"{found[f'{name}_s']:.2f}" for name in names),
         f"{found['evaluations']} x {found['evaluation_us']:.0f}",
@@ -170,16 +193,26 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in ("tied", "inception"):  # kernels are loaded, or compiled
         planned(entry_of(name), "min")
-    results = [planning_seconds(name) for name in options.models]
+    before = rows_but("planning", lambda row: row["model"] in options.models)
+    results = []
+    for name in options.models:
+        try:
+            results.append(planning_seconds(name))
+        except ImportError as missing:
+            print(f"{name} is left out: {missing}")
+            continue
+        print(results[-1], flush=True)
+        save("planning", {"rows": [*before, *results]}, quiet=True)
     columns = ("capture s", "planning s", "measuring", "tables", "search", "emission", "known")
     show(
         "Planning, seconds of CPU",
-        ["model", "stages", *columns, "evaluations x us"],
+        ["model", "operations", "stages", *columns, "evaluations x us"],
         [row(found) for found in results],
     )
     seconds = import_seconds()
     print(f"importing fxremat beyond torch: {seconds:.3f} s")
-    save("planning", {"models": results, "import_s": seconds})
+    save("planning", {"rows": [*before, *results], "import_s": seconds})
+    draw([*before, *results])
 
 
 if __name__ == "__main__":

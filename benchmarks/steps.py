@@ -14,7 +14,7 @@ from fxremat import torch_compat
 from fxremat.costs.measure import seconds_of
 from tests.models import BENCH, ZOO
 from tests.models.reference import compile_reference
-from tests.models.zoo import ZooModel
+from tests.models.zoo import Args, Kwargs, ZooModel, drawn_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,28 @@ class Step:
 
 
 def entry_of(name: str) -> ZooModel:
-    """A model by name: of benchmarks alone, a benchmark configuration, or of the zoo."""
-    return {**ZOO, **BENCH, **ENTRIES}[name]
+    """A model by name: of benchmarks alone, a benchmark configuration, of the zoo, or of another
+    library.
+
+    Raises:
+        ImportError: the library is not installed.
+    """
+    known = {**ZOO, **BENCH, **ENTRIES}
+    return known[name] if name in known else _of_library(name)
+
+
+def _of_library(name: str) -> ZooModel:
+    """What ``benchmarks/wild.py`` trains."""
+    from benchmarks.wild_models import WILD, prepare
+
+    prepare()
+    make = drawn_once(WILD[name].make)
+
+    def sample(_seed: int) -> tuple[Args, Kwargs]:
+        case = make()
+        return case.args, case.kwargs
+
+    return ZooModel(name=name, build=lambda: make().model, sample=sample, loss=make().loss)
 
 
 def make_step(entry: ZooModel, model: torch.nn.Module, call: Callable[..., Any]) -> Step:
