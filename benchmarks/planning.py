@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +29,7 @@ from fxremat.costs.cache import COSTS
 from fxremat.frontend import capture, captured, pipeline
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.extract import EVALUATIONS
-from fxremat.planner.search import GENERATORS, Search
+from fxremat.planner.search import Search
 
 MODELS = (
     "gpt16",
@@ -95,9 +95,9 @@ class Clock:
 
     def searched(self, over: Callable[..., Search]) -> Callable[..., Search]:
         """``over``, its generators and evaluations timed."""
-        generators = [self.steps("tables", generator) for generator in GENERATORS]
 
-        def call(*args: Any, **kwargs: Any) -> Search:
+        def call(*args: Any, generators: Iterable[Any], **kwargs: Any) -> Search:
+            generators = [self.steps("tables", generator) for generator in generators]
             found = self.timed("search", over)(*args, generators=generators, **kwargs)
             joint = found.measured.line.joint
             self.operations = max(self.operations, len(joint.forward) + len(joint.backward))

@@ -310,60 +310,79 @@ class _Finder:
                 return True
         return False
 
-    # Groups
-
     def _grouped(self, runs: list[Run]) -> list[Run]:
         """Runs that compute the same values in the same rows, as one where none needs another."""
+        order = _Order(self._made, runs, self._order)
         groups: list[Run] = []
+        computing: dict[fx.Node, list[int]] = {}  # places of groups, by each operation in them
         for run in sorted(runs, key=lambda run: self._order[run.targets[0]]):
-            for i, group in enumerate(groups):
-                side = group.targets[0] in self._backward
-                if side != (run.targets[0] in self._backward):
-                    continue
-                both = group.joined(run)
-                others = [own for own in groups if own is not group]
-                if (
-                    both is not None
-                    and self._is_free(both, others)
-                    and (self._whole_bytes(both) <= max(map(self._whole_bytes, (group, run))))
-                ):
-                    groups[i] = both
-                    break
-            else:
+            alike = {i for n in run.ways for i in computing.get(n, ())}
+            joined = next((i for i in sorted(alike) if self._join(groups, i, run, order)), None)
+            if joined is None:
+                joined = len(groups)
                 groups.append(run)
+            for operation in run.ways:
+                own = computing.setdefault(operation, [])
+                if joined not in own:
+                    own.append(joined)
         return groups
 
-    def _is_free(self, run: Run, others: Sequence[Run]) -> bool:
-        """Whether nothing that the run takes depends on what it gives, ``others`` being one
-        operation each.
-        """
-        targets = set(run.targets)
-        run_of = {target: other for other in others for target in other.targets}
-        first = self._first(run, others)
-        seen: set[fx.Node] = set()
-        waiting = list(run.sources)
-        while waiting:
-            node = operation_of(waiting.pop())
-            if node in targets:
-                return False
-            if node not in seen and self._order[node] >= first:
-                seen.add(node)
-                other = run_of.get(node)
-                waiting.extend(node.all_input_nodes if other is None else other.sources)
+    def _join(self, groups: list[Run], place: int, run: Run, order: _Order) -> bool:
+        """Let a group compute what ``run`` does as well; can it?"""
+        group = groups[place]
+        if len({own.targets[0] in self._backward for own in (group, run)}) > 1:
+            return False
+        both = group.joined(run)
+        if both is None:
+            return False
+        if self._whole_bytes(both) > max(map(self._whole_bytes, (group, run))):
+            return False
+        if not order.join(group, run, both):
+            return False
+        groups[place] = both
         return True
 
-    def _first(self, run: Run, others: Sequence[Run]) -> int:
-        """A place before which nothing depends on what the run gives."""
-        spans = [
-            (min(places), max(places))
-            for places in ([self._order[t] for t in own.targets] for own in others)
+
+class _Order:
+    """Operations of a step, each after all that it reads, a run being one of them.
+
+    Args:
+        made: values of the step.
+        runs: with one target each.
+        places: of nodes in the graph.
+    """
+
+    def __init__(
+        self, made: Iterable[fx.Node], runs: Iterable[Run], places: Mapping[fx.Node, int]
+    ) -> None:
+        self._run_of = {target: run for run in runs for target in run.targets}
+        operations = dict.fromkeys(map(operation_of, sorted(made, key=places.__getitem__)))
+        self._items: list[fx.Node | Run | None] = [self._run_of.get(n, n) for n in operations]
+        self._place = {item: i for i, item in enumerate(self._items)}
+
+    def join(self, one: Run, other: Run, both: Run) -> bool:
+        """Let ``both`` stand for two runs, unless what it takes depends on what it gives."""
+        first, last = sorted((self._place[one], self._place[other]))
+        needed: set[fx.Node | Run | None] = set()
+        waiting = list(both.sources)
+        while waiting:
+            operation = operation_of(waiting.pop())
+            item = self._run_of.get(operation, operation)
+            if item is one or item is other:
+                return False
+            if item not in needed and self._place.get(item, 0) > first:
+                needed.add(item)
+                waiting.extend(item.sources if isinstance(item, Run) else item.all_input_nodes)
+        between = [item for item in self._items[first : last + 1] if item not in (one, other)]
+        self._items[first : last + 1] = [
+            *(item for item in between if item in needed),
+            both,
+            *(item for item in between if item not in needed),
+            None,
         ]
-        first = min(self._order[target] for target in run.targets)
-        while True:  # an operation that gives something before it and something behind
-            before = min((low for low, high in spans if low < first < high), default=first)
-            if before == first:
-                return first
-            first = before
+        self._place.update((self._items[i], i) for i in range(first, last + 1))
+        self._run_of.update((target, both) for target in both.targets)
+        return True
 
 
 def place_of(value: fx.Node) -> int:
