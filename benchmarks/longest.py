@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -105,13 +105,17 @@ def ids(length: int, words: int, device: str = "cpu") -> Tensor:
 
 
 def peak_of(model: nn.Module, call: Any, given: Tensor) -> int:
-    """Of one step, with what is resident."""
-    return fxremat.measure_step(model, lambda: call(given).backward()).peak_bytes
+    """Of one step, with what is resident; no gradients exist before it."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        call(given).backward()
+
+    return fxremat.measure_step(model, step).peak_bytes
 
 
-def measure_small(splits: Collection[str]) -> list[dict[str, Any]]:
+def measure_small(splits: Collection[str]) -> Iterator[dict[str, Any]]:
     """The small one, here."""
-    rows = []
     for called in splits:
         split = SPLITS[called]
         torch._dynamo.reset()
@@ -129,14 +133,11 @@ def measure_small(splits: Collection[str]) -> list[dict[str, Any]]:
             model, ids(2048, 32_000), SMALL_BUDGET, loss="own", split=split, dynamic=True
         )
         row["peak_bytes"] = peak_of(model, call, given)
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+        yield row
 
 
-def measure_large(name: str, splits: Collection[str]) -> list[dict[str, Any]]:
+def measure_large(name: str, splits: Collection[str]) -> Iterator[dict[str, Any]]:
     """The large one, by estimate."""
-    rows = []
     for called in splits:
         split = SPLITS[called]
         if split == "exact":  # nothing is known of the kernels of a device that is not here
@@ -155,16 +156,13 @@ def measure_large(name: str, splits: Collection[str]) -> list[dict[str, Any]]:
             split=split,
         )
         batches = found.batches
-        row = {
+        yield {
             "model": name,
             "split": called,
             "tokens": batches.largest.size if batches else None,
             "least_bytes": found.kept.least_budget_bytes,
             "planned_s": time.perf_counter() - begin,
         }
-        rows.append(row)
-        print(row, flush=True)
-    return rows
 
 
 def main() -> None:
@@ -173,10 +171,15 @@ def main() -> None:
     parser.add_argument("--splits", nargs="*", choices=SPLITS, default=tuple(SPLITS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    results = []
+    results: list[dict[str, Any]] = []
     for name in options.models:
         measure = measure_small if name == "small" else functools.partial(measure_large, name)
-        results += measure(options.splits)
+        for row in measure(options.splits):
+            print(row, flush=True)
+            results.append(row)
+            found = {(own["model"], own["split"]) for own in results}
+            before = rows_but("longest", lambda own: (own["model"], own["split"]) in found)
+            save("longest", {"rows": [*before, *results]}, quiet=True)
     shown = [
         [
             found["model"],
@@ -188,9 +191,6 @@ def main() -> None:
         for found in results
     ]
     show("The longest sequence", ["model", "split", "tokens", "peak, or least", "s"], shown)
-    found = {(row["model"], row["split"]) for row in results}
-    before = rows_but("longest", lambda row: (row["model"], row["split"]) in found)
-    save("longest", {"rows": [*before, *results]})
 
 
 if __name__ == "__main__":
