@@ -177,9 +177,11 @@ def main() -> None:
         for row in measure(options.splits):
             print(row, flush=True)
             results.append(row)
-            found = {(own["model"], own["split"]) for own in results}
-            before = rows_but("longest", lambda own: (own["model"], own["split"]) in found)
-            save("longest", {"rows": [*before, *results]}, quiet=True)
+            done = {(own["model"], own["split"]) for own in results}
+            others = rows_but(
+                "longest", lambda own, done=done: (own["model"], own["split"]) in done
+            )
+            save("longest", {"rows": [*others, *results]}, quiet=True)
     shown = [
         [
             found["model"],
