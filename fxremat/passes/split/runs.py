@@ -188,11 +188,18 @@ class _Finder:
         return node in self._made and self._joint.storages.is_view(node)
 
     def _is_large(self, node: fx.Node) -> bool:
-        """Whether a value is one, in memory that the step itself allocates."""
+        """Whether a value is one, in memory that the step itself allocates.
+
+        What more operations read than a run can have is not taken for one: it would be computed
+        anew in run after run, as a sequence is whose moments are looked at one by one.
+        """
         if node not in self._large:
             table = self._joint.storages
             own = set(table.of_node.get(node, ())) - self._given
-            large = any(table.nbytes[i] > self._most_bytes for i in own)
+            large = any(
+                table.nbytes[i] > self._most_bytes and len(table.readers[i]) <= MOST_OPERATIONS
+                for i in own
+            )
             self._large[node] = large and node in self._made and is_tensor(node)
         return self._large[node]
 
