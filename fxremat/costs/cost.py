@@ -19,7 +19,6 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import CostError
 from fxremat.ir import RecordedCosts, StageSeconds
-from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.progress import MEASURE, Progress
@@ -328,7 +327,7 @@ def stage_blocks(line: Line, blocks: BlockCache, index: int) -> tuple[Block, Blo
     passed_on = frozenset(stage.forward).intersection(boundary_after(line, index))
     first = blocks(index, Mode.FIRST, passed_on.union(stage.saved, stage.pinned))
     again = blocks(index, Mode.AGAIN, frozenset(stage.saved))
-    backward = blocks(index, Mode.BACKWARD, frozenset(backward_results(line, index)))
+    backward = blocks(index, Mode.BACKWARD, frozenset(stage.results))
     return first, again, backward
 
 
@@ -349,11 +348,3 @@ def whole_block(line: Line, blocks: BlockCache, index: int) -> Block:
 def boundary_after(line: Line, index: int) -> Sequence[fx.Node]:
     """Tensors that cross the cut after stage ``index``."""
     return line.stages[index + 1].boundary if index + 1 < len(line.stages) else ()
-
-
-def backward_results(line: Line, index: int) -> Sequence[fx.Node]:
-    """Tensors of a stage's backward that other stages or the step's results read."""
-    stage = line.stages[index]
-    own = [node for node in stage.backward if is_tensor(node)]
-    # The output node, too, is of no stage.
-    return [node for node in own if any(line.stage_of.get(u) != index for u in node.users)]

@@ -261,13 +261,7 @@ class CapturedStep:
 
     def line(self, form: Form) -> Line:
         """The step's graph in stages, its operations computed in a form."""
-        joint = build_joint_graph(
-            self._module,
-            forward_output_count=self._output_count,
-            mutated_primals=self._mutated,
-            exact=form.exact or bool(form.parts_bytes),
-            sizes=self.sizes,
-        )
+        joint = self._as_traced if form.exact or form.parts_bytes else self._built(exact=False)
         if form.parts_bytes:
             same_bits = self._keeps_bits if form.exact else None
             found = split(
@@ -277,9 +271,25 @@ class CapturedStep:
                 beside=form.beside,
                 expected=self._expected,
             )
-            joint = rebuilt(joint, found or joint.module)
+            if found is None and self._variants and self._variants[0].form == TRACED:
+                return self._variants[0].blocks.line
+            joint = rebuilt(joint, found) if found else joint
         line = linearize(joint)
         return line if self._units is None else self._fused(line, self._units)
+
+    @functools.cached_property
+    def _as_traced(self) -> JointGraph:
+        """The step's graph, of which no pass changes a node."""
+        return self._built(exact=True)
+
+    def _built(self, *, exact: bool) -> JointGraph:
+        return build_joint_graph(
+            self._module,
+            forward_output_count=self._output_count,
+            mutated_primals=self._mutated,
+            exact=exact,
+            sizes=self.sizes,
+        )
 
     def _keeps_bits(self, parts: Parts, given: Sequence[torch.Tensor], whole: Whole) -> bool:
         """Whether an operation has the same bits in parts; for another device rules alone tell."""

@@ -18,7 +18,7 @@ from torch import fx
 
 from fxremat import optional
 from fxremat.costs.charges import Charges
-from fxremat.costs.cost import Measured, backward_results
+from fxremat.costs.cost import Measured
 from fxremat.passes.joint.graph import is_getitem, values_of
 from fxremat.passes.stages.block import BlockCache, Mode, dependencies
 from fxremat.passes.stages.linearize import Line
@@ -154,20 +154,30 @@ def _moments(
         later = set(table.of(_read_by(part.after)))
         # Before the operation: all but those to come.
         finished = set(table.of(stays.intersection(part.before)) - always)
+        there = finished | (later & kept)
+        there_bytes = table.total(there)
         for index in part.stages:
-            block = blocks(index, Mode.BACKWARD, frozenset(backward_results(line, index)))
+            block = blocks(index, Mode.BACKWARD, frozenset(line.stages[index].results))
             for node in reversed(_own_backward(line, index)):
-                finished -= set(table.of_node[node])
+                to_come = finished.intersection(table.of_node[node])
+                finished -= to_come
+                gone = {s for s in to_come if s not in later or s not in kept}
+                there -= gone
+                there_bytes -= table.total(gone)
                 touched = table.of((node, *node.all_input_nodes)) - always
                 occupied = constant_bytes + context_bytes.tangent_bytes
-                occupied += table.total(touched | finished | (later & kept))
+                occupied += there_bytes + table.total(touched - there)
                 if node in block.nodes and not is_getitem(node):
                     occupied += measured.workspace_bytes(node, block)
-                moment = Moment(rebuildable & later, touched & rebuildable, occupied)
                 best = fullest.get(index)
-                if best is None or moment.occupied_bytes > best.occupied_bytes:
-                    fullest[index] = moment
-                later |= table.of(node.all_input_nodes)
+                if best is None or occupied > best.occupied_bytes:
+                    anyway = touched & rebuildable
+                    fullest[index] = Moment(rebuildable & later, anyway, occupied)
+                read = table.of(node.all_input_nodes) - later
+                later |= read
+                new = (read & kept) - there
+                there |= new
+                there_bytes += table.total(new)
     later = set(table.of(_read_by(line.joint.backward)))
     occupied = constant_bytes + table.total(later & kept) + context_bytes.turn_bytes
     turn = Moment(rebuildable & later, frozenset(), occupied)

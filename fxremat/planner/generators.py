@@ -21,7 +21,7 @@ from functools import wraps
 import numpy as np
 from torch import fx
 
-from fxremat.costs.cost import Measured, backward_results, boundary_after, stage_blocks
+from fxremat.costs.cost import Measured, boundary_after, stage_blocks
 from fxremat.costs.options import Options
 from fxremat.ir import (
     Chain,
@@ -173,7 +173,7 @@ class _Stage:
         return max(found.peak_bytes - held_bytes - pinned, 0)
 
     def _backward(self, option: int) -> Alone:
-        asked = backward_results(self.measured.line, self.index)
+        asked = self._own.results
         return self.evaluator.alone(self.index, Mode.BACKWARD, asked, option=option, kept=False)
 
     def _backward_extra(self, option: int) -> int:

@@ -14,7 +14,6 @@ from ortools.sat.python import cp_model
 from torch import nn
 
 from fxremat.costs import options as module
-from fxremat.costs.cost import backward_results
 from fxremat.costs.options import (
     MOST_OPTIONS,
     Numbers,
@@ -229,7 +228,7 @@ def test_a_backward_rebuilds_what_is_missing_and_no_more(name: str):
         if parts.numbers in known:  # a stage like one before
             continue
         known.add(parts.numbers)
-        backward = step.blocks(index, Mode.BACKWARD, frozenset(backward_results(step.line, index)))
+        backward = step.blocks(index, Mode.BACKWARD, frozenset(step.line.stages[index].results))
         for option, mask in enumerate(found.masks[index], start=1):
             missing = parts.missing(mask)
             candidate = evaluator.candidate(coded(plain(count, {index: option})))

@@ -73,7 +73,7 @@ def test_a_line_ends_at_the_turn_where_the_loss_is_outside(name: str):
     *others, last = line.stages
     assert all(stage.forward or stage.backward for stage in others)
     if outside:
-        assert last == StageNodes((), (), (), (), ())
+        assert last == StageNodes((), (), (), (), (), ())
     names = [line.name_of(index) for index in range(len(line.stages))]
     assert (names[-1] == "turn") == outside
     assert len(set(names)) == len(names)

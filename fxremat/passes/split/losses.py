@@ -18,11 +18,18 @@ from fxremat.runtime.expected import Expected
 
 aten = torch.ops.aten
 
+_LOSS = aten.nll_loss_forward.default
+
 NONE = 0
 """Of the reductions that a loss has: a number for each row."""
 
 IGNORED = -100
 """The class of rows that do not count."""
+
+
+def has_losses(joint: JointGraph) -> bool:
+    """Whether the step has a loss over classes."""
+    return bool(joint.module.graph.find_nodes(op="call_function", target=_LOSS))
 
 
 def by_rows(module: fx.GraphModule) -> fx.GraphModule:
@@ -36,7 +43,7 @@ def by_rows(module: fx.GraphModule) -> fx.GraphModule:
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, values))
     mode = torch_compat.fake_mode_of(t for n in graph.nodes for t in tensors_of(n))
-    for node in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
+    for node in graph.find_nodes(op="call_function", target=_LOSS):
         scores, target, weight, reduction, ignored = node.args
         if weight is not None or reduction == NONE or len(layouts_of(scores)[0].shape) != 2:
             continue

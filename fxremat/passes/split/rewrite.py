@@ -26,7 +26,7 @@ from fxremat.passes.joint.graph import (
 )
 from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of, names_in, symbol
 from fxremat.passes.split.beside import gathered
-from fxremat.passes.split.losses import by_rows, gradients_beside
+from fxremat.passes.split.losses import by_rows, gradients_beside, has_losses
 from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Way, for_rows
@@ -63,6 +63,8 @@ def split(
 
     Returns ``None`` where nothing can be computed in parts.
     """
+    if not has_losses(joint):
+        return _in_parts(joint, most_bytes, same_bits)
     joint = rebuilt(joint, by_rows(joint.module))
     exact = same_bits is not None
     if beside:

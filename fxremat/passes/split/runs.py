@@ -28,7 +28,7 @@ from fxremat.passes.joint.sizes import layouts_of, product
 from fxremat.passes.split.rules import Result, Rows, Way, ways
 
 MOST_OPERATIONS = 64
-"""Operations of a run at the most."""
+"""Of a run at the most; and the most values that one of them reads, and that read one of them."""
 
 Refused = Set[tuple[fx.Node, Way]]
 """Operations, and ways to compute them in parts, that are not to be taken."""
@@ -204,6 +204,8 @@ class _Finder:
         return self._large[node]
 
     def _all_ways(self, node: fx.Node, count: int) -> tuple[Way, ...]:
+        if len(node.all_input_nodes) > MOST_OPERATIONS:
+            return ()
         key = node, count
         if key not in self._ways:
             self._ways[key] = tuple(

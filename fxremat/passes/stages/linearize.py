@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ class StageNodes:
         boundary: tensors that cross the cut before the stage.
         saved: tensors computed in the stage that its backward reads.
         pinned: tensors computed in the stage that are kept for the whole step.
+        results: tensors of its backward that other stages or the step's results read.
     """
 
     forward: tuple[fx.Node, ...]
@@ -42,6 +44,7 @@ class StageNodes:
     boundary: tuple[fx.Node, ...]
     saved: tuple[fx.Node, ...]
     pinned: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
 
 
 class Role(IntEnum):
@@ -266,15 +269,24 @@ def _within_run(crossing: Crossing, start: int, end: int) -> list[int]:
 def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int]) -> list[int]:
     """Drop the cuts between the stages that save least, until there are few enough."""
     total = [0, *accumulate(saved_bytes)]
-    cuts = list(cuts)
-    while len(cuts) > MOST_STAGES - 1:
-        ends = [-1, *cuts, len(saved_bytes) - 1]
-        merged = [
-            total[after + 1] - total[before + 1]
-            for before, after in zip(ends, ends[2:], strict=False)
-        ]
-        del cuts[merged.index(min(merged))]
-    return cuts
+    ends = [-1, *cuts, len(saved_bytes) - 1]
+    before, after = list(range(-1, len(ends) - 1)), list(range(1, len(ends) + 1))
+
+    def merged_bytes(i: int) -> int:
+        return total[ends[after[i]] + 1] - total[ends[before[i]] + 1]
+
+    heap = [(merged_bytes(i), i) for i in range(1, len(ends) - 1)]
+    heapq.heapify(heap)
+    left = dict.fromkeys(range(1, len(ends) - 1))
+    while len(left) > MOST_STAGES - 1:
+        nbytes, i = heapq.heappop(heap)
+        if i not in left or nbytes != merged_bytes(i):  # it has another neighbour since
+            continue
+        del left[i]
+        before[after[i]], after[before[i]] = before[i], after[i]
+        for beside in left.keys() & {before[i], after[i]}:
+            heapq.heappush(heap, (merged_bytes(beside), beside))
+    return [ends[i] for i in left]
 
 
 def _spans(life: range, segments: Segments) -> list[range]:
@@ -306,9 +318,14 @@ def _assemble(
         if is_tensor(n) and n not in views and pinned.issuperset(joint.storages.of_node[n])
     )
     count = len(cuts) + 1
-    forward, backward, boundary, saved = ([list[fx.Node]() for _ in range(count)] for _ in range(4))
+    forward, backward, boundary, saved, results = (
+        [list[fx.Node]() for _ in range(count)] for _ in range(5)
+    )
     for node in joint.backward:
-        backward[stage_of[node]].append(node)
+        own = stage_of[node]
+        backward[own].append(node)
+        if is_tensor(node) and any(stage_of.get(u) != own for u in node.users):  # or the output
+            results[own].append(node)
     for node in joint.forward:
         if node in views:
             continue
@@ -326,6 +343,7 @@ def _assemble(
             tuple(boundary[i]),
             tuple(saved[i]),
             tuple(n for n in forward[i] if n in fixed),
+            tuple(results[i]),
         )
         for i in range(count)
     )
@@ -366,7 +384,7 @@ def _turn_of(joint: JointGraph, stages: Sequence[StageNodes]) -> tuple[StageNode
     """
     outside = any(n.meta["val"].numel() > 1 for n in joint.tangents)
     there = not stages[-1].forward and not stages[-1].backward
-    return (StageNodes((), (), (), (), ()),) if outside and not there else ()
+    return (StageNodes((), (), (), (), (), ()),) if outside and not there else ()
 
 
 def _views_of_given(joint: JointGraph) -> frozenset[fx.Node]:

@@ -157,6 +157,17 @@ def _locate_backward(
         number = torch_compat.sequence_number(node)
         if number is not None:
             differentiates[number] = position
+    # Sums of gradients carry a number past every forward operation's: any place will do.
+    anywhere = max(differentiates.values(), default=0)
+
+    def natural(node: fx.Node) -> int:
+        """The position that ``node`` would take if its gradients were there already; no less than
+        that of what it reads of the forward.
+        """
+        number = torch_compat.sequence_number(node)
+        own = anywhere if number is None else differentiates.get(number, anywhere)
+        return max([own, *(forward[n] for n in node.all_input_nodes if n in forward)])
+
     located = dict.fromkeys(joint.tangents, max(count - 1, 0))
     free = gradient_free(joint)
     last_draw = count - 1
@@ -167,14 +178,14 @@ def _locate_backward(
         if operation_of(node) is not node:  # one position for all
             (located[node],) = sources
             continue
-        position = min(*sources, _natural(node, differentiates, forward))
+        position = min(*sources, natural(node))
         if torch_compat.draws_random_numbers(node):
             position = last_draw = min(position, last_draw)
         located[node] = position
     # What depends on no gradient is computed where it is first read.
     for node in reversed(free):
         readers = [located[user] for user in node.users if user in located]
-        located[node] = max(readers, default=_natural(node, differentiates, forward))
+        located[node] = max(readers, default=natural(node))
     for node in free:
         if operation_of(node) is not node:
             located[node] = located[node.all_input_nodes[0]]
@@ -193,15 +204,3 @@ def gradient_free(joint: JointGraph) -> dict[fx.Node, None]:
         else:
             dependent.add(node)
     return free
-
-
-def _natural(node: fx.Node, differentiates: dict[int, int], forward: dict[fx.Node, int]) -> int:
-    """The position that ``node`` would take if its gradients were there already; no less than that
-    of what it reads of the forward.
-
-    Sums of gradients carry a number past every forward operation's: any place will do.
-    """
-    number = torch_compat.sequence_number(node)
-    anywhere = max(differentiates.values(), default=0)
-    natural = anywhere if number is None else differentiates.get(number, anywhere)
-    return max([natural, *(forward[n] for n in node.all_input_nodes if n in forward)])
