@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from fxremat.passes.joint.graph import is_tensor
@@ -275,3 +278,17 @@ def test_there_are_never_too_many_cuts(monkeypatch: pytest.MonkeyPatch):
     assert len(cuts) == 60
     assert all(a < b for a, b in pairwise(cuts))
     assert cuts[:50] == list(range(1, 100, 2)), "stages that save little are merged first"
+
+
+@given(st.lists(st.integers(0, 20), min_size=4, max_size=60), st.integers(2, 10))
+def test_cuts_go_one_by_one_between_the_stages_that_save_least(saved: list[int], most: int):
+    weights = [1 + i % 2 for i in range(len(saved))]
+    crossing = crossing_of(weights, saved)
+    with mock.patch.object(module, "MOST_STAGES", len(saved)):
+        left = choose_cuts(crossing)
+    while len(left) > most - 1:
+        ends = [-1, *left, len(saved) - 1]
+        both = [sum(saved[a + 1 : b + 1]) for a, b in zip(ends, ends[2:], strict=False)]
+        del left[both.index(min(both))]
+    with mock.patch.object(module, "MOST_STAGES", most):
+        assert choose_cuts(crossing) == left

@@ -132,15 +132,19 @@ def _combined(value: int, combine: Callable[..., Any], numbers: Sequence[int]) -
 
 def names_in(value: object) -> dict[str, int]:
     """The symbols in an argument of an operation, and their values at the capture."""
-    if isinstance(value, Following):
-        return dict(value.names)
-    if isinstance(value, (tuple, list)):
-        return {name: n for item in value for name, n in names_in(item).items()}
-    if isinstance(value, dict):
-        return names_in(list(value.values()))
-    if isinstance(value, slice):
-        return names_in((value.start, value.stop, value.step))
-    return {}
+    found: dict[str, int] = {}
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Following):
+            found.update(item.names)
+        elif isinstance(item, (tuple, list)):
+            waiting.extend(reversed(item))
+        elif isinstance(item, dict):
+            waiting.extend(reversed(item.values()))
+        elif isinstance(item, slice):
+            waiting.extend((item.step, item.stop, item.start))
+    return found
 
 
 def number_at(number: int, sizes: Mapping[str, int]) -> int:

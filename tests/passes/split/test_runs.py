@@ -1,0 +1,45 @@
+"""Runs of operations that are computed in parts, as they are found in whole steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import networkx as nx
+import pytest
+import torch
+
+from fxremat.passes.joint.graph import JointGraph, operation_of
+from fxremat.passes.split.runs import MOST_OPERATIONS, Run, Ways, runs_of
+from tests.harness import capture, captured
+from tests.models.recurrent import UnrolledGRU
+
+
+def found(joint: JointGraph, share: int) -> list[Run]:
+    """With values above so much of the largest storage in parts."""
+    most_bytes = max(joint.storages.nbytes) // share
+    return runs_of(joint, most_bytes, exact=False, refused=set(), known=Ways())
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf_llama", "gru", "unet", "tied"])
+@pytest.mark.parametrize("share", [2, 8, 32])
+def test_no_run_takes_what_depends_on_it(name: str, share: int):
+    joint = captured(name).line.joint
+    runs = found(joint, share)
+    run_of = {target: run for run in runs for target in run.targets}
+    after = nx.DiGraph()
+    for node in (*joint.forward, *joint.backward):
+        item = run_of.get(operation_of(node), operation_of(node))
+        reads = item.sources if isinstance(item, Run) else item.all_input_nodes
+        after.add_edges_from(
+            (run_of.get(operation_of(n), operation_of(n)), item)
+            for n in reads
+            if operation_of(n) is not item
+        )
+    assert nx.is_directed_acyclic_graph(after)
+
+
+def test_what_is_looked_at_moment_by_moment_is_not_computed_for_each():
+    steps = MOST_OPERATIONS + 1
+    line = capture(UnrolledGRU(steps=steps), (torch.randn(4, steps, 16),)).line
+    times = Counter(n for run in found(line.joint, 2) for n in run.ways)
+    assert max(times.values(), default=0) <= 2  # a forward's, once more in a backward
