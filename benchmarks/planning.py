@@ -166,7 +166,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     if plot is None:
         return
     figure, axes = plot.subplots(figsize=(7, 4))
-    for found in rows:
+    for found in (row for row in rows if "operations" in row):
         axes.plot(found["operations"], found["planning_s"], "o", color="tab:blue")
         axes.annotate(found["model"], (found["operations"], found["planning_s"]), fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="operations", ylabel="seconds of CPU to plan")

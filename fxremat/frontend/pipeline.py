@@ -493,6 +493,9 @@ class Planner:
             if not self._grown(context, below_bytes=least_bytes):
                 break
             found = self._with_sent(context.sizes, known())
+            if not at_first_size and least_of(found).least_bytes > budget_bytes:
+                self._search_last(context, bits=bits)
+                found = self._with_sent(context.sizes, known())
         if context.scaled and least_bytes > budget_bytes:
             return self.within(replace(context, scaled=False), budget_bytes)
         return found
@@ -503,6 +506,12 @@ class Planner:
         known = self._known or found
         self._known = [own.knowing(new) for own, new in zip(known, found, strict=True)]
         return [own for own in found if self._may(context, own)]
+
+    def _search_last(self, context: StepContext, *, bits: bool) -> None:
+        """Let schedules be known that are found at a call's sizes, of the form looked at last."""
+        variant = self.step.at(context.sizes, bits=bits)[-1]
+        own = self._known[-1]
+        self._known[-1] = own.knowing(self._schedules(variant, own, context))
 
     def _may(self, context: StepContext, schedules: Schedules) -> bool:
         """Whether a call may follow them, where anything else fits.
