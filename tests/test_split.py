@@ -627,3 +627,38 @@ def test_bits_are_asked_for_at_few_sizes_and_at_the_answer(
     torch._dynamo.reset()
     call = fxremat.compile(model, batch(largest), budget, loss="own")
     assert peak_of(model, call, batch(largest)) <= budget
+
+
+class Deep(nn.Module):
+    """Words to words through four MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2000, WIDTH)
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, 2000, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for mlp in self.mlps:
+            x = x + mlp(functional.layer_norm(x, (WIDTH,)))
+        return functional.cross_entropy(self.head(x), ids)
+
+
+def test_the_largest_size_fits_where_it_is_met_after_a_small_one():
+    budget, sample = "8 MiB", torch.zeros(256, dtype=torch.int64)
+    found = fxremat.max_batch(Deep(), sample, budget, loss="own", split=True)
+    torch._dynamo.reset()
+    model = Deep()
+    call = fxremat.compile(model, sample, budget, loss="own", split=True, dynamic=True)
+    ids = torch.zeros(found.largest.size, dtype=torch.int64)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        call(ids).backward()
+
+    step()
+    assert fxremat.measure_step(model, step).peak_bytes <= 8 << 20
