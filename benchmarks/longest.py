@@ -29,11 +29,17 @@ SPLITS: dict[str, Any] = {"as traced": False, "same bits": "exact", "to rounding
 def llama(length: int, **sizes: int) -> nn.Module:
     """A Llama of transformers whose loss is its own.
 
-    Its mask takes a byte for each pair of tokens.
+    Its attention is told that it is causal: a mask would have a byte for each pair of tokens.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface
 
-    config = LlamaConfig(max_position_embeddings=length, use_cache=False, **sizes)
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    AttentionMaskInterface.register("causal", lambda *_args, **_kwargs: None)
+    config = LlamaConfig(
+        max_position_embeddings=length, use_cache=False, attn_implementation="causal", **sizes
+    )
     return LlamaForCausalLM(config).train()
 
 

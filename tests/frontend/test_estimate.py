@@ -363,3 +363,32 @@ def test_parameters_of_a_model_for_another_device_are_told_as_such():
     assert held[Kind.PARAMETERS] == sum(rounded)
     assert held[Kind.INPUTS] == sample.nbytes
     assert 0 < held[Kind.BUFFERS] <= 3 * 512
+
+
+class Attention(nn.Module):
+    """On a GPU it returns lengths beside tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.heads(x).view(batch, length, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, 64)).float().square().mean()
+
+
+def test_sizes_of_an_attention_on_a_gpu_are_those_that_fit():
+    model = Attention().to("meta", torch.bfloat16)
+
+    def estimated(length: int, **options: Any) -> fxremat.Estimate:
+        torch._dynamo.reset()
+        x = torch.zeros(1, length, 64, device="meta", dtype=torch.bfloat16)
+        return fxremat.estimate(model, x, device="H100", budget="80 MiB", loss="own", **options)
+
+    found = estimated(512, dim=1).batches
+    assert found is not None
+    largest = found.largest.size
+    assert estimated(largest).kept.least_budget_bytes <= 80 << 20
+    assert estimated(largest + 8).kept.least_budget_bytes > 80 << 20

@@ -147,6 +147,11 @@ class _Settler:
         new = graph.node_copy(node, self.copied.__getitem__)
         self.copied[node] = new
         new.meta.pop("tensor_meta", None)
+        if isinstance(value, (tuple, list)):  # attention on a GPU returns lengths beside tensors
+            new.meta["val"] = tuple(
+                self._number(item, node) if isinstance(item, torch.SymInt) else item
+                for item in value
+            )
         tensors = [t for t in _items(node) if isinstance(t, torch.Tensor)]
         if node.op == "output" or not tensors:
             return
