@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,11 +40,9 @@ from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of, settled
-from fxremat.progress import Progress, silent
+from fxremat.progress import LOG, Progress, silent
 from fxremat.report.memory import Kind
 from fxremat.runtime.expected import Expected
-
-LOG = logging.getLogger("fxremat")
 
 MOST_RESIZED = 512
 """Variants at other sizes whose costs are kept; which was met first goes first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -13,12 +12,11 @@ from fxremat.frontend.pipeline import Planner
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 from fxremat.planner.context_bytes import SCALARS, ContextBytes
+from fxremat.progress import LOG
 from fxremat.report.plan import Plan
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.runtime.steps import SCALAR_BYTES, Step
 from fxremat.units import format_bytes
-
-LOG = logging.getLogger("fxremat")
 
 MOST_WATCHED = 2
 """Sizes at which steps are watched: what a loss takes at others follows from these."""

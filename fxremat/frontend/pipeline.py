@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -32,11 +31,9 @@ from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 from fxremat.planner.resized import least_bytes_at
 from fxremat.planner.search import DEFAULT_GENERATORS, Search, generators_of
 from fxremat.planner.transfers import HostMemory, Transfers
-from fxremat.progress import WRITE
+from fxremat.progress import LOG, WRITE
 from fxremat.report.plan import Plan
 from fxremat.units import format_bytes
-
-LOG = logging.getLogger("fxremat")
 
 LEAST = Budget("min")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import computed_anew
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import made_outputs, own_gradients
+from fxremat.progress import LOG
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.counted import Count
@@ -34,8 +34,6 @@ from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_amon
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.runtime.steps import Step
 from fxremat.units import format_bytes, format_seconds
-
-LOG = logging.getLogger("fxremat")
 
 MOST_PLANS = 512
 """Plans of a plan cache that are kept; that which was used longest ago goes first."""

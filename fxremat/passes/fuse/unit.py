@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -17,8 +16,7 @@ from fxremat import torch_compat
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import is_getitem, tensors_of
 from fxremat.passes.joint.sizes import evaluated, layouts_of, names_in
-
-LOG = logging.getLogger("fxremat")
+from fxremat.progress import LOG
 
 MOST_SIZES = 128
 """Sizes of a unit whose kernels are kept; the oldest go first."""
