@@ -121,6 +121,7 @@ def peak_of(model: nn.Module, call: Any, given: Tensor) -> int:
         call(given).backward()
 
     step()  # the first of a size is planned, which nobody may watch
+    model.zero_grad(set_to_none=True)
     return fxremat.measure_step(model, step).peak_bytes
 
 

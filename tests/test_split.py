@@ -620,7 +620,7 @@ def test_bits_are_asked_for_at_few_sizes_and_at_the_answer(
     if kept_to > 1000:
         assert asked == {largest} and largest > 6
     elif kept_to:
-        assert largest == kept_to and len(asked) < 8
+        assert largest == kept_to and len(asked) < 12
     else:
         assert largest == 2 and len(asked) < 8
     monkeypatch.undo()
@@ -661,4 +661,6 @@ def test_the_largest_size_fits_where_it_is_met_after_a_small_one():
         call(ids).backward()
 
     step()
-    assert fxremat.measure_step(model, step).peak_bytes <= 8 << 20
+    model.zero_grad(set_to_none=True)
+    peak_bytes = fxremat.measure_step(model, step).peak_bytes
+    assert 6 << 20 < peak_bytes <= 8 << 20, "more work is more parts, and no larger ones"

@@ -15,7 +15,8 @@ large as what it was computed from.
 a bound is used that is never too small where a workspace neither shrinks as the operation's work
 grows nor grows faster than it: less work than was measured takes at most what it took there, more
 work at most as many times more as the tensor that has grown most of those it reads and makes, or
-what it multiplies, if that has grown more.
+what it multiplies, if that has grown more. What is computed in parts that are alike at all sizes
+takes what one part takes: more work is more parts.
 
 Convolutions and units do not keep to that. A library chooses a convolution's algorithm by its
 sizes, and one that takes no workspace for a batch of 8 may take one for 16 (oneDNN does, cuDNN
@@ -72,6 +73,7 @@ class ScaledCosts:
         self._costs = costs
         self._hints = sizes.hints
         self._works = Works(line.joint)
+        self._alike = np.array([_has_alike_parts(n) for n in line.joint.module.graph.nodes])
         self._work = self._works.at(sizes.hints)
         self._again = np.array([i for i, _ in costs.again_s], dtype=np.int64)
         self._again_s = np.array([seconds for _, seconds in costs.again_s])
@@ -99,7 +101,7 @@ class ScaledCosts:
         again_s = self._again_s * ratio(model_s[self._again], self._model_s[self._again])
         stages_s = self._stages_s * ratio(self._sums(model_s, again_s), self._sums_s)
         growth = self._works.growth(work, self._work)
-        grown = growth.tolist()
+        grown = np.where(self._alike, 1.0, growth).tolist()
         return replace(
             costs,
             stages=tuple(StageSeconds(*row) for row in stages_s.reshape(-1, 3).tolist()),
@@ -223,10 +225,17 @@ def _is_exact(node: fx.Node) -> bool:
     return parts is not None and parts.exact
 
 
+def _has_alike_parts(node: fx.Node) -> bool:
+    """Whether an operation is computed in parts that are alike at all sizes."""
+    parts = parts_of(node)
+    if parts is None:
+        return False
+    given: Any = node.args[: len(parts.inputs)]
+    return parts.are_alike([layouts_of(n)[0].shape for n in given])
+
+
 def _is_lawless(node: fx.Node) -> bool:
     """Whether nothing tells what workspace an operation takes at other sizes."""
-    parts = parts_of(node)
-    if parts is not None:
-        given: Any = node.args[: len(parts.inputs)]
-        return not parts.are_alike([layouts_of(n)[0].shape for n in given])
+    if parts_of(node) is not None:
+        return not _has_alike_parts(node)
     return node.target in _CONVOLUTIONS or isinstance(node.target, Unit)
