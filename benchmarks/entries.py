@@ -108,7 +108,7 @@ _EACH = (
     _entry("encoder_twice", Twice, (8, 64, 128), (8, 64, 128)),
     gpt_entry("gpt12_tiny", _TINY_GPT, batch=2, length=32),
     *map(_narrow_llama, (8, 16, 32, 64)),
-    *map(_deep_gpt, (48, 96, 384)),
+    *map(_deep_gpt, (48, 96, 384, 960)),
     *map(_words, (4000, 32_000, 128_000)),
     *map(_encoder, (2048, 16_384)),
 )

@@ -2,8 +2,10 @@
 
 A small one within 2 GiB of this machine, compiled for 2 048 tokens, then trained for a step of the
 length that is said to fit; and one of 8 billion parameters on an H100 of 80 GiB, by estimate: in
-bfloat16, all parameters with AdamW's state, or adapters of rank 16 alone.
+bfloat16, all parameters with AdamW's state, or adapters of rank 16 alone. The mask of transformers
+takes a byte for each pair of tokens; without it, attention is told that it is causal.
 Run: OMP_NUM_THREADS=1 python -m benchmarks.longest [small | full | lora …] [--splits NAME …]
+[--no-mask]
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ SMALL_BUDGET, H100_BUDGET = "2 GiB", "79 GiB"
 SPLITS: dict[str, Any] = {"as traced": False, "same bits": "exact", "to rounding": True}
 
 
-def llama(length: int, **sizes: int) -> nn.Module:
+def llama(length: int, *, mask: bool, **sizes: int) -> nn.Module:
     """A Llama of transformers whose loss is its own.
 
-    Its attention is told that it is causal: a mask would have a byte for each pair of tokens.
+    With its ``mask``, or an attention that is told that it is causal.
     """
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -37,8 +39,9 @@ def llama(length: int, **sizes: int) -> nn.Module:
 
     AttentionInterface.register("causal", sdpa_attention_forward)
     AttentionMaskInterface.register("causal", lambda *_args, **_kwargs: None)
+    attention = "sdpa" if mask else "causal"
     config = LlamaConfig(
-        max_position_embeddings=length, use_cache=False, attn_implementation="causal", **sizes
+        max_position_embeddings=length, use_cache=False, attn_implementation=attention, **sizes
     )
     return LlamaForCausalLM(config).train()
 
@@ -72,11 +75,12 @@ class Adapted(nn.Module):
         return added
 
 
-def small() -> nn.Module:
+def small(*, mask: bool) -> nn.Module:
     """Four layers of width 256, and 32 000 words."""
     torch.manual_seed(0)
     made = llama(
         1 << 20,
+        mask=mask,
         vocab_size=32_000,
         hidden_size=256,
         intermediate_size=688,
@@ -87,11 +91,12 @@ def small() -> nn.Module:
     return Loss(made)
 
 
-def large(*, adapters: bool) -> nn.Module:
+def large(*, adapters: bool, mask: bool) -> nn.Module:
     """Llama 3 of 8 billion parameters, without data."""
     with torch.device("meta"):
         made = llama(
             1 << 20,
+            mask=mask,
             vocab_size=128_256,
             hidden_size=4096,
             intermediate_size=14_336,
@@ -125,21 +130,27 @@ def peak_of(model: nn.Module, call: Any, given: Tensor) -> int:
     return fxremat.measure_step(model, step).peak_bytes
 
 
-def measure_small(splits: Collection[str]) -> Iterator[dict[str, Any]]:
+def measure_small(splits: Collection[str], *, mask: bool) -> Iterator[dict[str, Any]]:
     """The small one, here."""
     for called in splits:
         split = SPLITS[called]
         torch._dynamo.reset()
         begin = time.perf_counter()
         found = fxremat.max_batch(
-            small(), ids(2048, 32_000), SMALL_BUDGET, dim=1, loss="own", split=split, most=1 << 19
+            small(mask=mask),
+            ids(2048, 32_000),
+            SMALL_BUDGET,
+            dim=1,
+            loss="own",
+            split=split,
+            most=1 << 19,
         )
         length = found.largest.size
-        row = {"model": "small", "split": called, "tokens": length}
+        row = {"model": "small", "mask": mask, "split": called, "tokens": length}
         row["planned_s"] = time.perf_counter() - begin
         print(row, flush=True)
         torch._dynamo.reset()
-        model, given = small(), ids(length, 32_000)
+        model, given = small(mask=mask), ids(length, 32_000)
         call = fxremat.compile(
             model, ids(2048, 32_000), SMALL_BUDGET, loss="own", split=split, dynamic=True
         )
@@ -147,14 +158,14 @@ def measure_small(splits: Collection[str]) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def measure_large(name: str, splits: Collection[str]) -> Iterator[dict[str, Any]]:
+def measure_large(name: str, splits: Collection[str], *, mask: bool) -> Iterator[dict[str, Any]]:
     """The large one, by estimate."""
     for called in splits:
         split = SPLITS[called]
         if split == "exact":  # nothing is known of the kernels of a device that is not here
             continue
         torch._dynamo.reset()
-        model = large(adapters=name == "lora")
+        model = large(adapters=name == "lora", mask=mask)
         begin = time.perf_counter()
         found = fxremat.estimate(
             model,
@@ -169,6 +180,7 @@ def measure_large(name: str, splits: Collection[str]) -> Iterator[dict[str, Any]
         batches = found.batches
         yield {
             "model": name,
+            "mask": mask,
             "split": called,
             "tokens": batches.largest.size if batches else None,
             "least_bytes": found.kept.least_budget_bytes,
@@ -176,34 +188,40 @@ def measure_large(name: str, splits: Collection[str]) -> Iterator[dict[str, Any]
         }
 
 
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells rows apart."""
+    return row["model"], row["split"], row["mask"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=("small", "lora", "full"))
     parser.add_argument("--splits", nargs="*", choices=SPLITS, default=tuple(SPLITS))
+    parser.add_argument("--no-mask", action="store_true")
     options = parser.parse_args()
+    mask = not options.no_mask
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     for name in options.models:
         measure = measure_small if name == "small" else functools.partial(measure_large, name)
-        for row in measure(options.splits):
+        for row in measure(options.splits, mask=mask):
             print(row, flush=True)
             results.append(row)
-            done = {(own["model"], own["split"]) for own in results}
-            others = rows_but(
-                "longest", lambda own, done=done: (own["model"], own["split"]) in done
-            )
+            done = list(map(key_of, results))
+            others = rows_but("longest", lambda own, done=done: key_of(own) in done)
             save("longest", {"rows": [*others, *results]}, quiet=True)
     shown = [
         [
             found["model"],
             found["split"],
+            "with it" if found["mask"] else "without",
             str(found["tokens"]),
             format_bytes(found.get("peak_bytes", found.get("least_bytes", 0))),
             f"{found['planned_s']:.0f}",
         ]
         for found in results
     ]
-    show("The longest sequence", ["model", "split", "tokens", "peak, or least", "s"], shown)
+    show("The longest sequence", ["model", "split", "mask", "tokens", "peak, or least", "s"], shown)
 
 
 if __name__ == "__main__":
