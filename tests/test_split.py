@@ -664,3 +664,24 @@ def test_the_largest_size_fits_where_it_is_met_after_a_small_one():
     model.zero_grad(set_to_none=True)
     peak_bytes = fxremat.measure_step(model, step).peak_bytes
     assert 6 << 20 < peak_bytes <= 8 << 20, "more work is more parts, and no larger ones"
+
+
+@pytest.mark.usefixtures("first_that_fits")
+@pytest.mark.parametrize("tokens", [850, 2500])
+def test_a_gradient_that_comes_otherwise_is_planned_for_at_other_sizes(tokens: int):
+    torch._dynamo.reset()
+    model = Deep()
+    sample, ids = (torch.zeros(n, dtype=torch.int64) for n in (420, tokens))
+    call = fxremat.compile(model, sample, "min", loss="own", dynamic=True)
+    factors = iter((1.0, 1.0, 0.3, 0.7))  # a step is measured after one that is not
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        (next(factors) * call(ids)).backward()
+
+    for _ in range(2):
+        step()
+    plan = call.plan
+    assert plan.form.beside and plan.form.exact
+    model.zero_grad(set_to_none=True)
+    assert fxremat.measure_step(model, step).peak_bytes <= plan.predicted_peak_bytes

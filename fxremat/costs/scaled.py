@@ -15,13 +15,14 @@ large as what it was computed from.
 a bound is used that is never too small where a workspace neither shrinks as the operation's work
 grows nor grows faster than it: less work than was measured takes at most what it took there, more
 work at most as many times more as the tensor that has grown most of those it reads and makes, or
-what it multiplies, if that has grown more. What is computed in parts that are alike at all sizes
-takes what one part takes: more work is more parts.
+what it multiplies, if that has grown more. What is computed in parts takes what one of them takes,
+and the results that nobody asked for: more work is more parts. That holds where parts are alike at
+all sizes, and two of full size were measured.
 
-Convolutions and units do not keep to that. A library chooses a convolution's algorithm by its
-sizes, and one that takes no workspace for a batch of 8 may take one for 16 (oneDNN does, cuDNN
-does). Kernels that a compiler makes for all sizes hold other buffers than those that it made for
-one. :func:`with_workspaces` runs each distinct one of these at the size itself, alone.
+Convolutions, units and other parts do not keep to that. A library chooses a convolution's algorithm
+by its sizes, and one that takes no workspace for a batch of 8 may take one for 16 (oneDNN does,
+cuDNN does). Kernels that a compiler makes for all sizes hold other buffers than those that it made
+for one. :func:`with_workspaces` runs each distinct one of these at the size itself, alone.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.work import Floats, Work, Works, ratio
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.fuse.unit import Unit
+from fxremat.passes.joint.graph import granule_of
 from fxremat.passes.joint.sizes import Values, layouts_of
-from fxremat.passes.split.beside import parts_of
+from fxremat.passes.split.beside import Beside, parts_of
+from fxremat.passes.split.rules import Rows
 from fxremat.passes.stages.block import Block, BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
@@ -73,7 +76,12 @@ class ScaledCosts:
         self._costs = costs
         self._hints = sizes.hints
         self._works = Works(line.joint)
-        self._alike = np.array([_has_alike_parts(n) for n in line.joint.module.graph.nodes])
+        nodes = line.joint.module.graph.nodes
+        self._steady = np.array([_is_steady(node) for node in nodes])
+        dropped = [(i, n) for i, node in enumerate(nodes) for n in _dropped_bytes(node)]
+        self._droppers = np.array([i for i, _ in dropped], dtype=np.int64)
+        self._dropped = sizes.formulas(n for _, n in dropped)
+        self._granule = granule_of(line.joint.device)
         self._work = self._works.at(sizes.hints)
         self._again = np.array([i for i, _ in costs.again_s], dtype=np.int64)
         self._again_s = np.array([seconds for _, seconds in costs.again_s])
@@ -101,13 +109,16 @@ class ScaledCosts:
         again_s = self._again_s * ratio(model_s[self._again], self._model_s[self._again])
         stages_s = self._stages_s * ratio(self._sums(model_s, again_s), self._sums_s)
         growth = self._works.growth(work, self._work)
-        grown = np.where(self._alike, 1.0, growth).tolist()
+        factor = np.where(self._steady, 1.0, growth).tolist()
+        more = np.where(
+            self._steady, self._dropped_at(values) - self._dropped_at(self._hints), 0
+        ).tolist()
         return replace(
             costs,
             stages=tuple(StageSeconds(*row) for row in stages_s.reshape(-1, 3).tolist()),
             again_s=tuple(zip(self._again.tolist(), again_s.tolist(), strict=True)),
             workspace_bytes=tuple(
-                (index, mode, math.ceil(nbytes * grown[index]))
+                (index, mode, max(0, math.ceil(nbytes * factor[index]) + more[index]))
                 for index, mode, nbytes in costs.workspace_bytes
             ),
             storage_bytes=self._storage_bytes(values, work, growth),
@@ -119,6 +130,13 @@ class ScaledCosts:
         factor = np.where(growth > 1, growth, shrunk)[self._makers]
         found = np.maximum(self._traced_bytes(values), self._larger_bytes * factor)
         return tuple(np.ceil(found).astype(np.int64).tolist())
+
+    def _dropped_at(self, values: Values) -> Indices:
+        """Bytes that each node computes beside its results, and a part of it does not."""
+        nbytes = self._dropped(values)
+        found = np.zeros_like(self._steady, dtype=np.int64)
+        np.add.at(found, self._droppers, -(-nbytes // self._granule) * self._granule)
+        return found
 
     def _traced_bytes(self, values: Values) -> Indices:
         asked = self._storages(values)
@@ -225,17 +243,33 @@ def _is_exact(node: fx.Node) -> bool:
     return parts is not None and parts.exact
 
 
-def _has_alike_parts(node: fx.Node) -> bool:
-    """Whether an operation is computed in parts that are alike at all sizes."""
+def _is_steady(node: fx.Node) -> bool:
+    """Whether its parts are alike at all sizes, and two of full size were measured: the first one
+    runs before there is memory for the results.
+    """
     parts = parts_of(node)
-    if parts is None:
+    if parts is None or int(parts.rows) < 2 * parts.part_rows:
         return False
     given: Any = node.args[: len(parts.inputs)]
     return parts.are_alike([layouts_of(n)[0].shape for n in given])
 
 
+def _dropped_bytes(node: fx.Node) -> list[int]:
+    """Bytes of each result with rows that a run gives and ``node``, which computes it anew, drops;
+    they may follow the sizes.
+    """
+    if not isinstance(node.target, Beside):
+        return []
+    outputs = enumerate(node.target.parts.outputs)
+    return [
+        own.layout.storage_bytes
+        for i, own in outputs
+        if i not in node.target.results and isinstance(own.way, Rows)
+    ]
+
+
 def _is_lawless(node: fx.Node) -> bool:
     """Whether nothing tells what workspace an operation takes at other sizes."""
     if parts_of(node) is not None:
-        return not _has_alike_parts(node)
+        return not _is_steady(node)
     return node.target in _CONVOLUTIONS or isinstance(node.target, Unit)

@@ -12,10 +12,17 @@ from torch import fx, nn
 
 from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
+from fxremat.costs.cost import measure_line
 from fxremat.costs.scaled import ScaledCosts, rates_of, with_workspaces
 from fxremat.ir import RecordedCosts
 from fxremat.passes.fuse.unit import Unit
+from fxremat.passes.joint.build import rebuilt
 from fxremat.passes.joint.sizes import layouts_of, number_at
+from fxremat.passes.split.rewrite import split
+from fxremat.passes.stages.block import BlockCache
+from fxremat.passes.stages.linearize import Line, linearize
+from fxremat.passes.stages.resize import resize
+from fxremat.progress import silent
 from tests.fused import with_units
 from tests.sized import at_size, capture_sized, symbolic
 
@@ -161,3 +168,39 @@ def test_where_there_are_none_nothing_is_run():
     costs = step.measured.costs
     assert with_workspaces(costs, step.line, step.joint.sizes.hints, cache) is costs
     assert not cache.workspace_bytes
+
+
+class Wide(nn.Module):
+    """An MLP whose hidden layer is larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 4096), nn.Linear(4096, 2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).sin())
+
+
+@pytest.mark.parametrize("hint", [3, 4, 5], ids="{} rows".format)
+@pytest.mark.parametrize("rows", [2, 7, 40])
+def test_parts_take_no_more_where_there_are_more_of_them(hint: int, rows: int):
+    """At the capture the second part may be smaller than the first."""
+    step = capture_sized(Wide(), (torch.randn(hint, 64),), dims=[[0]])
+    most_bytes = 4 * 4096 * hint - 1
+    module = split(step.joint, most_bytes, None, beside=False, expected={})
+    assert module is not None
+    line = linearize(rebuilt(step.joint, module))
+
+    def measured(line: Line) -> RecordedCosts:
+        blocks = BlockCache(line)
+        return measure_line(line, blocks, real={}, cache=CostCache(), progress=silent).costs
+
+    scaled = ScaledCosts(line, BlockCache(line), measured(line))
+    found = with_workspaces(scaled.at((rows,)), line, (rows,), CostCache()).workspace_bytes
+    real = measured(resize(line, (rows,))).workspace_bytes
+    assert any(nbytes for _, _, nbytes in real)
+    for mine, expected in zip(found, real, strict=True):
+        assert mine[:2] == expected[:2]
+        assert mine[2] >= expected[2]
+        if hint == 4 and rows > 4:
+            assert mine[2] == expected[2]
