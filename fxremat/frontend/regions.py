@@ -44,9 +44,11 @@ from fxremat.solvers.knapsack import Call, Choice
 MUCH = 0.02
 """Share of the budget: where so much less is there than before, plans are chosen again."""
 
-
 MOST_UNKNOWN = 512
-"""Calls of steps that are not known, and what they are planned for; the oldest go first."""
+"""Calls of a graph in unknown steps whose contexts are kept; the oldest go first."""
+
+Contexts = dict[tuple[int, StepContext], StepContext]
+"""What a call of an unknown step is planned for, by the budget and what it finds."""
 
 NEAR = 0.75
 """Share of the budget: steps that differ and are planned to take more are all watched."""
@@ -85,7 +87,9 @@ class Regions:
     _late_bytes: int = 0  # of collectives in graphs, likewise
     _before: Walk | None = None
     _choices: dict[Key, tuple[Choice, ...]] = field(default_factory=dict)
-    _unknown: dict[tuple[int, int, StepContext], StepContext] = field(default_factory=dict)
+    _unknown: weakref.WeakKeyDictionary[Planner, Contexts] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     _now: threading.local = field(default_factory=threading.local)
     _walks: weakref.WeakKeyDictionary[Step, Walk] = field(default_factory=weakref.WeakKeyDictionary)
 
@@ -263,12 +267,13 @@ class Regions:
         there_bytes = (walk.base_bytes or 0) + context.waiting_bytes + self._aside_bytes
         there_bytes += -there_bytes % max(1, int(self._much_bytes))
         beside = Correction(more_bytes=there_bytes, left_bytes=self._made_bytes(walk))
-        key = id(planner), budget_bytes, alone(context, beside, host_bytes)
-        if key not in self._unknown:
-            while len(self._unknown) >= MOST_UNKNOWN:
-                self._unknown.pop(next(iter(self._unknown)))
-            self._unknown[key] = leaving_little(planner, context, budget_bytes, beside, host_bytes)
-        return self._unknown[key]
+        key = budget_bytes, alone(context, beside, host_bytes)
+        known = self._unknown.setdefault(planner, {})
+        if key not in known:
+            while len(known) >= MOST_UNKNOWN:
+                known.pop(next(iter(known)))
+            known[key] = leaving_little(planner, context, budget_bytes, beside, host_bytes)
+        return known[key]
 
     def _made_bytes(self, walk: Walk) -> int:
         """Of gradients that are there when a backward of the call that was entered last begins: of

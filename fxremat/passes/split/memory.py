@@ -12,7 +12,8 @@ from fxremat import torch_compat
 from fxremat.passes.joint.graph import JointGraph, is_tensor, operation_of
 from fxremat.passes.joint.sizes import layouts_of
 from fxremat.passes.split.rules import SEEDED, Result
-from fxremat.passes.split.runs import Run, is_sum_of_products, results_of
+from fxremat.passes.split.run import Run
+from fxremat.passes.split.runs import is_sum_of_products, results_of
 
 MOST_PARTS = 64
 """Parts of a run at the most: each costs the launches of all its operations."""

@@ -30,7 +30,8 @@ from fxremat.passes.split.losses import by_rows, gradients_beside, has_losses
 from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Way, for_rows
-from fxremat.passes.split.runs import Run, Ways, is_sum_of_products, place_of, runs_of
+from fxremat.passes.split.run import Run, place_of
+from fxremat.passes.split.runs import Ways, is_sum_of_products, runs_of
 from fxremat.runtime.expected import Expected
 
 Tensors = Sequence[torch.Tensor]

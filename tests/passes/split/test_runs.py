@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fxremat.passes.joint.graph import JointGraph, operation_of
-from fxremat.passes.split.runs import MOST_OPERATIONS, Run, Ways, runs_of
+from fxremat.passes.split.run import MOST_OPERATIONS, Run
+from fxremat.passes.split.runs import Ways, runs_of
 from tests.harness import capture, captured
 from tests.models.recurrent import UnrolledGRU
 
