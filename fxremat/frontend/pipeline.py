@@ -470,9 +470,7 @@ class Planner:
             variants = self.step.at(context.sizes, run=run, bits=bits)
             pairs = zip(self._known, variants, strict=True)
             return [
-                own.within(variant.around(context))
-                if at_first_size
-                else own.at(variant, context, budget_bytes=most)
+                own.at(variant, context, budget_bytes=most)
                 for own, variant in pairs
                 if self._may(context, own)
             ]

@@ -16,7 +16,6 @@ from fxremat.frontend.store import key_of
 from fxremat.ir import Form, MeasuredLink, RecordedCosts
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import StepContext
-from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.resized import search_at
 from fxremat.planner.search import Search
 from fxremat.planner.transfers import HostMemory, Transfers
@@ -44,21 +43,14 @@ class Schedules:
     transfers: Transfers | None
     form: Form
 
-    def within(self, context_bytes: ContextBytes) -> Schedules:
-        """These schedules, where something else is held beside the variant."""
-        if self.search.setting.context_bytes == context_bytes:
-            return self
-        return self._over(self.search.within(context_bytes))
-
     def at(self, variant: Variant, context: StepContext, *, budget_bytes: int) -> Schedules:
-        """These schedules at another size: those that can matter within a budget."""
+        """These schedules at another size, or beside other context bytes: those that can matter
+        within a budget.
+        """
         around = variant.around(context)
-        return self._over(
-            search_at(self.search, variant.measured, around, budget_bytes=budget_bytes)
-        )
-
-    def _over(self, search: Search) -> Schedules:
-        """Schedules of another search of the variant."""
+        search = search_at(self.search, variant.measured, around, budget_bytes=budget_bytes)
+        if search is self.search:
+            return self
         own = self.transfers
         transfers = Transfers.of(search, own.host, own.link) if own is not None else None
         return replace(self, search=search, transfers=transfers)

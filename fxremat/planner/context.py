@@ -115,9 +115,12 @@ class StepContext:
 
     def given_bytes(self, base: ContextBytes, joint: JointGraph) -> int:
         """What is held throughout the call; arguments are those of :meth:`around`."""
+        return self._given_bytes(base, sum(self.gradient_bytes(joint)))
+
+    def _given_bytes(self, base: ContextBytes, gradients_bytes: int) -> int:
         return (
             base.given_bytes
-            + sum(self.gradient_bytes(joint))
+            + gradients_bytes
             + sum(self.bucket_bytes)
             + self.workspace_bytes
             + self.slack_bytes
@@ -141,7 +144,7 @@ class StepContext:
             turn_bytes, held_bytes = self.correction.turn_bytes, self.correction.left_bytes
         return replace(
             base,
-            given_bytes=self.given_bytes(base, joint),
+            given_bytes=self._given_bytes(base, sum(gradients)),
             turn_bytes=turn_bytes + self.correction.room_bytes,
             tangent_bytes=held_bytes - sum(gradients) * self.cleared,
             given_each_bytes=(*base.given_each_bytes, *more),

@@ -1,18 +1,20 @@
-"""The search of a step at another size: the decisions that are known, evaluated there.
+"""The search of a step at another size, or in another context: known decisions, evaluated there.
 
 Which operations run, and in which order, is the same at every size; what they take is not. So
 what was found for one size is a good start for any other: the decisions are evaluated with the
 other size's numbers, those that can matter within the budget, and local search sets out from
-the best few. Nothing is solved.
+the best few. Nothing is solved. Where something else is held beside the graphs that is so, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from fxremat.costs.cost import Measured
 from fxremat.planner.allocations import Allocations, Footprints
+from fxremat.planner.bound import Relaxation
 from fxremat.planner.candidates import Candidate, Pool
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluator import Evaluator
@@ -37,24 +39,34 @@ CLIMBS = 2
 def search_at(
     search: Search, measured: Measured, context_bytes: ContextBytes, *, budget_bytes: int
 ) -> Search:
-    """``search`` at another size.
+    """``search`` at another size, or in another context.
 
     Args:
         search: of the size of the capture.
-        measured: of the other size, ``search.measured.at(costs)``.
-        context_bytes: at the other size.
+        measured: ``search.measured``, or ``search.measured.at(costs)`` of another size.
+        context_bytes: there.
         budget_bytes: what the peak may reach there.
 
     Returns the same with the candidates that can matter within the budget; the least among
-    those known, and some for any other budget. It does not know what no schedule can do better
-    than, and generators that are asked for more schedules go by the size of the capture.
+    those known, and some for any other budget. At another size it does not know what no schedule
+    can do better than, and generators that are asked for more schedules go by the size of the
+    capture.
 
     Only one of all searches of a step can be asked at a time.
     """
-    evaluator = search.evaluator.at(measured, context_bytes)
+    same_size = measured is search.measured
+    if same_size and context_bytes == search.setting.context_bytes:
+        return search
+    if same_size:
+        evaluator = search.evaluator.within(context_bytes)
+    else:
+        evaluator = search.evaluator.at(measured, context_bytes)
     members = _Members(evaluator, search.pool.members)
+    footprints = search.allocations.footprints
+    if not same_size:
+        footprints = Footprints(measured.line, measured.workspace_bytes, measured.asked)
     allocations = Allocations(
-        Footprints(measured.line, measured.workspace_bytes, measured.asked),
+        footprints,
         context_bytes,
         search.allocations.settings,
         search.allocations.budget_on,
@@ -78,7 +90,9 @@ def search_at(
             kept=evaluator.evaluation(baseline),
         ),
         evaluator=evaluator,
-        relaxation=None,
+        relaxation=(
+            partial(Relaxation.of, measured, evaluator.blocks, context_bytes) if same_size else None
+        ),
         solved=solved,
         pool=pool,
         alone=(pool,),

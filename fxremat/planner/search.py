@@ -149,33 +149,6 @@ class Search:
             allocations=Allocations(footprints, context_bytes, allocator, budget_on),
         )
 
-    def within(self, context_bytes: ContextBytes) -> Search:
-        """This search, where something else is held beside the graphs.
-
-        They are evaluated anew; nothing is solved or looked for again.
-        """
-        evaluator = self.evaluator.within(context_bytes)
-        known: dict[Candidate, Candidate] = {}
-
-        def again(candidate: Candidate) -> Candidate:
-            if candidate not in known:
-                known[candidate] = evaluator.candidate(candidate.codes, candidate.held)
-            return known[candidate]
-
-        def again_all(pool: Pool, more: Sequence[Candidate] = ()) -> Pool:
-            return Pool.of(again(pool.baseline), map(again, (*pool.members, *more)))
-
-        return replace(
-            self,
-            setting=replace(self.setting, context_bytes=context_bytes),
-            evaluator=evaluator,
-            relaxation=partial(Relaxation.of, self.measured, evaluator.blocks, context_bytes),
-            solved=again_all(self.solved),
-            pool=again_all(self.pool, [c for pool in self.spare for c in pool.members]),
-            alone=tuple(map(again_all, self.alone)),
-            allocations=replace(self.allocations, context_bytes=context_bytes, known={}),
-        )
-
     def knowing(self, other: Search) -> Search:
         """This search, knowing the schedules of ``other``, of the step in another context."""
         return replace(self, spare=(other.pool, *self.spare)[:MOST_SPARE])

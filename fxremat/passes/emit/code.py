@@ -175,7 +175,7 @@ class _Renderer:
     def __init__(self, graph: fx.Graph) -> None:
         self._nodes = list(graph.nodes)
         self._index = {node: i for i, node in enumerate(self._nodes)}
-        self._primals = [n for n in self._nodes if _is_primal(n)]
+        self._primals = {n: i for i, n in enumerate(filter(_is_primal, self._nodes))}
         self._lists = dict.fromkeys(self._primals, PRIMALS) | self._find_lists()
         self._parameters: dict[tuple[str, ...], str] = {}
         self._lines: list[str] = []
@@ -206,9 +206,10 @@ class _Renderer:
         """Values that can live in one list: made together, read together."""
         lists: dict[fx.Node, str] = {}
         taken: dict[str, object] = {}
+        places = _Places()
         for key, run in groupby(self._nodes, key=self._list_key):
             members = list(run)
-            if key is None or not all(_neighbours(members, user) for user in members[0].users):
+            if key is None or not all(places.adjoin(members, user) for user in members[0].users):
                 continue
             if taken.setdefault(str(key[0]), key) is not key:
                 continue
@@ -290,7 +291,7 @@ class _Renderer:
 
     def _given_runs(self, given: Sequence[fx.Node]) -> Iterator[str]:
         """``primals[3:7]`` for neighbours, names for constants."""
-        place = {node: i for i, node in enumerate(self._primals)}
+        place = self._primals
         for _, run in groupby(enumerate(given), key=lambda pair: place.get(pair[1], -1) - pair[0]):
             nodes = [node for _, node in run]
             if nodes[0] not in place:
@@ -353,11 +354,19 @@ def _bare_name(node: fx.Node) -> str:
     return str(node.target.__name__)  # type: ignore[union-attr]
 
 
-def _neighbours(members: Sequence[fx.Node], user: fx.Node) -> bool:
-    """Whether ``user`` reads ``members`` one right after the other, in their order."""
-    values = list(user.args[0] if user.op == "output" else user.args)  # type: ignore[arg-type]
-    begin = values.index(members[0]) if members[0] in values else 0
-    return values[begin : begin + len(members)] == list(members)
+class _Places(dict[fx.Node, dict[fx.Node, int]]):
+    """Where each operation reads its values first."""
+
+    def __missing__(self, user: fx.Node) -> dict[fx.Node, int]:
+        values: Any = user.args[0] if user.op == "output" else user.args
+        self[user] = {value: i for i, value in reversed([*enumerate(values)])}
+        return self[user]
+
+    def adjoin(self, members: Sequence[fx.Node], user: fx.Node) -> bool:
+        """Whether ``user`` reads ``members`` one right after the other, in their order."""
+        places = self[user]
+        begin = places.get(members[0], 0)
+        return all(places.get(node) == begin + i for i, node in enumerate(members))
 
 
 def _assign_list(name: str, items: tuple[str, ...]) -> list[str]:

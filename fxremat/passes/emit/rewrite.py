@@ -174,7 +174,8 @@ class _Writer:
     def take(self, nodes: Iterable[fx.Node]) -> None:
         """Add a placeholder for each of ``nodes``."""
         for node in nodes:
-            self._values[node] = self._graph.placeholder(self._value_name(node))
+            name = self._value_name(node)  # told, or fx makes one of the target: that takes long
+            self._values[node] = self._graph.create_node("placeholder", name, name=name)
             self._describe(node)
 
     def open(self, travel: Travel) -> None:
