@@ -68,8 +68,9 @@ def test_a_budget_in_words_is_enough_and_holds(written: str, nbytes: int) -> Non
     assert_bitwise_equal(found.gradients, reference_step(entry).gradients)
 
 
+@pytest.mark.more
 def test_where_no_checkpoints_are_enough_the_least_is_told() -> None:
-    entry = text_and_caption(2)
+    entry = text_and_caption(2, batch=2)
     sample = fxremat.Sample(*entry.sample(0))
     with pytest.raises(fxremat.BudgetError) as caught:
         fxremat.compile(entry.build(), sample, "4MB", loss="own")
@@ -87,7 +88,7 @@ def test_an_estimate_tells_whether_a_step_fits_and_what_it_is_made_of() -> None:
     exec(code_of("rfcs#108"), names)
     found = names["found"]
     parts = found.at_peak(found.kept)
-    parameter_bytes = 8 * (64 * 64 + 64) * 4
+    parameter_bytes = 8 * (64 * 64 * 4 + 512)  # blocks of a GPU's allocator: no less than 512
     assert parts["parameters"] == parameter_bytes
     assert parts["optimizer state"] >= 2 * parameter_bytes
     assert sum(parts.values()) == found.peak_bytes
@@ -126,15 +127,17 @@ def test_shapes_that_depend_on_data_are_named() -> None:
 
 def test_more_budget_is_never_less_peak_and_no_peak_is_above_its_budget() -> None:
     entry = summed_llama(1)
-    _, kept = planned(entry, 1.0)
-    least_bytes, most_bytes = kept.plan.least_budget_bytes, kept.plan.baseline_peak_bytes
-    budgets = [least_bytes + (most_bytes - least_bytes) * i // 4 for i in range(5)]
+    kept, model = planned(entry, 1.0)
+    least_bytes, most_bytes = model.plan.least_budget_bytes, model.plan.baseline_peak_bytes
+    steps = {most_bytes: kept}
+    for i in range(3):
+        budget = least_bytes + (most_bytes - least_bytes) * i // 3
+        steps[budget], _ = planned(entry, budget)
     peaks = []
-    for budget in budgets:
-        step, _ = planned(entry, budget)
+    for budget, step in sorted(steps.items()):
         step.run()
         peaks.append(step.peak_bytes())
-    assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
+        assert peaks[-1] <= budget
     assert all(less < more for less, more in itertools.pairwise(peaks))
 
 
