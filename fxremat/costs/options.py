@@ -243,10 +243,14 @@ def greedy_masks(numbers: Numbers) -> list[int]:
     thinned = _thinned(numbers, numbers.required | free)
     masks = [free, *thinned]
     for share in range(1, MOST_OPTIONS + 1):
-        limit_bytes = whole * share // (MOST_OPTIONS + 1)
-        fitting = next(m for m in thinned if numbers.kept_bytes(m) <= limit_bytes)
-        masks += [_filled(numbers, mask, limit_bytes) for mask in (free, fitting)]
+        masks += _greedy_within(numbers, whole * share // (MOST_OPTIONS + 1), thinned)
     return masks
+
+
+def _greedy_within(numbers: Numbers, limit_bytes: int, thinned: Sequence[int]) -> list[int]:
+    """Nothing, and the first of ``thinned`` that fits, each with all that comes and fits."""
+    fitting = next(m for m in thinned if numbers.kept_bytes(m) <= limit_bytes)
+    return [_filled(numbers, mask, limit_bytes) for mask in (_free(numbers), fitting)]
 
 
 def _thinned(numbers: Numbers, mask: int) -> list[int]:
@@ -283,40 +287,59 @@ def _filled(numbers: Numbers, mask: int, limit_bytes: int) -> int:
     return mask
 
 
+def fastest_within(numbers: Numbers, limit_bytes: int) -> int:
+    """The mask of least seconds, among those found, that keeps at most ``limit_bytes``.
+
+    The least of all where CP-SAT proves it within its limit of work; found greedily where ortools
+    is not installed.
+    """
+    thinned = _thinned(numbers, numbers.required | _free(numbers))
+    masks = _greedy_within(numbers, limit_bytes, thinned)
+    cp_model = optional.find("ortools.sat.python.cp_model")
+    if cp_model is not None:
+        masks += _exact_within(numbers, limit_bytes, cp_model)
+    return min(masks, key=lambda mask: (numbers.seconds(mask), numbers.kept_bytes(mask), mask))
+
+
 def _by_cpsat(numbers: Numbers, cp_model: ModuleType) -> list[int]:
-    """The fastest masks within each of a few shares of all the bytes.
+    """The fastest masks within each of a few shares of all the bytes."""
+    whole = numbers.kept_bytes(numbers.required)
+    masks = [_free(numbers)]
+    for share in range(1, MOST_OPTIONS + 1):
+        masks += _exact_within(numbers, whole * share // (MOST_OPTIONS + 1), cp_model)
+    return masks
+
+
+def _exact_within(numbers: Numbers, limit_bytes: int, cp_model: ModuleType) -> list[int]:
+    """The fastest mask within a limit, or none where CP-SAT's limit of work was too short.
 
     A storage is there in the backward if it is kept or made again; an operation that
     runs again needs all that it reads.
     """
-    whole = numbers.kept_bytes(numbers.required)
     unit_s = max(numbers.seconds(0) / 1e6, 1e-12)
-    masks = [_free(numbers)]
-    for share in range(1, MOST_OPTIONS + 1):
-        model = cp_model.CpModel()
-        kept = [model.new_bool_var(f"kept{i}") for i in range(len(numbers.nbytes))]
-        runs = [model.new_bool_var(f"runs{i}") for i in range(len(numbers.operations))]
-        maker = {
-            i: run
-            for operation, run in zip(numbers.operations, runs, strict=True)
-            for i in _bits(operation.makes)
-        }
-        for i in _bits(numbers.required):
-            model.add_bool_or(kept[i], maker[i])
-        for operation, run in zip(numbers.operations, runs, strict=True):
-            for i in _bits(operation.reads):
-                model.add_bool_or(kept[i], maker[i], run.Not())
-        limit = whole * share // (MOST_OPTIONS + 1)
-        model.add(sum(n * k for n, k in zip(numbers.nbytes, kept, strict=True)) <= limit)
-        weights = [round(operation.seconds / unit_s) for operation in numbers.operations]
-        model.minimize(sum(w * run for w, run in zip(weights, runs, strict=True)))
-        solver = cp_model.CpSolver()
-        solver.parameters.max_deterministic_time = SOLVE_WORK
-        solver.parameters.random_seed = 0
-        solver.parameters.num_workers = 1
-        if solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            masks.append(sum(1 << i for i, k in enumerate(kept) if solver.value(k)))
-    return masks
+    model = cp_model.CpModel()
+    kept = [model.new_bool_var(f"kept{i}") for i in range(len(numbers.nbytes))]
+    runs = [model.new_bool_var(f"runs{i}") for i in range(len(numbers.operations))]
+    maker = {
+        i: run
+        for operation, run in zip(numbers.operations, runs, strict=True)
+        for i in _bits(operation.makes)
+    }
+    for i in _bits(numbers.required):
+        model.add_bool_or(kept[i], maker[i])
+    for operation, run in zip(numbers.operations, runs, strict=True):
+        for i in _bits(operation.reads):
+            model.add_bool_or(kept[i], maker[i], run.Not())
+    model.add(sum(n * k for n, k in zip(numbers.nbytes, kept, strict=True)) <= limit_bytes)
+    weights = [round(operation.seconds / unit_s) for operation in numbers.operations]
+    model.minimize(sum(w * run for w, run in zip(weights, runs, strict=True)))
+    solver = cp_model.CpSolver()
+    solver.parameters.max_deterministic_time = SOLVE_WORK
+    solver.parameters.random_seed = 0
+    solver.parameters.num_workers = 1
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return []
+    return [sum(1 << i for i, k in enumerate(kept) if solver.value(k))]
 
 
 def _free(numbers: Numbers) -> int:

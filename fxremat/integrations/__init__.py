@@ -1,5 +1,5 @@
-"""fxremat in trainers of others: transformers, Lightning, Accelerate.
+"""fxremat in trainers of others: transformers, Lightning, Accelerate; and in torch.compile.
 
-Each module needs its library, ``pip install 'fxremat[transformers]'`` and so on; none is loaded
-before it is imported.
+Each module of a trainer needs its library, ``pip install 'fxremat[transformers]'`` and so on; none
+is loaded before it is imported.
 """

@@ -15,6 +15,7 @@ from fxremat.torch_compat.inductor import *  # noqa: F403
 from fxremat.torch_compat.joint import *  # noqa: F403
 from fxremat.torch_compat.kernels import *  # noqa: F403
 from fxremat.torch_compat.modules import *  # noqa: F403
+from fxremat.torch_compat.partitioner import *  # noqa: F403
 from fxremat.torch_compat.processes import *  # noqa: F403
 from fxremat.torch_compat.storages import *  # noqa: F403
 from fxremat.torch_compat.symbols import *  # noqa: F403
