@@ -1,0 +1,93 @@
+"""How long a plan takes that a training loop waits for: beside gradients, or at another size.
+
+Each model is compiled once at a batch of 8, batch and length as symbols. Then, with nothing run,
+plans are made for calls that find gradients, and for calls at other sizes: milliseconds of CPU of
+one thread until the graphs can be called, Python's collector switched off meanwhile, and once
+with all that it may find to do.
+Run: python -m benchmarks.contexts [model …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import fxremat
+from benchmarks.common import Spread, save, show
+from benchmarks.many_sizes import batch_of
+from benchmarks.steps import entry_of
+from fxremat.planner.context import StepContext
+
+MODELS = ("gpt16", "llama16", "gpt48_narrow", "gpt96_narrow")
+
+BATCH = 8
+"""Of the sample."""
+
+SHARE = 0.6
+"""The budget, of the sample's peak with everything kept."""
+
+
+def contexts_of(first: StepContext, gradients: list[int]) -> Iterator[tuple[str, StepContext]]:
+    """Calls that find what no call before them did."""
+    for count in range(len(gradients), len(gradients) - 5, -1):
+        yield "gradients", replace(first, existing=frozenset(gradients[:count]))
+    for rows in (7, 5, 6, 4, 3):
+        sizes = tuple(rows if size == BATCH else size for size in first.sizes)
+        yield "sizes", replace(first, sizes=sizes)
+
+
+def planning_ms(name: str) -> dict[str, Any]:
+    """One row."""
+    torch._dynamo.reset()
+    entry = entry_of(name)
+    args, kwargs = batch_of(entry, BATCH, 1.0)
+    sample = fxremat.Sample(args, kwargs)
+    call = fxremat.compile(entry.build(), sample, SHARE, loss=entry.loss, dynamic=True)
+    (cache,) = call._compiler.plan_caches
+    (first,) = cache.plans
+    found: dict[str, list[float]] = {"gradients": [], "sizes": [], "collected": []}
+    for collects in (False, True):
+        gc.collect()
+        for what, context in contexts_of(first, sorted(cache.gradients)):
+            if not collects:
+                gc.disable()
+            begin = time.process_time()
+            cache.planner.again(context)
+            took_ms = 1e3 * (time.process_time() - begin)
+            found["collected" if collects else what].append(took_ms)
+            gc.enable()
+    joint = cache.planner.step.joint
+    operations = len(joint.forward) + len(joint.backward)
+    return {"model": name, "operations": operations, "ms": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=MODELS)
+    torch.set_num_threads(1)
+    rows = [planning_ms(name) for name in parser.parse_args().models]
+    show(
+        "Plans in a loop, milliseconds of CPU",
+        ["model", "operations", "beside gradients", "at another size", "collector on, at most"],
+        [
+            [
+                row["model"],
+                str(row["operations"]),
+                Spread.of(row["ms"]["gradients"][1:]).text(1, 0),
+                Spread.of(row["ms"]["sizes"][1:]).text(1, 0),
+                f"{max(row['ms']['collected']):.0f}",
+            ]
+            for row in rows
+        ],
+    )
+    save("contexts", {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
