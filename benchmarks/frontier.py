@@ -5,12 +5,13 @@ must be at or under it and no slower. Interleaved rounds, with a step that keeps
 ratio round by round. With ``--executor inductor`` kernels are Inductor's on both sides, and the
 peer is ``torch.compile`` without a budget and with each; fxremat is also given half and a quarter
 of the activations that it keeps without one.
-Run: python -m benchmarks.frontier [model …] [--executor E] [--rounds N] [--threads N]
+Run: python -m benchmarks.frontier [model …] [--executor E] [--rounds N] [--threads N] [--shares]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 
 import fxremat
-from benchmarks.common import RESULTS, interleave, ratios, save, show
+from benchmarks.common import RESULTS, interleave, keep_freed_memory, ratios, save, show
 from benchmarks.steps import Step, entry_of, fused, make_step, planned, reference, static_bytes
 from fxremat import torch_compat
 from fxremat.errors import BudgetError
@@ -234,23 +235,38 @@ def draw(name: str, results: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
+def _is_share(policy: str) -> bool:
+    return policy.startswith("no budget")
+
+
+def _others(file: Path) -> list[dict[str, Any]]:
+    """Points of a file that are not of ``torch.compile`` alone."""
+    found = json.loads(file.read_text())["results"]["points"] if file.exists() else []
+    return [point for point in found if not _is_share(point["policy"])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--executor", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--shares", action="store_true", help="of torch.compile alone; others stay")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_freed_memory()
     results = []
     executor = options.executor
     folder = "frontier" if executor == "eager" else "frontier-inductor"
     for name in options.models or (BLOCKS if executor == "eager" else FUSED):
-        points, own = list(policies(name, executor)), []
+        points = [p for p in policies(name, executor) if not options.shares or _is_share(p.name)]
+        file = name if options.threads == 1 else f"{name}-{options.threads}threads"
+        others = _others(RESULTS / f"{folder}/{file}.json") if options.shares else []
+        own: list[dict[str, Any]] = []
         for policy in points:
             print(f"{name}: point {len(own) + 1} of {len(points)}", flush=True)
             own.append(compare(name, policy, options.rounds, executor))
-            save(f"{folder}/{name}", {"threads": options.threads, "points": own})
+            save(f"{folder}/{file}", {"threads": options.threads, "points": [*own, *others]})
         if executor == "eager":
             draw(name, own, RESULTS / f"{folder}/{name}.png")
         results += own

@@ -22,14 +22,17 @@ from tests.fused import taken_apart
 
 aten = torch.ops.aten
 
+TARGETS = {"s": aten.sum.dim_IntList, "m": aten.mm.default, "c": aten.cat.default}
+"""Operations of a kind; any other is pointwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
     """Of a forward: how it is computed, from which, and how it is read.
 
     Attributes:
-        kind: ``+`` pointwise, ``s`` a sum, ``m`` a product, ``v`` a view, ``u`` pointwise, and of a
-            mutated input too.
+        kind: ``+`` pointwise, ``s`` a sum, ``m`` a product, ``c`` a concatenation, ``v`` a view,
+            ``u`` pointwise, and of a mutated input too.
         sources: indices of earlier values; -1 is an input.
         nbytes: of it.
         reader: ``+`` or ``m`` in the backward, or ``""``.
@@ -47,8 +50,8 @@ class Value:
 def programs(draw: st.DrawFn) -> list[Value]:
     values: list[Value] = []
     for i in range(draw(st.integers(1, 8))):
-        kind = draw(st.sampled_from("++++++smvu"))
-        count = 1 if kind != "+" else draw(st.integers(1, 3))
+        kind = draw(st.sampled_from("++++++smcvu"))
+        count = 1 if kind not in "+c" else draw(st.integers(1, 3))
         sources = tuple(draw(st.integers(-1, i - 1)) for _ in range(count))
         nbytes = draw(st.integers(1, 4))
         if kind == "v" and sources[0] >= 0:
@@ -94,7 +97,7 @@ def built(values: list[Value]) -> Built:
             continue
         if value.kind == "u":
             sources.append(primals[0])
-        target = {"s": aten.sum.dim_IntList, "m": aten.mm.default}.get(value.kind, aten.cat.default)
+        target = TARGETS.get(value.kind, aten.where.self)
         made.append(add(graph.call_function(target, (sources, i)), empty(value.nbytes)))
     gradients: list[fx.Node | None] = [None] * len(primals)
     for place, i in enumerate(readers):
@@ -140,7 +143,8 @@ class Model:
 
     def free(self, node: fx.Node) -> bool:
         mutated = self.built.line.joint.mutated
-        return self.built.kinds[node] is Kind.POINTWISE and mutated.isdisjoint(self.sources(node))
+        pointwise = self.built.kinds[node] is Kind.POINTWISE and node.target is not aten.cat.default
+        return pointwise and mutated.isdisjoint(self.sources(node))
 
     def gives(self, kept: set[fx.Node]) -> bool:
         """Whether all that is read can be computed from what is kept, and there."""

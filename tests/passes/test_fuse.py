@@ -76,11 +76,24 @@ def test_a_unit_is_several_operations_and_what_does_not_fuse_is_left(step: Captu
     for node in units_in(module):
         unit = node.target
         assert isinstance(unit, Unit)
-        assert len(unit.operations) >= 2
+        assert len(unit.operations) >= 2 or unit.operations[-1] == "clone"
         assert unit.__name__.isidentifier()
     kinds = kinds_of(step.joint)
     alone = {n.name for n in step.joint.forward if kinds[n] is Kind.ALONE}
     assert alone <= {n.name for n in module.graph.nodes}
+
+
+class Turned(nn.Module):
+    """A product, the transpose of it, laid out anew, and another product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x).t().contiguous() @ x
+
+
+def test_a_copy_is_a_unit_where_it_lays_memory_out_anew():
+    module = fused(taken_apart(Turned(), torch.randn(8, 8, requires_grad=True)))
+    assert "clone" in {n.target.operations[-1] for n in units_in(module)}
+    assert not [n for n in module.graph.nodes if n.target is torch.ops.aten.clone.default]
 
 
 def test_names_are_those_of_any_other_capture():

@@ -157,8 +157,12 @@ def connected(own: list[fx.Node], graph: Graph) -> bool:
 
 
 def linked(one: fx.Node, other: fx.Node, graph: Graph) -> bool:
+    def made_by(node: fx.Node) -> fx.Node:
+        return node.all_input_nodes[0] if graph.kinds.get(node) is Kind.VALUE else node
+
     first, second = graph.sources(one), graph.sources(other)
-    return one in second or other in first or not {*first}.isdisjoint(second)
+    common = {*map(made_by, first)} & {*map(made_by, second)}
+    return one in second or other in first or bool(common)
 
 
 @given(graphs())
@@ -194,6 +198,18 @@ def test_readers_of_one_input_are_one_where_they_may_be():
     graph = chain(("p1", ["x0"]), ("r2", ["x0"]))
     assert graph.groups() == [{"p1", "r2"}]
     assert graph.groups(shared=lambda _node: False) == [{"p1"}, {"r2"}]
+
+
+def test_readers_of_values_of_one_operation_are_one():
+    graph = chain(
+        ("m1", ["x0"]),
+        ("g1", ["m1"]),
+        ("g2", ["m1"]),
+        ("p1", ["g1"]),
+        ("p2", ["g2", "x1"]),
+        inputs=2,
+    )
+    assert graph.groups() == [{"p1", "p2"}]
 
 
 def test_a_view_is_no_wall():

@@ -72,6 +72,18 @@ def test_inputs_and_results_of_the_step_lie_as_ever(case: Any):
         assert strides(old) == strides(new)
 
 
+def test_what_lies_as_ever_is_not_copied():
+    """A weight of one pixel has its elements in the same order, channels last or not."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 3)).double()
+    step = taken_apart(model, torch.randn(2, 4, 6, 6, dtype=torch.float64))
+    module = with_channels_last(step.traced)
+    _, results = ends(module)
+    made = [n for n in results if isinstance(n, fx.Node)]
+    copied = [n.meta["val"].shape for n in made if n.target is aten.clone.default]
+    assert copied == [(2, 4, 4, 4), (4, 8, 3, 3)]
+    assert strides(results) == strides(ends(step.traced)[1])
+
+
 def ends(module: fx.GraphModule) -> tuple[list[Any], list[Any]]:
     """What goes in and out."""
     placeholders = module.graph.find_nodes(op="placeholder")

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 
 import networkx as nx
+import torch
 from torch import fx
 
 from fxremat import torch_compat
@@ -24,7 +25,14 @@ from fxremat.passes.fuse.kinds import Kind, Kinds, bases, kinds_of
 from fxremat.passes.joint.graph import add_call, fake_result, tensors_of
 from fxremat.passes.stages.linearize import Line
 
+aten = torch.ops.aten
+
 SOURCE, SINK = "given", "read"
+
+SLOW = {aten.cat.default}
+"""Pointwise operations that no reader computes for itself: for each element a kernel would look
+for the input that has it, and take up to twice as long as it does where the result is in memory.
+"""
 
 Roots = Mapping[fx.Node, tuple[fx.Node, ...]]
 """Values that readers compute for themselves, and what each is computed from."""
@@ -82,7 +90,7 @@ def _kept(
         nbytes = 0 if node in span.leaving else table.total(table.of_node[node])
         graph.add_edge((node, "in"), (node, "out"), capacity=1 + nbytes)
         mutated = line.joint.mutated.intersection(bases(node.all_input_nodes, kinds))
-        if kinds[node] is not Kind.POINTWISE or mutated:
+        if kinds[node] is not Kind.POINTWISE or mutated or node.target in SLOW:
             graph.add_edge(SOURCE, (node, "in"))
             continue
         for source in read_by_it:

@@ -6,7 +6,8 @@ fewest bytes cross are left out: they would cut what one kernel could compute.
 
 Within a span and direction operations of one level can be one unit whatever their order. A level
 is the number of operations that ran alone, and of parts that ended, on the longest way to a value.
-Operations of a level are one unit where they have a value or an input in common.
+Operations of a level are one unit where they have a value or an input in common; values of one
+operation, such as the mean and the variance of a norm, count as one input.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def group(
             if near and is_fused(source, kinds):
                 joined.add_edge(source, node)
             elif shared(source):
-                joined.add_edge(readers.setdefault((source, levels[node], part), node), node)
+                made_by = source.all_input_nodes[0] if kinds.get(source) is Kind.VALUE else source
+                joined.add_edge(readers.setdefault((made_by, levels[node], part), node), node)
     number = {n: i for i, own in enumerate(nx.connected_components(joined)) for n in own}
     groups: dict[int, list[fx.Node]] = {}
     for node in joined:

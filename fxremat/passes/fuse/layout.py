@@ -114,10 +114,26 @@ class _Writer:
         before, now = old.meta.get("val"), new.meta["val"]
         if not isinstance(before, torch.Tensor) or before.stride() == now.stride():
             return new
+        if before.is_contiguous() and now.is_contiguous():
+            return self._with_strides(new, before.shape, reader)
         for wanted in (torch.contiguous_format, FORMATS.get(before.dim())):
             if wanted is not None and before.is_contiguous(memory_format=wanted):
                 return self._clone(new, wanted, reader)
         raise _StuckError
+
+    def _with_strides(self, new: fx.Node, shape: torch.Size, reader: fx.Node) -> fx.Node:
+        """``new`` as a view with the strides of ``shape``.
+
+        Where there is one element along a dimension its stride says nothing: weights of one pixel
+        have their elements in the same order, channels last or not.
+        """
+        origin = new if reader.op == "output" else reader
+        for target, args in ((aten.squeeze.default, ()), (aten.view.default, ([*shape],))):
+            call: Any = (target, (new, *args), {})
+            new = self.graph.call_function(*call)
+            new.meta["val"] = fake_result(call, self._mode)
+            copy_origin(origin, new)
+        return new
 
     def _clone(self, new: fx.Node, wanted: torch.memory_format, reader: fx.Node) -> fx.Node:
         made = self.graph.call_function(aten.clone.default, (new,), {"memory_format": wanted})

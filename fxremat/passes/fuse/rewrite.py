@@ -31,7 +31,7 @@ from fxremat.runtime.views import look
 aten = torch.ops.aten
 
 LEAST_OPERATIONS = 2
-"""An operation alone runs as torch runs it."""
+"""An operation alone runs as torch runs it, unless it lays memory out anew."""
 
 CONTIGUOUS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
 """Operations whose results lie one way, whatever they are given."""
@@ -127,7 +127,7 @@ class _Items:
             parts=parts,
         )
         for own in groups:
-            enough = sum(self.kinds[n].fuses for n in own) >= LEAST_OPERATIONS
+            enough = sum(self.kinds[n].fuses for n in own) >= LEAST_OPERATIONS or _turns(own[0])
             is_aten = getattr(own[0].target, "namespace", "") == "aten"
             lacks = any(n in roots for n in bases(own[0].all_input_nodes, self.kinds))
             if enough or not is_aten or lacks:
@@ -182,6 +182,14 @@ class _Items:
         item = self._item_of.get(node)
         if item is not None:
             item.given.setdefault(node)
+
+
+def _turns(node: fx.Node) -> bool:
+    """Whether a copy has another order of elements than what it copies; kernels go in blocks."""
+    if node.target is not aten.clone.default:
+        return False
+    source, made = (n.meta["val"] for n in (node.all_input_nodes[0], node))
+    return bool(source.stride() != made.stride())
 
 
 def _numbers(line: Line, ordered: Sequence[_Item]) -> dict[_Item, int]:
