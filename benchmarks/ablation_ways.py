@@ -196,19 +196,16 @@ def one_start(case: Case) -> Chosen:
     return fastest(Pool.of(found.baseline, (*found.solved.members, *climbed)).members)
 
 
-def moved(case: Case, *, pofo: bool = True, climbs: bool = True, alone: bool = True) -> Chosen:
+def moved(case: Case, *, climbs: bool = True, alone: bool = True) -> Chosen:
     """With transfers, or some of the bases that they start from."""
     found = case.searched(GENERATORS)
     transfers = Transfers.of(found if alone else replace(found, alone=()), HostMemory(link=LINK))
 
     def chosen(budget_bytes: int) -> float | None:
-        stages, away = bases.POFO_STAGES if pofo else 0, bases.AWAY if climbs else ()
-        with (
-            mock.patch.object(bases, "POFO_STAGES", stages),
-            mock.patch.object(bases, "AWAY", away),
-        ):
-            fits = budget_bytes >= transfers.least_bytes
-            return transfers.fastest_within(budget_bytes).total_s if fits else None
+        if budget_bytes < transfers.least_bytes:
+            return None
+        with mock.patch.object(bases, "AWAY", bases.AWAY if climbs else ()):
+            return transfers.fastest_within(budget_bytes).total_s
 
     return chosen
 
@@ -260,7 +257,6 @@ ADDED: dict[str, Callable[[Case], Chosen]] = {
     "rotor": plain,
     "+ save options": partial(solved, (chain_schedules,)),
     "+ climbing": partial(climbed, (chain_schedules,)),
-    "+ kept over the turn": partial(climbed, generators_of(["rotor"])),
     WHOLE: partial(climbed, GENERATORS),
     "CP-SAT": by_cpsat,
     MOVED: moved,
@@ -270,12 +266,10 @@ ADDED: dict[str, Callable[[Case], Chosen]] = {
 WITHOUT: dict[str, Callable[[Case], Chosen]] = {
     "save options": plain_whole,
     "climbing": partial(solved, GENERATORS),
-    "kept over the turn": partial(climbed, GENERATORS[: len(GENERATORS) // 2]),
     "the join solver": partial(climbed, generators_of(["rotor", "equiv_chain"])),
     "the equivalent chain": partial(climbed, generators_of(["rotor", "join"])),
     "both of these": partial(climbed, generators_of(["rotor"])),
     "climbs from each generator alone": one_start,
-    "pofo, for transfers": partial(moved, pofo=False),
     "climbs, for transfers": partial(moved, climbs=False),
     "bases of each generator, for transfers": partial(moved, alone=False),
 }
