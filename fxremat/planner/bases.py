@@ -10,19 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fxremat.ir import Infeasible, MeasuredLink, Problem, Solved
+from fxremat.ir import Solved
 from fxremat.ir.schedule import Codes, coded
 from fxremat.planner.candidates import Candidate, Pool
 from fxremat.planner.generators import SLOTS, Setting
 
 MOST = 64
 """Candidates of a planner that are looked at."""
-
-POFO_SLOTS, POFO_LABELS = 50, 100
-"""Its search is rough: what it finds is evaluated exactly and its moves are chosen anew."""
-
-POFO_STAGES = 60
-"""Longer chains take it too long."""
 
 AWAY = tuple(part / 20 for part in range(21))
 """Shares of what is kept over the turn that bases are planned to have elsewhere."""
@@ -36,21 +30,9 @@ def of_pools(pools: Iterable[Pool]) -> tuple[Candidate, ...]:
     return tuple(dict.fromkeys(c for pool in pools for c in pool.thinned(MOST)))
 
 
-def by_pofo(setting: Setting, budget_bytes: int, link: MeasuredLink) -> Iterator[Codes]:
-    """The schedules of recomputations in what ``pofo`` finds."""
-    # Loading numba takes longer than all else in the package: not at import.
-    from fxremat.solvers import pofo  # noqa: PLC0415
-
-    if len(setting.chain) - setting.line.ends_at_turn > POFO_STAGES:
-        return
-    problem = Problem(setting.chain, setting.costs, budget_bytes, link.link())
-    found = pofo.explore(problem, slots=POFO_SLOTS, labels=POFO_LABELS)
-    if not isinstance(found, Infeasible):
-        yield coded(found.whole().schedule)
-
-
 def relieved(setting: Setting, budget_bytes: int) -> Iterator[Codes]:
     """For ever more that is away: what then fits (``RotorTable.relieved``)."""
+    # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers.rotor import RotorTable  # noqa: PLC0415
 
     table = RotorTable.build(

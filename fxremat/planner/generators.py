@@ -7,18 +7,14 @@ that truly fits, and makes time and peak monotonic in the budget.
 
 Where the loss is outside, the turn is a stage of its own, and what is held then is for the
 solver to choose. Most often it is all that the last stage keeps, which takes no time to get
-back. A line whose last stage meets the turn itself has these schedules and no others
-(``kept_over_turn``): each budget's best among them are candidates beside the best of all, for
-the sake of local search, which may get further from them.
+back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import dataclass
 
-import numpy as np
 from torch import fx
 
 from fxremat.costs.cost import Measured, boundary_after, stage_blocks
@@ -34,7 +30,7 @@ from fxremat.ir import (
     StageCosts,
     Storage,
 )
-from fxremat.ir.schedule import ALL, BACKWARD, KINDS, Codes, coded
+from fxremat.ir.schedule import Codes, coded
 from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line, StageNodes
@@ -284,73 +280,3 @@ def ceilings(full_bytes: int, least_bytes: int, floor_bytes: int) -> Iterator[in
     while ceiling > least_bytes:
         yield ceiling
         ceiling = floor_bytes + (ceiling - floor_bytes) // 4
-
-
-def kept_over_turn(generator: Generator) -> Generator:
-    """``generator`` for the line whose last stage with operations meets the turn.
-
-    It gives schedules of the whole line, and none where ``generator`` finds these itself: the
-    line has no turn of its own, or its last backward needs as much as the turn in any case.
-    """
-
-    @wraps(generator)
-    def schedules(setting: Setting) -> Iterator[Codes]:
-        if not _turn_counts(setting):
-            return
-        turn = (len(setting.chain) - 1) * KINDS
-        for codes in generator(_without_turn(setting)):
-            first = int(np.argmax(codes % KINDS == BACKWARD))
-            yield np.insert(codes, first, [turn + ALL, turn + BACKWARD])
-
-    return schedules
-
-
-def _turn_counts(setting: Setting) -> bool:
-    """Whether the turn is a stage beside others, and may need more than the last backward."""
-    line = setting.line
-    first = line.segments.start(line.segments.trunk)  # of those that the turn may be merged with
-    if not line.ends_at_turn or len(line.stages) - first < 2:
-        return False
-    last = setting.costs.stages[-2]
-    return _meets_turn(last, setting.context_bytes) != _beside(last)
-
-
-def _without_turn(setting: Setting) -> Setting:
-    """``setting`` of the line without its turn, which its last stage then is charged with."""
-    *others, last, _turn = setting.costs.stages
-    stages = (*others, _meets_turn(last, setting.context_bytes))
-    chain = setting.chain
-    return replace(
-        setting,
-        line=replace(setting.line, stages=setting.line.stages[:-1]),
-        chain=Chain(chain.storages, chain.boundaries[:-1], chain.stages[:-1]),
-        costs=Costs(stages, setting.costs.fixed_bytes),
-    )
-
-
-def _beside(last: StageCosts) -> StageCosts:
-    """A stage before the turn as the last one: the gradients after it are its backward's."""
-    held_bytes = last.gradient_bytes
-    return replace(
-        last,
-        gradient_bytes=0,
-        backward_extra_bytes=last.backward_extra_bytes + held_bytes,
-        rebuild_bytes=last.rebuild_bytes + held_bytes,
-        options=tuple(
-            replace(option, backward_extra_bytes=option.backward_extra_bytes + held_bytes)
-            for option in last.options
-        ),
-    )
-
-
-def _meets_turn(last: StageCosts, context_bytes: ContextBytes) -> StageCosts:
-    """The same, with the loss computed while its saved set is held."""
-    alone, turn_bytes = _beside(last), context_bytes.turn_bytes
-    return replace(
-        alone,
-        backward_extra_bytes=max(alone.backward_extra_bytes, turn_bytes),
-        options=tuple(
-            replace(option, backward_extra_bytes=max(option.backward_extra_bytes, turn_bytes))
-            for option in alone.options
-        ),
-    )

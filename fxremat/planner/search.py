@@ -23,7 +23,6 @@ from fxremat.planner.generators import (
     build_chain,
     build_costs,
     chain_schedules,
-    kept_over_turn,
     solved_by,
 )
 from fxremat.planner.join import equivalent_schedules, join_schedules
@@ -49,9 +48,8 @@ DEFAULT_GENERATORS = ("rotor", "equiv_chain", "join")
 
 
 def generators_of(names: Iterable[str]) -> tuple[Generator, ...]:
-    """Those of ``names``, and each of them with all kept that the last stage keeps."""
-    each = [GENERATORS_BY_NAME[name] for name in names]
-    return (*each, *map(kept_over_turn, each))
+    """Generators by their names."""
+    return tuple(GENERATORS_BY_NAME[name] for name in names)
 
 
 GENERATORS = generators_of(DEFAULT_GENERATORS)

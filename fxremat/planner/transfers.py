@@ -250,7 +250,7 @@ class Transfers:
         if best is self.search.baseline:
             return best  # everything fits: nothing is done, be it free
         best = _faster(best, self._as_known(budget_bytes))
-        for base, candidate in self._by_time(budget_bytes):
+        for base, candidate in self._by_time():
             if best is not None and candidate.total_s >= best.total_s:
                 break
             best = _faster(best, self._moved(base, candidate, budget_bytes, best))
@@ -337,12 +337,8 @@ class Transfers:
             return None
         return self.search.fastest_within(budget_bytes)
 
-    def _by_time(self, budget_bytes: int) -> list[tuple[Movable, Candidate]]:
-        pairs = list(zip(self.movable, self.candidates, strict=True))
-        if not self.host.only:
-            for codes in bases.by_pofo(self.search.setting, budget_bytes, self.link):
-                candidate = self.search.evaluator.candidate(codes)
-                pairs.append((self._movable(candidate), candidate))
+    def _by_time(self) -> list[tuple[Movable, Candidate]]:
+        pairs = zip(self.movable, self.candidates, strict=True)
         return sorted(pairs, key=lambda pair: pair[1].total_s)
 
 
