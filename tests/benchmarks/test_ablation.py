@@ -31,4 +31,4 @@ def test_all_ways_to_plan_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for way in ADDED:
         assert len(of_way([row], way)) == 8
     for part in WITHOUT:
-        assert len(of_part([row], part)) == 6
+        assert len(of_part([row], part)) == 7
