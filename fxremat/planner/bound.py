@@ -4,7 +4,7 @@ At the turn, and at each operation of the backward, memory holds some of the ten
 are still to be read. The others are computed again after that moment, and so is whatever
 that takes and is not held either. Storages may be held and operations run in fractions
 here, and no other moment limits memory, so no schedule takes less, persistent or not. The
-bound is the greatest over a few moments at which memory is fullest.
+bound is the greatest over a few moments.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from fxremat.passes.stages.linearize import Line
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.handed import staying
 
-MOST_MOMENTS = 12
-"""Moments of the backward that are looked at beside the turn."""
+MOST_MOMENTS = 16
+"""At most so many moments of the backward are looked at, evenly from the fullest to the emptiest: a
+few bytes less count for nothing where what has to be there is dearer to compute again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Relaxation:
 
     @staticmethod
     def of(measured: Measured, blocks: BlockCache, context_bytes: ContextBytes) -> Relaxation:
-        """Find the moments at which memory is fullest."""
+        """Find the moments that are looked at."""
         operations = _operations(measured)
         made = frozenset(s for operation in operations for s in operation.makes)
         moments = _moments(measured, blocks, context_bytes, made)
@@ -182,7 +184,7 @@ def _moments(
     occupied = constant_bytes + table.total(later & kept) + context_bytes.turn_bytes
     turn = Moment(rebuildable & later, frozenset(), occupied)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
-    return [turn, *chosen[:MOST_MOMENTS]]
+    return [turn, *chosen[:: len(chosen) // MOST_MOMENTS + 1]]
 
 
 @dataclass(frozen=True, slots=True)
