@@ -170,6 +170,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axes.plot(found["operations"], found["planning_s"], "o", color="tab:blue")
         axes.annotate(found["model"], (found["operations"], found["planning_s"]), fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="operations", ylabel="seconds of CPU to plan")
+    axes.margins(x=0.15)  # room for names
     figure.tight_layout()
     figure.savefig(RESULTS / "planning.png", dpi=120)
 
