@@ -242,7 +242,7 @@ def test_the_command_shows_bars_beside_its_results():
     out, shown_there, code = run_on_terminal(ESTIMATE)
     assert code == 0, shown_there
     assert out.startswith("{") and out.rstrip().endswith("}")
-    assert "/13" in shown_there  # a bar of the planner
+    assert "/7" in shown_there  # a bar of the planner
     assert {CAPTURE, PLAN, WRITE} < set(ended(shown_there))
 
 

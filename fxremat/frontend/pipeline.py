@@ -464,13 +464,12 @@ class Planner:
         """
         at_first_size = run and context.sizes == self.step.sizes.hints
         new = self._look(context) and at_first_size
-        most = MOST_BYTES if budget_bytes is None else budget_bytes
 
         def known() -> list[Schedules]:
             variants = self.step.at(context.sizes, run=run, bits=bits)
             pairs = zip(self._known, variants, strict=True)
             return [
-                own.at(variant, context, budget_bytes=most)
+                own.at(variant, context, budget_bytes=budget_bytes)
                 for own, variant in pairs
                 if self._may(context, own)
             ]
@@ -609,5 +608,5 @@ class Planner:
                 around = variant.around(context)
                 found.append(least_bytes_at(own.search, variant.measured, around))
             else:
-                found.append(own.at(variant, context, budget_bytes=MOST_BYTES).least_bytes)
+                found.append(own.at(variant, context, budget_bytes=None).least_bytes)
         return min(found)

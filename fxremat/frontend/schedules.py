@@ -43,7 +43,7 @@ class Schedules:
     transfers: Transfers | None
     form: Form
 
-    def at(self, variant: Variant, context: StepContext, *, budget_bytes: int) -> Schedules:
+    def at(self, variant: Variant, context: StepContext, *, budget_bytes: int | None) -> Schedules:
         """These schedules at another size, or beside other context bytes: those that can matter
         within a budget.
         """

@@ -17,7 +17,7 @@ from fxremat.planner.allocations import Allocations, Footprints
 from fxremat.planner.bound import Relaxation
 from fxremat.planner.candidates import Candidate, Pool
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.evaluator import MOST_BYTES, Evaluator
 from fxremat.planner.search import Search
 
 SPARE = 16
@@ -37,7 +37,7 @@ CLIMBS = 2
 
 
 def search_at(
-    search: Search, measured: Measured, context_bytes: ContextBytes, *, budget_bytes: int
+    search: Search, measured: Measured, context_bytes: ContextBytes, *, budget_bytes: int | None
 ) -> Search:
     """``search`` at another size, or in another context.
 
@@ -45,7 +45,7 @@ def search_at(
         search: of the size of the capture.
         measured: ``search.measured``, or ``search.measured.at(costs)`` of another size.
         context_bytes: there.
-        budget_bytes: what the peak may reach there.
+        budget_bytes: what the peak may reach there; ``None``: that is not known yet.
 
     Returns the same with the candidates that can matter within the budget; the least among
     those known, and some for any other budget. At another size it does not know what no schedule
@@ -62,6 +62,7 @@ def search_at(
     else:
         evaluator = search.evaluator.at(measured, context_bytes)
     members = _Members(evaluator, search.pool.members)
+    most = MOST_BYTES if budget_bytes is None else budget_bytes
     footprints = search.allocations.footprints
     if not same_size:
         footprints = Footprints(measured.line, measured.workspace_bytes, measured.asked)
@@ -72,13 +73,15 @@ def search_at(
         search.allocations.budget_on,
     )
     baseline = members.at(len(members.known) - 1)
-    if baseline.peak_bytes > budget_bytes or allocations.settings is not None:
-        members.around(budget_bytes)
+    if same_size and budget_bytes is None:
+        members.every()
+    else:
+        members.around(most)
     found = [*members.found.values(), *_spare(evaluator, search, SPARE)]
     solved = Pool.of(baseline, found)
-    fitting = [c for c in solved.members if c.peak_bytes <= budget_bytes and c is not baseline]
-    for start in reversed(fitting[-CLIMBS:]) if baseline.peak_bytes > budget_bytes else ():
-        found += evaluator.climb(start, limit_bytes=budget_bytes)
+    fitting = [c for c in solved.members if c.peak_bytes <= most and c is not baseline]
+    for start in reversed(fitting[-CLIMBS:]) if baseline.peak_bytes > most else ():
+        found += evaluator.climb(start, limit_bytes=most)
     pool = Pool.of(baseline, found)
     return replace(
         search,
@@ -152,6 +155,10 @@ class _Members:
             else:
                 high = middle
         self._ask(range(low - NEAR, low + NEAR))
+
+    def every(self) -> None:
+        """Ask for all."""
+        self._ask(range(len(self.known)))
 
     def _ask(self, indices: Iterable[int]) -> None:
         for index in indices:
