@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -128,3 +129,15 @@ def test_what_a_search_at_another_size_finds_is_known_from_then_on():
         assert at.peak_bytes(found.evaluator.program(chosen)) == chosen.peak_bytes
     optioned = [op for c in members for op in decoded(c.codes)]
     assert any(getattr(op, "option", 0) for op in optioned)
+
+
+@each_size
+def test_the_least_is_known_where_everything_fits(name, hints, sizes):
+    at, search = at_size(name, hints, sizes), search_of(name, hints)
+    found = resized(at, search, 1 << 60)
+    assert found.least_bytes < found.baseline.peak_bytes
+    around = search.setting.context_bytes
+    more = replace(around, given_bytes=around.given_bytes + 1024)
+    beside = search_at(search, search.measured, more, budget_bytes=None)
+    assert len(beside.pool.members) == len(search.pool.members)
+    assert beside.least_bytes == search.least_bytes + 1024
