@@ -2,8 +2,7 @@
 
 Each model is compiled once at a batch of 8, batch and length as symbols. Then, with nothing run,
 plans are made for calls that find gradients, and for calls at other sizes: milliseconds of CPU of
-one thread until the graphs can be called, Python's collector switched off meanwhile, and once
-with all that it may find to do.
+one thread until the graphs can be called, what Python's collector finds to do meanwhile among them.
 Run: python -m benchmarks.contexts [model …]
 """
 
@@ -51,17 +50,12 @@ def planning_ms(name: str) -> dict[str, Any]:
     call = fxremat.compile(entry.build(), sample, SHARE, loss=entry.loss, dynamic=True)
     (cache,) = call._compiler.plan_caches
     (first,) = cache.plans
-    found: dict[str, list[float]] = {"gradients": [], "sizes": [], "collected": []}
-    for collects in (False, True):
-        gc.collect()
-        for what, context in contexts_of(first, sorted(cache.gradients)):
-            if not collects:
-                gc.disable()
-            begin = time.process_time()
-            cache.planner.again(context)
-            took_ms = 1e3 * (time.process_time() - begin)
-            found["collected" if collects else what].append(took_ms)
-            gc.enable()
+    found: dict[str, list[float]] = {"gradients": [], "sizes": []}
+    gc.collect()
+    for what, context in contexts_of(first, sorted(cache.gradients)):
+        begin = time.process_time()
+        cache.planner.again(context)
+        found[what].append(1e3 * (time.process_time() - begin))
     joint = cache.planner.step.joint
     operations = len(joint.forward) + len(joint.backward)
     return {"model": name, "operations": operations, "ms": found}
@@ -74,14 +68,12 @@ def main() -> None:
     rows = [planning_ms(name) for name in parser.parse_args().models]
     show(
         "Plans in a loop, milliseconds of CPU",
-        ["model", "operations", "beside gradients", "at another size", "collector on, at most"],
+        ["model", "operations", "beside gradients", "at another size"],
         [
             [
                 row["model"],
                 str(row["operations"]),
-                Spread.of(row["ms"]["gradients"][1:]).text(1, 0),
-                Spread.of(row["ms"]["sizes"][1:]).text(1, 0),
-                f"{max(row['ms']['collected']):.0f}",
+                *(Spread.of(row["ms"][what]).text(1, 0) for what in ("gradients", "sizes")),
             ]
             for row in rows
         ],

@@ -48,10 +48,16 @@ class Schedules:
         within a budget.
         """
         around = variant.around(context)
-        search = search_at(self.search, variant.measured, around, budget_bytes=budget_bytes)
+        own = self.transfers
+        search = search_at(
+            self.search,
+            variant.measured,
+            around,
+            budget_bytes=budget_bytes,
+            apart=own is not None,  # where they set out from
+        )
         if search is self.search:
             return self
-        own = self.transfers
         transfers = Transfers.of(search, own.host, own.link) if own is not None else None
         return replace(self, search=search, transfers=transfers)
 

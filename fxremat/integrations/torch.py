@@ -24,7 +24,7 @@ UNITS = 1 << 40
 def activation_memory_budget(share: float) -> Iterator[None]:
     """A context in which ``torch.compile`` saves a share of its activations, chosen by fxremat.
 
-    It takes the place of ``torch._functorch.config.activation_memory_budget``, for all that is
+    It takes the place of torch's own setting ``activation_memory_budget``, for all that is
     compiled in the context: mostly in the first call of a model, so that has to be inside, too.
     Operations of the forward are measured, and of those results that torch may save or compute
     again, those are saved with which the rest takes the least time to compute, together with

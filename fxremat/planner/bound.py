@@ -184,7 +184,7 @@ def _moments(
     occupied = constant_bytes + table.total(later & kept) + context_bytes.turn_bytes
     turn = Moment(rebuildable & later, frozenset(), occupied)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
-    return [turn, *chosen[:: len(chosen) // MOST_MOMENTS + 1]]
+    return [turn, *chosen[:: -(-len(chosen) // MOST_MOMENTS) or 1]]
 
 
 @dataclass(frozen=True, slots=True)

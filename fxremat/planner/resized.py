@@ -8,9 +8,9 @@ the best few. Nothing is solved. Where something else is held beside the graphs 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from fxremat.costs.cost import Measured
 from fxremat.planner.allocations import Allocations, Footprints
@@ -37,7 +37,12 @@ CLIMBS = 2
 
 
 def search_at(
-    search: Search, measured: Measured, context_bytes: ContextBytes, *, budget_bytes: int | None
+    search: Search,
+    measured: Measured,
+    context_bytes: ContextBytes,
+    *,
+    budget_bytes: int | None,
+    apart: bool = False,
 ) -> Search:
     """``search`` at another size, or in another context.
 
@@ -46,6 +51,7 @@ def search_at(
         measured: ``search.measured``, or ``search.measured.at(costs)`` of another size.
         context_bytes: there.
         budget_bytes: what the peak may reach there; ``None``: that is not known yet.
+        apart: in another context, evaluate :attr:`Search.alone`, too; else these are the pool.
 
     Returns the same with the candidates that can matter within the budget; the least among
     those known, and some for any other budget. At another size it does not know what no schedule
@@ -83,6 +89,10 @@ def search_at(
     for start in reversed(fitting[-CLIMBS:]) if baseline.peak_bytes > most else ():
         found += evaluator.climb(start, limit_bytes=most)
     pool = Pool.of(baseline, found)
+    alone: tuple[Pool, ...] = (pool,)
+    if apart and same_size:
+        again = functools.cache(lambda c: evaluator.candidate(c.codes, c.held))
+        alone = tuple(Pool.of(baseline, map(again, own.members)) for own in search.alone)
     return replace(
         search,
         measured=measured,
@@ -94,11 +104,13 @@ def search_at(
         ),
         evaluator=evaluator,
         relaxation=(
-            partial(Relaxation.of, measured, evaluator.blocks, context_bytes) if same_size else None
+            functools.partial(Relaxation.of, measured, evaluator.blocks, context_bytes)
+            if same_size
+            else None
         ),
         solved=solved,
         pool=pool,
-        alone=(pool,),
+        alone=alone,
         allocations=allocations,
     )
 

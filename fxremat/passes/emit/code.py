@@ -176,6 +176,7 @@ class _Renderer:
         self._nodes = list(graph.nodes)
         self._index = {node: i for i, node in enumerate(self._nodes)}
         self._primals = {n: i for i, n in enumerate(filter(_is_primal, self._nodes))}
+        self._places: dict[fx.Node, dict[int, int]] = {}  # by reader: where it first reads each
         self._lists = dict.fromkeys(self._primals, PRIMALS) | self._find_lists()
         self._parameters: dict[tuple[str, ...], str] = {}
         self._lines: list[str] = []
@@ -206,15 +207,23 @@ class _Renderer:
         """Values that can live in one list: made together, read together."""
         lists: dict[fx.Node, str] = {}
         taken: dict[str, object] = {}
-        places = _Places()
         for key, run in groupby(self._nodes, key=self._list_key):
             members = list(run)
-            if key is None or not all(places.adjoin(members, user) for user in members[0].users):
+            if key is None or not all(self._adjoin(members, user) for user in members[0].users):
                 continue
             if taken.setdefault(str(key[0]), key) is not key:
                 continue
             lists.update(dict.fromkeys(members, str(key[0])))
         return lists
+
+    def _adjoin(self, members: Sequence[fx.Node], user: fx.Node) -> bool:
+        """Whether ``user`` reads ``members`` one right after the other, in their order."""
+        if user not in self._places:
+            values: Any = user.args[0] if user.op == "output" else user.args
+            self._places[user] = {id(value): i for i, value in reversed([*enumerate(values)])}
+        places = self._places[user]
+        begin = places.get(id(members[0]), 0)
+        return all(places.get(id(node)) == begin + i for i, node in enumerate(members))
 
     def _list_key(self, node: fx.Node) -> tuple[object, ...] | None:
         if GROUP not in node.meta or node.op not in ("placeholder", "call_function"):
@@ -352,21 +361,6 @@ def _opens_arena(node: fx.Node) -> bool:
 def _bare_name(node: fx.Node) -> str:
     """The name of a function of the runtime."""
     return str(node.target.__name__)  # type: ignore[union-attr]
-
-
-class _Places(dict[fx.Node, dict[fx.Node, int]]):
-    """Where each operation reads its values first."""
-
-    def __missing__(self, user: fx.Node) -> dict[fx.Node, int]:
-        values: Any = user.args[0] if user.op == "output" else user.args
-        self[user] = {value: i for i, value in reversed([*enumerate(values)])}
-        return self[user]
-
-    def adjoin(self, members: Sequence[fx.Node], user: fx.Node) -> bool:
-        """Whether ``user`` reads ``members`` one right after the other, in their order."""
-        places = self[user]
-        begin = places.get(members[0], 0)
-        return all(places.get(node) == begin + i for i, node in enumerate(members))
 
 
 def _assign_list(name: str, items: tuple[str, ...]) -> list[str]:
