@@ -141,3 +141,16 @@ def test_the_least_is_known_where_everything_fits(name, hints, sizes):
     beside = search_at(search, search.measured, more, budget_bytes=None)
     assert len(beside.pool.members) == len(search.pool.members)
     assert beside.least_bytes == search.least_bytes + 1024
+
+
+def test_pools_of_each_generator_are_there_in_another_context_where_they_are_asked_for():
+    search = search_of(*SIZES[0][:2])
+    around = search.setting.context_bytes
+    more = replace(around, given_bytes=around.given_bytes + 1024)
+
+    def peaks(pools):
+        return [[c.peak_bytes for c in pool.members] for pool in pools]
+
+    apart = search_at(search, search.measured, more, budget_bytes=None, apart=True)
+    assert len(search.alone) > 1
+    assert peaks(apart.alone) == [[n + 1024 for n in own] for own in peaks(search.alone)]
