@@ -21,7 +21,12 @@ gc.set_threshold(*gc.get_threshold()[:2], 100)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process runs all tests of a model, so that it is captured once, and else whole files."""
+    """One process runs all tests of a model, so that it is captured once, and else whole files.
+
+    ``--dist worksteal`` does as it says: single tests, on a machine of many cores.
+    """
+    if config.getoption("dist") == "worksteal":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     from tests.models import ZOO

@@ -76,9 +76,13 @@ def multiply(device: torch.device, dtype: torch.dtype) -> None:
     """Multiply matrices, with and without a bias, here and in a backward.
 
     That runs in autograd's thread, as a step's does, also where a capture has forbidden threads.
+    What a forward does is done there, too: a recomputation does it, and until torch 2.12 a product
+    with a bias has a workspace of its own, cuBLASLt's.
     """
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
         a, b = (torch.ones(_SIDE, _SIDE, device=device, dtype=dtype) for _ in range(2))
         bias = torch.ones(_SIDE, device=device, dtype=dtype)
         a.requires_grad_()
-        torch.autograd.backward([torch.mm(a, b), torch.addmm(bias, a, b)], [b, b])
+        product = torch.mm(a, b)
+        product.register_hook(lambda gradient: torch.addmm(bias, gradient, b))
+        torch.autograd.backward([product, torch.addmm(bias, a, b)], [b, b])

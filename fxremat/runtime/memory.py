@@ -26,7 +26,7 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device."""
 
 
-class Lent(npt.NDArray[np.uint8]):
+class Lent(np.ndarray[Any, np.dtype[np.uint8]]):
     """Memory that is lent for as long as this array lives.
 
     Attributes:
