@@ -44,10 +44,16 @@ MODES: dict[Mode, str] = {False: "rotor", "only": "offload only", "auto": "offlo
 MIDDLE, QUARTER = 0.5, 0.25
 """Budgets, as shares of the way from the least feasible one of all modes to the full peak."""
 
-PLANS: tuple[tuple[Mode, float | Literal["min"]], ...] = (
-    ("auto", "min"), ("auto", MIDDLE), (False, MIDDLE), ("only", MIDDLE),
-    (False, "min"), ("only", "min"), ("auto", 1.0),
-    ("auto", QUARTER), (False, QUARTER), ("only", QUARTER),
+Share = float | Literal["min", "checkpoint per block"]
+"""Of the way from the least feasible budget to the full peak; or one of the two ends of what is
+compared: the least, or the peak of ``torch.utils.checkpoint``."""
+
+CHECKPOINTED: Share = "checkpoint per block"
+
+PLANS: tuple[tuple[Mode, Share], ...] = (
+    ("auto", "min"), (False, CHECKPOINTED), ("auto", MIDDLE), (False, MIDDLE),
+    ("auto", CHECKPOINTED), (False, "min"), ("only", MIDDLE), ("auto", 1.0),
+    (False, QUARTER), ("auto", QUARTER), ("only", "min"), ("only", QUARTER),
 )  # fmt: skip
 """What is planned, the most telling first: time may not suffice for all."""
 
@@ -88,6 +94,7 @@ class Bench:
         self._latest_s = 0.0
         self._base: tuple[str, Callable[[], None]] | None = None
         self._known: tuple[int, int] | None = None
+        self._peer_bytes: dict[str, int] = {}
         self.model = network.build().to(device, network.dtype).train()
         self.inputs = network.inputs_on(device)
 
@@ -128,13 +135,18 @@ class Bench:
                 return {"skipped": f"does not fit: {failure(error)['failed']}", **_causes(error)}
             return failure(error)
 
-    def _plan(self, mode: Mode, share: float | Literal["min"]) -> Made:
+    def _plan(self, mode: Mode, share: Share) -> Made:
         """Through fxremat.
 
         Raises:
-            NotHereError: the budget is a share of a way whose ends are not known.
+            NotHereError: the budget is a share of a way whose ends are not known, or a peer's peak
+                that is not known.
         """
         budget: int | float | str = share
+        if share == CHECKPOINTED:
+            if share not in self._peer_bytes:
+                raise NotHereError(f"the peak of {share} is not known")
+            budget = self._peer_bytes[share]
         if isinstance(share, float) and share < 1.0:
             if self._known is None:
                 raise NotHereError("the least feasible budget is not known")
@@ -155,6 +167,8 @@ class Bench:
         step_s = seconds_of(step, device=self.device)
         row |= self._memory(step)
         row |= self._timed(what, step, step_s)
+        if compiled is None:
+            self._peer_bytes[what] = row["peak_bytes"]
         if compiled is not None:
             row |= _plan_figures(compiled, step, peak_bytes=row["peak_bytes"])
         if self._base is None and what in BASES:
@@ -234,9 +248,9 @@ def _causes(error: Exception) -> Row:
     return {"reason": failure(error)["failed"], "causes": failure(error)["causes"]}
 
 
-def _share_name(share: float | Literal["min"]) -> str:
-    if share == "min":
-        return "least budget"
+def _share_name(share: Share) -> str:
+    if isinstance(share, str):
+        return "least budget" if share == "min" else f"peak of {share}"
     return "full budget" if share == 1.0 else f"budget at {share:.0%} of the way"
 
 

@@ -88,6 +88,12 @@ class Device:
         message = f"{name} of device {self.name!r} is {value!r}: must be {must_be}"
         return ArgumentError(message, argument=name, value=value)
 
+    @property
+    def workspaces_bytes(self) -> tuple[int, ...]:
+        """Bytes of each workspace of ``library_bytes``: of the caller's thread and autograd's."""
+        half = self.library_bytes // 2
+        return tuple(filter(None, (self.library_bytes - half, half)))
+
     def flop_s(self, dtype: str) -> float:
         """Seconds of one floating-point operation of a product."""
         rates = dict(self.flops_per_s)

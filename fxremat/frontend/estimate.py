@@ -143,7 +143,7 @@ def _caller(
         target_bytes=target_bytes(loss, model, sample, HOME, step=device),
         resident=tuple(_placed(t, device) for t in tensors),
         budget_on=options.budget_on,
-        library_bytes=asked.device.library_bytes,
+        library_bytes=asked.device.workspaces_bytes,
     )
     return caller, unused
 

@@ -410,7 +410,8 @@ class PlanCache:
     def _workspace_bytes(self) -> int:
         """What libraries hold beyond what they did when the graph was captured."""
         step = self.planner.step
-        return library_workspaces(step.device) - step.caller.library_bytes_on(step.device)
+        before = step.caller.library_bytes_on(step.device)
+        return sum(library_workspaces(step.device)) - sum(before)
 
     def _new_plan(self, context: StepContext) -> tuple[StepContext, Planned]:
         """A plan for a context.

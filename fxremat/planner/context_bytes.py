@@ -74,7 +74,8 @@ class Caller:
         resident: tensors that the step holds whether its graph reads them or not: the
             model's parameters and buffers, the arguments of the call.
         budget_on: what the budget is for.
-        library_bytes: what libraries hold on the device; ``None``: they are asked.
+        library_bytes: of each workspace that libraries hold on the device; ``None``: they are
+            asked.
     """
 
     reserve_bytes: int = 0
@@ -87,10 +88,10 @@ class Caller:
     outputs_bytes: int | None = None
     resident: tuple[torch.Tensor, ...] = ()
     budget_on: Counted = "allocated"
-    library_bytes: int | None = None
+    library_bytes: tuple[int, ...] | None = None
 
-    def library_bytes_on(self, device: torch.device) -> int:
-        """What libraries hold on a device."""
+    def library_bytes_on(self, device: torch.device) -> tuple[int, ...]:
+        """Bytes of each workspace that libraries hold on a device."""
         return library_workspaces(device) if self.library_bytes is None else self.library_bytes
 
     def of_outputs(self, outputs_bytes: int) -> Caller:
@@ -129,14 +130,13 @@ def context_bytes_of(
     loss_bytes = caller.loss_bytes
     if loss_bytes is None:
         loss_bytes = sum(_unknown_loss_bytes(node, sizes) for node in joint.tangents)
-    library_bytes = caller.library_bytes_on(joint.device)
     given = (
         *_each(table, table.of(joint.given)),
         *_unread_bytes(joint, real, caller),
         *_unread_gradient_bytes(real, caller),
         *caller.held_bytes,
         *caller.target_bytes,
-        *filter(None, (library_bytes,)),
+        *caller.library_bytes_on(joint.device),
         *[allocated_bytes(SCALAR_BYTES, joint.device)] * SCALARS,
     )
     return ContextBytes(
@@ -170,7 +170,7 @@ def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.
         each += [torch_compat.local_part(t).nbytes for t in made]
     allocated = sum(allocated_bytes(nbytes, device) for nbytes in each)
     held = sum(caller.held_bytes) + sum(caller.target_bytes) + caller.reserve_bytes
-    return allocated + held + caller.library_bytes_on(device)
+    return allocated + held + sum(caller.library_bytes_on(device))
 
 
 def _unknown_loss_bytes(tangent: fx.Node, sizes: Mapping[str, int]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxremat import torch_compat
 from fxremat.costs import workspaces
-from fxremat.costs.workspaces import library_workspaces, multiply
+from fxremat.costs.workspaces import Product, library_workspaces, multiply
 from fxremat.planner.context_bytes import Caller, context_bytes_of
 from tests.harness import captured
 
@@ -30,15 +32,19 @@ class Ran(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def ran_at_once(product: Product) -> None:
+    product()
+
+
 def test_products_run_forward_and_backward():
     with Ran() as ran, torch.no_grad():
-        multiply(torch.device("cpu"), torch.float32)
-    assert ran.names.count("mm") >= 3
-    assert ran.names.count("addmm") == 1
+        multiply(torch.device("cpu"), torch.float32, ran_at_once)
+    assert ran.names.count("mm") == 2
+    assert ran.names.count("addmm") == 2
 
 
 def test_a_cpu_has_none():
-    assert library_workspaces(torch.device("cpu")) == 0
+    assert library_workspaces(torch.device("cpu")) == ()
 
 
 def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch):
@@ -50,12 +56,16 @@ def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch
         allocated[0] -= 32 * MIB * len(held)
         held.clear()
 
-    def products(device: torch.device, dtype: torch.dtype) -> None:
+    def take(thread: str) -> torch.Tensor:
+        if thread not in held:
+            held.add(thread)
+            allocated[0] += 32 * MIB
+        return torch.empty(0)
+
+    def products(device: torch.device, dtype: torch.dtype, run: Callable[[Product], None]) -> None:
         assert not torch.is_inference_mode_enabled()
         for thread in ("main", "autograd"):
-            if thread not in held:
-                held.add(thread)
-                allocated[0] += 32 * MIB
+            run(functools.partial(take, thread))
 
     monkeypatch.setattr(torch_compat, "clear_library_workspaces", clear)
     monkeypatch.setattr(workspaces, "multiply", products)
@@ -67,9 +77,9 @@ def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch
     )
     device = torch.device("cuda", 7)
     try:
-        assert library_workspaces(device) == 64 * MIB
+        assert library_workspaces(device) == (32 * MIB, 32 * MIB)
         allocated[0] += 5
-        assert library_workspaces(device) == 64 * MIB
+        assert library_workspaces(device) == (32 * MIB, 32 * MIB)
     finally:
         workspaces._nbytes.clear()
         workspaces._known.clear()
@@ -78,7 +88,10 @@ def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch
 def test_they_are_given(monkeypatch: pytest.MonkeyPatch):
     joint = captured("gpt").joint
     without = context_bytes_of(joint, {}, Caller())
-    monkeypatch.setattr("fxremat.planner.context_bytes.library_workspaces", lambda device: 64 * MIB)
+    monkeypatch.setattr(
+        "fxremat.planner.context_bytes.library_workspaces", lambda device: (40 * MIB, 24 * MIB)
+    )
     with_them = context_bytes_of(joint, {}, Caller())
     assert with_them.given_bytes - without.given_bytes == 64 * MIB
+    assert {40 * MIB, 24 * MIB} <= {*with_them.given_each_bytes}
     assert with_them.turn_bytes == without.turn_bytes
