@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fxremat import torch_compat
+from fxremat.ir import Request
 from fxremat.passes.stages.block import Key
 
 
@@ -25,7 +26,7 @@ class CostCache:
         workspace_bytes: peaks of operations beyond their arguments and results.
         result_bytes: of the storages of an operation's results.
         as_traced: whether an operation's results lie as the trace says.
-        asked: the order in which an operation asks for its results.
+        asked: what an operation asks for, where an allocator rounds.
         keeps_bits: whether operations have the same bits when they are computed in parts.
     """
 
@@ -34,7 +35,7 @@ class CostCache:
     workspace_bytes: dict[Key, int] = field(default_factory=dict)
     result_bytes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
     as_traced: dict[Key, bool] = field(default_factory=dict)
-    asked: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    asked: dict[Key, tuple[Request, ...]] = field(default_factory=dict)
     keeps_bits: dict[Key, bool] = field(default_factory=dict)
 
 

@@ -18,7 +18,7 @@ from fxremat.costs.overhead import call_s
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import CostError
-from fxremat.ir import RecordedCosts, StageSeconds
+from fxremat.ir import RecordedCosts, Request, StageSeconds
 from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.progress import MEASURE, Progress
@@ -85,8 +85,8 @@ class Measured:
             raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
         return found
 
-    def asked(self, node: fx.Node, block: Block) -> tuple[int, ...]:
-        """The order in which an operation asks for its results; none: as they are returned."""
+    def asked(self, node: fx.Node, block: Block) -> tuple[Request, ...]:
+        """What an operation asks for; none: results as they are returned, then its workspace."""
         return self._asked.get((node, block.mode_of(node)), ())
 
     @functools.cached_property
@@ -98,8 +98,8 @@ class Measured:
         return {(self._nodes[i], Mode(mode)): n for i, mode, n in self.costs.workspace_bytes}
 
     @functools.cached_property
-    def _asked(self) -> Mapping[tuple[fx.Node, Mode], tuple[int, ...]]:
-        return {(self._nodes[i], Mode(mode)): order for i, mode, order in self.costs.asked}
+    def _asked(self) -> Mapping[tuple[fx.Node, Mode], tuple[Request, ...]]:
+        return {(self._nodes[i], Mode(mode)): found for i, mode, found in self.costs.asked}
 
 
 def _check(costs: RecordedCosts, line: Line, least_bytes: Sequence[int]) -> None:
@@ -124,7 +124,8 @@ def _check(costs: RecordedCosts, line: Line, least_bytes: Sequence[int]) -> None
         all(0 <= i < node_count for i in indices)
         and all(mode in modes for _, mode, _ in ran)
         and all(nbytes >= 0 for _, _, nbytes in costs.workspace_bytes)
-        and all(sorted(asked) == [*range(len(asked))] for _, _, asked in costs.asked)
+        and {(i, mode) for i, mode, _ in costs.asked} <= {ran[:2] for ran in costs.workspace_bytes}
+        and all(_is_whole(asked) for _, _, asked in costs.asked)
         and all(0 <= s < math.inf for s in (*seconds, *(s for _, s in costs.again_s)))
         and all(0 <= s < len(least_bytes) for s in costs.displaced)
         and all(n >= least for n, least in zip(costs.storage_bytes, least_bytes, strict=True))
@@ -134,6 +135,15 @@ def _check(costs: RecordedCosts, line: Line, least_bytes: Sequence[int]) -> None
             "these costs name operations or storages that the graph does not have, or sizes below "
             "those of its trace: they are damaged or of another graph, measure this one"
         )
+
+
+def _is_whole(asked: Sequence[Request]) -> bool:
+    """Whether each result is asked for once, and each piece of workspace given back."""
+    places = sorted(key for key, _ in asked if key >= 0)
+    held: dict[int, int] = {}
+    for key, nbytes in asked:
+        held[key] = held.get(key, 0) + nbytes
+    return places == [*range(len(places))] and not any(held.values())
 
 
 def measure_line(
@@ -292,7 +302,7 @@ def _recorded(
     storage_bytes, displaced = list(table.nbytes), set[int]()
     again_s: dict[int, float] = {}
     workspaces: dict[tuple[int, str], int] = {}
-    asked: dict[tuple[int, str], tuple[int, ...]] = {}
+    asked: dict[tuple[int, str], tuple[Request, ...]] = {}
     for stage in stages:
         for block in (stage.first, stage.whole, stage.backward):
             keys = operations.keys(block)
@@ -300,7 +310,7 @@ def _recorded(
                 key, storages = keys[node], table.of_node[node]
                 ran = [(order[node], mode.value) for mode in modes]
                 workspaces.update(dict.fromkeys(ran, cache.workspace_bytes[key]))
-                if cache.asked[key] != tuple(sorted(cache.asked[key])):
+                if cache.asked[key]:
                     asked.update(dict.fromkeys(ran, cache.asked[key]))
                 if not cache.as_traced[key]:
                     displaced.update(storages)
@@ -317,7 +327,7 @@ def _recorded(
         tuple((index, mode, nbytes) for (index, mode), nbytes in sorted(workspaces.items())),
         tuple(storage_bytes),
         tuple(sorted(displaced)),
-        asked=tuple((index, mode, places) for (index, mode), places in sorted(asked.items())),
+        asked=tuple((index, mode, found) for (index, mode), found in sorted(asked.items())),
     )
 
 

@@ -14,6 +14,7 @@ from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.measure import KernelClock
 from fxremat.errors import CostError
+from fxremat.ir import Request
 from fxremat.passes.emit.code import compile_graph
 from fxremat.passes.joint.graph import allocated_bytes, is_getitem, tensors_of
 from fxremat.passes.split.beside import Beside
@@ -173,36 +174,56 @@ class Operations:
         results = {torch_compat.storage_key(t): _allocated_bytes(t) for t in _tensors(value)}
         self._cache.result_bytes[key] = tuple(results.values())
         self._cache.as_traced[key] = _lies_as_traced(node, value)
-        self._cache.asked[key] = asked_order([change for _mark, change in log.events], sizes)
+        changes = [change for _mark, change in log.events if change]
+        on_cuda = self._device.type == "cuda"  # nowhere else is more handed out than asked for
+        self._cache.asked[key] = requests_seen(changes, sizes) if on_cuda else ()
         self._cache.workspace_bytes[key] = max(log.peak_bytes - sum(sizes), 0)
         return value
 
 
-def asked_order(changes: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The order in which an operation asks for its results: a fused dropout wants its mask first.
+def requests_seen(changes: Sequence[int], sizes: Sequence[int]) -> tuple[Request, ...]:
+    """What an operation asked of the allocator, its results told from what it gave back.
+
+    A fused dropout wants its mask before its output, attention's backward several workspaces of
+    which none is there for long: what an allocator makes of that depends on all of them.
 
     Args:
         changes: of the allocator meanwhile: bytes handed out, and taken back if negative.
         sizes: bytes of the results in the order of their return; 0 where the device has none.
 
-    Returns indices of ``sizes``, in order where that cannot be told.
+    Returns requests in order: ``(place, 0)`` for a result, ``(key, bytes)`` for a piece of
+    workspace, whose key is below 0, and which is taken back under it. None at all where that
+    cannot be told, or where results are asked for as they are returned, and nothing else is.
     """
     live: list[int] = []
-    for change in changes:
+    ends: dict[int, int] = {}
+    for i, change in enumerate(changes):
         if change > 0:
-            live.append(change)
-        elif -change in live:  # a block of that size: which one of several matters to nobody
-            del live[len(live) - 1 - live[::-1].index(-change)]
-    places = dict.fromkeys(range(len(sizes)), -1)
-    left = dict(enumerate(live))
-    for i in sorted(places, key=lambda i: -sizes[i]):
-        fitting = [(nbytes, place) for place, nbytes in left.items() if nbytes >= sizes[i] > 0]
-        if sizes[i] and not fitting:
-            return tuple(places)
+            live.append(i)
+        else:  # a block of that size: which one of several matters to nobody
+            found = next((j for j in reversed(live) if changes[j] == -change), None)
+            if found is None:
+                continue  # it was there before
+            live.remove(found)
+            ends[i] = found
+    places: dict[int, int] = {}
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        fitting = [(changes[i], i) for i in live if changes[i] >= sizes[place] > 0]
+        if sizes[place] and not fitting:
+            return ()
         if fitting:
-            _, places[i] = min(fitting)
-            del left[places[i]]
-    return tuple(sorted(places, key=lambda i: places[i]))
+            places[min(fitting)[1]] = place
+            live.remove(min(fitting)[1])
+    seen: list[Request] = [(place, 0) for place, nbytes in enumerate(sizes) if not nbytes]
+    taken = {i: -1 - j for j, i in enumerate(ends.values())}
+    for i, change in enumerate(changes):
+        if i in places:
+            seen.append((places[i], 0))
+        elif i in taken:
+            seen.append((taken[i], change))
+        elif i in ends:
+            seen.append((taken[ends[i]], change))
+    return () if seen == [(place, 0) for place in range(len(sizes))] else tuple(seen)
 
 
 def _last_read(

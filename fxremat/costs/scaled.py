@@ -28,6 +28,7 @@ for one. :func:`with_workspaces` runs each distinct one of these at the size its
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,13 +43,13 @@ from fxremat.costs.cost import stage_blocks
 from fxremat.costs.execute import Operations, undisturbed
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.work import Floats, Work, Works, ratio
-from fxremat.ir import RecordedCosts, StageSeconds
+from fxremat.ir import RecordedCosts, Request, StageSeconds
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.graph import granule_of
 from fxremat.passes.joint.sizes import Values, layouts_of
 from fxremat.passes.split.beside import Beside, parts_of
 from fxremat.passes.split.rules import Rows
-from fxremat.passes.stages.block import Block, BlockCache, Mode
+from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
 
@@ -113,14 +114,16 @@ class ScaledCosts:
         more = np.where(
             self._steady, self._dropped_at(values) - self._dropped_at(self._hints), 0
         ).tolist()
+        workspaces = tuple(
+            (index, mode, max(0, math.ceil(nbytes * factor[index]) + more[index]))
+            for index, mode, nbytes in costs.workspace_bytes
+        )
         return replace(
             costs,
             stages=tuple(StageSeconds(*row) for row in stages_s.reshape(-1, 3).tolist()),
             again_s=tuple(zip(self._again.tolist(), again_s.tolist(), strict=True)),
-            workspace_bytes=tuple(
-                (index, mode, max(0, math.ceil(nbytes * factor[index]) + more[index]))
-                for index, mode, nbytes in costs.workspace_bytes
-            ),
+            workspace_bytes=workspaces,
+            asked=_resized(costs, workspaces),
             storage_bytes=self._storage_bytes(values, work, growth),
         )
 
@@ -206,6 +209,7 @@ def with_workspaces(
         return costs
     line = resize(line, values)
     nodes, device = tuple(line.joint.module.graph.nodes), line.joint.device
+    keys: dict[tuple[int, str], Key] = {}
     made_up, operations = Synthesizer(line.joint, {}), Operations(cache, device=device)
 
     def workspace_bytes(node: fx.Node, mode: Mode) -> int:
@@ -213,6 +217,7 @@ def with_workspaces(
         reads = line.joint.storages.of(inputs)
         block = Block(line.stage_of[node], mode, (node,), inputs, (), reads)
         (key,) = operations.keys(block).values()
+        keys[line.order[node], mode.value] = key
         if key not in cache.workspace_bytes:
             real = made_up.of(inputs)
             if isinstance(node.target, Unit):  # where its kernels are made, that takes memory once
@@ -235,7 +240,32 @@ def with_workspaces(
             (i, mode, workspace_bytes(nodes[i], Mode(mode)) if lawless[i] else nbytes)
             for i, mode, nbytes in costs.workspace_bytes
         )
-    return replace(costs, workspace_bytes=found)
+    asked = dict(
+        zip(((i, mode) for i, mode, _ in costs.asked), _resized(costs, found), strict=True)
+    )
+    for i, mode, _ in found:
+        key = keys.get((i, mode))
+        if key is not None and cache.asked[key]:
+            asked[i, mode] = i, mode, cache.asked[key]
+    return replace(costs, workspace_bytes=found, asked=tuple(asked.values()))
+
+
+def _resized(
+    costs: RecordedCosts, workspaces: Sequence[tuple[int, str, int]]
+) -> tuple[tuple[int, str, tuple[Request, ...]], ...]:
+    """What operations ask for, where all of their workspaces are as large as ``workspaces`` says:
+    each piece in proportion.
+    """
+    before = {(i, mode): nbytes for i, mode, nbytes in costs.workspace_bytes}
+    now = {(i, mode): nbytes for i, mode, nbytes in workspaces}
+
+    def resized(of: tuple[int, str], nbytes: int) -> int:
+        return 0 if not before[of] else round(nbytes * now[of] / before[of])
+
+    return tuple(
+        (i, mode, tuple((key, resized((i, mode), nbytes)) for key, nbytes in asked))
+        for i, mode, asked in costs.asked
+    )
 
 
 def _is_exact(node: fx.Node) -> bool:

@@ -37,6 +37,11 @@ TRACED = Form()
 """As they were traced."""
 
 
+Request = tuple[int, int]
+"""What is asked of the device's allocator: a key, and bytes that it is to hand out under that
+key, or, negative, to take back. Keys below 0 are of workspaces."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
     """Measured seconds of one stage, with those of its call in emitted code."""
@@ -59,8 +64,9 @@ class RecordedCosts:
         link: to host memory, where storages may travel.
         messages_s: collectives, and those seconds of each that others take, which ``stages`` and
             ``again_s`` have in them as if nothing ran meanwhile.
-        asked: operations that ask for their results in another order than they return them, how
-            each runs, and the places of its results in that order.
+        asked: operations that ask for more than their results, or for these in another order
+            than they return them, where an allocator rounds; how each runs, and what it asks for:
+            ``(place, 0)`` is a result.
     """
 
     stages: tuple[StageSeconds, ...]
@@ -70,7 +76,7 @@ class RecordedCosts:
     displaced: tuple[int, ...]
     link: MeasuredLink | None = None
     messages_s: tuple[tuple[int, float], ...] = ()
-    asked: tuple[tuple[int, str, tuple[int, ...]], ...] = ()
+    asked: tuple[tuple[int, str, tuple[Request, ...]], ...] = ()
 
     @staticmethod
     def slowest(costs: Sequence[RecordedCosts]) -> RecordedCosts:

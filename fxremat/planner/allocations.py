@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.ir import Move
+from fxremat.ir import Move, Request
 from fxremat.passes.emit.program import Program
 from fxremat.passes.joint import batchnorm
 from fxremat.passes.joint.graph import StorageTable, is_getitem
@@ -35,12 +35,9 @@ from fxremat.units import Counted
 WorkspaceBytes = Callable[[fx.Node, Block], int]
 """Peak bytes of an operation beyond its arguments and results."""
 
-Asked = Callable[[fx.Node, Block], tuple[int, ...]]
-"""The order in which an operation asks for its results; none: as they are returned."""
-
-Request = tuple[int, int]
-"""What is asked of the device's allocator: a key, and bytes that it is to hand out under that
-key, or, negative, to take back. Keys are storages, or below 0."""
+Asked = Callable[[fx.Node, Block], tuple[Request, ...]]
+"""What an operation asks for, by the places of its results; none: for these as they are returned,
+and then for its workspace."""
 
 WORKSPACE = -1
 """The key of what is asked for and given back at once."""
@@ -68,15 +65,17 @@ class OperationRequests:
         releases: storages whose last reader it is, the block's inputs among them.
         workspace_bytes: needed while it runs.
         node: the operation.
+        pieces: what it asks for in order; none: all results, and then its workspace.
     """
 
     allocates: tuple[int, ...]
     releases: tuple[int, ...]
     workspace_bytes: int
     node: fx.Node | None = None
+    pieces: tuple[Request, ...] = ()
 
 
-def _as_returned(_node: fx.Node, _block: Block) -> tuple[int, ...]:
+def _as_returned(_node: fx.Node, _block: Block) -> tuple[Request, ...]:
     return ()
 
 
@@ -104,17 +103,39 @@ def steps_of(
     for i, node in enumerate(groups):
         read = storages.of(block.sources(node))
         results = [s for s in _made(node, block, storages) if s not in read]
-        places = asked(node, block)
-        if len(places) == len(results):
-            results = [results[i] for i in places]
         new = tuple(s for s in results if s not in present)
         # A recomputed operation also returns values that were pinned the first time:
         # that second copy is gone as soon as the results asked for are picked out.
         second = storages.total(s for s in results if s in present)
         present.update(new)
         releases = tuple(s for s, last in last_use.items() if last == i and s not in staying)
-        steps.append(OperationRequests(new, releases, workspace_bytes(node, block) + second, node))
+        pieces = _pieces(asked(node, block), results, frozenset(new), storages)
+        nbytes = workspace_bytes(node, block) + second
+        steps.append(OperationRequests(new, releases, nbytes, node, pieces))
     return tuple(steps)
+
+
+def _pieces(
+    asked: Sequence[Request], results: Sequence[int], new: frozenset[int], storages: StorageTable
+) -> tuple[Request, ...]:
+    """Requests for the results of an operation and for its workspaces.
+
+    Second copies of values that are there are given back at the end.
+    """
+    if sum(key >= 0 for key, _ in asked) != len(results):
+        return ()
+    found: list[Request] = []
+    second: list[Request] = []
+    for key, nbytes in asked:
+        if key < 0:
+            found.append((key, nbytes))
+            continue
+        storage, unused = results[key], WORKSPACE - len(asked) - key
+        is_new = storage in new
+        found.append((storage if is_new else unused, storages.nbytes[storage]))
+        if not is_new:
+            second.append((unused, -storages.nbytes[storage]))
+    return (*found, *second)
 
 
 def _made(node: fx.Node, block: Block, storages: StorageTable) -> tuple[int, ...]:
@@ -131,7 +152,11 @@ def _follows(node: fx.Node, groups: list[fx.Node]) -> bool:
 
 
 def requests_of(
-    steps: tuple[OperationRequests, ...], storages: StorageTable, *, kept: frozenset[int]
+    steps: tuple[OperationRequests, ...],
+    storages: StorageTable,
+    *,
+    kept: frozenset[int],
+    in_pieces: bool = False,
 ) -> tuple[Request, ...]:
     """What running ``steps`` asks of the allocator, in order.
 
@@ -139,12 +164,17 @@ def requests_of(
         steps: of a block.
         storages: sizes.
         kept: storages that somebody outside still holds, so the block frees none of them.
+        in_pieces: as each operation was seen to ask, if it was; or else, and by default, for all
+            of its results, and then for all of its workspace. The sums are no less so.
     """
     asked: list[Request] = []
     for step in steps:
-        asked.extend((s, storages.nbytes[s]) for s in step.allocates)
-        if step.workspace_bytes > 0:
-            asked += [(WORKSPACE, step.workspace_bytes), (WORKSPACE, -step.workspace_bytes)]
+        if in_pieces and step.pieces:
+            asked.extend(step.pieces)
+        else:
+            asked.extend((s, storages.nbytes[s]) for s in step.allocates)
+            if step.workspace_bytes > 0:
+                asked += [(WORKSPACE, step.workspace_bytes), (WORKSPACE, -step.workspace_bytes)]
         asked.extend((s, -storages.nbytes[s]) for s in step.releases if s not in kept)
     return tuple(request for request in asked if request[1])
 
@@ -173,9 +203,12 @@ class Footprints:
         """What ``block`` does to memory while others hold the storages ``kept``."""
         return run(self.requests(block, kept=kept))
 
-    def requests(self, block: Block, *, kept: frozenset[int]) -> tuple[Request, ...]:
+    def requests(
+        self, block: Block, *, kept: frozenset[int], in_pieces: bool = False
+    ) -> tuple[Request, ...]:
         """What ``block`` asks of the allocator while others hold the storages ``kept``."""
-        return requests_of(self.steps(block), self._storages, kept=kept & block.reads)
+        kept = kept & block.reads
+        return requests_of(self.steps(block), self._storages, kept=kept, in_pieces=in_pieces)
 
     def steps(self, block: Block) -> tuple[OperationRequests, ...]:
         """What each operation of ``block`` does."""
@@ -251,11 +284,14 @@ def requests_of_step(
     context_bytes: ContextBytes,
     footprints: Footprints,
     moves: Sequence[Move] = (),
+    *,
+    in_pieces: bool = False,
 ) -> Requests:
     """What the graphs of ``program`` ask for.
 
-    A workspace is one request right after the results of its operation. So is what a loss outside
-    the model takes, after the tangents, but for its small blocks.
+    A workspace is one request right after the results of its operation, unless all is asked for
+    ``in_pieces``. So is what a loss outside the model takes, after the tangents, but for its
+    small blocks.
 
     Ensures: the sums of the requests so far are what an evaluation says is held.
     """
@@ -264,7 +300,7 @@ def requests_of_step(
     for index, call in enumerate(program.calls):
         released = [(m.storage, -m.nbytes) for m in moves if m.release == index < program.turn]
         fetched = [(m.storage, m.nbytes) for m in moves if m.prefetch == index]
-        asked = footprints.requests(call.block, kept=call.kept)
+        asked = footprints.requests(call.block, kept=call.kept, in_pieces=in_pieces)
         handed = [(s, -nbytes[s]) for s in sorted(call.handed)]
         calls.append((*released, *fetched, *asked, *handed))
     at_turn = [(m.storage, -m.nbytes) for m in moves if m.release == program.turn]
@@ -366,7 +402,7 @@ class Allocations:
             return Allocated(candidate.peak_bytes, candidate.peak_bytes)
         if candidate.key not in self.known:
             requests = requests_of_step(
-                program(), self.context_bytes, self.footprints, candidate.moves
+                program(), self.context_bytes, self.footprints, candidate.moves, in_pieces=True
             )
             taken = replay_requests(requests, self.settings)
             self.known[candidate.key] = replace(

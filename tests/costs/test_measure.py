@@ -17,8 +17,9 @@ from torch import nn
 from fxremat import torch_compat
 from fxremat.costs import measure
 from fxremat.costs.cache import CostCache
-from fxremat.costs.execute import Operations, asked_order
+from fxremat.costs.execute import Operations, requests_seen
 from fxremat.costs.measure import device_of, measure_step, peak_of, resident_bytes, seconds_of
+from fxremat.ir import Request
 from fxremat.passes.stages.block import Block, Mode
 
 CPU = torch.device("cpu")
@@ -316,22 +317,36 @@ def test_what_waits_for_the_device_is_not_charged_with_the_delay(clock_of):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sizes", "order"),
+    ("changes", "sizes", "seen"),
     [
-        ((32, 128), (128, 32), (1, 0)),  # a mask before what it is applied to
-        ((128, 32), (128, 32), (0, 1)),
-        ((64, 128, -64, 32, 8, -8), (32, 128), (1, 0)),  # beside workspaces
-        ((32, 32, -32, 128), (128, 32), (1, 0)),  # one of them of a result's size
-        ((40, 128), (128, 32), (1, 0)),  # a block that is larger than what was asked for
-        ((32, 128), (128, 0, 32), (1, 2, 0)),  # a result that is elsewhere
-        ((32,), (128, 32), (0, 1)),  # something else than was returned
+        ((32, 128), (128, 32), ((1, 0), (0, 0))),  # a mask before what it is applied to
+        ((128, 32), (128, 32), ()),  # as they are returned, and nothing else
+        (  # beside workspaces
+            (64, 128, -64, 32, 8, -8),
+            (32, 128),
+            ((-1, 64), (1, 0), (-1, -64), (0, 0), (-2, 8), (-2, -8)),
+        ),
+        (  # one of them of a result's size
+            (32, 32, -32, 128),
+            (128, 32),
+            ((1, 0), (-1, 32), (-1, -32), (0, 0)),
+        ),
+        ((40, 128), (128, 32), ((1, 0), (0, 0))),  # a block larger than what was asked for
+        ((32, 128), (128, 0, 32), ((1, 0), (2, 0), (0, 0))),  # a result that is elsewhere
+        ((32,), (128, 32), ()),  # something else than was returned
+        ((-8, 32), (32,), ()),  # what was there before is taken back
         ((), (), ()),
+        (  # a sum over rows on an H200: partial sums and counters
+            (1024, 1 << 27, 512, -512, -1 << 27),
+            (1024,),
+            ((0, 0), (-2, 1 << 27), (-1, 512), (-1, -512), (-2, -1 << 27)),
+        ),
     ],
 )
-def test_in_which_order_results_are_asked_for(
-    changes: tuple[int, ...], sizes: tuple[int, ...], order: tuple[int, ...]
+def test_what_an_operation_asks_for(
+    changes: tuple[int, ...], sizes: tuple[int, ...], seen: tuple[Request, ...]
 ):
-    assert asked_order(changes, sizes) == order
+    assert requests_seen(changes, sizes) == seen
 
 
 def test_measuring_operations_resets_no_statistics(monkeypatch: pytest.MonkeyPatch):

@@ -63,6 +63,28 @@ def test_storages_are_exact_and_workspaces_enough(sizes: tuple[int, int]):
         assert (mine == 0) == (real == 0)
 
 
+def test_what_is_asked_for_grows_with_the_workspace():
+    """Each piece by as much; and is given back whole."""
+    step = symbolic("gpt", HINTS)
+    costs = step.measured.costs
+    index, mode, _ = next(ran for ran in costs.workspace_bytes if ran[2])
+    workspaces = tuple(
+        (i, m, 3000 if (i, m) == (index, mode) else n) for i, m, n in costs.workspace_bytes
+    )
+    asked = ((-1, 2000), (0, 0), (-2, 1001), (-2, -1001), (-1, -2000))
+    at = values(7, 40)
+    plain = replace(costs, workspace_bytes=workspaces)
+    in_pieces = replace(plain, asked=((index, mode, asked),))
+    assert ScaledCosts(step.line, step.blocks, plain).at(at).asked == ()
+    found = ScaledCosts(step.line, step.blocks, in_pieces).at(at)
+    now = {(i, m): n for i, m, n in found.workspace_bytes}[index, mode]
+    assert now > 3000
+    ((*_, pieces),) = found.asked
+    assert pieces[1] == (0, 0)
+    assert pieces[0][1] == -pieces[-1][1] == round(2000 * now / 3000)
+    assert pieces[2][1] == -pieces[3][1] == round(1001 * now / 3000)
+
+
 def test_more_work_never_takes_less():
     rows = [seconds(scaled().at(values(b, 8 * b))) for b in (2, 3, 4, 5, 7, 8, 20)]
     assert np.all(np.array(rows) >= 0)

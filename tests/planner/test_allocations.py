@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.fx import Node
 
-from fxremat.ir import Move
+from fxremat.ir import Move, Request
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
+from fxremat.passes.stages.block import Block
 from fxremat.planner import allocations
 from fxremat.planner.allocations import (
     Allocations,
-    Request,
+    Footprints,
     replay_requests,
     requests_of_step,
     settings_of,
@@ -137,6 +138,38 @@ def test_more_is_handed_out_than_asked_for_and_a_third_step_takes_no_more(
             with monkeypatch.context() as patch:
                 patch.setattr(allocations, "STEPS", 4)
                 assert replay_requests(asked, rules) == taken
+
+
+def test_what_is_handed_out_is_that_for_a_workspace_in_pieces():
+    """As many bytes in all, but other blocks."""
+    step = captured("gpt")
+    found = around(step)
+    (carried, *_) = carried_out("gpt")
+    large = 40 << 20
+
+    def asked(node: Node, block: Block) -> tuple[Request, ...]:
+        count = len(step.joint.storages.of_node[node])
+        results = tuple((i, 0) for i in range(count))
+        pieces = ((-1, large // 2), (-2, large // 2), (-2, -large // 2), (-1, -large // 2))
+        return (*results, *pieces)
+
+    footprints = Footprints(step.measured.line, lambda _node, _block: large, asked)
+    whole, pieces = (
+        requests_of_step(carried.program, found, footprints, in_pieces=in_pieces)
+        for in_pieces in (False, True)
+    )
+    assert [sum(n for _, n in call) for call in whole.calls] == [
+        sum(n for _, n in call) for call in pieces.calls
+    ]
+    assert sums(tuple(whole), 0) == sums(tuple(pieces), 0)
+    assert len(list(pieces)) > len(list(whole))
+    taken = [replay_requests(requests, AllocatorSettings()) for requests in (whole, pieces)]
+    assert taken[0] != taken[1]
+    told = Allocations(footprints, found, AllocatorSettings())
+    handed_out = told.of(carried.candidate, lambda: carried.program)
+    assert handed_out == replace(
+        taken[1], reserved_bytes=taken[1].reserved_bytes + allocations.SPARE_BYTES
+    )
 
 
 def on_cuda(patch: pytest.MonkeyPatch, backend: str, told: dict[str, object]) -> None:

@@ -117,10 +117,34 @@ def test_results_are_asked_for_in_the_order_that_was_seen():
     picked = tuple(sorted(norm.users, key=lambda n: n.args[1]))
     inputs = tuple(norm.all_input_nodes)
     block = Block(0, Mode.FIRST, (norm, *picked), inputs, picked, table.of(inputs))
-    (plain,) = steps_of(block, table, lambda _node, _block: 0)
-    (seen,) = steps_of(block, table, lambda _node, _block: 0, lambda _node, _block: (2, 0, 1))
-    assert plain.allocates == table.of_node[norm]
-    assert seen.allocates == tuple(plain.allocates[i] for i in (2, 0, 1))
+    asked = ((2, 0), (-1, 7), (0, 0), (-1, -7), (1, 0))
+    made = steps_of(block, table, lambda _node, _block: 9, lambda _node, _block: asked)
+    results = table.of_node[norm]
+    first, second, third = ((s, table.nbytes[s]) for s in results)
+    kept = table.of(inputs)
+    plain = requests_of(made, table, kept=kept)
+    assert plain == (first, second, third, (-1, 9), (-1, -9))
+    in_pieces = requests_of(made, table, kept=kept, in_pieces=True)
+    assert in_pieces == (third, (-1, 7), first, (-1, -7), second)
+
+
+def test_a_second_copy_is_given_back_after_all_pieces():
+    step = captured("gpt")
+    table = step.joint.storages
+    norm = next(n for n in step.joint.forward if "native_layer_norm" in str(n.target))
+    output, mean, _ = sorted(norm.users, key=lambda n: n.args[1])
+    inputs = (*norm.all_input_nodes, mean)
+    block = Block(0, Mode.AGAIN, (norm, output), inputs, (output,), table.of(inputs))
+    asked = ((1, 0), (0, 0), (-1, 7), (-1, -7), (2, 0))
+    made = steps_of(block, table, lambda _node, _block: 7, lambda _node, _block: asked)
+    found = requests_of(made, table, kept=table.of(inputs), in_pieces=True)
+    (mean_storage,) = table.of([mean])
+    (unused, nbytes), *others = found
+    assert nbytes == table.nbytes[mean_storage]
+    assert found.count((unused, -nbytes)) == 1
+    assert mean_storage not in [key for key, _ in found]
+    assert found.index((unused, -nbytes)) > found.index((-1, -7))
+    assert sum(n for key, n in others if key in (unused, -1)) == -nbytes
 
 
 def test_a_repeated_norm_makes_no_statistics():
