@@ -31,8 +31,6 @@ class Network:
         inputs: of one step, on the CPU.
         blocks: the modules that a user would wrap, one after the other.
         dtype: of its parameters.
-        deterministic: whether torch has a kernel with the same bits each time for every operation
-            of it; of max pooling's backward it has none.
     """
 
     name: str
@@ -40,7 +38,6 @@ class Network:
     inputs: Callable[[], tuple[Tensor, ...]]
     blocks: Callable[[Any], Sequence[nn.Module]]
     dtype: torch.dtype = torch.float32
-    deterministic: bool = True
 
     def inputs_on(self, device: torch.device) -> tuple[Tensor, ...]:
         """Inputs of one step, images in the network's dtype."""
@@ -184,7 +181,6 @@ def _classifier(
             labels(0, batch=batch, classes=classes),
         ),
         lambda model: blocks(model.net),
-        deterministic=False,
     )
 
 

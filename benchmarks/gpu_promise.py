@@ -5,9 +5,8 @@ peak, at 0.6 and 0.4 of it, and at the least feasible budget. Each row has what 
 and what was measured: most bytes allocated, most bytes reserved, and whether loss, gradients
 and buffers of a step have the bits of the plan that keeps everything. That plan runs twice: a
 kernel that gives other bits by itself is told apart. Attention is the flash kernel where it
-fits, whose backward is deterministic when asked to be, and only if torch may refuse kernels that
-cannot be; so it may, but for ResNet-50, whose pooling it would refuse. Step times here are not
-those of ``benchmarks.gpu``.
+fits. Torch is asked for deterministic kernels, and strictly: merely warned of others, flash
+attention's backward is not deterministic. So step times here are not those of ``benchmarks.gpu``.
 
 Each setting of the allocator has a process of its own; rows are saved as they come.
 Run: python -m benchmarks.gpu_promise [network …] [--allocator default expandable]
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -62,7 +60,6 @@ class Promise:
         with torch.device(device):
             self._model = network.build().to(network.dtype).train()
         self._inputs = network.inputs_on(device)
-        self._warn_only = not network.deterministic
         self._buffers = [b.detach().clone() for b in self._model.buffers()]
         self._expected: Bits | None = None
 
@@ -77,12 +74,8 @@ class Promise:
         Ensures: what was planned is freed, whatever happens.
         """
         try:
-            asked = deterministic_kernels(warn_only=self._warn_only)
-            with asked, warnings.catch_warnings(record=True) as w:
-                warnings.simplefilter("always")
-                row = self._measured(budget)
-            told = {str(x.message) for x in w if "deterministic implementation" in str(x.message)}
-            return {**row, "nondeterministic": sorted(text[:80] for text in told)}
+            with deterministic_kernels():
+                return self._measured(budget)
         except BudgetError as error:
             least = error.least_budget_bytes or 0
             return {"skipped": f"least: {format_bytes(least)}", "least_budget_bytes": least}

@@ -8,7 +8,7 @@
 * ``stress``: steps with late copies, other streams and dropped forwards, bits compared.
 
 Each part has a process of its own, with its own settings of the allocator: a part that crashes
-or takes too long leaves its rows. docs/first-run-on-a-gpu.md says what each figure decides.
+or takes too long leaves its rows. docs/on-a-gpu.md says what each figure decides.
 Run: python -m benchmarks.gpu_probe [--section SECTION …] [--seconds S]
      python -m benchmarks.gpu_probe --device cpu --tiny    (what applies where there is no GPU)
 """

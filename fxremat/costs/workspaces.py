@@ -100,6 +100,7 @@ def multiply(device: torch.device, dtype: torch.dtype, run: Callable[[Product], 
         bias = torch.ones(_SIDE, device=device, dtype=dtype)
 
         def products(_gradient: torch.Tensor | None = None) -> None:
+            torch.add(a, b)  # or cuBLAS warns that this thread has not used the device before
             run(lambda: torch.mm(a, b))
             run(lambda: torch.addmm(bias, a, b))
 
