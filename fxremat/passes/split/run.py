@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxremat.passes.joint.graph import is_getitem, operation_of
+from fxremat.passes.joint.graph import is_getitem, operation_of, values_of
 from fxremat.passes.split.rules import Rows, Way
 
 MOST_OPERATIONS = 64
@@ -59,11 +59,12 @@ class Run:
 
     def _gives_otherwise(self, other: Run) -> bool:
         """Whether ``other`` takes a result of this run in another way than parts give it."""
-        for node in other.sources:
-            way = self.ways.get(operation_of(node))
-            if way is not None and way.outputs[place_of(node)] != other.rows_of[node]:
-                return True
-        return False
+        given = ((n, v) for n in self.ways.keys() - other.ways.keys() for v in (n, *values_of(n)))
+        return any(
+            self.ways[operation].outputs[place_of(value)] != other.rows_of[value]
+            for operation, value in given
+            if value in other.rows_of
+        )
 
 
 class Order:
