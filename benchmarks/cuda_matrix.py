@@ -192,7 +192,7 @@ def measure(cell: Cell, orders: Sequence[str]) -> Row:
     begin_s = time.perf_counter()
     try:
         # Of the step as well: a plan is for the kernels that it was measured with.
-        with deterministic_kernels(warn_only=True), host_memory() as told:
+        with deterministic_kernels(), host_memory() as told:
             expected = reference(cell.network)
             row, call = _measured(cell, expected, orders)
             if (locked := told()) is not None:

@@ -71,8 +71,11 @@ def forget(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def deterministic_kernels(*, warn_only: bool = False) -> Iterator[None]:
+def deterministic_kernels() -> Iterator[None]:
     """Same inputs, same bits: the kernels that promise it, and no choice by timing.
+
+    Others are refused: merely warned of them, torch takes flash attention's backward that adds in
+    any order.
 
     Ensures: on leaving, everything is as it was before.
     """
@@ -82,7 +85,7 @@ def deterministic_kernels(*, warn_only: bool = False) -> Iterator[None]:
     enabled = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.deterministic, cudnn.benchmark
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
     try:
         yield

@@ -30,10 +30,10 @@ from fxremat.passes.joint.settle import settle
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner import bases, candidates
-from fxremat.planner.allocations import Footprints
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of
 from fxremat.planner.evaluator import Evaluator, carried_out
+from fxremat.planner.footprints import Footprints
 from fxremat.planner.generators import Generator
 from fxremat.planner.search import GENERATORS, Search
 from fxremat.progress import silent

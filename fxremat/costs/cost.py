@@ -143,6 +143,8 @@ def _is_whole(asked: Sequence[Request]) -> bool:
     held: dict[int, int] = {}
     for key, nbytes in asked:
         held[key] = held.get(key, 0) + nbytes
+        if held[key] < 0:
+            return False
     return places == [*range(len(places))] and not any(held.values())
 
 

@@ -215,7 +215,7 @@ def requests_seen(changes: Sequence[int], sizes: Sequence[int]) -> tuple[Request
             places[min(fitting)[1]] = place
             live.remove(min(fitting)[1])
     seen: list[Request] = [(place, 0) for place, nbytes in enumerate(sizes) if not nbytes]
-    taken = {i: -1 - j for j, i in enumerate(ends.values())}
+    taken = {i: -1 - j for j, i in enumerate((*ends.values(), *live))}
     for i, change in enumerate(changes):
         if i in places:
             seen.append((places[i], 0))
@@ -223,6 +223,7 @@ def requests_seen(changes: Sequence[int], sizes: Sequence[int]) -> tuple[Request
             seen.append((taken[i], change))
         elif i in ends:
             seen.append((taken[ends[i]], change))
+    seen += [(taken[i], -changes[i]) for i in live]  # nobody was given it: it is soon taken back
     return () if seen == [(place, 0) for place in range(len(sizes))] else tuple(seen)
 
 

@@ -260,7 +260,8 @@ def _resized(
     now = {(i, mode): nbytes for i, mode, nbytes in workspaces}
 
     def resized(of: tuple[int, str], nbytes: int) -> int:
-        return 0 if not before[of] else round(nbytes * now[of] / before[of])
+        size = 0 if not before[of] else -(-abs(nbytes) * now[of] // before[of])
+        return size if nbytes > 0 else -size
 
     return tuple(
         (i, mode, tuple((key, resized((i, mode), nbytes)) for key, nbytes in asked))

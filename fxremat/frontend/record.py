@@ -16,8 +16,9 @@ from fxremat.ir import Move, Request
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.allocations import TANGENTS, WORKSPACE, Footprints, requests_of_step
+from fxremat.planner.allocations import TANGENTS, requests_of_step
 from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.footprints import WORKSPACE, Footprints
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
 from fxremat.report.modules import common_module
 

@@ -16,10 +16,10 @@ from fxremat.passes.emit.program import Call, Program, keep_all, link
 from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.order import check_draws
-from fxremat.planner.allocations import Footprint
 from fxremat.planner.arrays import LineArrays, SizedNumbers
 from fxremat.planner.candidates import AcrossTurn, Candidate, Evaluation
 from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.footprints import Footprint
 from fxremat.planner.handed import handed_over
 from fxremat.planner.layout import arrays_of, numbering
 from fxremat.planner.moves import moved

@@ -17,8 +17,9 @@ from fxremat import torch_compat
 from fxremat.ir import MeasuredLink, Move, Shift, Timeline
 from fxremat.passes.emit.program import Call, Program, blocks_of, link
 from fxremat.passes.stages.block import Block
-from fxremat.planner.allocations import Allocated, Footprints
+from fxremat.planner.allocations import Allocated
 from fxremat.planner.candidates import Candidate, Evaluation
+from fxremat.planner.footprints import Footprints
 from fxremat.planner.handed import handed_over
 from fxremat.planner.moves import replay
 from fxremat.planner.search import Search

@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fxremat.costs.cost import Measured
-from fxremat.planner.allocations import Allocations, Footprints
+from fxremat.planner.allocations import Allocations
 from fxremat.planner.bound import Relaxation
 from fxremat.planner.candidates import Candidate, Pool
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluator import MOST_BYTES, Evaluator
+from fxremat.planner.footprints import Footprints
 from fxremat.planner.search import Search
 
 SPARE = 16

@@ -11,12 +11,13 @@ from fxremat.costs.options import find_options
 from fxremat.ir import Chain, Costs
 from fxremat.passes.joint.graph import tensors_of
 from fxremat.passes.stages.block import BlockCache
-from fxremat.planner.allocations import Allocated, Allocations, Footprints
+from fxremat.planner.allocations import Allocated, Allocations
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.bound import Relaxation
 from fxremat.planner.candidates import Candidate, Pool
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.footprints import Footprints
 from fxremat.planner.generators import (
     Generator,
     Setting,

@@ -481,6 +481,7 @@ def test_the_device_of_a_step_is_not_that_of_its_first_input():
         lambda c: {"workspace_bytes": ((0, "sideways", 1), *c.workspace_bytes)},
         lambda c: {"asked": ((*c.workspace_bytes[0][:2], ((1, 0),)),)},
         lambda c: {"asked": ((*c.workspace_bytes[0][:2], ((0, 0), (-1, 8))),)},
+        lambda c: {"asked": ((*c.workspace_bytes[0][:2], ((-1, -8), (-1, 8))),)},
         lambda c: {"asked": ((1 << 40, "first", ((0, 0),)),)},
         lambda c: {"again_s": ((-1, 0.0), *c.again_s)},
         lambda c: {"again_s": ((0, float("nan")), *c.again_s)},

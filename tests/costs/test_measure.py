@@ -335,6 +335,7 @@ def test_what_waits_for_the_device_is_not_charged_with_the_delay(clock_of):
         ((32, 128), (128, 0, 32), ((1, 0), (2, 0), (0, 0))),  # a result that is elsewhere
         ((32,), (128, 32), ()),  # something else than was returned
         ((-8, 32), (32,), ()),  # what was there before is taken back
+        ((16, 32), (32,), ((-1, 16), (0, 0), (-1, -16))),  # what is still there, and no result
         ((), (), ()),
         (  # a sum over rows on an H200: partial sums and counters
             (1024, 1 << 27, 512, -512, -1 << 27),

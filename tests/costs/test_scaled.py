@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -81,8 +82,8 @@ def test_what_is_asked_for_grows_with_the_workspace():
     assert now > 3000
     ((*_, pieces),) = found.asked
     assert pieces[1] == (0, 0)
-    assert pieces[0][1] == -pieces[-1][1] == round(2000 * now / 3000)
-    assert pieces[2][1] == -pieces[3][1] == round(1001 * now / 3000)
+    assert pieces[0][1] == -pieces[-1][1] == math.ceil(2000 * now / 3000)
+    assert pieces[2][1] == -pieces[3][1] == math.ceil(1001 * now / 3000)
 
 
 def test_more_work_never_takes_less():

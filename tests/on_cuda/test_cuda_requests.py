@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fxremat.planner import allocations
-from fxremat.planner.allocations import WORKSPACE, Allocated, Requests
+from fxremat.planner.allocations import Allocated, Requests
 from fxremat.planner.allocator import LEAST_BLOCK_BYTES, AllocatorSettings
+from fxremat.planner.footprints import WORKSPACE
 from tests.cuda import (  # noqa: F401
     ENTRIES,
     Share,

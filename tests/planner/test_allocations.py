@@ -16,7 +16,6 @@ from fxremat.passes.stages.block import Block
 from fxremat.planner import allocations
 from fxremat.planner.allocations import (
     Allocations,
-    Footprints,
     replay_requests,
     requests_of_step,
     settings_of,
@@ -24,6 +23,7 @@ from fxremat.planner.allocations import (
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.candidates import Candidate, Evaluation
 from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.footprints import Footprints
 from fxremat.planner.moves import Movable, moved
 from tests.harness import Captured, captured, periodic, random_schedule
 

@@ -12,8 +12,8 @@ from fxremat.costs.options import Options
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.stages.block import Mode
-from fxremat.planner.allocations import Footprints
 from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.footprints import Footprints
 
 
 @dataclass(frozen=True)

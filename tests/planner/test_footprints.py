@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx import Node
 
 from fxremat.costs.cost import stage_blocks
 from fxremat.costs.execute import compile_block
@@ -11,7 +12,7 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.passes.joint.batchnorm import updates_statistics
 from fxremat.passes.joint.graph import StorageTable, is_getitem
 from fxremat.passes.stages.block import Block, Mode, dependencies
-from fxremat.planner.allocations import Footprint, OperationRequests, requests_of, run, steps_of
+from fxremat.planner.footprints import Footprint, OperationRequests, requests_of, run, steps_of
 from fxremat.torch_compat import AllocationLog
 from tests.harness import captured
 
@@ -97,26 +98,33 @@ def test_a_block_takes_what_its_steps_say(name: str, kept_inputs: bool):
                 assert allocated(step, block, kept_inputs) == predicted, (index, block.mode)
 
 
-def test_a_second_copy_of_a_given_value_counts_as_workspace():
-    """An operation with several results, one of which is at hand, makes that one again."""
+def a_norm() -> tuple[StorageTable, Node, list[Node]]:
+    """The storages of a step, a layer norm of it, and what picks its three results."""
     step = captured("gpt")
-    table = step.joint.storages
     norm = next(n for n in step.joint.forward if "native_layer_norm" in str(n.target))
-    output, mean, _ = sorted(norm.users, key=lambda n: n.args[1])
+    return step.joint.storages, norm, sorted(norm.users, key=lambda n: n.args[1])
+
+
+def norm_beside_its_mean() -> tuple[StorageTable, Block, Node]:
+    """A layer norm that runs again where its mean is at hand, for its output alone."""
+    table, norm, (output, mean, _) = a_norm()
     inputs = (*norm.all_input_nodes, mean)
     block = Block(0, Mode.AGAIN, (norm, output), inputs, (output,), table.of(inputs))
+    return table, block, mean
+
+
+def test_a_second_copy_of_a_given_value_counts_as_workspace():
+    """An operation with several results, one of which is at hand, makes that one again."""
+    table, block, mean = norm_beside_its_mean()
     (made,) = steps_of(block, table, lambda _node, _block: 7)
     assert made.workspace_bytes == 7 + table.total(table.of([mean]))
     assert table.of([mean]).isdisjoint(made.allocates)
 
 
 def test_results_are_asked_for_in_the_order_that_was_seen():
-    step = captured("gpt")
-    table = step.joint.storages
-    norm = next(n for n in step.joint.forward if "native_layer_norm" in str(n.target))
-    picked = tuple(sorted(norm.users, key=lambda n: n.args[1]))
-    inputs = tuple(norm.all_input_nodes)
-    block = Block(0, Mode.FIRST, (norm, *picked), inputs, picked, table.of(inputs))
+    table, norm, picked = a_norm()
+    inputs, outputs = tuple(norm.all_input_nodes), tuple(picked)
+    block = Block(0, Mode.FIRST, (norm, *outputs), inputs, outputs, table.of(inputs))
     asked = ((2, 0), (-1, 7), (0, 0), (-1, -7), (1, 0))
     made = steps_of(block, table, lambda _node, _block: 9, lambda _node, _block: asked)
     results = table.of_node[norm]
@@ -129,15 +137,10 @@ def test_results_are_asked_for_in_the_order_that_was_seen():
 
 
 def test_a_second_copy_is_given_back_after_all_pieces():
-    step = captured("gpt")
-    table = step.joint.storages
-    norm = next(n for n in step.joint.forward if "native_layer_norm" in str(n.target))
-    output, mean, _ = sorted(norm.users, key=lambda n: n.args[1])
-    inputs = (*norm.all_input_nodes, mean)
-    block = Block(0, Mode.AGAIN, (norm, output), inputs, (output,), table.of(inputs))
+    table, block, mean = norm_beside_its_mean()
     asked = ((1, 0), (0, 0), (-1, 7), (-1, -7), (2, 0))
     made = steps_of(block, table, lambda _node, _block: 7, lambda _node, _block: asked)
-    found = requests_of(made, table, kept=table.of(inputs), in_pieces=True)
+    found = requests_of(made, table, kept=block.reads, in_pieces=True)
     (mean_storage,) = table.of([mean])
     (unused, nbytes), *others = found
     assert nbytes == table.nbytes[mean_storage]
