@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import os
 import threading
@@ -57,6 +58,10 @@ class HostLimit:
         for arena in sorted(self.arenas, key=lambda arena: arena.lent_last):
             if self._allocated_bytes() + nbytes > limit:
                 arena.drop_idle()
+        if self._allocated_bytes() + nbytes > limit:
+            # A step that was dropped in a circle of references holds its memory until then.
+            gc.collect()
+            self.drop_idle()
         asked = self._allocated_bytes() + nbytes
         if asked > limit:
             raise HostMemoryError(self._over_limit(asked, limit), asked_bytes=asked)

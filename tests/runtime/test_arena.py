@@ -144,6 +144,19 @@ def test_the_limit_counts_all_steps_that_overlap():
     arena.open()
 
 
+def test_what_was_dropped_in_a_circle_makes_room():
+    arena = Arena(8 * KIB, device=CPU, limit=HostLimit(8 * KIB))
+    gc.disable()
+    try:
+        circle: list[object] = [arena.open()]
+        circle.append(circle)
+        del circle
+        assert arena.leases == 1
+        arena.open()
+    finally:
+        gc.enable()
+
+
 def test_arenas_of_a_module_keep_to_one_limit_together():
     limit = HostLimit(20 * KIB)
     small = Arena(4 * KIB, device=CPU, limit=limit)
