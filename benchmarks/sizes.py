@@ -25,7 +25,7 @@ from benchmarks.steps import entry_of
 from fxremat.costs.cache import COSTS, cost_cache
 from fxremat.costs.cost import Measured
 from fxremat.costs.scaled import ScaledCosts, with_workspaces
-from fxremat.passes.emit.code import SizedSchedule
+from fxremat.passes.emit.code import Emitted
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, Values
 from fxremat.passes.stages.block import BlockCache
@@ -45,7 +45,7 @@ SHARE = 0.5
 CALLER = Caller(loss_bytes=0)
 ROUNDS = 5
 
-Graphs = tuple[SizedSchedule, SizedSchedule]
+Graphs = tuple[Emitted, Emitted]
 """Of a step at one size."""
 
 

@@ -22,6 +22,7 @@ from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, measure_line, stage_blocks
 from fxremat.costs.options import Options, find_options
 from fxremat.ir import Backward, Decision, Forward, Keep, Schedule, StageSeconds, Tensors
+from fxremat.passes.emit.code import Emitted
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.build import build_joint_graph
@@ -316,7 +317,7 @@ class Made:
 
 def _call(
     step: Captured,
-    graphs: tuple[fx.GraphModule, fx.GraphModule],
+    graphs: tuple[Emitted, Emitted],
     dropped: frozenset[int] = frozenset(),
 ) -> tuple[Any, Any]:
     forward, backward = graphs

@@ -15,7 +15,7 @@ from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import measure_line
 from fxremat.ir import RecordedCosts
-from fxremat.passes.emit.code import SizedSchedule
+from fxremat.passes.emit.code import Emitted
 from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, layouts_of
@@ -128,11 +128,11 @@ class AtSize:
             del results
         return log.peak_bytes
 
-    def _graphs(self, program: Program, modules: BlockModules) -> list[SizedSchedule]:
+    def _graphs(self, program: Program, modules: BlockModules) -> list[Emitted]:
         plain = sweep(program, self.step.footprints, bare(self.step.joint))
         return [g.at(self.names) for g in rewrite(program, plain.peaks_bytes, modules)]
 
-    def _call(self, graphs: Sequence[SizedSchedule]) -> tuple[Any, Any]:
+    def _call(self, graphs: Sequence[Emitted]) -> tuple[Any, Any]:
         forward, backward = graphs
         count = self.step.output_count
         saved = list(forward([*self.primals]))

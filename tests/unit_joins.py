@@ -90,11 +90,12 @@ def counted_steps(search: Search, chosen: Candidate) -> Counter[str]:
     graphs = rewrite(evaluator.program(chosen), peaks_bytes, BlockModules())
     counts: Counter[str] = Counter()
     for graph in graphs:
-        for node in graph.graph.find_nodes(op="call_module"):
-            body = graph.get_submodule(str(node.target))
-            assert isinstance(body, fx.GraphModule)
-            name = re.sub(r"_(forward|backward|rebuild).*", "", str(node.target))
-            for inner in body.graph.find_nodes(
+        for statement in graph.body.statements:
+            stage = graph.body.stages.get(str(statement.target))
+            if not isinstance(stage, fx.GraphModule):
+                continue
+            name = re.sub(r"_(forward|backward|rebuild).*", "", str(statement.target))
+            for inner in stage.graph.find_nodes(
                 op="call_function", target=torch.ops.aten.sin.default
             ):
                 counts[name] += bool(inner)

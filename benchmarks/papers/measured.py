@@ -6,7 +6,6 @@ machine's processor. ``Captured.on`` scales all of them alike. See ``pofo``.
 
 from __future__ import annotations
 
-import operator
 import pickle
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from torch.utils.flop_counter import (
 import fxremat
 from benchmarks.steps import planned
 from fxremat.ir import Chain, Costs
+from fxremat.passes.emit.body import GIVE
 from tests.models.densenet import DenseNet
 from tests.models.gpt import GPTConfig, gpt_entry
 from tests.models.images import image_entry
@@ -123,17 +123,17 @@ def parameter_gradients(compiled: fxremat.CompiledModule) -> dict[int, int]:
 
     Costs have them among all that the backward holds; the emitted graph tells them apart.
     """
-    backward = compiled._latest.planned.graphs.backward
-    (output,) = (node for node in backward.graph.nodes if node.op == "output")
+    body = compiled._compiler.latest.planned.graphs.backward.body
+    made = {v: (str(s.target), i) for s in body.statements for i, v in enumerate(s.makes)}
     found: dict[int, int] = {}
-    for node in output.all_input_nodes:
-        assert node.target is operator.getitem
-        call, index = node.args
-        assert isinstance(call, torch.fx.Node)
-        body: Any = backward.get_submodule(str(call.target))
-        (inner,) = (node for node in body.graph.nodes if node.op == "output")
-        stage = int(str(call.target).removeprefix("stage").removesuffix("_backward"))
-        found[stage] = found.get(stage, 0) + inner.args[0][index].meta["val"].nbytes
+    for gradient in (
+        v for s in body.statements if s.target == GIVE for v in s.arguments[1].values()
+    ):
+        name, index = made[gradient]
+        graph: Any = body.stages[name].graph
+        stage = int(name.removeprefix("stage").split("_")[0])
+        nbytes = graph.output_node().args[0][index].meta["val"].nbytes
+        found[stage] = found.get(stage, 0) + nbytes
     return found
 
 

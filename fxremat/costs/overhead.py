@@ -8,7 +8,6 @@ of a step, and a good part of a step of small operations.
 from __future__ import annotations
 
 import functools
-import operator
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -21,7 +20,8 @@ from torch import Tensor, fx
 
 from fxremat import torch_compat
 from fxremat.costs.measure import fastest_s
-from fxremat.passes.emit.code import ScheduleModule, compile_graph
+from fxremat.passes.emit.body import RETURN, Body, Statement, Variable
+from fxremat.passes.emit.code import compile_graph, emitted
 
 _CALLS, _CALL_RUNS = 64, 7
 _TENSORS = 4
@@ -41,15 +41,15 @@ def call_s() -> float:
     graph = fx.Graph()
     graph.output(tuple(graph.placeholder(f"in{i}") for i in range(_TENSORS)))
     stage = compile_graph(graph)
-    root = torch.nn.Module()
-    root.add_module("stage", stage)
-    chain = fx.Graph()
-    values = [chain.placeholder(f"x{i}") for i in range(_TENSORS)]
+    body = Body()
+    body.takes += (Variable(f"x{i}") for i in range(_TENSORS))
+    variables = body.takes
     for _ in range(_CALLS):
-        made = chain.call_module("stage", tuple(values))
-        values = [chain.call_function(operator.getitem, (made, i)) for i in range(_TENSORS)]
-    chain.output(tuple(values))
-    emitted = ScheduleModule(root, chain, "FxrematCalls")
+        made = [Variable(f"x{i}") for i in range(_TENSORS)]
+        body.add(Statement(body.stage("stage", stage), variables, made))
+        variables = made
+    body.add(Statement(RETURN, variables))
+    chain = emitted(body)
 
     def alone() -> None:
         for _ in range(_CALLS):
@@ -59,7 +59,7 @@ def call_s() -> float:
         tensors = [torch.zeros(1) for _ in range(_TENSORS)]
         calls_s, alone_s = (
             fastest_s(run, device=torch.device("cpu"), runs=_CALL_RUNS)
-            for run in (lambda: emitted.forward(list(tensors)), alone)
+            for run in (lambda: chain.forward(list(tensors)), alone)
         )
     return max(0.0, calls_s - alone_s) / _CALLS
 

@@ -19,11 +19,10 @@ from fxremat.frontend.schedules import Schedules
 from fxremat.frontend.store import key_of
 from fxremat.ir import TRACED, Decision, Lane, Move, Origin
 from fxremat.ir.schedule import decoded
-from fxremat.passes.emit.code import ScheduleModule, SizedSchedule
+from fxremat.passes.emit.code import Emitted
 from fxremat.passes.emit.program import Program, shifted
 from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.passes.fuse.unit import Unit
-from fxremat.passes.joint.digest import structure_digest
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import Beside
 from fxremat.passes.split.parts import Parts
@@ -42,8 +41,6 @@ from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.slots import assign_slots
 
-Emitted = ScheduleModule | SizedSchedule
-
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
@@ -61,8 +58,8 @@ class Graphs:
 
     @property
     def structure_digest(self) -> str:
-        """A digest of what the graphs run: :func:`fxremat.passes.joint.digest.structure_digest`."""
-        return structure_digest(self.forward.graphs, self.backward.graphs)
+        """A digest of what they run, by all but what a rank has of its own."""
+        return " ".join(emitted.structure_digest() for emitted in self.both)
 
     @property
     def forward_code(self) -> str:
@@ -82,7 +79,7 @@ class Graphs:
 
 def _code_of(emitted: Emitted) -> str:
     """Its code, and the loop of each run that it calls."""
-    stages = [stage for _, stage in emitted.graphs.stages() if isinstance(stage, fx.GraphModule)]
+    stages = [s for s in emitted.body.stages.values() if isinstance(s, fx.GraphModule)]
     nodes = (node for stage in stages for node in stage.graph.nodes)
     targets = dict.fromkeys(node.target for node in nodes)
     runs = dict.fromkeys(
@@ -117,8 +114,6 @@ def write_graphs(
             arena = Arena(total_bytes, device=device, host_dir=host.folder, limit=host.limit)
         offsets = dict(zip((m.storage for m in moves), slots, strict=True))
         travel = Travel(moves, offsets, total_bytes, arena.id if arena else 0)
-    forward: Emitted
-    backward: Emitted
     forward, backward = rewrite(program, peaks_bytes, modules, travel)
     known = program.line.joint.sizes
     if sizes != known.hints and sizes:

@@ -17,11 +17,12 @@ from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import BudgetError, CostError
 from fxremat.frontend.agreed import AGREED, agreed_corrections
 from fxremat.frontend.corrections import Corrections, warn, warn_counted
-from fxremat.frontend.emission import Emitted, Planned
+from fxremat.frontend.emission import Planned
 from fxremat.frontend.largest import advised
 from fxremat.frontend.loop import Loop
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
+from fxremat.passes.emit.code import Emitted
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import computed_anew
 from fxremat.planner.context import StepContext

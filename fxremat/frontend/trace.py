@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fxremat.frontend.capture import StepCompiler
-from fxremat.frontend.emission import Emitted
 from fxremat.frontend.plan_cache import Compiled
 from fxremat.ir import Copy, Event, Lane, Timeline
+from fxremat.passes.emit.code import Emitted
 from fxremat.report.trace import StepTrace
 from fxremat.runtime.watch import TransferRecord, record_transfers, timed_event
 from fxremat.torch_compat import BoxedCallable

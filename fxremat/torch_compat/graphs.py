@@ -27,16 +27,6 @@ def boxed_code(graph: fx.Graph) -> None:
     graph.set_codegen(_BoxedCodeGen())
 
 
-class GraphOfModules(fx.GraphModule):
-    """A graph that calls graphs, whose code is not torch's. Theirs stays as it is."""
-
-    def take_code(self, source: str, forward: Callable[..., Any]) -> None:
-        """Run ``forward``, whose source is ``source``, from now on."""
-        self._code = source
-        self._lineno_map, self._prologue_start = None, 0
-        type(self).forward = forward
-
-
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A module of ``graph`` whose code is written when it is first asked for."""
     from torch.fx._lazy_graph_module import (  # noqa: PLC0415

@@ -1,18 +1,20 @@
-"""Emitted code: reads as the schedule, empties its arguments, and computes what its graph does."""
+"""Emitted code: reads as the schedule, empties its arguments, and does what it says."""
 
 from __future__ import annotations
 
 import ast
-import operator
 import re
 import traceback
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fxremat.ir import Backward, Schedule
-from fxremat.passes.emit.code import COMMENT, GROUP, WIDTH, ScheduleModule, render
+from fxremat.passes.emit.body import GIVE, RETURN, Body, Statement, Variable
+from fxremat.passes.emit.code import WIDTH, Emitted, emitted, render
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from tests.harness import SEED, Captured, Made, captured, periodic, random_schedule
@@ -21,7 +23,7 @@ from tests.models.bits import assert_bitwise_equal
 models = pytest.mark.parametrize("name", ["gpt", "siamese", "outputs", "buffers", "gru"])
 
 
-def emitted(step: Captured, schedule: Schedule) -> tuple[Program, ScheduleModule, ScheduleModule]:
+def code_of(step: Captured, schedule: Schedule) -> tuple[Program, Emitted, Emitted]:
     program = step.program(schedule)
     return (program, *rewrite(program, step.sweep(program).peaks_bytes, BlockModules()))
 
@@ -32,50 +34,49 @@ def schedules_of(step: Captured) -> list[Schedule]:
 
 
 @models
-def test_an_interpreter_gives_the_same(name: str):
-    """The graph is an ordinary graph, whatever its code looks like."""
+def test_the_code_does_what_its_statements_say(name: str):
     step = captured(name)
     for schedule in schedules_of(step):
-        _, forward, backward = emitted(step, schedule)
+        _, forward, backward = code_of(step, schedule)
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(SEED)
             ours = forward([*step.primals])
             gradients = Made([None] * len(step.primals))
             backward([*ours[step.output_count :], *step.tangents, gradients])
             torch.manual_seed(SEED)
-            theirs = fx.Interpreter(Listed(forward)).run(*step.primals)
+            theirs = interpreted(forward.body, step.primals)
             saved = theirs[step.output_count :]
-            interpreted = Made([None] * len(step.primals))
-            fx.Interpreter(Listed(backward)).run(*saved, *step.tangents, interpreted)
-        assert_bitwise_equal(list(theirs), ours)
-        assert_bitwise_equal(interpreted.gradients, gradients.gradients)
+            made = Made([None] * len(step.primals))
+            interpreted(backward.body, [*saved, *step.tangents, made])
+        assert_bitwise_equal(theirs, ours)
+        assert_bitwise_equal(made.gradients, gradients.gradients)
 
 
-class Listed(fx.GraphModule):
-    """The same graph; its submodules take a list, which an interpreter would spread."""
+def interpreted(body: Body, args: Sequence[object]) -> list[Any]:
+    """What the statements of ``body`` give, one after the other, none of it dropped."""
+    known: dict[str, Any] = dict(body.constants)
+    known.update(zip((v.name for v in body.takes), args, strict=True))
 
-    def __init__(self, module: ScheduleModule):
-        root = nn.Module()
-        for node in module.graph.find_nodes(op="call_module"):
-            root.add_module(node.target, Spread(module.get_submodule(node.target)))
-        for node in module.graph.find_nodes(op="get_attr"):
-            setattr(root, node.target, getattr(module, node.target))
-        super().__init__(root, module.graph)
+    def at(argument: object) -> Any:
+        return known[argument.name] if isinstance(argument, Variable) else argument
 
-
-class Spread(nn.Module):
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *values: Tensor):
-        return self.inner(list(values))
+    for statement in body.statements:
+        if statement.target == GIVE:
+            receiver, made = statement.arguments
+            at(receiver).give({primal: at(value) for primal, value in made.items()})
+            continue
+        values = list(map(at, statement.arguments))
+        if statement.target == RETURN:
+            return values
+        results = body.stages[statement.target](values)
+        known.update(zip((v.name for v in statement.makes), results, strict=True))
+    raise AssertionError("nothing is returned")
 
 
 @models
 def test_the_arguments_are_emptied(name: str):
     step = captured(name)
-    _, forward, backward = emitted(step, periodic(len(step.line.stages), 3))
+    _, forward, backward = code_of(step, periodic(len(step.line.stages), 3))
     with torch.no_grad():
         arguments = [*step.primals]
         results = forward(arguments)
@@ -90,7 +91,7 @@ def test_the_arguments_are_emptied(name: str):
 def test_one_line_an_operation(name: str):
     step = captured(name)
     for schedule in schedules_of(step):
-        program, forward, backward = emitted(step, schedule)
+        program, forward, backward = code_of(step, schedule)
         lines = [
             line for line in (forward.code + backward.code).splitlines() if "(args)  #" in line
         ]
@@ -107,20 +108,19 @@ def test_one_line_an_operation(name: str):
 @models
 def test_the_code_is_the_code_that_runs(name: str):
     step = captured(name)
-    _, forward, backward = emitted(step, periodic(len(step.line.stages), 3))
+    _, forward, backward = code_of(step, periodic(len(step.line.stages), 3))
     for module in (forward, backward):
         tree = ast.parse(module.code)
         assert [type(node) for node in tree.body] == [ast.FunctionDef]
         assert tree.body[0].name == "forward"
-        assert module.code == render(module.graph)
-        assert str(module.print_readable(print_output=False))
+        assert module.code == render(module.body)
 
 
 @models
 def test_lines_are_not_too_long(name: str):
     step = captured(name)
     for schedule in schedules_of(step):
-        _, forward, backward = emitted(step, schedule)
+        _, forward, backward = code_of(step, schedule)
         for line in (forward.code + backward.code).splitlines():
             assert len(line.split("  # ")[0]) <= WIDTH + 4, line
 
@@ -130,7 +130,7 @@ def test_names_are_dropped_where_they_are_read_last(name: str):
     """After its last reader no name of a tensor is left, but for the caller's own tensors."""
     step = captured(name)
     for schedule in schedules_of(step):
-        _, forward, backward = emitted(step, schedule)
+        _, forward, backward = code_of(step, schedule)
         for module in (forward, backward):
             check_names(ast.parse(module.code).body[0])
 
@@ -169,15 +169,24 @@ class Failing(nn.Module):
         raise ValueError("no luck")
 
 
-def tiny(child: nn.Module) -> ScheduleModule:
-    root = nn.Module()
-    root.add_module("stage0_forward", child)
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    call = graph.call_module("stage0_forward", (x,))
-    call.meta[COMMENT] = "F_all 0"
-    graph.output((graph.call_function(operator.getitem, (call, 0)), None, 3))
-    return ScheduleModule(root, graph, "Tiny")
+def body_of(*names: str) -> Body:
+    body = Body()
+    body.takes += (Variable(name, i, given=True) for i, name in enumerate(names))
+    return body
+
+
+def called(body: Body, name: str, reads: Sequence[Variable], *makes: Variable) -> None:
+    body.stages.setdefault(name, Doubling())
+    body.add(Statement(name, reads, makes))
+
+
+def tiny(child: nn.Module) -> Emitted:
+    body = body_of("primals_1")
+    body.stages["stage0_forward"] = child
+    y = Variable("y")
+    body.add(Statement("stage0_forward", body.takes, [y], comment="F_all 0"))
+    body.add(Statement(RETURN, [y, None, 3]))
+    return emitted(body)
 
 
 def test_a_traceback_shows_the_emitted_line():
@@ -197,16 +206,6 @@ def test_constants_are_returned_as_they_are():
     assert_bitwise_equal([value, none, three], [torch.tensor([2.0]), None, 3])
 
 
-def test_after_a_change_of_the_graph_the_code_is_anew():
-    module = tiny(Doubling())
-    before = module.code
-    output = module.graph.output_node()
-    output.args = ((output.args[0][0], 4),)
-    module.recompile()
-    assert module.code != before
-    assert module([torch.ones(1)])[1] == 4
-
-
 def test_modules_do_not_share_code():
     a, b = tiny(Doubling()), tiny(Failing())
     assert_bitwise_equal(a([torch.ones(1)])[0], torch.tensor([2.0]))
@@ -214,40 +213,38 @@ def test_modules_do_not_share_code():
         b([torch.ones(1)])
 
 
-def test_values_that_travel_together_are_one_list():
-    graph = fx.Graph()
-    root = nn.Module()
-    for name in ("stage0_forward", "stage0_backward"):
-        root.add_module(name, Doubling())
-    x = graph.placeholder("primals_1")
-    call = graph.call_module("stage0_forward", (x,))
-    parts = [graph.call_function(operator.getitem, (call, i)) for i in range(3)]
-    for part in parts:
-        part.meta[GROUP] = "kept0"
-    graph.output((graph.call_module("stage0_backward", tuple(parts)),))
-    source = render(graph)
+def test_values_that_are_read_together_are_one_list():
+    body = body_of("primals_1")
+    kept = [Variable(f"kept0_{i}", group="kept0") for i in range(3)]
+    called(body, "stage0_forward", body.takes, *kept)
+    called(body, "stage0_backward", kept)
+    source = render(body)
     assert "[*kept0] = stage0_forward(args)" in source
     assert "args = [*kept0]\n    del kept0\n" in source
 
 
 def test_values_that_part_are_named_one_by_one():
-    graph = fx.Graph()
-    x = graph.placeholder("primals_1")
-    call = graph.call_module("stage0_forward", (x,))
-    parts = [graph.call_function(operator.getitem, (call, i), name=f"kept0_{i}") for i in range(3)]
-    for part in parts:
-        part.meta[GROUP] = "kept0"
-    first = graph.call_module("stage0_backward", tuple(parts[:2]))
-    graph.output((first, graph.call_module("stage1_backward", (parts[2],))))
-    source = render(graph)
+    body = body_of("primals_1")
+    kept = [Variable(f"kept0_{i}", group="kept0") for i in range(3)]
+    called(body, "stage0_forward", body.takes, *kept)
+    called(body, "stage0_backward", kept[:2])
+    called(body, "stage1_backward", kept[2:])
+    source = render(body)
     assert "kept0_2] = stage0_forward(args)" in source
     assert "del kept0_2\n" in source
 
 
+def test_a_name_is_one_owners():
+    body = Body()
+    first, second = object(), object()
+    assert [body.named("add", x) for x in (first, second, first)] == ["add", "add_2", "add"]
+    assert body.named("host", first) != "host"
+    assert body.named("wait", first) != "wait"
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), -0.0, None, True, 7])
 def test_any_plain_value_can_be_returned(value):
-    graph = fx.Graph()
-    graph.placeholder("x")
-    graph.output((value,))
-    (result,) = ScheduleModule(nn.Module(), graph, "Plain")([torch.ones(1)])
+    body = body_of("primals_1")
+    body.add(Statement(RETURN, [value]))
+    (result,) = emitted(body)([torch.ones(1)])
     assert repr(result) == repr(value)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxremat.ir import Backward, Forward
+from fxremat.passes.emit.body import GIVE, Variable
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.stages.block import Mode, block_key
@@ -37,18 +38,18 @@ def test_the_backward_takes_what_the_forward_hands_over(name: str):
     for schedule in (keep_all(count), periodic(count, 2), random_schedule(count, 1)):
         program = step.program(schedule)
         forward, backward = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
-        taken = [n.name for n in forward.graph.find_nodes(op="placeholder")]
+        taken = [v.name for v in forward.body.takes]
         assert taken == [n.name for n in step.joint.primals]
-        results = forward.graph.output_node().args[0]
+        results = forward.body.statements[-1].arguments
         assert len(results) == step.output_count + len(program.saved)
-        *inputs, receiver = backward.graph.find_nodes(op="placeholder")
+        *inputs, receiver = (v.name for v in backward.body.takes)
         assert len(inputs) == len(program.saved) + len(step.joint.tangents)
         for result, placed in zip(results[step.output_count :], inputs, strict=False):
-            assert result.meta["val"] is placed.meta["val"]
-        tail = [n.name for n in inputs[len(program.saved) :]]
-        assert tail == [n.name for n in step.joint.tangents]
-        assert all(n.target == "give" for n in receiver.users)
-        assert not backward.graph.output_node().args[0]
+            assert isinstance(result, Variable)
+            assert result.name == placed
+        assert inputs[len(program.saved) :] == [n.name for n in step.joint.tangents]
+        assert receiver == "gradients"
+        assert not backward.body.statements[-1].arguments
 
 
 @models
@@ -71,11 +72,11 @@ def test_each_gradient_is_given_once(name: str):
     for schedule in (keep_all(count), periodic(count, 2)):
         program = step.program(schedule)
         _, backward = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
-        calls = backward.graph.find_nodes(op="call_method", target="give")
-        given = [pair for node in calls for pair in node.args[1].items()]
+        calls = [s for s in backward.body.statements if s.target == GIVE]
+        given = [pair for call in calls for pair in call.arguments[1].items()]
         assert sorted(i for i, _ in given) == sorted(wanted)
         for primal, gradient in given:
-            assert gradient.meta["val"] is wanted[primal].meta["val"]
+            assert gradient.name.endswith(wanted[primal].name)
 
 
 class Spoiling(Made):
@@ -119,9 +120,10 @@ def test_stages_that_are_alike_share_a_module():
     assert len(modules.modules) == len(distinct) < 0.6 * len(program.calls)
     seen: dict[object, set[int]] = {}
     calls = [
-        graph.get_submodule(n.target)
+        graph.body.stages[statement.target]
         for graph in (forward, backward)
-        for n in graph.graph.find_nodes(op="call_module")
+        for statement in graph.body.statements
+        if statement.calls_stage
     ]
     for call, module in zip(program.calls, calls, strict=True):
         seen.setdefault(block_key(call.block, step.joint.storages), set()).add(id(module))
@@ -132,9 +134,10 @@ def test_modules_are_called_for_their_stage_and_what_they_do():
     step = captured("gpt")
     program = step.program(random_schedule(len(step.line.stages), 3))
     names = [
-        n.target
+        statement.target
         for graph in rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
-        for n in graph.graph.find_nodes(op="call_module")
+        for statement in graph.body.statements
+        if statement.calls_stage
     ]
     pattern = re.compile(r"stage(\d+)_(forward(_nosave)?(_again)?|rebuild|backward)(_\d+)?")
     for call, name in zip(program.calls, names, strict=True):
@@ -156,7 +159,7 @@ def test_one_stage_called_in_two_ways_has_two_names():
             (forward, program.calls[: program.turn]),
             (backward, program.calls[program.turn :]),
         ):
-            targets = [n.target for n in graph.graph.find_nodes(op="call_module")]
+            targets = [s.target for s in graph.body.statements if s.calls_stage]
             keys = [block_key(call.block, step.joint.storages) for call in calls]
             for target in set(targets):
                 assert len({k for k, t in zip(keys, targets, strict=True) if t == target}) == 1
@@ -166,7 +169,7 @@ def test_values_are_called_for_the_stage_that_made_them():
     step = captured("gpt")
     program = step.program(keep_all(len(step.line.stages)))
     forward, _ = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
-    values = [n.name for n in forward.graph.nodes if n.op == "call_function"]
+    values = [v.name for statement in forward.body.statements for v in statement.makes]
     assert any(re.match(r"x\d+_", n) for n in values)
     assert any(re.match(r"kept\d+_", n) for n in values)
 
@@ -202,8 +205,8 @@ def test_constants_are_carried_by_both_graphs():
     assert set(step.joint.constants).isdisjoint(program.saved)
     truth = run_traced(step)
     for graph in rewrite(program, step.sweep(program).peaks_bytes, BlockModules()):
-        (constant,) = graph.graph.find_nodes(op="get_attr")
-        assert torch.equal(getattr(graph, constant.target), torch.tensor([0.5, 1.0, 2.0]))
+        (constant,) = graph.body.constants.values()
+        assert torch.equal(constant, torch.tensor([0.5, 1.0, 2.0]))
     assert_bitwise_equal(run_emitted(step, program), truth)
 
 

@@ -1,18 +1,25 @@
-"""From a program to the forward and backward graphs that AOTAutograd runs."""
+"""From a program to the forward and the backward that AOTAutograd runs."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import fx
 
 from fxremat import torch_compat
 from fxremat.ir import Backward, Keep, Move
-from fxremat.passes.emit.code import COMMENT, GROUP, ScheduleModule, compile_graph
+from fxremat.passes.emit.body import (
+    GIVE,
+    GRADIENTS,
+    HOST,
+    PRIMALS,
+    RETURN,
+    Body,
+    Statement,
+    Variable,
+)
+from fxremat.passes.emit.code import Emitted, compile_graph, emitted
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.sizes import Size, layouts_of
 from fxremat.passes.stages.block import Block, Key, Mode, block_key, build_graph
@@ -84,8 +91,8 @@ def rewrite(
     peaks_bytes: Sequence[int],
     modules: BlockModules,
     travel: Travel | None = None,
-) -> tuple[ScheduleModule, ScheduleModule]:
-    """Emit the forward and the backward graph.
+) -> tuple[Emitted, Emitted]:
+    """Emit the forward and the backward.
 
     Args:
         program: the calls.
@@ -105,7 +112,7 @@ def rewrite(
     nodes = program.line.nodes
     away = {nodes[i] for move in moves for i in move.nodes}
     saved = tuple(node for node in program.saved if node not in away)
-    forward = _Writer(program, modules, "forward")
+    forward = _Writer(program, modules)
     forward.take(joint.primals)
     if travel:
         forward.open(travel)
@@ -113,7 +120,7 @@ def rewrite(
         forward.leave(moves, index)
         if index < program.turn:
             forward.call(program.calls[index], peaks_bytes[index])
-    backward = _Writer(program, modules, "backward")
+    backward = _Writer(program, modules)
     backward.take(saved)
     if travel:
         backward.take_host(travel)
@@ -125,7 +132,7 @@ def rewrite(
         backward.call(program.calls[index], peaks_bytes[index])
         backward.give(handed.get(index, ()))
     backward.give(handed.get(len(program.calls), ()))
-    host = (_Writer.HOST,) if travel else ()
+    host = (forward.host,) if travel else ()
     return forward.finish((*joint.forward_outputs, *saved, *host)), backward.finish(())
 
 
@@ -152,69 +159,51 @@ def handed_after(program: Program) -> dict[int, list[int]]:
     return found
 
 
-_DESCRIBED = ("val", "desc", "tensor_meta")
-"""What is told of a value in metadata."""
-
-
 class _Writer:
-    """Builds one of the two graphs."""
+    """Writes one of the two."""
 
-    HOST = object()
-    """Among results: the step's host memory."""
-
-    def __init__(self, program: Program, modules: BlockModules, name: str) -> None:
+    def __init__(self, program: Program, modules: BlockModules) -> None:
         self._line = program.line
         self._modules = modules
-        self._name = name
-        self._graph = fx.Graph()
-        self._root = torch.nn.Module()
-        self._values: dict[fx.Node, fx.Node] = {}
-        self._back: dict[int, fx.Node] = {}
+        self._body = Body()
+        self._values: dict[fx.Node, Variable] = {}
+        self._back: dict[int, Variable] = {}
 
     def take(self, nodes: Iterable[fx.Node]) -> None:
-        """Add a placeholder for each of ``nodes``."""
+        """Be given a value for each of ``nodes``."""
+        primals = sum(value.primal is not None for value in self._body.takes)
         for node in nodes:
-            name = self._value_name(node)  # told, or fx makes one of the target: that takes long
-            self._values[node] = self._graph.create_node("placeholder", name, name=name)
-            self._describe(node)
+            value = self._made(node)
+            if node.op == "placeholder" and node.name.startswith(PRIMALS):
+                value.primal, value.given = primals, True
+                primals += 1
+            self._body.takes.append(value)
 
     def open(self, travel: Travel) -> None:
         """Get the step's host memory."""
-        self._travel = travel
-        self._host = self._graph.create_node(
-            "call_function",
-            transfer.open_arena,
-            (travel.arena, self._number(HOST_BYTES, travel.nbytes)),
-            name="host",
+        self._travel, self._host = travel, Variable(HOST)
+        nbytes = self._number(HOST_BYTES, travel.nbytes)
+        comment = f"{format_bytes(travel.nbytes)} on the host"
+        self._body.add(
+            Statement(transfer.open_arena, (travel.arena, nbytes), [self._host], comment=comment)
         )
-        self._describe_host(travel)
-        self._host.meta[COMMENT] = f"{format_bytes(travel.nbytes)} on the host"
 
     def take_host(self, travel: Travel) -> None:
         """Get the step's host memory from the forward."""
-        self._travel = travel
-        self._host = self._graph.placeholder("host")
-        self._describe_host(travel)
+        self._travel, self._host = travel, Variable(HOST)
+        self._body.takes.append(self._host)
 
     def take_gradients(self) -> None:
         """Get what gradients are given to."""
-        self._gradients = self._graph.placeholder("gradients")
-        self._gradients.meta["val"] = None
+        self._gradients = Variable(GRADIENTS)
+        self._body.takes.append(self._gradients)
 
     def give(self, primals: Iterable[int]) -> None:
         """Hand the gradients of ``primals`` over."""
         outputs = self._line.joint.backward_outputs
-        made: Any = {
-            i: self._value(node) for i in primals if isinstance(node := outputs[i], fx.Node)
-        }
+        made = {i: self._value(node) for i in primals if isinstance(node := outputs[i], fx.Node)}
         if made:
-            node = self._graph.call_method("give", (self._gradients, made))
-            node.meta["val"] = None
-
-    def _describe_host(self, travel: Travel) -> None:
-        """As AOTAutograd wants it of everything that the forward hands to the backward."""
-        example = self._line.nodes[travel.moves[0].nodes[0]].meta["val"]
-        self._host.meta["val"] = example.new_empty(travel.nbytes, dtype=torch.uint8, device="cpu")
+            self._body.add(Statement(GIVE, (self._gradients, made)))
 
     def leave(self, moves: Iterable[Move], place: int) -> None:
         """Before call ``place``: copies to the host begin, and memory is given back."""
@@ -231,10 +220,7 @@ class _Writer:
 
     def _run(self, target: Callable[..., object], move: Move, comment: str) -> None:
         value = self._values[self._line.nodes[move.nodes[0]]]
-        offset = self._offset(move)
-        node = self._graph.call_function(target, (value, self._host, offset))
-        node.meta["val"] = None
-        node.meta[COMMENT] = comment
+        self._body.add(Statement(target, (value, self._host, self._offset(move)), comment=comment))
 
     def come_back(self, moves: Iterable[Move], place: int) -> None:
         """Before call ``place``: copies back begin, and those it needs are waited for."""
@@ -247,29 +233,22 @@ class _Writer:
 
     def _prefetch(self, move: Move) -> None:
         first = self._line.nodes[move.nodes[0]]
-        value = first.meta["val"]
         nbytes = self._number(bytes_name(move.storage), move.nbytes)
-        back = self._graph.create_node(
-            "call_function",
-            transfer.prefetch,
-            (self._host, self._offset(move), nbytes, value.device),
-            name=f"{self._value_name(first)}_bytes",
-        )
-        back.meta["val"] = value.new_empty(move.nbytes, dtype=torch.uint8)
-        back.meta[COMMENT] = f"H2D {format_bytes(move.nbytes)}"
+        back = Variable(self._body.named(f"{self._value_name(first)}_bytes", move))
+        arguments = (self._host, self._offset(move), nbytes, first.meta["val"].device)
+        comment = f"H2D {format_bytes(move.nbytes)}"
+        self._body.add(Statement(transfer.prefetch, arguments, [back], comment=comment))
         self._back[move.storage] = back
 
     def _wait(self, move: Move) -> None:
         memory = self._back.pop(move.storage)
-        waiting = self._graph.call_function(transfer.wait, (memory,))
-        waiting.meta["val"] = None
+        self._body.add(Statement(transfer.wait, (memory,)))
         for node in map(self._line.nodes.__getitem__, move.nodes):
-            value, (layout,) = node.meta["val"], layouts_of(node)
-            place = (value.dtype, [*layout.shape], [*layout.stride], layout.offset)
-            self._values[node] = self._graph.create_node(
-                "call_function", tensor_in, (memory, *place), name=self._value_name(node)
-            )
-            self._values[node].meta["val"] = value
+            (layout,) = layouts_of(node)
+            place = (node.meta["val"].dtype, [*layout.shape], [*layout.stride], layout.offset)
+            value = Variable(self._body.named(self._value_name(node), node))
+            self._body.add(Statement(tensor_in, (memory, *place), [value]))
+            self._values[node] = value
 
     def _offset(self, move: Move) -> int:
         return self._number(slot_name(move.storage), self._travel.offsets[move.storage])
@@ -289,49 +268,38 @@ class _Writer:
             case _:
                 return node.name
 
-    def _describe(self, node: fx.Node) -> None:
-        new = self._values[node]
-        new.meta = {k: node.meta[k] for k in _DESCRIBED if k in node.meta}
-        if self._line.role_of[node] is Role.SAVED:
-            new.meta[GROUP] = f"kept{self._line.stage_of[node]}"
+    def _made(self, node: fx.Node, *, guest: bool = False) -> Variable:
+        """A value for ``node`` from now on; a call gives one list at most, of none but its own."""
+        saved = self._line.role_of[node] is Role.SAVED and not guest
+        value = self._values[node] = Variable(
+            self._body.named(self._value_name(node), node),
+            group=f"kept{self._line.stage_of[node]}" if saved else None,
+        )
+        return value
 
     def call(self, call: Call, peak_bytes: int) -> None:
         """Add the call and a value for each of its results."""
-        module = self._modules.of(call.block, self._line)
-        target = self._attach(self._block_name(call), module)
-        arguments = tuple(self._value(n) for n in call.block.inputs)
-        made = self._graph.call_module(target, arguments)
-        made.meta["val"] = tuple(n.meta["val"] for n in call.block.outputs)
-        made.meta[COMMENT] = self._comment(call, peak_bytes)
-        made.meta[GROUP] = f"params{call.op.stage}"
-        for index, node in enumerate(call.block.outputs):
-            self._values[node] = self._graph.create_node(
-                "call_function", operator.getitem, (made, index), name=self._value_name(node)
-            )
-            self._describe(node)
-            if node in call.block.guests:  # a call gives one list at most
-                self._values[node].meta.pop(GROUP, None)
+        block = call.block
+        module = self._modules.of(block, self._line)
+        arguments = [self._value(node) for node in block.inputs]
+        statement = Statement(
+            self._body.stage(self._block_name(call), module),
+            arguments,
+            [self._made(node, guest=node in block.guests) for node in block.outputs],
+            comment=self._comment(call, peak_bytes),
+            params=f"params{call.op.stage}",
+        )
+        self._body.add(statement)
 
-    def _attach(self, name: str, module: fx.GraphModule) -> str:
-        """Hang ``module`` into the root under ``name``, or a free name like it."""
-        candidate, count = name, 1
-        while getattr(self._root, candidate, module) is not module:
-            count += 1
-            candidate = f"{name}_{count}"
-        if not hasattr(self._root, candidate):
-            self._root.add_module(candidate, module)
-        return candidate
-
-    def _value(self, node: fx.Node) -> fx.Node:
-        if node not in self._values:  # a constant: both graphs carry their own reference
+    def _value(self, node: fx.Node) -> Variable:
+        if node not in self._values:  # a constant: both carry their own reference
             name = str(node.target)
-            value: object = self._line.joint.module
+            constant: object = self._line.joint.module
             for part in name.split("."):
-                value = getattr(value, part)
-            flat = name.replace(".", "_")
-            setattr(self._root, flat, value)
-            self._values[node] = self._graph.get_attr(flat)
-            self._describe(node)
+                constant = getattr(constant, part)
+            flat = self._body.named(name.replace(".", "_"), node)
+            self._body.constants[flat] = constant
+            self._values[node] = Variable(flat, given=True)
         return self._values[node]
 
     def _comment(self, call: Call, peak_bytes: int) -> str:
@@ -351,15 +319,16 @@ class _Writer:
         parts.append(f"peak {format_bytes(peak_bytes)}")
         return ", ".join(parts)
 
-    def finish(self, results: Sequence[object]) -> ScheduleModule:
-        """Return ``results`` and make a module of the graph."""
-        values = [
-            self._host if n is self.HOST else self._value(n) if isinstance(n, fx.Node) else n
-            for n in results
-        ]
-        self._graph.output(tuple(values))  # type: ignore[arg-type]
-        self._graph.lint()
-        return ScheduleModule(self._root, self._graph, f"Fxremat{self._name.title()}")
+    def finish(self, results: Iterable[object]) -> Emitted:
+        """Return ``results``: nodes, values, or numbers."""
+        values = [self._value(x) if isinstance(x, fx.Node) else x for x in results]
+        self._body.add(Statement(RETURN, values))
+        return emitted(self._body)
+
+    @property
+    def host(self) -> Variable:
+        """The step's host memory."""
+        return self._host
 
     def _block_name(self, call: Call) -> str:
         stage = self._line.name_of(call.op.stage)

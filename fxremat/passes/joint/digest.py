@@ -54,14 +54,14 @@ def digest(
     )
 
 
-def structure_digest(*modules: fx.GraphModule) -> str:
-    """A digest of graphs, and of those that they call, by all but what a shard has of its own.
+def structure_digest(module: fx.GraphModule) -> str:
+    """A digest of a graph, and of those that it calls, by all but what a shard has of its own.
 
     Left out are integers that an operation computes with, and those that say which part of a
     tensor is taken; names, and where a part begins in its storage, follow from them. Sizes,
     dtypes, strides, storages, dimensions, floats and all arguments of collectives are in it.
     """
-    return _sum(_sum(_lines(_Writer(parts=False), module)) for module in modules)
+    return _sum(_lines(_Writer(parts=False), module))
 
 
 def _lines(writer: _Writer, module: fx.GraphModule) -> Iterator[str]:
