@@ -75,7 +75,7 @@ class Statement:
     Attributes:
         target: the name of a stage's code, an operation of the runtime, :data:`GIVE`, or
             :data:`RETURN`.
-        arguments: variables, and plain values; of :data:`GIVE` who gets them, and gradients by primal.
+        arguments: variables, and plain values; of :data:`GIVE` who takes, and gradients by primal.
         makes: the variables that it binds, in order.
         comment: what it does, for people.
         params: what the list of primals is called that a stage is given.
