@@ -404,11 +404,15 @@ class CapturedStep:
     def _resize(self, variant: Variant, values: Values, *, run: bool) -> Variant:
         """``variant`` at other sizes."""
         line, blocks = variant.blocks.line, variant.blocks  # as traced
-        if variant.scaled is None:
-            variant.scaled = ScaledCosts(line, blocks, variant.measured.costs)
-        costs = variant.scaled.at(values)
         if run and self._target is None:
-            costs = with_workspaces(costs, line, values, cost_cache())
+            scaled = self.resized(variant, values, run=False)
+            costs = with_workspaces(scaled.measured.costs, line, values, cost_cache())
+            if costs is scaled.measured.costs:
+                return scaled
+        else:
+            if variant.scaled is None:
+                variant.scaled = ScaledCosts(line, blocks, variant.measured.costs)
+            costs = variant.scaled.at(values)
         measured = variant.measured.at(costs)
         base = self._around(measured.line.joint, values)
         base = replace(base, given_bytes=base.given_bytes + self._more_bytes)
