@@ -43,19 +43,15 @@ class Measured:
         Raises:
             CostError: ``costs`` are of another graph.
         """
-        return Measured._of(line, costs, least_bytes=line.joint.storages.nbytes)
+        _check(costs, line)
+        return Measured._of(line, costs)
 
     def at(self, costs: RecordedCosts) -> Measured:
-        """This line at another size, of which ``costs`` are.
-
-        Raises:
-            CostError: ``costs`` are of another graph.
-        """
-        return Measured._of(self.line, costs, least_bytes=(0,) * len(self.costs.storage_bytes))
+        """This line at another size, where its own costs, scaled, are ``costs``."""
+        return Measured._of(self.line, costs)
 
     @staticmethod
-    def _of(line: Line, costs: RecordedCosts, *, least_bytes: Sequence[int]) -> Measured:
-        _check(costs, line, least_bytes)
+    def _of(line: Line, costs: RecordedCosts) -> Measured:
         sized = replace(line.joint.storages, nbytes=costs.storage_bytes)
         return Measured(replace(line, joint=replace(line.joint, storages=sized)), costs)
 
@@ -102,12 +98,13 @@ class Measured:
         return {(self._nodes[i], Mode(mode)): found for i, mode, found in self.costs.asked}
 
 
-def _check(costs: RecordedCosts, line: Line, least_bytes: Sequence[int]) -> None:
+def _check(costs: RecordedCosts, line: Line) -> None:
     """Refuse what was not measured of ``line``: a peak that is added up from it would not hold.
 
     Raises:
         CostError: it was not.
     """
+    least_bytes = line.joint.storages.nbytes
     counts = len(costs.stages), len(costs.storage_bytes)
     wanted = len(line.stages), len(least_bytes)
     if counts != wanted:

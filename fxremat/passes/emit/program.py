@@ -90,7 +90,8 @@ def link(
             alive.subtract(table.of_node[node])
         needed -= given
         away = table.of(gone) - table.of(given - gone)
-        found.append(replace(call, kept=staying(block.reads), handed=away - staying(away)))
+        kept = staying(block.reads)
+        found.append(Call(call.op, block, call.rebuilds, kept, away - staying(away)))
         for node in block.inputs:
             if node not in needed:
                 needed.add(node)
