@@ -37,7 +37,9 @@ def fused_step(name: str) -> Captured:
     with entry.context():
         step = with_units(capture(model, args, kwargs, apart=True))
     for node in units_in(step.joint.module):
-        node.target.compile()  # making kernels takes memory, which no step pays for
+        node.target.compile(
+            tuple(node.target.hints.values())
+        )  # making kernels takes memory, which no step pays for
     return step
 
 

@@ -28,7 +28,7 @@ for one. :func:`with_workspaces` runs each distinct one of these at the size its
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ from fxremat.costs.execute import Operations, undisturbed
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.work import Floats, Work, Works, ratio
 from fxremat.ir import RecordedCosts, Request, StageSeconds
-from fxremat.passes.fuse.unit import Unit
+from fxremat.passes.fuse.unit import Unit, compile_units
 from fxremat.passes.joint.graph import granule_of
 from fxremat.passes.joint.sizes import Values, layouts_of
 from fxremat.passes.split.beside import Beside, parts_of
@@ -236,6 +236,7 @@ def with_workspaces(
             parts.settle(own, keeps_bits=kept)
             lawless[place] |= not kept  # it is one part then
     with undisturbed(device):
+        compile_units(_units_of(nodes))
         found = tuple(
             (i, mode, workspace_bytes(nodes[i], Mode(mode)) if lawless[i] else nbytes)
             for i, mode, nbytes in costs.workspace_bytes
@@ -297,6 +298,16 @@ def _dropped_bytes(node: fx.Node) -> list[int]:
         for i, own in outputs
         if i not in node.target.results and isinstance(own.way, Rows)
     ]
+
+
+def _units_of(nodes: Iterable[fx.Node]) -> list[tuple[Unit, tuple[int, ...]]]:
+    """The units among ``nodes``, each with the sizes that it is called with."""
+    found: dict[tuple[Unit, tuple[int, ...]], None] = {}
+    for node in nodes:
+        if isinstance(node.target, Unit):
+            sizes: Any = node.args[len(node.target.inputs) :]
+            found[node.target, tuple(map(int, sizes))] = None
+    return list(found)
 
 
 def _is_lawless(node: fx.Node) -> bool:

@@ -312,10 +312,7 @@ class CapturedStep:
         line = linearize(rebuilt(line.joint, computed_twice(line)))
         module = fuse(line, units)
         if self._target is None:
-            for done, unit in enumerate(units):
-                self.progress("compile kernels", done, len(units))
-                unit.compile()
-            self.progress("compile kernels", len(units), len(units))
+            units.compile(self.progress)
         return linearize(rebuilt(line.joint, module))
 
     def take(self, line: Line, form: Form, *, costs: RecordedCosts | None = None) -> Variant:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor import config, cpp_builder
 
 from fxremat import torch_compat
 from fxremat.passes.fuse.unit import Unit, Units
@@ -112,7 +116,7 @@ def test_results_are_those_of_its_operations_and_lie_so(compilations: dict[str, 
     }
     results = ["product", "least", "as_x", "chosen", "again", "positive", "as_y"]
     unit = unit_of({"x": x, "y": y}, steps, results)
-    unit.compile()
+    unit.compile(tuple(unit.hints.values()))
     check(unit, x, y)
     check(unit, *(torch.randn_like(t) for t in (x, y)))
     assert compilations == {"one": 1, "any": 0}
@@ -218,7 +222,7 @@ def test_a_unit_that_cannot_be_compiled_says_so_once_and_runs(no_compiler: None)
     }
     unit = unit_of({"x": x}, steps, ["b", "c"], sure=False)
     with pytest.warns(UserWarning) as told:
-        unit.compile()
+        unit.compile(tuple(unit.hints.values()))
     (warning,) = told
     for word in (str(unit), *unit.operations, "no kernels today"):
         assert word in str(warning.message)
@@ -263,3 +267,79 @@ def test_threads_that_race_compile_once(compilations: dict[str, int]):
     for ours in found:
         assert_bitwise_equal(ours, x + 3)
     assert compilations == {"one": 1, "any": 0}
+
+
+SCRIPT = """#!/bin/sh
+for argument in "$@"; do
+    case "$argument" in *.cpp) source=$argument ;; esac
+done
+if [ -n "$source" ] && grep -q " kernel(" "$source"; then
+    {check}
+fi
+exec g++ "$@"
+"""
+
+MEETS = """touch "{folder}/begun.$$"
+    tries=0
+    while [ "$(ls "{folder}" | grep -c begun)" -lt 2 ]; do
+        tries=$((tries + 1))
+        [ $tries -gt 600 ] && exit 1
+        sleep 0.1
+    done"""
+"""Goes on once there are two of it."""
+
+
+@contextmanager
+def compiler(folder: Path, check: str) -> Iterator[None]:
+    """Inductor, with nothing in its cache, calls a compiler that runs ``check`` for each kernel."""
+    script = folder / "compiler"
+    script.write_text(SCRIPT.replace("{check}", check.replace("{folder}", str(folder))))
+    script.chmod(0o755)
+    settings = {"cpp.cxx": (str(script),), "compile_threads": 2}
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+    cpp_builder.cpp_compiler_search.cache_clear()
+    try:
+        with config.patch(settings):
+            yield
+    finally:
+        cpp_builder.cpp_compiler_search.cache_clear()
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+        if before is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def two_units(x: Tensor) -> Units:
+    units = Units()
+    for name, target in (("a", aten.exp.default), ("b", aten.sin.default)):
+        steps: dict[str, Step] = {name: (target, ("x",))}
+        unit_of({"x": x}, steps, [name], units=units)
+    return units
+
+
+@pytest.mark.more
+def test_compilers_of_all_units_run_at_once(tmp_path: Path):
+    """Each waits for the other one to have begun."""
+    x = torch.randn(40, 30)
+    units, told = two_units(x), []
+    with compiler(tmp_path, MEETS):
+        units.compile(lambda *progress: told.append(progress))
+    assert told == [("compile kernels", done, 2) for done in range(3)]
+    for unit, expected in zip(units, (x.exp(), x.sin()), strict=True):
+        assert not unit.eager
+        torch.testing.assert_close(unit(x), expected)
+
+
+@pytest.mark.more
+def test_a_unit_that_its_compiler_refuses_is_told_of_and_runs_as_it_is(tmp_path: Path):
+    x = torch.randn(40, 31)
+    units = two_units(x)
+    with (
+        compiler(tmp_path, 'grep -q "exp()" "$source" && exit 1'),
+        pytest.warns(UserWarning, match=r"fused_exp_\w+ \(exp\) could not be compiled"),
+    ):
+        units.compile(lambda *_progress: None)
+    first, second = units
+    assert (first.eager, second.eager) == (True, False)
+    assert_bitwise_equal(first(x), x.exp())
+    torch.testing.assert_close(second(x), x.sin())

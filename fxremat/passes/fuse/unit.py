@@ -87,9 +87,16 @@ class Unit:
         """Names of what it computes, in order."""
         return _operations(self.graph)
 
-    def compile(self) -> None:
-        """Make its kernels for the sizes of the capture, where all lies as traced."""
-        self._run_for(tuple(self.hints.values()), self._places(self.hints))
+    def compile(self, sizes: tuple[int, ...]) -> None:
+        """Make its kernels for ``sizes``, in the order of the hints, where all lies as traced."""
+        self._run_for(sizes, self._places(dict(zip(self.hints, sizes, strict=True))))
+
+    def forget(self, sizes: tuple[int, ...]) -> None:
+        """Forget kernels for ``sizes``, and those for any."""
+        with self._lock:
+            self._any_size = None
+            for key in [key for key in self._runs if key[: len(sizes)] == sizes]:
+                del self._runs[key]
 
     def _run_for(self, sizes: tuple[int, ...], places: list[Place]) -> Run:
         """What runs for inputs that lie so, made now if it must be."""
@@ -219,6 +226,11 @@ class Units:
     def __len__(self) -> int:
         return len(self._units)
 
+    def compile(self, progress: Callable[[str, int, int], None]) -> None:
+        """Make the kernels of all for the sizes of the capture; ``progress`` is told how many."""
+        wanted = [(unit, tuple(unit.hints.values())) for unit in self]
+        compile_units(wanted, lambda done: progress("compile kernels", done, len(wanted)))
+
     def of(self, graph: fx.Graph, sure: Sequence[bool], device: torch.device) -> Unit:
         """The unit that runs ``graph``.
 
@@ -235,6 +247,28 @@ class Units:
             name = "_".join(["fused", *first, digest[:DIGITS]])
             self._units[digest] = Unit(name, graph, sure, names, device)
         return self._units[digest]
+
+
+def compile_units(
+    wanted: Sequence[tuple[Unit, tuple[int, ...]]],
+    progress: Callable[[int], None] = lambda _done: None,
+) -> None:
+    """Make kernels of units, each for sizes, with their compilers side by side."""
+
+    def compile_each() -> None:
+        for done, (unit, sizes) in enumerate(wanted):
+            progress(done)
+            unit.compile(sizes)
+        progress(len(wanted))
+
+    try:
+        with torch_compat.compilers_side_by_side():
+            compile_each()
+    except Exception:  # of a compiler: whose unit it was shows if it is the only one at work
+        LOG.debug("kernels are made one after the other", exc_info=True)
+        for unit, sizes in wanted:
+            unit.forget(sizes)
+        compile_each()
 
 
 def _described(graph: fx.Graph) -> tuple[list[str], dict[str, int]]:
