@@ -21,7 +21,7 @@ import torch
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of, fused, planned
 
-MODELS = ("gpt16", "llama16", "vit", "resnet50", "unet", "convnext")
+MODELS = ("gpt16", "llama16", "vit", "resnet50", "densenet121", "unet", "convnext")
 TOOLS = ("torch.compile", "fxremat")
 
 

@@ -46,8 +46,6 @@ class Emitted:
             nobody.
     """
 
-    _boxed_call = True
-
     def __init__(
         self, body: Body, code: str, function: FunctionType, names: Mapping[str, int]
     ) -> None:
@@ -83,12 +81,15 @@ class Emitted:
         def numbers(values: Iterable[Variable]) -> list[int]:
             return [number.setdefault(value, len(number)) for value in values]
 
+        digests = {
+            name: structure_digest(stage)
+            for name, stage in self.body.stages.items()
+            if isinstance(stage, fx.GraphModule)
+        }
         rows = [str(numbers(self.body.takes))]
         for statement in self.body.statements:
-            stage = self.body.stages.get(str(statement.target))
-            target = getattr(statement.target, "__name__", statement.target)
-            if isinstance(stage, fx.GraphModule):
-                target = structure_digest(stage)
+            name = getattr(statement.target, "__name__", str(statement.target))
+            target = digests.get(name, name)
             numbered = (Variable, dict, torch.device)
             plain = [written(a, str) for a in _own(statement) if not isinstance(a, numbered)]
             rows.append(f"{target} {numbers(statement.reads)} {plain} {numbers(statement.makes)}")
