@@ -31,8 +31,18 @@ class Interrupted(BaseException):
     """What ends a step between a copy and what comes after it."""
 
 
-@contextlib.contextmanager
-def interrupted_after_a_copy(number: int = 0) -> Iterator[None]:
+class Interruption(contextlib.ExitStack):
+    """Ends what an :class:`Interrupted` has ended, and holds nothing of it.
+
+    A generator would: from Python 3.12 on its frame is in a circle with what it is given.
+    """
+
+    def __exit__(self, kind: Any, error: object, frames: object) -> bool:
+        super().__exit__(None, None, None)
+        return kind is Interrupted
+
+
+def interrupted_after_a_copy(number: int = 0) -> Interruption:
     """That copy is begun, and then something raises; it is over when this is left."""
     copies = itertools.count()
 
@@ -41,12 +51,12 @@ def interrupted_after_a_copy(number: int = 0) -> Iterator[None]:
         if next(copies) == number:
             raise Interrupted
 
-    with contextlib.suppress(Interrupted), intercept_copies(copy_and_raise):
-        yield
+    interruption = Interruption()
+    interruption.enter_context(intercept_copies(copy_and_raise))
+    return interruption
 
 
-@contextlib.contextmanager
-def interrupted_before_a_wait(number: int) -> Iterator[None]:
+def interrupted_before_a_wait(number: int) -> Interruption:
     """Something raises where the step would wait for one of its copies; over when this is left."""
     calls = itertools.count()
 
@@ -58,10 +68,11 @@ def interrupted_before_a_wait(number: int) -> Iterator[None]:
 
         return waiting
 
-    with contextlib.suppress(Interrupted), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lease, "release", unless_it_is_that(Lease.release))
-        patch.setattr(Arrival, "wait", staticmethod(unless_it_is_that(Arrival.wait)))
-        yield
+    interruption = Interruption()
+    patch = interruption.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr(Lease, "release", unless_it_is_that(Lease.release))
+    patch.setattr(Arrival, "wait", staticmethod(unless_it_is_that(Arrival.wait)))
+    return interruption
 
 
 OPERATORS = ((Lease, "offload"), (Lease, "release"), (Lease, "prefetch"), (Arrival, "wait"))
@@ -73,15 +84,13 @@ ASKED: tuple[tuple[Any, str], ...] = (
 """What operators ask of the device."""
 
 
-@contextlib.contextmanager
-def interrupted_at_a_point(number: int) -> Iterator[list[int]]:
+def interrupted_at_a_point(number: int, reached: list[int]) -> Interruption:
     """Something raises before or after that thing which an operator asks of the device.
 
-    What is yielded is not empty in the end if there was such a point. Finalizers are left alone:
+    ``reached`` is not empty in the end if there was such a point. Finalizers are left alone:
     Python drops what they raise.
     """
     points, inside = itertools.count(), [False]
-    reached: list[int] = []
 
     def point() -> None:
         if inside[0] and next(points) == number:
@@ -107,13 +116,14 @@ def interrupted_at_a_point(number: int) -> Iterator[list[int]]:
 
         return operating
 
-    with contextlib.suppress(Interrupted), pytest.MonkeyPatch.context() as patch:
-        for of, name in ASKED:
-            patch.setattr(of, name, with_points(getattr(of, name)))
-        for of, name in OPERATORS:
-            changed = counting(getattr(of, name))
-            patch.setattr(of, name, staticmethod(changed) if of is Arrival else changed)
-        yield reached
+    interruption = Interruption()
+    patch = interruption.enter_context(pytest.MonkeyPatch.context())
+    for of, name in ASKED:
+        patch.setattr(of, name, with_points(getattr(of, name)))
+    for of, name in OPERATORS:
+        changed = counting(getattr(of, name))
+        patch.setattr(of, name, staticmethod(changed) if of is Arrival else changed)
+    return interruption
 
 
 def device() -> torch.device:
@@ -283,7 +293,8 @@ def interrupted_prefetch(arena: Arena) -> None:
 def interrupted_anywhere(arena: Arena) -> None:
     """Steps that end at each point there is, in turn; memory is used again after each."""
     for number in range(MOST_TRIES):
-        with interrupted_at_a_point(number) as reached:
+        reached: list[int] = []
+        with interrupted_at_a_point(number, reached):
             step(arena)
         held = [made(255) for _ in range(8)]
         del held
