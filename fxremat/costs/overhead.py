@@ -46,9 +46,9 @@ def call_s() -> float:
     variables = body.takes
     for _ in range(_CALLS):
         made = [Variable(f"x{i}") for i in range(_TENSORS)]
-        body.add(Statement(body.stage("stage", stage), variables, made))
+        body.statements.append(Statement(body.stage("stage", stage), variables, made))
         variables = made
-    body.add(Statement(RETURN, variables))
+    body.statements.append(Statement(RETURN, variables))
     chain = emitted(body)
 
     def alone() -> None:

@@ -28,7 +28,7 @@ for one. :func:`with_workspaces` runs each distinct one of these at the size its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -209,18 +209,21 @@ def with_workspaces(
         return costs
     line = resize(line, values)
     nodes, device = tuple(line.joint.module.graph.nodes), line.joint.device
-    keys: dict[tuple[int, str], Key] = {}
+    keys: dict[tuple[int, str], tuple[Block, Key]] = {}
     made_up, operations = Synthesizer(line.joint, {}), Operations(cache, device=device)
 
-    def workspace_bytes(node: fx.Node, mode: Mode) -> int:
+    def alone(node: fx.Node, mode: Mode) -> tuple[Block, Key]:
+        """An operation as a block of its own, and its key."""
         inputs = tuple(node.all_input_nodes)
         reads = line.joint.storages.of(inputs)
         block = Block(line.stage_of[node], mode, (node,), inputs, (), reads)
         (key,) = operations.keys(block).values()
-        keys[line.order[node], mode.value] = key
+        return block, key
+
+    def workspace_bytes(block: Block, key: Key) -> int:
         if key not in cache.workspace_bytes:
-            real = made_up.of(inputs)
-            if isinstance(node.target, Unit):  # where its kernels are made, that takes memory once
+            real = made_up.of(block.inputs)
+            if _unit_of(block):  # where its kernels are made, that takes memory once
                 Operations(CostCache(), device=device).run(block, real)
             operations.run(block, real)
         return cache.workspace_bytes[key]
@@ -236,16 +239,20 @@ def with_workspaces(
             parts.settle(own, keeps_bits=kept)
             lawless[place] |= not kept  # it is one part then
     with undisturbed(device):
-        compile_units(_units_of(nodes))
+        for i, mode, _ in costs.workspace_bytes:
+            if lawless[i]:
+                keys[i, mode] = alone(nodes[i], Mode(mode))
+        unknown = (block for block, key in keys.values() if key not in cache.workspace_bytes)
+        compile_units([*dict.fromkeys(filter(None, map(_unit_of, unknown)))])
         found = tuple(
-            (i, mode, workspace_bytes(nodes[i], Mode(mode)) if lawless[i] else nbytes)
+            (i, mode, workspace_bytes(*keys[i, mode]) if lawless[i] else nbytes)
             for i, mode, nbytes in costs.workspace_bytes
         )
     asked = dict(
         zip(((i, mode) for i, mode, _ in costs.asked), _resized(costs, found), strict=True)
     )
     for i, mode, _ in found:
-        key = keys.get((i, mode))
+        _block, key = keys.get((i, mode), (None, None))
         if key is not None and cache.asked[key]:
             asked[i, mode] = i, mode, cache.asked[key]
     return replace(costs, workspace_bytes=found, asked=tuple(asked.values()))
@@ -300,14 +307,13 @@ def _dropped_bytes(node: fx.Node) -> list[int]:
     ]
 
 
-def _units_of(nodes: Iterable[fx.Node]) -> list[tuple[Unit, tuple[int, ...]]]:
-    """The units among ``nodes``, each with the sizes that it is called with."""
-    found: dict[tuple[Unit, tuple[int, ...]], None] = {}
-    for node in nodes:
-        if isinstance(node.target, Unit):
-            sizes: Any = node.args[len(node.target.inputs) :]
-            found[node.target, tuple(map(int, sizes))] = None
-    return list(found)
+def _unit_of(block: Block) -> tuple[Unit, tuple[int, ...]] | None:
+    """The unit that ``block`` runs, with the sizes that it is called with, if it runs one."""
+    (node,) = block.nodes
+    if not isinstance(node.target, Unit):
+        return None
+    sizes: Any = node.args[len(node.target.inputs) :]
+    return node.target, tuple(map(int, sizes))
 
 
 def _is_lawless(node: fx.Node) -> bool:

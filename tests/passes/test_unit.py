@@ -157,7 +157,7 @@ def test_equal_units_are_one_and_others_are_not():
     assert of(1.0) is first
     others = {of(2.0), of(1), of(1.0, (4, 7)), of(1.0, sure=False)}
     assert first not in others
-    assert len(units) == len({str(unit) for unit in units}) == 5
+    assert len([*units]) == len({str(unit) for unit in units}) == 5
 
 
 def sized(count: int, width: int) -> tuple[Unit, Callable[[int, int], tuple[Any, ...]]]:
@@ -343,3 +343,21 @@ def test_a_unit_that_its_compiler_refuses_is_told_of_and_runs_as_it_is(tmp_path:
     assert (first.eager, second.eager) == (True, False)
     assert_bitwise_equal(first(x), x.exp())
     torch.testing.assert_close(second(x), x.sin())
+
+
+@pytest.mark.more
+def test_an_interrupt_leaves_no_kernel_that_is_not_there(tmp_path: Path):
+    """It hits when the first unit's compiler was started, and nobody has waited for it."""
+    x = torch.randn(40, 32)
+    units = two_units(x)
+
+    def interrupt(_phase: str, done: int, _count: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with compiler(tmp_path, "sleep 1"):
+        with pytest.raises(KeyboardInterrupt):
+            units.compile(interrupt)
+        for unit, expected in zip(units, (x.exp(), x.sin()), strict=True):
+            torch.testing.assert_close(unit(x), expected)
+            assert not unit.eager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,21 +51,19 @@ def _reserved() -> dict[str, object]:
 
 @dataclass(slots=True, eq=False)
 class Variable:
-    """A name in the code, from the statement that binds it to the last that reads it.
+    """A name in the code, from one statement that binds it to the next one that does.
 
     Attributes:
         name: in the code. Whatever is computed again goes by its name of before.
         primal: its place among the primals that the code takes; ``None``: it is none.
         given: somebody else holds it anyway, as a primal or a constant.
         group: the list that it may be in with others that are made and read together.
-        readers: the statements that read it, in order.
     """
 
     name: str
     primal: int | None = None
     given: bool = False
     group: str | None = None
-    readers: list[Statement] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,19 +125,8 @@ class Body:
             name = f"{wish}_{count}"
         return name
 
-    def add(self, statement: Statement) -> None:
-        """It runs ``statement`` next."""
-        self.statements.append(statement)
-        for variable in statement.reads:
-            if not variable.readers or variable.readers[-1] is not statement:
-                variable.readers.append(statement)
-
     def stage(self, wish: str, module: torch.nn.Module) -> str:
         """The name by which statements call ``module``."""
         name = self.named(wish, module)
         self.stages[name] = module
         return name
-
-    def primals(self) -> Iterable[Variable]:
-        """Of what it takes."""
-        return (variable for variable in self.takes if variable.primal is not None)

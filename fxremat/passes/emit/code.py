@@ -92,6 +92,7 @@ class Emitted:
             target = digests.get(name, name)
             numbered = (Variable, dict, torch.device)
             plain = [written(a, str) for a in _own(statement) if not isinstance(a, numbered)]
+            plain += [str([*a]) for a in statement.arguments if isinstance(a, dict)]
             rows.append(f"{target} {numbers(statement.reads)} {plain} {numbers(statement.makes)}")
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
@@ -149,7 +150,12 @@ class _Renderer:
     def __init__(self, body: Body) -> None:
         self._body = body
         self._places: dict[Statement, dict[int, int]] = {}  # by reader: where it first reads each
-        self._lists = {**dict.fromkeys(body.primals(), PRIMALS), **self._find_lists()}
+        self._readers: dict[Variable, list[Statement]] = {}  # in their order
+        for statement in body.statements:
+            for variable in dict.fromkeys(statement.reads):
+                self._readers.setdefault(variable, []).append(statement)
+        primals = (variable for variable in body.takes if variable.primal is not None)
+        self._lists = {**dict.fromkeys(primals, PRIMALS), **self._find_lists()}
         self._parameters: dict[tuple[str, ...], str] = {}
         self._lines: list[str] = []
 
@@ -194,14 +200,12 @@ class _Renderer:
         begin = places.get(id(members[0]), 0)
         return all(places.get(id(value)) == begin + i for i, value in enumerate(members))
 
-    @staticmethod
-    def _list_key(value: Variable) -> tuple[str, tuple[Statement, ...]] | None:
+    def _list_key(self, value: Variable) -> tuple[str, tuple[Statement, ...]] | None:
         """Its group and its readers, if it can be in a list."""
-        if value.group is None or any(
-            reader.target == GIVE or callable(reader.target) for reader in value.readers
-        ):
+        readers = self._readers.get(value, ())
+        if value.group is None or any(r.target == GIVE or callable(r.target) for r in readers):
             return None
-        return value.group, tuple(value.readers)
+        return value.group, tuple(readers)
 
     def _take(self, takes: Sequence[Variable]) -> None:
         """Bind the inputs: neighbours of one list by a slice, others by one assignment."""
@@ -233,7 +237,7 @@ class _Renderer:
         else:
             self._lines.append(f"{call}{comment}")
         # A view that only the backward reads, whose memory travels: others rebuild it there.
-        self._drop(value for value in statement.makes if not value.readers)
+        self._drop(value for value in statement.makes if value not in self._readers)
 
     def _transfer(self, statement: Statement, name: str) -> None:
         """An operation of the runtime, as a call of its bare name."""
@@ -293,11 +297,10 @@ class _Renderer:
             return repr(value)
         return next(self._given_runs([value])) if value.given else value.name
 
-    @staticmethod
-    def _last_read_by(statement: Statement) -> Iterator[Variable]:
+    def _last_read_by(self, statement: Statement) -> Iterator[Variable]:
         """What nobody reads after ``statement``."""
         read = dict.fromkeys(statement.reads)
-        return (v for v in read if not v.given and v.readers[-1] is statement)
+        return (v for v in read if not v.given and self._readers[v][-1] is statement)
 
     def _drop(self, values: Iterable[Variable]) -> None:
         """Delete the names of values."""

@@ -181,17 +181,17 @@ class _Writer:
 
     def open(self, travel: Travel) -> None:
         """Get the step's host memory."""
-        self._travel, self._host = travel, Variable(HOST)
+        self._travel, self.host = travel, Variable(HOST)
         nbytes = self._number(HOST_BYTES, travel.nbytes)
         comment = f"{format_bytes(travel.nbytes)} on the host"
-        self._body.add(
-            Statement(transfer.open_arena, (travel.arena, nbytes), [self._host], comment=comment)
+        self._body.statements.append(
+            Statement(transfer.open_arena, (travel.arena, nbytes), [self.host], comment=comment)
         )
 
     def take_host(self, travel: Travel) -> None:
         """Get the step's host memory from the forward."""
-        self._travel, self._host = travel, Variable(HOST)
-        self._body.takes.append(self._host)
+        self._travel, self.host = travel, Variable(HOST)
+        self._body.takes.append(self.host)
 
     def take_gradients(self) -> None:
         """Get what gradients are given to."""
@@ -203,7 +203,7 @@ class _Writer:
         outputs = self._line.joint.backward_outputs
         made = {i: self._value(node) for i in primals if isinstance(node := outputs[i], fx.Node)}
         if made:
-            self._body.add(Statement(GIVE, (self._gradients, made)))
+            self._body.statements.append(Statement(GIVE, (self._gradients, made)))
 
     def leave(self, moves: Iterable[Move], place: int) -> None:
         """Before call ``place``: copies to the host begin, and memory is given back."""
@@ -220,7 +220,9 @@ class _Writer:
 
     def _run(self, target: Callable[..., object], move: Move, comment: str) -> None:
         value = self._values[self._line.nodes[move.nodes[0]]]
-        self._body.add(Statement(target, (value, self._host, self._offset(move)), comment=comment))
+        self._body.statements.append(
+            Statement(target, (value, self.host, self._offset(move)), comment=comment)
+        )
 
     def come_back(self, moves: Iterable[Move], place: int) -> None:
         """Before call ``place``: copies back begin, and those it needs are waited for."""
@@ -235,19 +237,21 @@ class _Writer:
         first = self._line.nodes[move.nodes[0]]
         nbytes = self._number(bytes_name(move.storage), move.nbytes)
         back = Variable(self._body.named(f"{self._value_name(first)}_bytes", move))
-        arguments = (self._host, self._offset(move), nbytes, first.meta["val"].device)
+        arguments = (self.host, self._offset(move), nbytes, first.meta["val"].device)
         comment = f"H2D {format_bytes(move.nbytes)}"
-        self._body.add(Statement(transfer.prefetch, arguments, [back], comment=comment))
+        self._body.statements.append(
+            Statement(transfer.prefetch, arguments, [back], comment=comment)
+        )
         self._back[move.storage] = back
 
     def _wait(self, move: Move) -> None:
         memory = self._back.pop(move.storage)
-        self._body.add(Statement(transfer.wait, (memory,)))
+        self._body.statements.append(Statement(transfer.wait, (memory,)))
         for node in map(self._line.nodes.__getitem__, move.nodes):
             (layout,) = layouts_of(node)
             place = (node.meta["val"].dtype, [*layout.shape], [*layout.stride], layout.offset)
             value = Variable(self._body.named(self._value_name(node), node))
-            self._body.add(Statement(tensor_in, (memory, *place), [value]))
+            self._body.statements.append(Statement(tensor_in, (memory, *place), [value]))
             self._values[node] = value
 
     def _offset(self, move: Move) -> int:
@@ -289,7 +293,7 @@ class _Writer:
             comment=self._comment(call, peak_bytes),
             params=f"params{call.op.stage}",
         )
-        self._body.add(statement)
+        self._body.statements.append(statement)
 
     def _value(self, node: fx.Node) -> Variable:
         if node not in self._values:  # a constant: both carry their own reference
@@ -322,13 +326,8 @@ class _Writer:
     def finish(self, results: Iterable[object]) -> Emitted:
         """Return ``results``: nodes, values, or numbers."""
         values = [self._value(x) if isinstance(x, fx.Node) else x for x in results]
-        self._body.add(Statement(RETURN, values))
+        self._body.statements.append(Statement(RETURN, values))
         return emitted(self._body)
-
-    @property
-    def host(self) -> Variable:
-        """The step's host memory."""
-        return self._host
 
     def _block_name(self, call: Call) -> str:
         stage = self._line.name_of(call.op.stage)

@@ -223,9 +223,6 @@ class Units:
     def __iter__(self) -> Iterator[Unit]:
         yield from self._units.values()
 
-    def __len__(self) -> int:
-        return len(self._units)
-
     def compile(self, progress: Callable[[str, int, int], None]) -> None:
         """Make the kernels of all for the sizes of the capture; ``progress`` is told how many."""
         wanted = [(unit, tuple(unit.hints.values())) for unit in self]
@@ -264,10 +261,13 @@ def compile_units(
     try:
         with torch_compat.compilers_side_by_side():
             compile_each()
-    except Exception:  # of a compiler: whose unit it was shows if it is the only one at work
-        LOG.debug("kernels are made one after the other", exc_info=True)
-        for unit, sizes in wanted:
+    except BaseException as error:
+        for unit, sizes in wanted:  # whatever ended it: nobody may call a kernel that is not there
             unit.forget(sizes)
+        if not isinstance(error, Exception):
+            raise
+        # A compiler failed: whose unit it was shows if it is the only one at work.
+        LOG.debug("kernels are made one after the other", exc_info=True)
         compile_each()
 
 
