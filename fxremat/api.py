@@ -15,9 +15,10 @@ from fxremat.costs.devices import Device, read_device
 from fxremat.errors import ArgumentError, BudgetError, SizesError
 from fxremat.frontend.arguments import (
     Arguments,
+    Assume,
     Executor,
     Offload,
-    Optimizer,
+    Optimizers,
     Split,
     read_bool,
     read_model,
@@ -29,10 +30,10 @@ from fxremat.frontend.checks import check_verifiable, cross_checked, refuse_chec
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
 from fxremat.frontend.estimate import Asked, estimate_step
 from fxremat.frontend.losses import Loss
+from fxremat.frontend.optimizer_state import check_optimizers
 from fxremat.frontend.ranks import Peers, Ranks
 from fxremat.frontend.sample import Sample, check_gradients
 from fxremat.frontend.schedules import frontier_over
-from fxremat.frontend.surplus import check_optimizer
 from fxremat.frontend.untouched import generators_restored, in_training
 from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.progress import shown
@@ -49,7 +50,7 @@ def compile(
     budget: Readable | None = None,
     *,
     reserve: int | str = 0,
-    optimizer: Optimizer | str | None = None,
+    optimizer: Optimizers | str | None = None,
     loss: Loss | None = None,
     target: Any = None,
     drop_unused: bool = False,
@@ -66,6 +67,8 @@ def compile(
     fullgraph: bool = False,
     regions: Iterable[str] = (),
     in_flight: int = 1,
+    strict: bool = False,
+    assume: Assume = "usual",
     ranks: Ranks | None = None,
     generators: Iterable[str] = DEFAULT_GENERATORS,
 ) -> CompiledModule:
@@ -77,11 +80,13 @@ def compile(
             keywords or a :class:`Sample`. ``None``: the first training call is the sample.
         budget: the most bytes that a step may have allocated: ``"6 GiB"``, bytes as an
             int, a share in (0, 1] of the peak with everything kept as a float or as
-            ``"50%"``, or ``"min"``, the least that is feasible. A share means the bytes of the
-            first plan from then on; ``"min"`` becomes more where a later call needs more.
+            ``"50%"``, or ``"min"``, the least that is feasible. A share and ``"min"`` are resolved
+            for the usual loop (see ``assume``), and once more when the state of an optimizer has
+            become known; ``"min"`` becomes more where a later call needs more.
         reserve: bytes of the budget to leave alone.
         optimizer: an optimizer of the model, its class, or the name of one of ``torch.optim``, as
-            ``"AdamW"``: the state that it keeps is counted.
+            ``"AdamW"``, or a list of these: the state that it keeps is counted from the start.
+            Without it, state is counted once it exists.
         loss: computes a scalar from the outputs, or from the outputs and ``target``, outside
             the model; what it needs is measured, and outputs that it does not use get no
             gradient (a backward through one raises). ``"own"`` for a model that computes its
@@ -141,6 +146,13 @@ def compile(
         in_flight: so many forwards may wait for their backward, as microbatches of a pipeline's
             stage do: what the budget leaves beside the model is divided by them. More than one
             imply ``accumulate``.
+        strict: ``True``: a later step that no plan keeps within the budget raises ``BudgetError``.
+            ``False``: once a step has run to its end, such a step follows the plan of least memory,
+            with a ``BudgetWarning`` that says what grew and which budget would do.
+        assume: what least budgets, ``"min"`` and shares are to have room for. ``"usual"``: the
+            steps of the usual loop from the second one on, in which the previous outputs are still
+            held and gradients may exist, set to zero. ``"strict"``: one step, before which there is
+            neither.
         ranks: processes that train the model together, and what they do where they differ: the
             first of them plans, by the most that any measures, and all follow. ``None``: those of
             the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s; where nothing
@@ -176,7 +188,7 @@ def compile(
         model = original_of(read_model(model))
         call = None if sample is None else Sample.of(sample)
         asked = Arguments.read(**given)
-        check_optimizer(asked.optimizer, model, call)
+        check_optimizers(asked.optimizers, model, call)
     return compiled(model, asked, call)
 
 
@@ -370,7 +382,7 @@ def estimate(
         given,
         known,
     )
-    check_optimizer(asked.options.optimizer, model, call)
+    check_optimizers(asked.options.optimizers, model, call)
     with generators_restored():
         with shown() as progress:
             found = estimate_step(model, call, asked, dim, limit, progress)

@@ -114,6 +114,8 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
             "regions",
             "in_flight",
             "generators",
+            "strict",
+            "assume",
         )
     ]
     options.append(f"offload={host and (host.only, host.conv, host.limit_bytes)!r}")

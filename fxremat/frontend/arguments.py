@@ -8,7 +8,7 @@ in ``_READERS`` or in :meth:`Arguments.read`, and, where text can say it, its fi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -28,12 +28,14 @@ from fxremat.units import Counted, format_bytes, parse_bytes
 
 Offload = Literal["auto", "only", "conv", False]
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
+Optimizers = Optimizer | Sequence[Optimizer]
+Assume = Literal["usual", "strict"]
 Executor = Literal["eager", "inductor"]
 Split = Literal["exact"] | bool
 
 BACKEND_OPTIONS = (
     "budget", "reserve", "optimizer", "loss", "target", "accumulate", "offload", "host_limit",
-    "host_dir", "exact", "split", "budget_on", "executor", "in_flight",
+    "host_dir", "exact", "split", "budget_on", "executor", "in_flight", "strict", "assume",
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 
@@ -51,11 +53,12 @@ class Arguments:
         host: memory to which storages may travel: ``offload``, ``host_limit`` and ``host_dir``;
             ``None``: none may.
         kept: ``plan``, which keeps to the budget.
+        optimizers: ``optimizer``, as a tuple.
     """
 
     budget: Budget
     reserve_bytes: int = 0
-    optimizer: Optimizer | None = None
+    optimizers: tuple[Optimizer, ...] = ()
     loss: LossOfOutputs | None = None
     drop_unused: bool = False
     accumulate: bool = False
@@ -70,6 +73,8 @@ class Arguments:
     regions: tuple[str, ...] = ()
     in_flight: int = 1
     ranks: Ranks | None = None
+    strict: bool = False
+    assume: Assume = "usual"
     generators: tuple[str, ...] = DEFAULT_GENERATORS
 
     @property
@@ -89,6 +94,7 @@ class Arguments:
         """
         kept = read_plan("plan", given.pop("plan", None))
         loss, target = given.pop("loss", None), given.pop("target", None)
+        optimizers = _read_optimizers("optimizer", given.pop("optimizer", None))
         offload = given.pop("offload", False)
         host = _read_host(offload, given.pop("host_limit", None), given.pop("host_dir", None))
         reserve_bytes = _read_bytes("reserve", given.pop("reserve", 0), most=MOST_BYTES)
@@ -100,6 +106,7 @@ class Arguments:
             loss=read_loss(loss, target),
             host=host,
             kept=kept,
+            optimizers=optimizers,
             **{name: _READERS[name](name, value) for name, value in given.items()},
         )
         if arguments.fullgraph and arguments.regions:
@@ -218,12 +225,23 @@ def _read_bytes(argument: str, value: object, *, most: int | None = None) -> int
     return nbytes
 
 
-def _read_optimizer(argument: str, value: object) -> Optimizer | None:
-    if value is None or isinstance(value, torch.optim.Optimizer):
+def _read_optimizers(argument: str, value: object) -> tuple[Optimizer, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (list, tuple)):
+        return tuple(_read_optimizer(argument, own) for own in value)
+    return (_read_optimizer(argument, value),)
+
+
+def _read_optimizer(argument: str, value: object) -> Optimizer:
+    if isinstance(value, torch.optim.Optimizer):
         return value
     found = getattr(torch.optim, value, None) if isinstance(value, str) else value
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        must_be = "an optimizer, its class, the name of one of torch.optim as 'AdamW', or None"
+        must_be = (
+            "an optimizer, its class, the name of one of torch.optim as 'AdamW', a list of these, "
+            "or None"
+        )
         refuse(argument, value, must_be)
     return found
 
@@ -306,7 +324,6 @@ def _read_split(argument: str, value: object) -> Split:
 
 
 _READERS: dict[str, Callable[[str, object], Any]] = {
-    "optimizer": _read_optimizer,
     "drop_unused": read_bool,
     "accumulate": read_bool,
     "exact": read_bool,
@@ -318,6 +335,8 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "regions": _read_names,
     "in_flight": _read_count,
     "ranks": _read_ranks,
+    "strict": read_bool,
+    "assume": _one_of("usual", "strict"),
     "generators": _read_generators,
 }
 """Arguments that are read by themselves."""
@@ -358,6 +377,8 @@ class Options:
     plan: str | None = None
     fullgraph: bool = False
     in_flight: int = 1
+    strict: bool = False
+    assume: str = "usual"
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Options:

@@ -95,12 +95,13 @@ def plan_of(compiled: object) -> Plan | StepPlan:
 
 def _compiler(module: fx.GraphModule, asked: Arguments) -> StepCompiler:
     """What plans the steps of a model, of which ``module`` is the first graph."""
-    if isinstance(asked.optimizer, type):
+    classes = [own for own in asked.optimizers if isinstance(own, type)]
+    if classes:
         raise ArgumentError(
             "optimizer is a class, and torch.compile tells its backend of no parameters: make the "
             "optimizer first and give that",
             argument="optimizer",
-            value=asked.optimizer,
+            value=classes[0],
         )
     needs = _needs_of_loss(module, asked)
     return StepCompiler.of(

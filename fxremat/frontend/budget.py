@@ -6,7 +6,7 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -88,35 +88,93 @@ class Budget:
         least_bytes: int,
         needed_by: Callable[[], str],
         beside: Sequence[tuple[str, int]] = (),
+        cleared_bytes: int | None = None,
+        hint: str = "",
     ) -> int:
-        """Bytes that it names, if a schedule keeps to them.
+        """Return the bytes that the budget names, if a schedule keeps to them.
 
         Args:
             full_bytes: peak with everything kept.
-            least_bytes: least peak that a schedule reaches.
-            needed_by: tells where that least peak occurs, for the error.
+            least_bytes: least peak of a schedule, whatever the order of ``zero_grad`` in the loop.
+            needed_by: describes where that least peak occurs, for the error.
             beside: what else is held, and its bytes, for the error.
+            cleared_bytes: least peak if no gradient exists when a forward begins: a budget of at
+                least that is accepted. ``None``: the order makes no difference.
+            hint: a further remedy, for the error.
 
         Raises:
-            BudgetError: below ``least_bytes``.
+            BudgetError: below ``cleared_bytes``, or ``least_bytes`` where that is ``None``.
         """
         nbytes = self.bytes_of(full_bytes=full_bytes, least_bytes=least_bytes)
-        if nbytes < least_bytes:
-            told = "".join(
+        if nbytes < (least_bytes if cleared_bytes is None else cleared_bytes):
+            held = "".join(
                 f"; of these {n} ({format_bytes(n)}) are for {what}" for what, n in beside
             )
             share = "" if self.share is None else f"{_share(least_bytes, full_bytes)}, that is "
             number = isinstance(self.written, (int, np.integer))
+            other = "" if self.grows else ", or budget='min'"
+            if cleared_bytes is not None and cleared_bytes < least_bytes:
+                other = f", or {cleared_bytes} if gradients are None when a forward begins" + other
             raise BudgetError(
                 f"{'the budget' if number else f'budget {self.written!r}'} is {nbytes} bytes "
                 f"({format_bytes(nbytes)}), but the least feasible budget is {least_bytes} bytes "
-                f"({format_bytes(least_bytes)}), needed by {needed_by()}{told}; with everything "
+                f"({format_bytes(least_bytes)}), needed by {needed_by()}{held}; with everything "
                 f"kept the step takes "
                 f"{full_bytes} bytes ({format_bytes(full_bytes)}). Give at least "
-                f"{share}{least_bytes}, or budget='min'",
+                f"{share}{least_bytes}{other}{hint}",
                 least_budget_bytes=least_bytes,
             )
         return nbytes
+
+
+@dataclass(slots=True, eq=False)
+class TrainingBudget:
+    """The budget of one model: its only owner.
+
+    Whoever needs the budget holds this object and asks it; nobody keeps a copy of the bytes.
+
+    Attributes:
+        written: as the user wrote it, checked.
+        nbytes: the bytes that it means now; ``None`` before a share or ``"min"`` was resolved.
+        strict: a later step that does not fit raises; otherwise it runs with a warning.
+        usual: least budgets are those of the usual training loop; otherwise of one step.
+        trained: a step of the model has run to its end: from then on a shortfall is a warning.
+        counted: what the budget was resolved for, and its bytes: what a message compares with.
+    """
+
+    written: Budget
+    nbytes: int | None = None
+    strict: bool = False
+    usual: bool = False
+    trained: bool = False
+    counted: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.written.nbytes if self.nbytes is None else self.nbytes
+
+    @property
+    def grows(self) -> bool:
+        """Whether it is ``"min"``."""
+        return self.written.grows
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether it is a share or ``"min"``, which depends on what a step holds."""
+        return self.written.nbytes is None
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether a step that does not fit is an error."""
+        return self.strict or not self.trained
+
+    @property
+    def now(self) -> Budget:
+        """The budget as a value: bytes once they are resolved."""
+        return self.written if self.nbytes is None else self.written.settled(self.nbytes)
+
+    def set(self, nbytes: int) -> None:
+        """Let the budget mean so many bytes from now on."""
+        self.nbytes = nbytes
 
 
 def _share(least_bytes: int, full_bytes: int) -> float:

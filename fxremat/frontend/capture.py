@@ -16,15 +16,17 @@ from fxremat import torch_compat
 from fxremat.costs.overhead import call_s
 from fxremat.errors import BackwardError, CaptureError, SizesError
 from fxremat.frontend.arguments import Arguments
+from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.captured import CapturedStep
 from fxremat.frontend.loop import Loop
 from fxremat.frontend.notices import NOT_CAPTURED
+from fxremat.frontend.optimizer_state import counted_state, optimizer_bytes
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.plan_cache import Compiled, PlanCache, abandon
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.regions import Regions
 from fxremat.frontend.store import Store
-from fxremat.frontend.surplus import LossNeeds, optimizer_bytes
+from fxremat.frontend.surplus import LossNeeds
 from fxremat.planner.context_bytes import Caller
 from fxremat.progress import LOG, Progress, silent
 from fxremat.report.plan import Plan
@@ -123,9 +125,10 @@ class StepCompiler:
         Raises:
             ArgumentError: the optimizer's state cannot be found.
         """
+        state = optimizer_bytes(asked.optimizers, model)
         caller = Caller(
             reserve_bytes=asked.reserve_bytes,
-            held_bytes=optimizer_bytes(asked.optimizer, model),
+            held_bytes=counted_state(state, model, None),
             accumulate=asked.accumulate,
             in_flight=asked.in_flight,
             loss_bytes=needs.nbytes if needs else None,
@@ -134,7 +137,15 @@ class StepCompiler:
             budget_on=asked.budget_on,
         )
         host = asked.host.limit if asked.host is not None else None
-        loop = Loop(asked.budget, caller, host=host, peers=peers)
+        budget = TrainingBudget(asked.budget, strict=asked.strict, usual=asked.assume == "usual")
+        loop = Loop(
+            budget,
+            caller,
+            asked.optimizers,
+            host=host,
+            peers=peers,
+            state=state,
+        )
         return StepCompiler(loop, asked, progress, kept=asked.kept)
 
     @property
@@ -319,15 +330,23 @@ class StepCompiler:
                 own.planner.bind(peers)
         return plan_cache
 
-    def _caller(self) -> Caller:
+    def _caller(self, gradients: list[torch.Tensor]) -> Caller:
         """What is needed beside the graph that is captured now.
 
-        Loss and target are told for the first one; of a step of several nobody knows whose.
+        Loss and target are of the first one; of a step of several graphs, of none of them.
+
+        Args:
+            gradients: tensors that the graph computes a gradient of.
         """
-        first = None
-        if self.plan_caches and not self.regions.several:
-            first = self.plan_caches[0].planner.step.caller.outputs_bytes
-        return replace(self.loop.caller, resident=self.loop.resident(), outputs_bytes=first)
+        caller, first = self.loop.caller, None
+        if not self.regions.several:
+            model = self.loop.model()
+            if model is not None:
+                held_bytes = counted_state(self.loop.state, model, gradients)
+                caller = replace(caller, held_bytes=held_bytes)
+            if self.plan_caches:
+                first = self.plan_caches[0].planner.step.caller.outputs_bytes
+        return replace(caller, resident=self.loop.resident(), outputs_bytes=first)
 
     def _first_step(self) -> bool:
         """Whether what is captured is part of a step that all processes run."""
@@ -341,12 +360,14 @@ class StepCompiler:
         peers: Peers | None,
     ) -> PlanCache:
         inputs, asked = _real_inputs(joint, example_inputs), self.asked
+        made = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
+        gradients = [inputs[primal] for primal in made if primal in inputs]
         with torch_compat.without_autotuning():
             traced = CapturedStep(
                 joint,
                 forward_output_count=output_count,
                 inputs=inputs,
-                caller=self._caller(),
+                caller=self._caller(gradients),
                 progress=self.progress,
                 places=_places(inputs, self.arguments()),
                 store=self.store,
@@ -379,7 +400,6 @@ class StepCompiler:
         if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
             plan_cache.know_overhead(self.loop.overhead_s)
         self.plan_caches.append(plan_cache)
-        self.loop.planners.append(planner)
         self.regions.captured = True
         (self.latest,) = plan_cache.plans.values()
         return plan_cache

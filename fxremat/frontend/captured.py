@@ -381,6 +381,10 @@ class CapturedStep:
         """The step as it was traced at sizes ``values``: storages, and what is around them."""
         return self.resized(self.variants[0], values, run=False)
 
+    def joint_at(self, values: Values) -> JointGraph:
+        """The traced graph with its storages as large as they are at sizes ``values``."""
+        return self._traced(values).line.joint
+
     def around(self, context: StepContext) -> ContextBytes:
         """What is beside the step at a call, in bytes."""
         return self._traced(context.sizes).around(context)

@@ -17,9 +17,9 @@ from fxremat.costs.workspaces import forget_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.losses import Compared
+from fxremat.frontend.optimizer_state import counted_state, optimizer_bytes
 from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample
-from fxremat.frontend.surplus import optimizer_bytes
 from fxremat.frontend.untouched import in_training
 from fxremat.ir import Infeasible, Problem, Solved
 from fxremat.optional import find
@@ -141,7 +141,7 @@ def _followed(
     sample = call.map(lambda value: _zeros(value, device))
     if isinstance(asked.loss, Compared):
         asked = replace(asked, loss=asked.loss.map(lambda value: _zeros(value, device)))
-    kept = optimizer_bytes(asked.optimizer, own)
+    kept = counted_state(optimizer_bytes(asked.optimizers, own), own, None)
     state = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in kept]
     runner = Runner.of(own, sample, asked, hooked=False)
     planned_s = time.perf_counter() - begun_s

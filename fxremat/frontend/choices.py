@@ -36,6 +36,8 @@ def alone(context: StepContext, beside: Correction, host_bytes: int | None = Non
         waiting_bytes=0,
         kept_bytes=0,
         state_bytes=0,
+        networks_bytes=0,
+        others_live_bytes=0,
         spread_bytes=0,
         correction=beside,
         region=True,
@@ -194,7 +196,7 @@ def _choice(variant: Schedules, candidate: Candidate) -> Choice:
     evaluation, around = search.evaluator.evaluation(candidate), search.setting.context_bytes
     turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
     return Choice(
-        evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
+        evaluation.turn_bytes - around.given_bytes - around.loss_point_bytes,
         max((*peaks_bytes[:turn], around.given_bytes)) - around.given_bytes,
         max((*peaks_bytes[turn:], evaluation.end_bytes)) - around.given_bytes,
         candidate.total_s,

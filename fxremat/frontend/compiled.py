@@ -19,7 +19,6 @@ from fxremat import torch_compat
 from fxremat.costs.measure import device_of
 from fxremat.errors import BudgetWarning, FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.budget import Budget
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.losses import own_loss
 from fxremat.frontend.raised import shortened
@@ -185,15 +184,15 @@ class CompiledModule(nn.Module):
     def _of_copies(self) -> tuple[Arguments, Plan | None]:
         """What a copy asks for, and the plan that it follows if it can."""
         asked, runner = self._state.asked, self._state.runner
-        if isinstance(asked.optimizer, torch.optim.Optimizer):
-            asked = replace(asked, optimizer=type(asked.optimizer))
+        classes = (own if isinstance(own, type) else type(own) for own in asked.optimizers)
+        asked = replace(asked, optimizers=tuple(dict.fromkeys(classes)))
         if asked.host is not None:
             asked = replace(asked, host=copy.copy(asked.host))  # with a limit of its own
         if runner is None:
             return asked, self._state.kept
         if runner.compiler.regions.several:  # a plan is one region's
-            return replace(asked, budget=runner.compiler.loop.budget), None
-        return replace(asked, budget=runner.compiler.loop.budget, kept=None), self.plans[0]
+            return asked, None
+        return replace(asked, kept=None), self.plans[0]
 
 
 def _unsaved_loss(model: nn.Module) -> str:
@@ -356,8 +355,7 @@ def _started(state: _State, sample: Sample, *, hooked: bool) -> Runner:
         check_sample(state.original, sample)
     kept = state.kept
     if kept is not None:
-        nbytes = kept.budget_bytes
-        asked = replace(state.asked, kept=kept, budget=Budget(nbytes, nbytes=nbytes))
+        asked = replace(state.asked, kept=kept)
         try:
             return Runner.of(state.original, sample, asked, hooked=hooked, needs=state.needs)
         except PlanError:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from fxremat.errors import BudgetWarning
 from fxremat.frontend.loop import Loop
 from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.shortfall import warn
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 from fxremat.planner.context_bytes import SCALARS, ContextBytes
 from fxremat.progress import LOG
-from fxremat.report.plan import Plan
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.runtime.steps import SCALAR_BYTES, Step
 from fxremat.units import format_bytes
@@ -26,6 +24,9 @@ MOST_MISSED = 3
 
 _Kind = tuple[int, bool]
 
+_OUTPUTS, _GRADIENTS = _HELD = "outputs of earlier steps", "gradients"
+"""What a forward may begin with, and its backward without."""
+
 
 @dataclass(slots=True)
 class Corrections:
@@ -36,8 +37,9 @@ class Corrections:
         loop: around the model; ``planning`` is held by whoever asks what would fit.
         seen: what steps that were watched have taught, by sizes.
         several: of several steps at once, by kind of context.
-        cleared: kinds whose gradients must be gone before the backward, or nothing fits.
-        kept: kinds whose gradients were not.
+        gone: kinds whose outputs of earlier steps are gone before the loss, and kinds whose
+            gradients are gone before the backward: as steps have shown, or as nothing fits else.
+        stayed: kinds where a step has shown that they are not.
         missed: so many steps in a row had a loss with another gradient than the one before.
         scaled: there were too many of these.
         changes: how often any of that has changed.
@@ -47,8 +49,8 @@ class Corrections:
     loop: Loop
     seen: dict[Values, Correction] = field(default_factory=dict)
     several: dict[_Kind, Correction] = field(default_factory=dict)
-    cleared: set[_Kind] = field(default_factory=set)
-    kept: set[_Kind] = field(default_factory=set)
+    gone: dict[str, set[_Kind]] = field(default_factory=lambda: {what: set() for what in _HELD})
+    stayed: dict[str, set[_Kind]] = field(default_factory=lambda: {what: set() for what in _HELD})
     missed: int = 0
     scaled: bool = False
     changes: int = 0
@@ -73,9 +75,17 @@ class Corrections:
             if any(step.context.kind == context.kind for step in waiting):
                 self._leave_room(context)
         correction = self._seen_at(context.sizes) | self.of_kind(context)
-        cleared = context.kind in self.cleared
-        if cleared or self.scaled or correction != NO_CORRECTION:
-            return replace(context, correction=correction, cleared=cleared, scaled=self.scaled)
+        released, cleared = (context.kind in self.gone[what] for what in _HELD)
+        released &= bool(context.kept_bytes)
+        cleared &= bool(context.existing)
+        if cleared or released or self.scaled or correction != NO_CORRECTION:
+            return replace(
+                context,
+                correction=correction,
+                cleared=cleared,
+                released=released,
+                scaled=self.scaled,
+            )
         return context
 
     def of_kind(self, context: StepContext) -> Correction:
@@ -122,14 +132,33 @@ class Corrections:
         """Whether steps of these sizes may teach."""
         return sizes in self.seen or len(self.seen) < MOST_WATCHED
 
-    def may_clear(self, context: StepContext) -> bool:
-        """Whether gradients that a call finds may be gone before its backward."""
-        return bool(context.existing) and context.kind not in self.kept
+    def relaxed(self, context: StepContext) -> Iterator[StepContext]:
+        """Contexts in which less is held in the backward, unless a step has shown otherwise.
 
-    def clear(self, context: StepContext) -> None:
-        """Take gradients that calls in such contexts find to be gone before the backward."""
+        Outputs of earlier steps may be gone before the loss, and gradients before the backward.
+        """
+        held = {
+            _OUTPUTS: bool(context.kept_bytes) and not context.released,
+            _GRADIENTS: bool(context.existing)
+            and not context.cleared
+            and not self.loop.caller.accumulate,
+        }
+        outputs, gradients = (
+            held[what] and context.kind not in self.stayed[what] for what in _HELD
+        )
+        if outputs:
+            yield replace(context, released=True)
+        if gradients:
+            yield replace(context, cleared=True)
+        if outputs and gradients:
+            yield replace(context, released=True, cleared=True)
+
+    def assume(self, context: StepContext) -> None:
+        """Take for granted in like contexts what ``context`` says of outputs and gradients."""
         with self.loop.planning:
-            self.cleared.add(context.kind)
+            for what, so in zip(_HELD, (context.released, context.cleared), strict=True):
+                if so:
+                    self.gone[what].add(context.kind)
             self.changes += 1
 
     def foresaw(self, *, is_so: bool) -> None:
@@ -152,19 +181,41 @@ class Corrections:
             self.scaled = so
             self.changes += 1
 
-    def gradients_stayed(self, context: StepContext) -> None:
-        """Note that gradients that a forward found were there when its backward began."""
-        with self.loop.planning:
-            self.kept.add(context.kind)
-            if context.kind in self.cleared:
-                self.cleared.discard(context.kind)
-                self.changes += 1
-        if context.cleared:
+    def backward_began(self, context: StepContext, *, outputs: bool, gradients: bool) -> None:
+        """Learn what of that which a forward began with is still held at its backward.
+
+        Args:
+            context: in which the forward ran.
+            outputs: outputs of earlier steps are.
+            gradients: gradients are.
+        """
+        if context.kept_bytes:
+            self._learn_held(context, _OUTPUTS, outputs, context.released, context.kept_bytes)
+        if context.existing and not self.loop.caller.accumulate:
             more = sum(context.gradient_bytes(self.planner.step.joint))
+            self._learn_held(context, _GRADIENTS, gradients, context.cleared, more)
+
+    def _learn_held(
+        self, context: StepContext, what: str, held: bool, taken_for_gone: bool, nbytes: int
+    ) -> None:
+        kind = context.kind
+        gone, stayed = self.gone[what], self.stayed[what]
+        if kind in stayed or (kind in gone and not held):
+            return
+        if not held and self.planner.together is not None:
+            return  # processes that follow the same plans would have to see it at the same call
+        with self.loop.planning:
+            if held:
+                stayed.add(kind)
+                gone.discard(kind)
+            else:
+                gone.add(kind)
+            self.changes += 1
+        if held and taken_for_gone:
             warn(
-                f"this step may take {more} bytes ({format_bytes(more)}) more than its budget of "
-                f"{self.planner.budget.nbytes}: gradients that exist during its forward are still "
-                "there in its backward. From the next step on they are planned for"
+                f"this step may take {nbytes} bytes ({format_bytes(nbytes)}) more than its budget "
+                f"of {self.planner.budget.nbytes}: {what} that exist during its forward are still "
+                "held in its backward. From the next step on the plan leaves room for them"
             )
 
     def gradients_came(self, context: StepContext, came: Sequence[Set[int]]) -> None:
@@ -180,23 +231,22 @@ class Corrections:
         around = step.around(replace(context, correction=NO_CORRECTION))
         self.teach(context, Correction(left_bytes=around.tangent_bytes + more))
 
-    def learn(self, context: StepContext, plan: Plan, given_bytes: int, seen: MemoryProfile) -> int:
+    def learn(self, context: StepContext, planned: Taken, seen: MemoryProfile, gone: int) -> int:
         """Learn from a step that was watched to its end; returns its peak.
 
         What stayed within the budget teaches nothing that would forbid it.
 
         Args:
-            context: what its call found.
-            plan: what it followed.
-            given_bytes: what was there beside it where the plan was made.
+            context: of its call.
+            planned: what its plan was to take.
             seen: what it took.
+            gone: bytes that existed when the forward began, and no longer when the backward did.
         """
         around = self.planner.step.around(context)
-        late_bytes = self.planner.step.late_bytes  # of what is given; there is seen of it what is
-        planned_bytes = plan.predicted_held_bytes - given_bytes + late_bytes
-        correction = _correction_of(seen, planned_bytes, around)
+        late_bytes = self.planner.step.late_bytes  # given, but not allocated by this process
+        correction = _correction_of(seen, planned.allocated_bytes + late_bytes, around, gone)
         peak_bytes = around.given_bytes - late_bytes + seen.peak_bytes
-        over = peak_bytes - plan.budget_bytes
+        over = peak_bytes - (self.planner.budget.nbytes or peak_bytes)
         with self.loop.planning:
             known = self._seen_at(context.sizes)
             if known | correction == known:
@@ -205,20 +255,22 @@ class Corrections:
             if over <= 0 and not self.planner.fits(taught, thorough=False):
                 return peak_bytes
             self.seen[context.sizes] = known | correction
-            self.changes += 1
+            self.changes += self.planner.step.around(taught) != around
         if context.sizes == self.planner.step.sizes.hints:
-            self.planner.keep_correction(known | correction)
-        told = _described(correction)
+            self.planner.keep_correction(replace(known | correction, observed=False))
+        what = _described(correction, around)
         LOG.info(
             "a step was watched: %s at its peak of %s planned; %s",
             format_bytes(peak_bytes),
-            format_bytes(plan.predicted_held_bytes),
-            told,
+            format_bytes(planned.peak_bytes),
+            what,
         )
-        if over > 0:
+        if over > 0 and peak_bytes > planned.peak_bytes:
             warn(
                 f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its "
-                f"budget of {plan.budget_bytes}: {told}. The next step's plan leaves room for that"
+                f"budget of {self.planner.budget.nbytes}: "
+                f"{what or 'an operation took more than when it was measured'}. The next step's "
+                "plan leaves room for that"
             )
         return peak_bytes
 
@@ -234,25 +286,53 @@ class Corrections:
         return found
 
 
-def _correction_of(seen: MemoryProfile, planned: int, around: ContextBytes) -> Correction:
-    """What a step needed beyond its plan, by which it was to allocate ``planned`` bytes."""
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a plan says that a step takes.
+
+    Attributes:
+        peak_bytes: most that is held.
+        allocated_bytes: of that, what the step itself allocates.
+    """
+
+    peak_bytes: int
+    allocated_bytes: int
+
+
+def _correction_of(
+    seen: MemoryProfile, planned_bytes: int, around: ContextBytes, gone_bytes: int
+) -> Correction:
+    """What a step took at the loss point and held in its backward, and what else beyond its plan.
+
+    Of what was ``gone`` the context says so by itself, so it is no part of either.
+    """
     slack = SCALARS * SCALAR_BYTES
-    left = 0 if seen.taken_bytes is None else seen.taken_bytes - seen.left_bytes
-    turn = seen.turn_bytes - seen.left_bytes
-    own = max(seen.forward_bytes, seen.backward_bytes)
+    whole = seen.taken_bytes is not None
+    left = gone_bytes + (0 if seen.taken_bytes is None else seen.taken_bytes - seen.left_bytes)
+    loss_point = gone_bytes + seen.turn_bytes - seen.left_bytes
+    taken = max(seen.forward_bytes, seen.backward_bytes)
     if left > around.tangent_bytes + slack:
-        own -= left - around.tangent_bytes
+        taken -= left - around.tangent_bytes
     return Correction(
-        turn_bytes=turn if turn > around.turn_bytes + slack else 0,
-        left_bytes=left if left > around.tangent_bytes + slack else 0,
-        more_bytes=own - planned if own > planned + slack else 0,
+        turn_bytes=loss_point if whole or loss_point > around.turn_bytes + slack else 0,
+        left_bytes=left if whole or left > around.tangent_bytes + slack else 0,
+        more_bytes=taken - planned_bytes if taken > planned_bytes + slack else 0,
+        observed=whole,
     )
 
 
-def _described(correction: Correction) -> str:
+def _described(correction: Correction, around: ContextBytes) -> str:
+    slack = SCALARS * SCALAR_BYTES
+    loss_point, left = correction.turn_bytes, correction.left_bytes
     named = (
-        (correction.turn_bytes, "were allocated between forward and backward"),
-        (correction.left_bytes, "of that were still there in the backward"),
+        (
+            loss_point if loss_point > around.turn_bytes + slack else 0,
+            "were allocated between forward and backward",
+        ),
+        (
+            left if left > around.tangent_bytes + slack else 0,
+            "of that were still held in the backward",
+        ),
         (correction.more_bytes, "more than was planned were allocated in the graphs"),
     )
     return ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in named if nbytes)
@@ -266,8 +346,3 @@ def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
         f"{budget_bytes}, as CUDA's allocator has counted with what other threads took meanwhile. "
         "The next one is watched"
     )
-
-
-def warn(message: str) -> None:
-    """Warn of a step that takes more than its budget."""
-    warnings.warn(message, BudgetWarning, stacklevel=3)

@@ -227,7 +227,7 @@ def emit(
         beside=context.described(step.joint),
         sizes=tuple(zip(line.joint.sizes.names, context.sizes, strict=True)),
         fused=_fused(program, context.sizes),
-        waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.turn_bytes,
+        waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.loss_point_bytes,
         measured=schedules.costs,
     )
     record = partial(

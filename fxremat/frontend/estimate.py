@@ -15,14 +15,15 @@ from fxremat.costs.devices import Device
 from fxremat.errors import BudgetError, SizesError
 from fxremat.frontend.arguments import Arguments, Optimizer
 from fxremat.frontend.batches import Batching, Dim, NamedDim, read_dims
-from fxremat.frontend.budget import Budget
+from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.frontend.captured import CapturedStep
 from fxremat.frontend.losses import Compared, LossOfOutputs, own_loss, target_bytes
+from fxremat.frontend.optimizer_state import counted_state, optimizer_bytes
 from fxremat.frontend.outputs import Unused
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.sample import Sample, call_without_data, places_of
-from fxremat.frontend.surplus import needs_of_loss, optimizer_bytes
+from fxremat.frontend.surplus import needs_of_loss
 from fxremat.frontend.untouched import in_training
 from fxremat.frontend.without_data import HOME, FakeCopies, capture
 from fxremat.ir import MeasuredLink
@@ -82,6 +83,9 @@ def planner_dry(
     caller, unused = _caller(inner, sample, asked, copies, outputs)
     device, options = torch.device(asked.device.kind), asked.options
     captured = capture(inner, sample, unused, dynamic=dynamic, gpu=device.type == "cuda")
+    state = _state_bytes(options.optimizers, inner, device, copies)
+    gradients = [captured.inputs[i] for i in captured.gradients]
+    caller = replace(caller, held_bytes=counted_state(state, inner, gradients))
     named = {id(tensor): name for name, tensor in reversed(places_of(sample.args, sample.kwargs))}
     places = {i: named[id(t)] for i, t in captured.inputs.items() if id(t) in named}
     step = CapturedStep(
@@ -98,7 +102,7 @@ def planner_dry(
     )
     planner = Planner(
         step,
-        Budget(1.0, share=1.0),
+        TrainingBudget(Budget(1.0, share=1.0), usual=options.assume == "usual"),
         host=_host(asked),
         exact=options.exact,
         split=options.split is True,  # what keeps bits is measured where the step runs
@@ -137,7 +141,6 @@ def _caller(
     tensors = (*model.parameters(), *model.buffers(), *(t for _, t in sample.tensors()))
     caller = Caller(
         reserve_bytes=options.reserve_bytes,
-        held_bytes=_optimizer_bytes(options.optimizer, model, device, copies),
         accumulate=options.accumulate,
         loss_bytes=needs.nbytes if needs else None,
         target_bytes=target_bytes(loss, model, sample, HOME, step=device),
@@ -162,26 +165,39 @@ def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     )
 
 
-def _optimizer_bytes(
-    optimizer: Optimizer | None, model: nn.Module, device: torch.device, copies: FakeCopies
-) -> tuple[int, ...]:
-    """Bytes of each tensor that an optimizer would keep on ``device``."""
+def _state_bytes(
+    optimizers: Sequence[Optimizer], model: nn.Module, device: torch.device, copies: FakeCopies
+) -> dict[int, tuple[int, ...]]:
+    """Bytes of each tensor that optimizers would keep on ``device``, by parameter of ``model``."""
+    stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def alike(parameter: torch.Tensor) -> torch.Tensor:
-        if device.type == "cpu":
-            found: torch.Tensor = copies.of(parameter)
-            return found
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return nn.Parameter(empty, parameter.requires_grad)  # on no CPU, as those on a GPU
+        own: torch.Tensor = copies.of(parameter)
+        if id(own) not in stand_ins:
+            made = own
+            if device.type != "cpu":
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                made = nn.Parameter(empty, parameter.requires_grad)  # on no CPU, as those on a GPU
+            stand_ins[id(own)] = own, made
+        return stand_ins[id(own)][1]
 
-    if isinstance(optimizer, torch.optim.Optimizer):
-        own = copy.copy(optimizer)
-        own.param_groups = [
-            {**group, "params": list(map(alike, group["params"]))} for group in own.param_groups
-        ]
-        optimizer = own
+    moved: list[Optimizer] = []
+    for optimizer in optimizers:
+        own = optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            own = copy.copy(optimizer)
+            own.param_groups = [
+                {**group, "params": list(map(alike, group["params"]))}
+                for group in optimizer.param_groups
+            ]
+        moved.append(own)
     parameters = nn.ParameterList(map(alike, model.parameters()))
-    return tuple(allocated_bytes(n, device) for n in optimizer_bytes(optimizer, parameters))
+    found = optimizer_bytes(moved, parameters)
+    return {
+        own: tuple(allocated_bytes(nbytes, device) for nbytes in found[id(made)])
+        for own, (_, made) in stand_ins.items()
+        if id(made) in found
+    }
 
 
 def estimate_step(
@@ -206,7 +222,7 @@ def estimate_step(
             budget_bytes = asked.budget.bytes_of(
                 full_bytes=kept.baseline_peak_bytes, least_bytes=kept.least_budget_bytes
             )
-            planner.budget = asked.budget
+            planner.budget, planner.started = replace(planner.budget, written=asked.budget), False
             with contextlib.suppress(BudgetError):  # nothing fits
                 planned = planner.again(context).completed()
                 plan = planned.plan.with_overhead(asked.overhead_s)
@@ -221,7 +237,7 @@ def estimate_step(
         workspace_bytes=planner.step.aside_bytes(context.sizes),
         library_bytes=asked.device.library_bytes,
         memory_bytes=asked.device.memory_bytes,
-        optimizer=_name_of(asked.options.optimizer),
+        optimizer=", ".join(map(_name_of, asked.options.optimizers)) or None,
         loss=_loss_of(asked.options.loss),
     )
 
@@ -262,9 +278,7 @@ def _batches(
         return None
 
 
-def _name_of(optimizer: Optimizer | None) -> str | None:
-    if optimizer is None:
-        return None
+def _name_of(optimizer: Optimizer) -> str:
     return (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from fxremat.errors import BudgetError
-from fxremat.frontend.budget import Budget
+from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.captured import CapturedStep
 from fxremat.frontend.dimensions import (
     MOST_SIZE,
@@ -35,7 +35,7 @@ class Sized(Protocol):
     """What tells of one step how many bytes its calls take: its planner."""
 
     step: CapturedStep
-    budget: Budget
+    budget: TrainingBudget
 
     def look_at_all(self, context: StepContext) -> object:
         """Let schedules be known, of all forms of the step."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from fxremat.errors import BudgetError, GraphBreakWarning
 from fxremat.frontend.budget import Budget
-from fxremat.frontend.corrections import warn
 from fxremat.frontend.known import KnownStep
+from fxremat.frontend.shortfall import warn
 from fxremat.frontend.walk import Walk
 from fxremat.units import format_bytes, format_seconds, plural
 

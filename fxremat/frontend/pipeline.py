@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from fxremat.errors import BudgetError, PlanError
 from fxremat.frontend.agreed import agreed_context, agreed_graphs, agreed_link
 from fxremat.frontend.arguments import Split
-from fxremat.frontend.budget import Budget
+from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.frontend.captured import CapturedStep, Variant
 from fxremat.frontend.dimensions import arguments_of
 from fxremat.frontend.emission import Planned, carry_out, emit, follow, with_overhead
@@ -19,7 +19,9 @@ from fxremat.frontend.forms import parted
 from fxremat.frontend.largest import advised
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.schedules import Schedules, fastest, frontier_over, least_of, link_of
+from fxremat.frontend.shortfall import Shortfall
 from fxremat.frontend.store import differences, key_of, origin_of_plan, version_of
+from fxremat.frontend.usual import usual_contexts
 from fxremat.ir import TRACED, Form, MeasuredLink, Origin
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.sizes import Values
@@ -51,12 +53,30 @@ MOST_BYTES = 1 << 60
 """More than any budget."""
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What steps in several contexts need.
+
+    Attributes:
+        full_bytes: the peak with everything kept, in the context that needs most.
+        least_bytes: the least budget there.
+        cleared_bytes: the least budget in the first context; ``None``: it is the only one.
+        schedules, context: where ``least_bytes`` is needed.
+    """
+
+    full_bytes: int
+    least_bytes: int
+    cleared_bytes: int | None
+    schedules: Schedules
+    context: StepContext
+
+
 class Planner:
     """Plans one captured step, for whatever a call finds.
 
     Args:
         step: what was captured.
-        budget: what the peak may reach.
+        budget: of the model; all of its planners ask this one.
         host: memory to which storages may travel; ``None``: none may.
         exact: gradients must be bitwise those without a plan; else inputs of norms may be
             rebuilt from outputs where that is faster, or fits where nothing else does.
@@ -67,7 +87,7 @@ class Planner:
 
     Attributes:
         step: as given.
-        budget: as given; a share means the bytes of the first plan from then on.
+        budget: as given.
         started: the plan for the call that was captured has been made.
         sent: by sizes and variant, what travels in plans that were found apart from the others.
     """
@@ -75,7 +95,7 @@ class Planner:
     def __init__(
         self,
         step: CapturedStep,
-        budget: Budget,
+        budget: TrainingBudget,
         *,
         host: HostMemory | None = None,
         exact: bool = True,
@@ -128,7 +148,7 @@ class Planner:
         if kept is None and rehearse:
             planned = with_overhead(planned, self.step)
         if not least:
-            self.budget = self.budget.settled(planned.plan.budget_bytes)
+            self.budget.set(planned.plan.budget_bytes)
         self.step.settle()
         return planned
 
@@ -140,7 +160,7 @@ class Planner:
             HostMemoryError: the host memory cannot be had.
             RankError: the graph has collectives, and other processes find something else.
         """
-        budget = LEAST if least else self.budget
+        budget = LEAST if least else self.budget.now
         if self.together is None or not self.started:
             return self._planned(context, budget)
         agreed_context(self.together, repr((context, least)))
@@ -151,10 +171,13 @@ class Planner:
         try:
             return self.again(context, least=least)
         except BudgetError as error:
-            if not self.grown(error):
-                self.step.settle()
-                raise advised(self, error, context) from None
-            return self.again(context)
+            if self.grown(error):
+                return self.again(context)
+            if not self.budget.may_raise:
+                Shortfall.of(self, context, error).warn()
+                return self.again(context, least=True)
+            self.step.settle()
+            raise advised(self, error, context) from None
 
     def _planned(self, context: StepContext, budget: Budget) -> Planned:
         """Find the best plan, or know it."""
@@ -165,7 +188,7 @@ class Planner:
         else:
             key = key_of(
                 origin,
-                budget=(budget.nbytes, budget.share),
+                budget=(budget.nbytes, budget.share, self.budget.usual),
                 host_dir=self._host.folder if self._host else None,
                 ortools=version_of("ortools"),
             )
@@ -182,23 +205,27 @@ class Planner:
         if len(self._modules.modules) > MOST_BLOCKS:  # of plans that may be gone
             self._modules = BlockModules()
             step.forget_blocks()
-        schedules = self.within(context, budget.nbytes)
+        contexts = self.resolved_for(context) if budget is not LEAST else (context,)
+        schedules = self.within(contexts[0], budget.nbytes)
         if budget.nbytes is None and not context.region:
-            schedules = self._within_share(context, budget, schedules)
-        traced = schedules[0].search
-        least = least_of(schedules)
-        least_bytes = self._of_all(context, least.least_bytes)
+            schedules = self._within_share(contexts, budget, schedules)
+        needs = self._needs(contexts)
         budget_bytes = budget.resolve(
-            full_bytes=self._of_all(context, traced.counted_bytes(traced.baseline)),
-            least_bytes=least_bytes,
-            needed_by=least.describe_least,
-            beside=context.described(step.joint),
+            full_bytes=needs.full_bytes,
+            least_bytes=needs.least_bytes,
+            cleared_bytes=needs.cleared_bytes,
+            needed_by=needs.schedules.describe_least,
+            beside=needs.context.described(step.joint),
+            hint=self._hint(),
         )
+        if contexts[0] != context:
+            schedules = self.within(context, budget_bytes)
+        traced, least_bytes = schedules[0].search, needs.least_bytes
         chosen = fastest(schedules, budget_bytes)
         while self._wants(context, traced, chosen[1].total_s) and self._grown(context):
             schedules = self.within(context, budget_bytes)
             chosen = fastest(schedules, budget_bytes)
-            least_bytes = self._of_all(context, least_of(schedules).least_bytes)
+            least_bytes = self._needs(contexts).least_bytes
         step.progress(WRITE)
         planned = emit(
             step,
@@ -212,6 +239,9 @@ class Planner:
             host=self._host,
             origin=origin,
         )
+        if len(contexts) > 1:  # what shares are of
+            full = replace(planned.plan, baseline_peak_bytes=needs.full_bytes)
+            planned = replace(planned, plan=full)
         if step.device.type == "cuda" and step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
         return planned
@@ -227,12 +257,57 @@ class Planner:
         are_known = any(own.form.parts_bytes for own in self._known)
         return LARGE_LOSS * loss_bytes >= own_bytes and not are_known
 
+    def resolved_for(self, context: StepContext) -> tuple[StepContext, ...]:
+        """Contexts that a budget is resolved for: those of the usual loop, or the call's.
+
+        A budget must reach the least of the first one; the least that an error names, and that
+        ``"min"`` means, is that of the last one.
+        """
+        is_one = self.step.caller.in_flight == 1 and not context.region
+        if self.started or not is_one or not self.budget.usual:
+            return (context,)
+        return usual_contexts(self.step, context)
+
+    def _needs(self, contexts: Sequence[StepContext]) -> Needs:
+        """What steps need in contexts of which the last one needs most."""
+        schedules = self.within(contexts[-1], None)
+        least, traced = least_of(schedules), schedules[0].search
+        cleared_bytes = None
+        if len(contexts) > 1:
+            cleared_bytes = least_of(self.within(contexts[0], None)).least_bytes
+        return Needs(
+            self._of_all(contexts[-1], traced.counted_bytes(traced.baseline)),
+            self._of_all(contexts[-1], least.least_bytes),
+            cleared_bytes,
+            least,
+            contexts[-1],
+        )
+
+    def resolve_again(self, context: StepContext) -> None:
+        """Let a share, or ``"min"``, mean what it does in the context of a call."""
+        started, self.started = self.started, False
+        try:
+            needs = self._needs(self.resolved_for(context))
+        finally:
+            self.started = started
+        nbytes = self.budget.written.bytes_of(
+            full_bytes=needs.full_bytes, least_bytes=needs.least_bytes
+        )
+        LOG.info("the budget %r is %s from now on", self.budget.written.written, nbytes)
+        self.budget.set(max(nbytes, needs.cleared_bytes or 0))
+
+    def _hint(self) -> str:
+        """A further remedy of a budget that is too small."""
+        if self.step.caller.held_bytes or not self.budget.usual or self.budget.trained:
+            return ""
+        return ". The state of an optimizer is not in these bytes: optimizer= counts it"
+
     def _within_share(
-        self, context: StepContext, budget: Budget, schedules: list[Schedules]
+        self, contexts: Sequence[StepContext], budget: Budget, schedules: list[Schedules]
     ) -> list[Schedules]:
         """Schedules where the budget is the least, or a share: of more forms until one fits."""
-        traced = schedules[0].search
-        full_bytes = self._of_all(context, traced.counted_bytes(traced.baseline))
+        context = contexts[0]
+        full_bytes = self._needs(contexts).full_bytes
         nbytes = budget.bytes_of(full_bytes=full_bytes, least_bytes=0)
         while (least_bytes := least_of(schedules).least_bytes) > nbytes:
             if not self._grown(context, below_bytes=least_bytes):
@@ -341,13 +416,13 @@ class Planner:
         if self.budget.nbytes is None:  # a share of what so many take, or the least of it
             schedules = self.within(context, None)
             traced = schedules[0].search
-            nbytes = self.budget.bytes_of(
+            nbytes = self.budget.written.bytes_of(
                 full_bytes=self._of_all(context, traced.counted_bytes(traced.baseline)),
                 least_bytes=self._of_all(context, least_of(schedules).least_bytes),
             )
             if self._peers is not None:
                 nbytes = self._peers.agree("the budget", int, nbytes, lambda n: max(n.values()))
-            self.budget = self.budget.settled(nbytes)
+            self.budget.set(nbytes)
         assert self.budget.nbytes is not None
         others_bytes = (count - 1) * ((self.budget.nbytes - given_bytes) // count)
         return replace(context, others_bytes=max(0, others_bytes - context.waiting_bytes))
@@ -369,10 +444,10 @@ class Planner:
             return False
         LOG.info(
             "the budget %r is %s from now on: a call needs that at the least",
-            self.budget.written,
+            self.budget.written.written,
             format_bytes(nbytes),
         )
-        self.budget = self.budget.settled(nbytes)
+        self.budget.set(nbytes)
         return True
 
     def fits(self, context: StepContext, *, thorough: bool = True) -> bool:

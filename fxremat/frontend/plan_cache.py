@@ -16,12 +16,13 @@ from fxremat import torch_compat
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import BudgetError, CostError
 from fxremat.frontend.agreed import AGREED, agreed_corrections
-from fxremat.frontend.corrections import Corrections, warn, warn_counted
+from fxremat.frontend.corrections import Corrections, Taken, warn_counted
 from fxremat.frontend.emission import Planned
 from fxremat.frontend.largest import advised
 from fxremat.frontend.loop import Loop
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
+from fxremat.frontend.shortfall import Shortfall, warn
 from fxremat.passes.emit.code import Emitted
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import computed_anew
@@ -35,6 +36,9 @@ from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_amon
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.runtime.steps import Step
 from fxremat.units import format_bytes, format_seconds
+
+WATCH_EVERY = 100
+"""Where no allocator counts the peaks of steps, one of so many is watched for good."""
 
 MOST_PLANS = 512
 """Plans of a plan cache that are kept; that which was used longest ago goes first."""
@@ -53,12 +57,14 @@ class Compiled:
         plan_cache: to which it belongs.
         context: that it was made for.
         watches: so many steps of it are watched, or until one was seen to its end.
+        shortfall: why it takes more than the budget; ``None``: it does not.
     """
 
     planned: Planned
     plan_cache: PlanCache
     context: StepContext
     watches: int = 4
+    shortfall: Shortfall | None = None
     _runs: tuple[Values, tuple[torch_compat.BoxedCallable, ...]] | None = None
 
     @property
@@ -177,6 +183,7 @@ class PlanCache:
             BudgetError: no plan that was found fits; nothing has run.
         """
         loop, several, traced = self.loop, self.regions.several, self.planner.step
+        loop.called()
         loop.optimizers.watcher.end()
         if not several:
             loop.watcher.end()
@@ -195,6 +202,8 @@ class PlanCache:
             self.regions.begin()
         else:
             teaches = together is None or number < AGREED
+            if number % WATCH_EVERY == 0 and not compiled.watches:
+                compiled.watches = 1
             if compiled.watches and teaches and self.corrections.are_watched(sizes):
                 compiled.watches -= loop.watcher.begin(
                     traced.joint.device, lambda seen: _learn(context, compiled, seen)
@@ -211,6 +220,7 @@ class PlanCache:
             passed={place: args[primal] for place, primal in self.passed.items()},
             count=count,
             missing=self._missing(context, leaves),
+            kept=loop.in_flight.kept(loop.in_flight.waiting()) if context.kept_bytes else (),
         )
         return step, forward
 
@@ -280,6 +290,7 @@ class PlanCache:
         returned = gradients.finish()
         if step.count is not None:
             self._counted(step, step.count.peak_bytes())
+        self.loop.budget.trained = True
         if gradients.asked_for:
             in_flight.returned(returned)
         if not step.passed:
@@ -288,8 +299,9 @@ class PlanCache:
 
     def _counted(self, step: Step, peak_bytes: int | None) -> None:
         """A step has ended; what the allocator tells of it, if that tells anything."""
-        budget_bytes = step.plan.planned.plan.budget_bytes
-        if peak_bytes is None or peak_bytes <= budget_bytes or self.loop.watcher.is_watching(step):
+        budget_bytes = self.loop.budget.nbytes or 0
+        most_bytes = max(budget_bytes, step.plan.planned.plan.counted_bytes)
+        if peak_bytes is None or peak_bytes <= most_bytes or self.loop.watcher.is_watching(step):
             return
         if step.context.waiting or step.number != self.loop.in_flight.latest:
             return  # of several at once it tells of none
@@ -308,11 +320,13 @@ class PlanCache:
                 replace(context, existing=those).gradient_bytes(self.planner.step.joint)
                 for those in (gone, gone & step.missing)
             ]
-            self.loop.watcher.back(step, gone=nbytes[0], never=nbytes[1])
+            outputs = [alive.nbytes for alive in step.kept if not alive]
+            self.loop.watcher.back(step, gone=(*nbytes[0], *outputs), never=nbytes[1])
         if self.regions.several:
             return
-        if now & context.existing:
-            self.corrections.gradients_stayed(context)
+        self.corrections.backward_began(
+            context, outputs=any(step.kept), gradients=bool(now & context.existing)
+        )
         came: list[Set[int]] = [now - context.existing]
         if self.contributors.summing == torch_compat.current_backward():
             # Autograd holds those of other steps, which may be all that was planned for.
@@ -364,7 +378,9 @@ class PlanCache:
             len(waiting),
             sum([step.held_bytes for step in waiting]),
             loop.in_flight.kept_bytes(waiting),
-            loop.optimizers.more_bytes,
+            loop.optimizers.more_bytes(self.planner.step.optimizer_bytes),
+            0 if self.planner.together else loop.networks_bytes(),
+            0,
             torch_compat.bucket_bytes(),
             self._workspace_bytes(),
             # Which is each process's own.
@@ -393,8 +409,10 @@ class PlanCache:
                 found, leaves = self._find(args, sizes)
                 context = self._context_of(found)
             return *self._region(context, args, ended_by), leaves
+        self._resolve_budget(found)
+        now = (found, self.corrections.changes, self.loop.budget.nbytes)
         latest = self._latest
-        if latest is not None and latest[0] == (found, self.corrections.changes):
+        if latest is not None and latest[0] == now:
             return *latest[1:], leaves
         while True:
             changes = self.corrections.changes
@@ -405,8 +423,22 @@ class PlanCache:
         # Steps in flight may be of other kinds, or share the budget out anew.
         alone = not context.waiting and self.loop.caller.in_flight == 1
         stays = alone and self.plans.get(context) is compiled
-        self._latest = ((found, changes), context, compiled) if stays else None
+        now = (found, changes, self.loop.budget.nbytes)
+        self._latest = (now, context, compiled) if stays and compiled.shortfall is None else None
         return context, compiled, leaves
+
+    def _resolve_budget(self, found: tuple[Any, ...]) -> None:
+        """Resolve a share, or ``"min"``, once more where an optimizer's state has become known.
+
+        Ranks that must follow the same plans keep the bytes that they have agreed on.
+        """
+        optimizers, budget = self.loop.optimizers, self.loop.budget
+        if not optimizers.has_news:
+            return
+        optimizers.has_news = False
+        if budget.is_relative and self.planner.together is None and budget.nbytes is not None:
+            with self.loop.planning:
+                self.planner.resolve_again(self._context_of(found))
 
     def _workspace_bytes(self) -> int:
         """What libraries hold beyond what they did when the graph was captured."""
@@ -414,43 +446,46 @@ class PlanCache:
         before = step.caller.library_bytes_on(step.device)
         return sum(library_workspaces(step.device)) - sum(before)
 
-    def _new_plan(self, context: StepContext) -> tuple[StepContext, Planned]:
-        """A plan for a context.
+    def _new_plan(self, context: StepContext) -> tuple[StepContext, Planned, Shortfall | None]:
+        """A plan for a context, what it takes for true, and why it is above the budget if it is.
 
-        Where nothing fits beside gradients that exist, but would if they were gone before the
-        backward, they are taken to be, until a backward shows otherwise.
+        Where nothing fits beside gradients that exist, or outputs of earlier steps, but would if
+        these were gone before the backward, they are taken to be, until one shows otherwise.
 
         Steps that wait were planned without knowing of this one. Where nothing fits beside what
         they hold, but would beside the least that they could, this step takes the least that it
         can, and they leave room for it from now on.
         """
         try:
-            return context, self.planner.again(context)
+            return context, self.planner.again(context), None
         except CostError:  # as beside a profiler
             if not context.scaled:
                 raise
             return self._new_plan(self.corrections.unscaled(context))
         except BudgetError as error:
-            cleared = replace(context, cleared=True)
-            may_clear = not self.loop.caller.accumulate and self.corrections.may_clear(context)
-            if may_clear and self.planner.fits(cleared):
-                self.corrections.clear(context)
-                return cleared, self.planner.again(cleared)
-            if context.waiting or context.kept_bytes:
-                torch_compat.drop_failed_backward()
-                gc.collect()  # what nobody can run backwards, or see, any more
-                waiting = list(self.loop.in_flight)
-                held_bytes = sum(step.held_bytes for step in waiting)
-                held_bytes += self.loop.in_flight.kept_bytes(waiting)
-                if held_bytes < context.waiting_bytes + context.kept_bytes:
-                    raise _LessHeldError from None
-            if not self.corrections.teach_waiting(context):
-                if self.planner.grown(error):
-                    return context, self.planner.again(context)
-                raise advised(self.planner, error, context) from None
+            failed = error.with_traceback(None)
+        for relaxed in self.corrections.relaxed(context):
+            if self.planner.fits(relaxed):
+                self.corrections.assume(relaxed)
+                return relaxed, self.planner.again(relaxed), None
+        if context.waiting or context.kept_bytes:
+            torch_compat.drop_failed_backward()
+            gc.collect()  # what nobody can run backwards, or see, any more
+            waiting = list(self.loop.in_flight)
+            held_bytes = sum(step.held_bytes for step in waiting)
+            held_bytes += self.loop.in_flight.kept_bytes(waiting)
+            if held_bytes < context.waiting_bytes + context.kept_bytes:
+                raise _LessHeldError
+        if not self.corrections.teach_waiting(context):
+            if self.planner.grown(failed):
+                return context, self.planner.again(context), None
+            if self.loop.budget.may_raise:
+                raise advised(self.planner, failed, context)
+            shortfall = Shortfall.of(self.planner, context, failed)
+            return context, self.planner.again(context, least=True), shortfall
         planned = self.planner.again(context, least=True)
         plan = planned.plan
-        budget_bytes = self.planner.budget.nbytes or 0
+        budget_bytes = self.loop.budget.nbytes or 0
         over = plan.counted_bytes - budget_bytes
         warn(
             f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more than "
@@ -458,7 +493,7 @@ class PlanCache:
             f"{context.waiting_bytes} bytes for their backward, and were planned without "
             "knowing of this one. From now on they leave room for it"
         )
-        return context, planned
+        return context, planned, None
 
     def _as_good(self, context: StepContext) -> Compiled | None:
         """A plan for a call that found less and still fits, or one that recomputes nothing.
@@ -471,6 +506,8 @@ class PlanCache:
         for compiled in reversed(self.plans.values()):
             plan, made_for = compiled.planned.plan, compiled.context
             if made_for.sizes != context.sizes or made_for.added != context.added:
+                continue
+            if compiled.shortfall is not None:
                 continue
             if context.scaled > made_for.scaled and plan.form.beside:
                 continue
@@ -523,15 +560,28 @@ class PlanCache:
             self.loop.on_new(compiled)
         return compiled
 
+    def _known(self, context: StepContext) -> Compiled | None:
+        """The plan that was made for a context, unless the budget has another value by now."""
+        compiled = self.plans.pop(context, None)
+        shortfall = None if compiled is None else compiled.shortfall
+        if shortfall is not None and shortfall.budget_bytes != self.loop.budget.nbytes:
+            return None
+        return compiled
+
     def _plan_for(self, context: StepContext) -> tuple[StepContext, Compiled]:
         """The plan for a context, one that is there or a new one; and what it takes for true."""
         with self.loop.planning:
-            compiled = self.plans.pop(context, None) or self._as_good(context)
+            compiled = self._known(context) or self._as_good(context)
             if compiled is None:
-                context, planned = self._new_plan(context)
+                context, planned, shortfall = self._new_plan(context)
                 compiled = self._new(planned, context)
-                if planned.plan.counted_bytes > (self.planner.budget.nbytes or 0):
+                compiled.shortfall = shortfall
+                if shortfall is None and planned.plan.counted_bytes > (
+                    self.loop.budget.nbytes or 0
+                ):
                     return context, compiled  # for this time only
+            if compiled.shortfall is not None:
+                compiled.shortfall.warn()
             self._keep(context, compiled)
             return context, compiled
 
@@ -541,9 +591,11 @@ def _learn(context: StepContext, compiled: Compiled, seen: MemoryProfile) -> Non
     if seen.taken_bytes is not None:
         compiled.watches = 0
     plan_cache = compiled.plan_cache
-    given_bytes = plan_cache.planner.step.given_bytes(compiled.context)
     plan = compiled.planned.plan
-    peak_bytes = plan_cache.corrections.learn(context, plan, given_bytes, seen)
+    held_bytes = plan.predicted_held_bytes
+    given_bytes = plan_cache.planner.step.given_bytes(compiled.context)
+    planned = Taken(held_bytes, held_bytes - given_bytes)
+    peak_bytes = plan_cache.corrections.learn(context, planned, seen, seen.gone_bytes)
     with plan_cache.loop.planning:
         if seen.taken_bytes is not None and peak_bytes != plan.measured_peak_bytes:
             plan = replace(compiled.planned.plan, measured_peak_bytes=peak_bytes)

@@ -236,16 +236,21 @@ class _Record:
         """The turn; returns its instant."""
         released = sum(key >= 0 for key, _ in requests)
         self.follow(requests[:released])
+        if context_bytes.released_bytes:
+            self.shrink(Kind.OTHER, context_bytes.released_bytes)
         instant = self.next()
         self.follow(requests[released:])
         # Gradients that are there in the forward only are taken off those of the outputs.
         gone = sum(context_bytes.tangent_each_bytes) - context_bytes.tangent_bytes
         if gone > 0:
-            kind = Kind.GRADIENTS if self.open[Kind.GRADIENTS, 0] else Kind.OTHER  # told as one
-            tensor = self.give((kind, 0))
-            left = replace(tensor, nbytes=tensor.nbytes - gone)
-            self.open[kind, 0].append((left, self.now + 1))
+            self.shrink(Kind.GRADIENTS if self.open[Kind.GRADIENTS, 0] else Kind.OTHER, gone)
         return instant
+
+    def shrink(self, kind: Kind, nbytes: int) -> None:
+        """Take bytes off what is shown as one tensor of a kind, from the next instant on."""
+        tensor = self.give((kind, 0))
+        left = replace(tensor, nbytes=tensor.nbytes - nbytes)
+        self.open[kind, 0].append((left, self.now + 1))
 
     def done(self) -> tuple[tuple[Tensor, ...], tuple[Life, ...]]:
         """All tensors, and their lives: what is not given back is held until the end."""

@@ -439,7 +439,7 @@ class Regions:
             self._before = walk
         if walk is not None:
             self._end(walk)
-        self.notices.refuse(self.loop.budget)
+        self.notices.refuse(self.loop.budget.now)
         walk = self._now.walk = Walk()
         return walk
 
@@ -473,7 +473,7 @@ class Regions:
         if walk.failed or self.captured or not (done or walk.calls):
             return  # capturing measures, and that may be in the log
         base_bytes = (walk.base_bytes or 0) + sum(c.context.waiting_bytes for c in walk.calls[:1])
-        if self.notices.peak(base_bytes + peak_bytes, self.loop.budget, walk):
+        if self.notices.peak(base_bytes + peak_bytes, self.loop.budget.now, walk):
             self._watches = 2  # as long as steps are over, they are watched
         walk.done = done
         profiles = seen_profiles(walk)
@@ -521,7 +521,7 @@ class Regions:
                 return made[0]
 
             found = self.loop.peers.follow("plans of regions", Chosen, make) or made[0]
-        self.loop.settle(found.budget_bytes)
+        self.loop.budget.set(found.budget_bytes)
         known.there_bytes, known.host_bytes = there_bytes, host_bytes
         known.least_bytes, known.full_bytes = found.least_bytes, found.full_bytes
         known.choices, known.besides = found.choices, list(found.besides)
@@ -538,7 +538,7 @@ class Regions:
             try:
                 found = chosen_for(
                     calls,
-                    self.loop.budget,
+                    self.loop.budget.now,
                     there_bytes=there_bytes + known.more_bytes,
                     first_bytes=known.first_bytes,
                     host_bytes=host_bytes,

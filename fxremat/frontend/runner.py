@@ -95,6 +95,7 @@ class Runner:
         self._device = device_of(original)
         # Dynamo keeps compiled code for longer than this lives.
         weakref.finalize(self, compiler.close).atexit = False
+        compiler.loop.model, compiler.loop.device = weakref.ref(original), self._device
         unwatch = compiler.loop.optimizers.watch(original, self._device)
         weakref.finalize(self, unwatch).atexit = False
 
@@ -176,11 +177,6 @@ class Runner:
                 runner.release()  # it is in circles, and would hold the model
                 raise
             compiler.progress = silent
-            # Other captures get the same bytes, also where the budget was a share or "min".
-            if asked.kept is None and not compiler.regions.several:
-                assert compiler.latest is not None
-                first = compiler.latest.planned.plan
-                compiler.loop.budget = asked.budget.settled(first.budget_bytes)
             compiler.kept = None  # it is of this shape
         return runner
 
@@ -326,8 +322,9 @@ class Runner:
     def _there_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """What is there when a call begins."""
         loop = self.compiler.loop
+        state_bytes = loop.optimizers.more_bytes(sum(loop.caller.held_bytes))
         nbytes = model_bytes(_resident(self.original, args, kwargs), loop.caller, self._device)
-        return nbytes + loop.slack_bytes(self._device) + loop.optimizers.more_bytes
+        return nbytes + loop.slack_bytes(self._device) + loop.networks_bytes() + state_bytes
 
     def _failure(self, error: BaseException, call: Sample) -> BaseException:
         """What really went wrong when ``call`` could not be captured."""

@@ -56,7 +56,7 @@ def step_plan(regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepP
     there_bytes = known.there_bytes + known.more_bytes
     peak_bytes = max(there_bytes + known.first_bytes, *_peaks(rows, there_bytes))
     plans = [row.plan for row in rows]
-    budget = regions.loop.budget
+    budget = regions.loop.budget.now
     return StepPlan(
         budget=budget.written if isinstance(budget.written, (str, int)) else float(budget.written),
         budget_bytes=budget.nbytes or 0,

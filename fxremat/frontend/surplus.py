@@ -1,12 +1,10 @@
-"""What a training loop needs beside the model's own step: optimizer state and the loss."""
+"""What a loss outside the model needs, measured on made-up outputs."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,112 +18,7 @@ from fxremat.costs.measure import device_of
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.frontend.outputs import Unused
-from fxremat.frontend.sample import Sample
-from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.allocator import MOST_SMALL_BYTES
-
-
-def optimizer_bytes(
-    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None, model: nn.Module
-) -> tuple[int, ...]:
-    """Bytes of each tensor that an optimizer keeps beside a parameter, on its device.
-
-    State that does not exist yet is found by one step of a copy of the optimizer on a few
-    numbers of each dtype and device: state of a parameter's shape grows with it, the rest does
-    not. What lies on another device, as Adam's count of steps does unless it is ``capturable``
-    or ``fused``, is not of this device's memory.
-
-    Raises:
-        ArgumentError: the optimizer cannot take such a step, or its class needs more than the
-            parameters.
-    """
-    if optimizer is None:
-        return ()
-    if isinstance(optimizer, type):
-        make: Any = optimizer
-        try:
-            made = make([p for p in model.parameters() if p.requires_grad])
-        except (TypeError, ValueError) as error:
-            raise _refused(
-                optimizer, f"{optimizer.__name__} cannot be made of the parameters alone ({error})"
-            ) from error
-        return optimizer_bytes(made, model)
-    found: list[int] = []
-    for group in optimizer.param_groups:
-        states: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for parameter in group["params"]:
-            key = (parameter.dtype, parameter.device)
-            if key not in states:
-                states[key] = _state_of(optimizer, group, *key)
-            for state in states[key]:
-                own = torch_compat.local_part(parameter)
-                count = own.numel() if state.numel() == PROBE else state.numel()
-                # One by one: each is asked of the allocator by itself.
-                found.append(allocated_bytes(count * state.element_size(), parameter.device))
-    return tuple(found)
-
-
-def check_optimizer(optimizer: object, model: nn.Module, call: Sample | None) -> None:
-    """Refuse an optimizer of another model.
-
-    Args:
-        optimizer: of the step; a class, or none, is of any.
-        model: that trains. One that does not may have its arguments optimized.
-        call: of the model, whose tensors may be optimized as well.
-
-    Raises:
-        ArgumentError: it steps no parameter of ``model``, though there are some.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    own = {id(p) for p in model.parameters()}
-    own |= {id(t) for _, t in call.tensors()} if call is not None else set()
-    if own.isdisjoint(map(id, stepped)) and any(p.requires_grad for p in model.parameters()):
-        name = type(optimizer).__name__
-        raise ArgumentError(
-            f"optimizer is a {name} of {len(stepped)} parameters, none of which is one of the "
-            f"{len(own)} of {type(model).__name__}: make it of model.parameters(), after what "
-            f"replaces them, give its class, optimizer=torch.optim.{name}, or the bytes of its "
-            "state as reserve=",
-            argument="optimizer",
-            value=optimizer,
-        )
-
-
-PROBE = 61
-"""Numbers in a trial step: no state that does not grow with the parameter has as many."""
-
-
-def _state_of(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[torch.Tensor]:
-    """What is kept on ``device`` for a parameter of a few numbers there."""
-    probe = torch.zeros(PROBE, dtype=dtype, device=device, requires_grad=True)
-    probe.grad = torch.ones_like(probe)
-    trial = copy.copy(optimizer)
-    trial.state = defaultdict(dict)
-    trial.param_groups = [{**group, "params": [probe]}]
-    try:
-        trial.step()
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        name = type(optimizer).__name__
-        raise _refused(
-            optimizer, f"the state of {name} cannot be found by a trial step ({error})"
-        ) from error
-    kept = trial.state[probe].values()
-    return [v for v in kept if isinstance(v, torch.Tensor) and v.device == probe.device]
-
-
-def _refused(optimizer: object, why: str) -> ArgumentError:
-    return ArgumentError(
-        f"{why}: give the bytes of its state as reserve= instead of optimizer=",
-        argument="optimizer",
-        value=optimizer,
-    )
 
 
 @dataclass(frozen=True, slots=True)

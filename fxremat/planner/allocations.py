@@ -69,7 +69,8 @@ class Requests:
         turn: at the turn, what the forward still gives back before it first.
         turn_index: of the first call after the turn.
         end: after the last call.
-        unplaced_bytes: held throughout, asked for in a way that nobody knows of.
+        unplaced_bytes: held throughout, in blocks whose sizes are unknown, or released before the
+            loss: a replay takes that for held.
     """
 
     given_bytes: tuple[int, ...]

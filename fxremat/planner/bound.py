@@ -167,7 +167,7 @@ def _moments(
                 there -= gone
                 there_bytes -= table.total(gone)
                 touched = table.of((node, *node.all_input_nodes)) - always
-                occupied = constant_bytes + context_bytes.tangent_bytes
+                occupied = constant_bytes + context_bytes.backward_bytes
                 occupied += there_bytes + table.total(touched - there)
                 if node in block.nodes and not is_getitem(node):
                     occupied += measured.workspace_bytes(node, block)
@@ -181,7 +181,7 @@ def _moments(
                 there |= new
                 there_bytes += table.total(new)
     later = set(table.of(_read_by(line.joint.backward)))
-    occupied = constant_bytes + table.total(later & kept) + context_bytes.turn_bytes
+    occupied = constant_bytes + table.total(later & kept) + context_bytes.loss_point_bytes
     turn = Moment(rebuildable & later, frozenset(), occupied)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
     return [turn, *chosen[:: -(-len(chosen) // MOST_MOMENTS) or 1]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.sizes import Values
@@ -23,16 +23,25 @@ class Correction:
             than none, where less is there in its backward than in its forward.
         more_bytes: throughout; of a region less than none, where it is given what is counted as
             held by an earlier one.
+        observed: ``turn_bytes`` and ``left_bytes`` are what steps took, and hold in place of what
+            was assumed of the loss, be they more or less than that.
     """
 
     turn_bytes: int = 0
     room_bytes: int = 0
     left_bytes: int = 0
     more_bytes: int = 0
+    observed: bool = False
 
     def times(self, factor: float) -> Correction:
         """The correction for outputs ``factor`` times as large."""
-        return Correction(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
+        return Correction(
+            math.ceil(factor * self.turn_bytes),
+            math.ceil(factor * self.room_bytes),
+            math.ceil(factor * self.left_bytes),
+            math.ceil(factor * self.more_bytes),
+            self.observed,
+        )
 
     def __or__(self, other: Correction) -> Correction:
         """The larger of two corrections, number by number."""
@@ -41,6 +50,7 @@ class Correction:
             max(self.room_bytes, other.room_bytes),
             max(self.left_bytes, other.left_bytes),
             max(self.more_bytes, other.more_bytes),
+            self.observed or other.observed,
         )
 
 
@@ -58,7 +68,10 @@ class StepContext:
         waiting: how many earlier steps wait for their backward.
         waiting_bytes: what these hold.
         kept_bytes: outputs of earlier steps that somebody still holds.
-        state_bytes: state of optimizers that nobody told of.
+        state_bytes: state of optimizers beyond what ``optimizer=`` says; less than none where there
+            is less.
+        networks_bytes: held by other networks that are compiled in this process.
+        others_live_bytes: in tensors of others that were made since the model was compiled.
         bucket_bytes: of each buffer of a wrapper for gradients.
         workspace_bytes: of libraries, for threads and streams that ran no step when the graph was
             captured.
@@ -68,6 +81,8 @@ class StepContext:
         correction: from earlier steps.
         cleared: the gradients that exist will be gone when the backward begins, as torch's own
             tutorial clears them.
+        released: the outputs that are still held will be gone before the loss is computed, as a
+            loop's variable drops them for the new ones.
         scaled: gradients of losses are others each time, as steps have shown: exact ones of what a
             loss is computed from would be computed twice, beside it and once it is known.
         region: the call is one of several of a step: ``correction`` has all that is beside it.
@@ -81,6 +96,8 @@ class StepContext:
     waiting_bytes: int = 0
     kept_bytes: int = 0
     state_bytes: int = 0
+    networks_bytes: int = 0
+    others_live_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
     workspace_bytes: int = 0
     slack_bytes: int = 0
@@ -88,6 +105,7 @@ class StepContext:
     others_bytes: int = 0
     correction: Correction = NO_CORRECTION
     cleared: bool = False
+    released: bool = False
     scaled: bool = False
     region: bool = False
     host_bytes: int | None = None
@@ -106,12 +124,21 @@ class StepContext:
         """What the step's own loss needs at the turn."""
         if self.region:
             return 0  # it is none of the region's
+        if self.correction.observed:
+            return self.correction.turn_bytes
         return max(base.turn_bytes, self.correction.turn_bytes)
 
     @property
     def others_there_bytes(self) -> int:
         """What is there of others than the call's own graph."""
-        return self.waiting_bytes + self.kept_bytes + self.state_bytes + self.spread_bytes
+        return (
+            self.waiting_bytes
+            + self.kept_bytes
+            + self.state_bytes
+            + self.networks_bytes
+            + self.others_live_bytes
+            + self.spread_bytes
+        )
 
     def given_bytes(self, base: ContextBytes, joint: JointGraph) -> int:
         """What is held throughout the call; arguments are those of :meth:`around`."""
@@ -138,10 +165,10 @@ class StepContext:
         """
         gradients = self.gradient_bytes(joint)
         more = (*gradients, *self.bucket_bytes, *filter(None, (self.workspace_bytes,)))
-        held_bytes = max(base.tangent_bytes, self.correction.left_bytes)
-        turn_bytes = self.turn_bytes(base)
-        if self.region:
-            turn_bytes, held_bytes = self.correction.turn_bytes, self.correction.left_bytes
+        held_bytes = self.correction.left_bytes
+        if not (self.region or self.correction.observed):
+            held_bytes = max(held_bytes, base.tangent_bytes)
+        turn_bytes = self.correction.turn_bytes if self.region else self.turn_bytes(base)
         return replace(
             base,
             given_bytes=self._given_bytes(base, sum(gradients)),
@@ -150,6 +177,7 @@ class StepContext:
             given_each_bytes=(*base.given_each_bytes, *more),
             added=frozenset() if self.cleared else self.added,
             host_bytes=self.host_bytes,
+            released_bytes=self.kept_bytes * self.released,
         )
 
     def described(self, joint: JointGraph) -> tuple[tuple[str, int], ...]:
@@ -159,7 +187,9 @@ class StepContext:
             ("gradients that exist", sum(self.gradient_bytes(joint))),
             (f"{self.waiting} steps that wait for their backward", self.waiting_bytes),
             ("outputs of earlier steps that are still held", self.kept_bytes),
-            ("state of optimizers, give optimizer= to count it from the start", self.state_bytes),
+            ("state of optimizers beyond what optimizer= says", max(0, self.state_bytes)),
+            ("other networks of this process", self.networks_bytes),
+            ("other tensors that were made since", self.others_live_bytes),
             ("further steps in flight", self.others_bytes),
             ("gradients of DTensors that exist", self.spread_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),

@@ -43,6 +43,8 @@ class ContextBytes:
         added: primals whose gradient is added to one that exists, as soon as it is made.
         host_bytes: of host memory, for what travels; ``None``: as much as it takes.
         turn_small_bytes: of ``turn_bytes``, what is asked for in small blocks.
+        released_bytes: of ``given_bytes``, what its holder releases between the forward and the
+            loss, such as the previous step's outputs.
     """
 
     given_bytes: int
@@ -55,6 +57,17 @@ class ContextBytes:
     added: frozenset[int] = frozenset()
     host_bytes: int | None = None
     turn_small_bytes: int = 0
+    released_bytes: int = 0
+
+    @property
+    def loss_point_bytes(self) -> int:
+        """Bytes that the loss point takes beyond what is held when the forward begins."""
+        return self.turn_bytes - self.released_bytes
+
+    @property
+    def backward_bytes(self) -> int:
+        """Bytes that are held through the backward, beyond those when the forward begins."""
+        return self.tangent_bytes - self.released_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,12 @@ class Evaluator:
         self.room.load(self.numbers)
         now = self.context_bytes
         if self.room.around is not now:
-            nbytes = now.given_bytes, now.turn_bytes, now.tangent_bytes, now.end_bytes
+            nbytes = (
+                now.given_bytes,
+                now.loss_point_bytes,
+                now.backward_bytes,
+                now.end_bytes,
+            )
             self.room.surround(now, nbytes, self._handed)
         return self.room
 

@@ -121,7 +121,7 @@ class _Stage:
         rebuild = self.evaluator.alone(index, Mode.AGAIN, saved, kept=True)
         alone_bytes = self._backward_extra(0)
         last = index == len(chain) - 1
-        tangent_bytes = self.evaluator.context_bytes.tangent_bytes
+        tangent_bytes = self.evaluator.context_bytes.backward_bytes
         return StageCosts(
             forward_s=seconds.forward_s,
             backward_s=seconds.backward_s,
@@ -176,7 +176,7 @@ class _Stage:
         extra = self._backward(option).peak_bytes
         if self.index == len(self.chain) - 1:
             around = self.evaluator.context_bytes
-            extra = max(extra + around.tangent_bytes, around.turn_bytes)
+            extra = max(extra + around.backward_bytes, around.loss_point_bytes)
         return extra
 
 

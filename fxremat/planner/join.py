@@ -131,7 +131,7 @@ def build_join_costs(
         trunk=tuple(own[branching.ends[-1] :]),
         fixed_bytes=costs.fixed_bytes,
         done_bytes=tuple(done),
-        trunk_done_bytes=max(0, context_bytes.tangent_bytes + held.left_by_trunk()),
+        trunk_done_bytes=max(0, context_bytes.backward_bytes + held.left_by_trunk()),
     )
 
 

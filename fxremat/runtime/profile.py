@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,6 +38,7 @@ class MemoryProfile:
         begin_bytes: at its begin, over those when the step began.
         after_bytes: most from the end of the forward to the next call.
         before_bytes: most from the end of the backward to the next call.
+        gone_bytes: existed when the forward began, and no longer when the backward did.
     """
 
     forward_bytes: int
@@ -48,6 +49,7 @@ class MemoryProfile:
     begin_bytes: int = 0
     after_bytes: int = 0
     before_bytes: int = 0
+    gone_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -62,13 +64,16 @@ class _Watched:
     Attributes:
         tell: is told what was seen of it.
         step: that it has left.
-        gone: bytes of each tensor that was there before and not any more at its backward.
+        gone: bytes of each tensor that was there before and not any more at its backward, of
+            which the log may have no event.
+        gone_bytes: of all of them.
         ended: its backward has.
     """
 
     tell: Callable[[MemoryProfile], None]
     step: weakref.ref[object] | None = None
     gone: tuple[int, ...] = ()
+    gone_bytes: int = 0
     ended: bool = False
 
 
@@ -180,6 +185,7 @@ class Watcher:
         if place is None:
             return
         self._calls[place].gone = tuple(never if self._on_cuda else gone)
+        self._calls[place].gone_bytes = sum(gone)
         self._calls[place].ended = False
         self._mark(place, BACKWARD)
 
@@ -212,7 +218,7 @@ class Watcher:
         tell_whole, self._tell_whole = self._tell_whole, None
         events = _with_unseen(log.events, [call.gone for call in calls])
         for place, call in enumerate(calls):
-            call.tell(_profile_of(events, place))
+            call.tell(replace(_profile_of(events, place), gone_bytes=call.gone_bytes))
         if tell_whole is not None:
             tell_whole(*_whole(events))
 

@@ -55,9 +55,10 @@ class Step:
         passed: what the backward returns as it is, by place among the gradients.
         count: of what it takes, where that is counted.
         missing: primals whose gradient is planned for as if it were there, and is not.
+        kept: outputs of earlier steps that somebody holds when the forward begins.
 
     Attributes:
-        plan, backward, context, leaves, passed, count, missing: as given.
+        plan, backward, context, leaves, passed, count, missing, kept: as given.
         number: larger for later ones; -1 until the forward has ended.
         outputs: storages that the forward has made for its caller, which may hold them for long.
         held_bytes: device memory of what it has saved and returned, beside what others hold.
@@ -73,10 +74,12 @@ class Step:
         passed: Mapping[int, object] = MappingProxyType({}),
         count: Count | None = None,
         missing: frozenset[int] = frozenset(),
+        kept: Sequence[torch_compat.StorageAlive] = (),
     ) -> None:
         self.plan = plan
         self.count = count
         self.missing = missing
+        self.kept = kept
         self.backward = backward
         self.context = context
         self.leaves = leaves
@@ -211,16 +214,23 @@ class InFlight:
         return len(self._steps) > 1 and any(other is not step for other in self.waiting())
 
     def kept_bytes(self, waiting: Iterable[Step]) -> int:
-        """Of outputs that somebody holds, of steps that are not ``waiting``.
-
-        One number of the latest step does not count: a loop's variable holds its last loss
-        until it has the next, and every plan has room for that.
-        """
+        """Of outputs that somebody holds, of steps that are not ``waiting``."""
         if not self._outputs:
             return 0
+        return sum([alive.nbytes for alive in self.kept(waiting)])
+
+    def kept(self, waiting: Iterable[Step]) -> list[torch_compat.StorageAlive]:
+        """Outputs that somebody holds, of steps that are not ``waiting``.
+
+        One number of the latest step is left out: a loop's variable holds its last loss until it
+        has the next, and every plan has room for that.
+        """
         counted = {step.number for step in waiting}
         with self._lock:
             self._outputs = [(number, alive) for number, alive in self._outputs if alive]
-            kept = [(n, alive.nbytes) for n, alive in self._outputs if n not in counted]
-        last = [size for n, size in kept if n == self.latest and size <= SCALAR_BYTES]
-        return sum([size for _, size in kept]) - sum(last[:1])
+            found = [(n, alive) for n, alive in self._outputs if n not in counted]
+        for place, (number, alive) in enumerate(found):
+            if number == self.latest and alive.nbytes <= SCALAR_BYTES:
+                del found[place]
+                break
+        return [alive for _, alive in found]

@@ -38,8 +38,8 @@ def sweep(program: Program, footprints: Footprints, context_bytes: ContextBytes)
     held: list[int] = []
     for index, call in enumerate(program.calls):
         if index == program.turn:
-            turn = now + context_bytes.turn_bytes
-            now += context_bytes.tangent_bytes
+            turn = now + context_bytes.loss_point_bytes
+            now += context_bytes.backward_bytes
         footprint = footprints.of(call.block, kept=call.kept)
         peaks.append(now + footprint.peak_bytes)
         now += footprint.change_bytes - sum(nbytes[i] for i in call.handed)

@@ -1,0 +1,210 @@
+"""The state of optimizers before it exists: its bytes, by one step on small parameters."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxremat import torch_compat
+from fxremat.errors import ArgumentError
+from fxremat.frontend.arguments import Optimizer
+from fxremat.frontend.sample import Sample
+from fxremat.passes.joint.graph import allocated_bytes
+
+SMALL = 1 << 14
+"""Numbers of a parameter that a trial step is made for as it is; larger ones have a stand-in."""
+
+PRIMES = ((), (16411,), (127, 131), (23, 29, 31), (11, 13, 17, 19), (7, 11, 13, 17, 19))
+"""Sizes of a stand-in, by its dimensions: a size of its state says which dimension it follows."""
+
+CONSTANT = 8
+"""So many numbers of state, or fewer, are taken to be as many for every parameter."""
+
+StateBytes = Mapping[int, tuple[int, ...]]
+"""Bytes of each tensor of state, by the ``id`` of its parameter."""
+
+
+def optimizer_bytes(
+    optimizers: Iterable[Optimizer], model: nn.Module
+) -> dict[int, tuple[int, ...]]:
+    """Return the bytes of each tensor that optimizers keep for a parameter, on its device.
+
+    State that does not exist yet is measured by one step of a copy of the optimizer, on a parameter
+    of the same dtype, device and number of dimensions. What lies on another device, as Adam's count
+    of steps does unless it is ``capturable`` or ``fused``, is not of this device's memory.
+
+    Args:
+        optimizers: of the step; a class stands for its instance with default options.
+        model: whose parameters a class is made of.
+
+    Raises:
+        ArgumentError: an optimizer cannot take such a step, or its class needs more than the
+            parameters.
+    """
+    found: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    for optimizer in optimizers:
+        own = _made(optimizer, model)
+        known: dict[object, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        for number, group in enumerate(own.param_groups):
+            for parameter in group["params"]:
+                local = torch_compat.local_part(parameter)
+                state = _existing_state(own, parameter)
+                if state is None:
+                    key = number, parameter.dtype, parameter.device, _stand_in_shape(local)
+                    if key not in known:
+                        known[key] = _tried(own, group, local)
+                    sizes = list(_sizes_for(local, *known[key]))
+                else:
+                    sizes = [torch_compat.local_part(value).nbytes for value in state]
+                # One by one: each is asked of the allocator by itself.
+                found[id(parameter)] += tuple(
+                    allocated_bytes(nbytes, parameter.device) for nbytes in sizes
+                )
+    return dict(found)
+
+
+def counted_state(
+    state: StateBytes, model: nn.Module, gradients: Iterable[torch.Tensor] | None
+) -> tuple[int, ...]:
+    """Return the bytes of each tensor of state that a step is to be planned for.
+
+    Args:
+        state: of all optimizers.
+        model: that trains. A parameter of another network is counted whatever it gets.
+        gradients: local parts of parameters that the captured step computes a gradient of: others
+            of the model never get state. ``None``: not all of the step is captured.
+    """
+    left_out: set[int] = set()
+    if gradients is not None:
+        used = {torch_compat.storage_key(t) for t in gradients}
+        for parameter in model.parameters():
+            if torch_compat.storage_key(torch_compat.local_part(parameter)) not in used:
+                left_out.add(id(parameter))
+    return tuple(n for own, sizes in state.items() if own not in left_out for n in sizes)
+
+
+def check_optimizers(
+    optimizers: Iterable[Optimizer], model: nn.Module, call: Sample | None
+) -> None:
+    """Refuse an optimizer of another model.
+
+    Args:
+        optimizers: of the step; a class is of any model.
+        model: that trains. One that does not may have its arguments optimized.
+        call: of the model, whose tensors may be optimized as well.
+
+    Raises:
+        ArgumentError: one steps no parameter of ``model``, though there are some.
+    """
+    own = {id(p) for p in model.parameters()}
+    own |= {id(t) for _, t in call.tensors()} if call is not None else set()
+    trains = any(p.requires_grad for p in model.parameters())
+    for optimizer in optimizers:
+        if not (isinstance(optimizer, torch.optim.Optimizer) and trains):
+            continue
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        if own.isdisjoint(map(id, stepped)):
+            name = type(optimizer).__name__
+            raise ArgumentError(
+                f"optimizer is a {name} of {len(stepped)} parameters, none of which is one of the "
+                f"{len(own)} of {type(model).__name__}: make it of model.parameters(), after what "
+                f"replaces them, give its class, optimizer=torch.optim.{name}, or the bytes of its "
+                "state as reserve=",
+                argument="optimizer",
+                value=optimizer,
+            )
+
+
+def _made(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    make: Any = optimizer
+    try:
+        made: torch.optim.Optimizer = make([p for p in model.parameters() if p.requires_grad])
+    except (TypeError, ValueError) as error:
+        raise _refused(
+            optimizer, f"{optimizer.__name__} cannot be made of the parameters alone ({error})"
+        ) from error
+    return made
+
+
+def _existing_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+) -> list[torch.Tensor] | None:
+    """State that is on the parameter's device already; ``None``: there is no state yet."""
+    state = optimizer.state.get(parameter)
+    if not state:
+        return None
+    values = (v for v in state.values() if isinstance(v, torch.Tensor))
+    return [value for value in values if value.device == parameter.device]
+
+
+def _stand_in_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a parameter whose state is made in place of that of ``parameter``."""
+    shape = tuple(parameter.shape)
+    if parameter.numel() <= SMALL:
+        return shape
+    primes = iter(PRIMES[min(len(shape), len(PRIMES) - 1)])
+    by_size: dict[int, int] = {}
+    for size in shape:
+        if size > 1 and size not in by_size:
+            by_size[size] = next(primes, 1)
+    return tuple(by_size.get(size, size) for size in shape)
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A stand-in of ``parameter``, and the state that one step keeps for it on its device."""
+    shape, dtype, device = _stand_in_shape(parameter), parameter.dtype, parameter.device
+    probe = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    probe.grad = torch.ones_like(probe)
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**group, "params": [probe]}]
+    try:
+        trial.step()
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        name = type(optimizer).__name__
+        raise _refused(
+            optimizer, f"the state of {name} cannot be found by a trial step ({error})"
+        ) from error
+    kept = trial.state[probe].values()
+    state = [v for v in kept if isinstance(v, torch.Tensor) and v.device == probe.device]
+    return probe, state
+
+
+def _sizes_for(
+    parameter: torch.Tensor, probe: torch.Tensor, state: Iterable[torch.Tensor]
+) -> Iterator[int]:
+    """Bytes of each tensor of state of ``parameter``, by that of its stand-in."""
+    if parameter.shape == probe.shape:
+        yield from (value.nbytes for value in state)
+        return
+    real = dict(zip(probe.shape, parameter.shape, strict=True))
+    count, probed = parameter.numel(), probe.numel()
+    for value in state:
+        own = value.numel()
+        if own == probed:
+            numbers = count
+        elif own > CONSTANT and all(size == 1 or size in real for size in value.shape):
+            numbers = math.prod(real.get(size, size) for size in value.shape)
+        elif own > CONSTANT:  # one for each block of so many
+            numbers = math.ceil(count * own / probed)
+        else:
+            numbers = own
+        yield numbers * value.element_size()
+
+
+def _refused(optimizer: object, why: str) -> ArgumentError:
+    return ArgumentError(
+        f"{why}: give the bytes of its state as reserve= instead of optimizer=",
+        argument="optimizer",
+        value=optimizer,
+    )

@@ -1,0 +1,105 @@
+"""Steps that do not fit once training goes on: what grew, and what the user can do about it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import torch
+
+from fxremat.errors import BudgetError, BudgetWarning
+from fxremat.frontend.budget import TrainingBudget
+from fxremat.frontend.captured import CapturedStep
+from fxremat.planner.context import StepContext
+from fxremat.units import format_bytes
+
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+
+SIZE = "other sizes than those that the budget was resolved for"
+
+
+class _Planner(Protocol):
+    """What plans the step."""
+
+    step: CapturedStep
+    budget: TrainingBudget
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """A step that no plan keeps within the budget.
+
+    Attributes:
+        budget_bytes: of the model.
+        least_bytes: what the plan of least memory takes.
+        grown: what takes more than when the budget was resolved, and by how much.
+        line: of the user's code that runs the step.
+    """
+
+    budget_bytes: int
+    least_bytes: int
+    grown: tuple[tuple[str, int], ...]
+    line: str
+
+    @staticmethod
+    def of(planner: _Planner, context: StepContext, error: BudgetError) -> Shortfall:
+        """Describe why a call does not fit.
+
+        Args:
+            planner: of the captured step.
+            context: of the call.
+            error: that planning raised.
+        """
+        budget = planner.budget
+        found = growth(budget.counted, dict(context.described(planner.step.joint)))
+        if context.sizes != planner.step.sizes.hints:
+            found = (*found, (SIZE, 0))
+        least_bytes = error.least_budget_bytes or 0
+        return Shortfall(budget.nbytes or 0, least_bytes, found, user_line())
+
+    def __str__(self) -> str:
+        """The message of the warning."""
+        over = self.least_bytes - self.budget_bytes
+        what = ", ".join(
+            f"{name} ({nbytes} bytes, {format_bytes(nbytes)}, more)" if nbytes else name
+            for name, nbytes in self.grown
+        )
+        where = f" at {self.line}" if self.line else ""
+        return (
+            f"the step{where} takes at least {self.least_bytes} bytes "
+            f"({format_bytes(self.least_bytes)}), {over} ({format_bytes(over)}) more than the "
+            f"budget of {self.budget_bytes}, because of {what or 'what it holds'}. It runs with "
+            "the plan of least memory until there is room again; a budget of "
+            f"{self.least_bytes} would do, or strict=True to raise instead"
+        )
+
+    def warn(self) -> None:
+        """Issue the warning."""
+        warn(str(self))
+
+
+def growth(before: Mapping[str, int], now: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return what takes more bytes than before, and by how much, the most first."""
+    more = ((what, nbytes - before.get(what, 0)) for what, nbytes in now.items())
+    return tuple(sorted(((w, n) for w, n in more if n > 0), key=lambda one: -one[1]))
+
+
+def user_line() -> str:
+    """Return the innermost line outside this package and torch, as ``"train.py:12"``; or ``""``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_USERS):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def warn(message: str) -> None:
+    """Issue a :class:`BudgetWarning`: a step takes more than its budget."""
+    warnings.warn(message, BudgetWarning, stacklevel=3)

@@ -1,0 +1,51 @@
+"""The usual training loop: what its steps hold when they begin, from the second one on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from fxremat.frontend.captured import CapturedStep
+from fxremat.planner.context import StepContext
+from fxremat.planner.context_bytes import made_outputs
+from fxremat.report.memory import Kind
+from fxremat.runtime.steps import SCALAR_BYTES
+
+
+def usual_contexts(step: CapturedStep, context: StepContext) -> tuple[StepContext, StepContext]:
+    """Return the contexts of the usual loop's later steps that need least, and most.
+
+    In both of them the previous step's outputs are held until the new ones replace them. In the
+    first one gradients are ``None`` when a forward begins: ``zero_grad`` is called before the
+    forward, or after the optimizer's step. In the second one they exist throughout, set to zero or
+    accumulated; a loop that calls ``zero_grad`` between forward and backward needs no more.
+
+    Args:
+        step: the captured step.
+        context: of its first call.
+    """
+    kept_bytes = max(context.kept_bytes, held_output_bytes(step, context))
+    first = replace(context, kept_bytes=kept_bytes, released=True)
+    gradients = frozenset(_parameters_with_gradient(step))
+    existing, added = context.existing | gradients, context.added | gradients
+    return first, replace(first, existing=existing, added=added)
+
+
+def held_output_bytes(step: CapturedStep, context: StepContext) -> int:
+    """Return the bytes of a step's outputs that a loop's variables hold into the next step.
+
+    One scalar is left out: every plan has room for the last loss.
+    """
+    joint = step.joint_at(context.sizes)
+    table = joint.storages
+    outputs = [joint.forward_outputs[index] for index in made_outputs(joint)]
+    sizes = [table.total(table.of((own,))) for own in outputs if isinstance(own, fx.Node)]
+    scalars = [nbytes for nbytes in sizes if nbytes <= SCALAR_BYTES]
+    return sum(sizes) - sum(scalars[:1])
+
+
+def _parameters_with_gradient(step: CapturedStep) -> list[int]:
+    gradients = enumerate(step.joint.backward_outputs)
+    made = (primal for primal, gradient in gradients if isinstance(gradient, fx.Node))
+    return [i for i in made if step.roles.get(i, Kind.PARAMETERS) is Kind.PARAMETERS]
