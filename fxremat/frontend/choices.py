@@ -141,7 +141,7 @@ def chosen_for(
     least_bytes = there_bytes + max(first_bytes, least.peak_bytes)
     kept_bytes = knapsack.peak_bytes(calls, [len(call.choices) - 1 for call in calls])
     full_bytes = there_bytes + max(first_bytes, kept_bytes)
-    if budget.grows and least_bytes > (budget.nbytes or 0):
+    if budget.grows:
         budget = budget.settled(least_bytes)
     budget_bytes = budget.resolve(
         full_bytes=full_bytes,

@@ -105,7 +105,7 @@ class KnownStep:
         watches: so many further steps of it are watched.
         told: what breaks it was said.
         seconds: between calls, as a step that was not watched has taken them.
-        seen_bytes: the peak of the one that was watched last.
+        peak_bytes: the peak of the one that was watched last.
         seen: so many were watched.
     """
 
@@ -124,7 +124,7 @@ class KnownStep:
     watches: int = WATCHED
     told: bool = False
     seconds: tuple[float, ...] = ()
-    seen_bytes: int | None = None
+    peak_bytes: int | None = None
     seen: int = 1
 
     @property

@@ -75,7 +75,10 @@ class Loop:
     _all_slack_bytes: int = 0  # of all on the device, when it was found
 
     def __post_init__(self) -> None:
-        self.optimizers = Optimizers(lambda: self.budget.nbytes, self.given_optimizers)
+        given_bytes = sum(self.caller.held_bytes)
+        self.optimizers = Optimizers(
+            lambda: self.budget.nbytes, self.given_optimizers, given_bytes, self.watcher.end
+        )
         _loops.add(self)
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
@@ -101,8 +104,9 @@ class Loop:
     def networks_bytes(self) -> int:
         """Bytes that other networks which train in this process hold on the device.
 
-        A network that has trained, but not since this one was compiled, is left out. Their parameters, buffers, gradients and optimizer state, and what their steps in flight
-        have saved; what they share with this one is left out.
+        Their parameters, buffers, gradients and optimizer state, and what their steps in flight
+        have saved. What they share with this one is left out, and so is a network that has trained,
+        but not since this one was compiled.
         """
         model = self.model()
         others = [own for own in _loops if own is not self and self._is_active(own)]

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass, field
 
 from fxremat.errors import BudgetError, GraphBreakWarning
-from fxremat.frontend.budget import Budget
+from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.known import KnownStep
 from fxremat.frontend.shortfall import warn
 from fxremat.frontend.walk import Walk
@@ -40,8 +40,7 @@ class Notices:
     breaks: dict[str, None] | None = field(default_factory=dict)
     why: str = ""
     _over: int = 0
-    _seen_bytes: int = 0
-    _budget_bytes: int = 0
+    _peak_bytes: int = 0
     _unlearned: int = 0
     _said: set[str] = field(default_factory=set)
 
@@ -59,7 +58,7 @@ class Notices:
             "runs as it is, and what it calls is captured for itself",
         )
 
-    def peak(self, peak_bytes: int, budget: Budget, walk: Walk) -> bool:
+    def peak(self, peak_bytes: int, budget: TrainingBudget, walk: Walk) -> bool:
         """Note the peak of a watched step; returns whether it is more than the budget.
 
         Args:
@@ -67,46 +66,68 @@ class Notices:
             budget: of the model.
             walk: its calls.
         """
-        budget_bytes = budget.nbytes or peak_bytes
         if not walk.calls:
-            budget_bytes = budget.bytes_of(full_bytes=peak_bytes, least_bytes=peak_bytes)
             self._once(
                 "nothing",
                 "nothing of this model that has a gradient can be captured, so nothing is planned: "
                 f"it runs as it is, and a step took {peak_bytes} bytes "
                 f"({format_bytes(peak_bytes)}). Move what can be captured into modules of its own",
             )
+        budget_bytes = budget.nbytes or budget.written.bytes_of(
+            full_bytes=peak_bytes, least_bytes=peak_bytes
+        )
         over = peak_bytes - budget_bytes
         if over <= 0:
             self._over = 0
             return False
-        self._budget_bytes = budget_bytes
-        self._over = self._over + 1 if walk.calls else MOST_OVER
-        self._seen_bytes = max(self._seen_bytes, peak_bytes)
+        self._over += 1
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
         what = f"{plural(len(walk.calls), 'region')}" if walk.calls else "which nothing is captured"
-        then = "The next step's plans leave room for that" if walk.calls else "Nothing is planned"
+        where = f" at {walk.line}" if walk.line else ""
+        planned_bytes = max(walk.planned_bytes(), default=0) + (walk.base_bytes or 0)
+        then = "The next step's plans leave room for that"
+        if not walk.calls or (self._over > 1 and planned_bytes <= budget_bytes):
+            then = (
+                f"The plans take {planned_bytes} of them; the rest is allocated by code that is "
+                f"not captured{self._lines()}, which no plan changes. A budget of {peak_bytes} "
+                "would do"
+            )
         warn(
-            f"this step, of {what}, took {peak_bytes} bytes, {over} ({format_bytes(over)}) more "
-            f"than its budget of {budget_bytes}. {then}"
+            f"the step{where}, of {what}, took {peak_bytes} bytes, {over} ({format_bytes(over)}) "
+            f"more than its budget of {budget_bytes}. {then}"
         )
         return True
 
-    def refuse(self, budget: Budget) -> None:
+    def refuse(self, budget: TrainingBudget) -> None:
         """Refuse a step that begins, where those before took too much in a row.
 
         Raises:
-            BudgetError: those before took more than the budget, whatever was planned.
+            BudgetError: ``strict=True``, and those before took more than the budget, whatever was
+                planned.
         """
-        if self._over < MOST_OVER or budget.grows:
+        if self._over < MOST_OVER or not budget.strict or budget.grows:
             return
-        self._over -= 1  # who goes on is told again
-        nbytes = self._seen_bytes
+        self._over -= 1  # who goes on meets it again
+        nbytes = self._peak_bytes
         raise BudgetError(
-            f"budget {budget.written!r} is {self._budget_bytes} bytes, but steps took up to "
+            f"budget {budget.written.written!r} is {budget.nbytes} bytes, but steps took up to "
             f"{nbytes} bytes ({format_bytes(nbytes)}) with what their code between regions "
             f"allocates, which is not planned{self._lines()}. Give at least {nbytes}, or "
             "budget='min'",
             least_budget_bytes=nbytes,
+        )
+
+    def short(self, error: BudgetError, line: str) -> None:
+        """Say that no plans of a step's regions fit together, so it follows those of least memory.
+
+        Args:
+            error: that choosing them raised.
+            line: of the user's code that runs the step.
+        """
+        where = f" at {line}" if line else ""
+        warn(
+            f"the step{where} takes more than its budget: {error}. It runs with the plans of least "
+            "memory until there is room again; strict=True raises instead"
         )
 
     def followed(self, walk: Walk) -> None:

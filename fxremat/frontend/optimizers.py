@@ -55,6 +55,8 @@ class Optimizers:
     Attributes:
         budget_bytes: asked for when a step was seen; ``None``: there is no budget yet.
         given: those that ``optimizer=`` names; a class stands for all of its instances.
+        given_bytes: of the state that these keep.
+        before_step: is called before each step: what a training step takes ends there.
         watcher: of what a step allocates. A step that raises ends with what is watched next, a
             forward or a profile of the user's.
         has_news: the state has changed since that was set to ``False``.
@@ -62,6 +64,8 @@ class Optimizers:
 
     budget_bytes: Callable[[], int | None]
     given: tuple[object, ...] = ()
+    given_bytes: int = 0
+    before_step: Callable[[], None] = lambda: None
     watcher: Watcher = field(default_factory=Watcher)
     has_news: bool = False
     _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Optimizer] = field(
@@ -82,7 +86,12 @@ class Optimizers:
         """The user's line at which state grew last."""
         return next((own.line for own in reversed(list(self._known.values())) if own.line), "")
 
-    def more_bytes(self, counted_bytes: int) -> int:
+    @property
+    def more_bytes(self) -> int:
+        """Bytes of state beyond all that ``optimizer=`` says; less than none if it is less."""
+        return self.beyond(self.given_bytes)
+
+    def beyond(self, counted_bytes: int) -> int:
         """Return the bytes of state beyond those that are counted; less than none if it is less.
 
         Args:
@@ -122,6 +131,7 @@ class Optimizers:
         return end
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
+        self.before_step()
         self.watcher.end()
         known = self._known.setdefault(optimizer, _Optimizer())
         if known.shape != _shape_of(optimizer):

@@ -154,10 +154,11 @@ class PlanCache:
         )
         values = [inputs.get(i) for i in range(len(torch_compat.primal_values(joint, ())))]
         plan_cache._without = tuple(i for i in range(len(values)) if i not in plan_cache.gradients)
-        context = plan_cache._context_of(plan_cache._find(values, planner.step.sizes.hints)[0])
-        if regions.several:
-            context = regions.context_unknown(planner, context)
+        found = plan_cache._context_of(plan_cache._find(values, planner.step.sizes.hints)[0])
+        context = regions.context_unknown(planner, found) if regions.several else found
         planned = planner.first(context, kept=kept, rehearse=rehearse, least=regions.several)
+        if regions.several:
+            regions.check_least(planner, found)
         plan_cache._own = own_gradients(planner.step.joint)
         plan_cache._made = made_outputs(planner.step.joint)
         plan_cache.plans[context] = Compiled(planned, plan_cache, context)
@@ -378,7 +379,7 @@ class PlanCache:
             len(waiting),
             sum([step.held_bytes for step in waiting]),
             loop.in_flight.kept_bytes(waiting),
-            loop.optimizers.more_bytes(self.planner.step.optimizer_bytes),
+            loop.optimizers.beyond(self.planner.step.optimizer_bytes),
             0 if self.planner.together else loop.networks_bytes(),
             0,
             torch_compat.bucket_bytes(),

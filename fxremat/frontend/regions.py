@@ -34,12 +34,14 @@ from fxremat.frontend.known import Called, Key, KnownStep, KnownSteps
 from fxremat.frontend.loop import Loop
 from fxremat.frontend.notices import Notices
 from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.shortfall import user_line
 from fxremat.frontend.walk import Walk, between, seen_profiles
-from fxremat.planner.context import Correction, StepContext
+from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 from fxremat.runtime.counted import Count
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.runtime.steps import Step
 from fxremat.solvers.knapsack import Call, Choice
+from fxremat.units import format_bytes
 
 MUCH = 0.02
 """Share of the budget: where so much less is there than before, plans are chosen again."""
@@ -49,6 +51,9 @@ MOST_UNKNOWN = 512
 
 Contexts = dict[tuple[int, StepContext], StepContext]
 """What a call of an unknown step is planned for, by the budget and what it finds."""
+
+WATCH_EVERY = 100
+"""One of so many steps is watched for good."""
 
 NEAR = 0.75
 """Share of the budget: steps that differ and are planned to take more are all watched."""
@@ -111,7 +116,7 @@ class Regions:
         walk = self._going_on()
         if self.several and (walk is None or not walk.calls):
             walk = self._next()
-            walk.base_bytes = there_bytes()
+            walk.base_bytes, walk.line = there_bytes(), user_line()
             self._begin_watch(walk, device)
         if walk is not None:
             walk.open = True
@@ -127,8 +132,10 @@ class Regions:
         if not walk.watched or not self.loop.watcher.is_on:
             return
         graph = _Graph()
-        self.loop.watcher.close(graph)
-        torch_compat.before_each_backward(outputs, lambda: self._goes_back(graph, walk))
+        if torch_compat.before_each_backward(outputs, lambda: self._goes_back(graph, walk)):
+            self.loop.watcher.close(graph)
+        else:
+            walk.unended = True
 
     def _goes_back(self, _graph: object, walk: Walk) -> None:
         """A backward begins where a call of the model has ended, in whatever thread."""
@@ -243,7 +250,10 @@ class Regions:
             found.append((known, place))
         sure = self.together or all(known.is_sure for known in walk.begun)
         if failed is not None and not found and walk.begun and sure:
-            raise failed
+            if self.loop.budget.may_raise:
+                raise failed
+            if not walk.calls:
+                self.notices.short(failed, walk.line)
         return found
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
@@ -262,11 +272,14 @@ class Regions:
         walk: Walk | None = getattr(self._now, "walk", None)
         budget_bytes, host_bytes = self.loop.budget.nbytes, self._host_bytes()
         begins = walk is None or not (walk.calls and planner.started)
-        if walk is None or begins or budget_bytes is None or self.loop.peers is not None:
+        is_known = budget_bytes is not None or self.loop.budget.grows
+        if walk is None or begins or not is_known or self.loop.peers is not None:
             return leaving_least(planner, context, host_bytes)
         there_bytes = (walk.base_bytes or 0) + context.waiting_bytes + self._aside_bytes
         there_bytes += -there_bytes % max(1, int(self._much_bytes))
         beside = Correction(more_bytes=there_bytes, left_bytes=self._made_bytes(walk))
+        if budget_bytes is None:  # "min", of which nothing else is known yet
+            budget_bytes = self._least_bytes(planner, context, beside)
         key = budget_bytes, alone(context, beside, host_bytes)
         known = self._unknown.setdefault(planner, {})
         if key not in known:
@@ -274,6 +287,56 @@ class Regions:
                 known.pop(next(iter(known)))
             known[key] = leaving_little(planner, context, budget_bytes, beside, host_bytes)
         return known[key]
+
+    def check_least(self, planner: Planner, context: StepContext) -> None:
+        """Compare the least that one region needs by itself with the budget, once it is captured.
+
+        Args:
+            planner: of its graph.
+            context: what its first call finds, with nothing that steps before have shown.
+
+        Raises:
+            BudgetError: it needs more, and no step has run to its end yet.
+        """
+        budget, walk = self.loop.budget, getattr(self._now, "walk", None)
+        if budget.nbytes is None or budget.grows or walk is None or self._now_inner:
+            return
+        there_bytes = (walk.base_bytes or 0) + context.waiting_bytes + self._aside_bytes
+        beside = Correction(more_bytes=there_bytes)
+        least_bytes = self._least_bytes(planner, context, beside, budget.nbytes)
+        if least_bytes <= budget.nbytes:
+            return
+        error = BudgetError(
+            f"budget {budget.written.written!r} is {budget.nbytes} bytes "
+            f"({format_bytes(budget.nbytes)}), but a region of this model needs at least "
+            f"{least_bytes} bytes ({format_bytes(least_bytes)}) with what the model holds, "
+            f"whatever its plan. Give at least {least_bytes}, or budget='min'",
+            least_budget_bytes=least_bytes,
+        )
+        if budget.may_raise:
+            raise error
+        self.notices.short(error, user_line())
+
+    def _least_bytes(
+        self,
+        planner: Planner,
+        context: StepContext,
+        beside: Correction,
+        budget_bytes: int | None = None,
+    ) -> int:
+        """The least budget of a call by itself, with what is beside it; of further forms, too,
+        where none that is known keeps to ``budget_bytes``.
+        """
+        own_bytes = planner.step.given_bytes(alone(context, NO_CORRECTION))
+        held = Correction(
+            more_bytes=max(0, beside.more_bytes - own_bytes),
+            left_bytes=planner.step.tangent_bytes(context.sizes) + beside.left_bytes,
+        )
+        return planner.least_bytes(alone(context, held), budget_bytes)
+
+    @property
+    def _now_inner(self) -> bool:
+        return torch_compat.current_backward() >= 0
 
     def _made_bytes(self, walk: Walk) -> int:
         """Of gradients that are there when a backward of the call that was entered last begins: of
@@ -434,12 +497,14 @@ class Regions:
             gc.collect()
             self.captured = False
         self.steps += 1
+        if self.steps % WATCH_EVERY == 0:
+            self._watches = max(self._watches, 1)
         walk: Walk | None = getattr(self._now, "walk", None)
         if walk is None or walk.calls:
             self._before = walk
         if walk is not None:
             self._end(walk)
-        self.notices.refuse(self.loop.budget.now)
+        self.notices.refuse(self.loop.budget)
         walk = self._now.walk = Walk()
         return walk
 
@@ -470,10 +535,10 @@ class Regions:
 
     def _learn(self, walk: Walk, first_bytes: int, peak_bytes: int, done: bool) -> None:
         """A step was watched, as far as it could be: see :meth:`Watcher.begin`."""
-        if walk.failed or self.captured or not (done or walk.calls):
+        if walk.failed or self.captured or not (done or walk.calls or walk.unended):
             return  # capturing measures, and that may be in the log
         base_bytes = (walk.base_bytes or 0) + sum(c.context.waiting_bytes for c in walk.calls[:1])
-        if self.notices.peak(base_bytes + peak_bytes, self.loop.budget.now, walk):
+        if self.notices.peak(base_bytes + peak_bytes, self.loop.budget, walk):
             self._watches = 2  # as long as steps are over, they are watched
         walk.done = done
         profiles = seen_profiles(walk)
@@ -486,7 +551,7 @@ class Regions:
         followed = [known for known in walk.begun or walk.places if not walk.unknown]
         for known in self.known.learn(walk.calls, profiles, envelopes=not self.together):
             known.first_bytes = max(known.first_bytes, first_bytes)
-            known.seen_bytes = base_bytes + peak_bytes
+            known.peak_bytes = base_bytes + peak_bytes
             if known in followed and known.choices:
                 explained_bytes = max(known.planned_bytes - known.more_bytes, *walk.planned_bytes())
                 known.more_bytes = max(known.more_bytes, peak_bytes - explained_bytes)
@@ -521,12 +586,22 @@ class Regions:
                 return made[0]
 
             found = self.loop.peers.follow("plans of regions", Chosen, make) or made[0]
-        self.loop.budget.set(found.budget_bytes)
+        known.peak_bytes = None
         known.there_bytes, known.host_bytes = there_bytes, host_bytes
         known.least_bytes, known.full_bytes = found.least_bytes, found.full_bytes
         known.choices, known.besides = found.choices, list(found.besides)
         takes = [choice.host_bytes for choice in found.choices]
+        self._set_budget(found)
         known.later_host_bytes = [sum(takes[place + 1 :]) for place in range(len(takes))]
+
+    def _set_budget(self, found: Chosen) -> None:
+        """Let the budget be what plans were chosen for; ``"min"``: what known steps need."""
+        budget = self.loop.budget
+        nbytes = found.budget_bytes
+        if budget.grows:
+            planned = (own.least_bytes for own in self.known if own.choices)
+            nbytes = max(planned, default=nbytes)
+        budget.set(nbytes)
 
     def _chosen(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> Chosen:
         """Plans for all calls of a step, of more forms until some fit."""

@@ -322,9 +322,9 @@ class Runner:
     def _there_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """What is there when a call begins."""
         loop = self.compiler.loop
-        state_bytes = loop.optimizers.more_bytes(sum(loop.caller.held_bytes))
         nbytes = model_bytes(_resident(self.original, args, kwargs), loop.caller, self._device)
-        return nbytes + loop.slack_bytes(self._device) + loop.networks_bytes() + state_bytes
+        nbytes += loop.optimizers.more_bytes
+        return nbytes + loop.slack_bytes(self._device) + loop.networks_bytes()
 
     def _failure(self, error: BaseException, call: Sample) -> BaseException:
         """What really went wrong when ``call`` could not be captured."""

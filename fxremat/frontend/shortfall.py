@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from fxremat.planner.context import StepContext
 from fxremat.units import format_bytes
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 SIZE = "other sizes than those that the budget was resolved for"
 
@@ -57,9 +60,10 @@ class Shortfall:
         """
         budget = planner.budget
         found = growth(budget.counted, dict(context.described(planner.step.joint)))
+        least_bytes = error.least_budget_bytes or 0
+        found = _most_of(found, least_bytes - (budget.nbytes or 0))
         if context.sizes != planner.step.sizes.hints:
             found = (*found, (SIZE, 0))
-        least_bytes = error.least_budget_bytes or 0
         return Shortfall(budget.nbytes or 0, least_bytes, found, user_line())
 
     def __str__(self) -> str:
@@ -89,15 +93,28 @@ def growth(before: Mapping[str, int], now: Mapping[str, int]) -> tuple[tuple[str
     return tuple(sorted(((w, n) for w, n in more if n > 0), key=lambda one: -one[1]))
 
 
+def _most_of(grown: tuple[tuple[str, int], ...], over: int) -> tuple[tuple[str, int], ...]:
+    """The first of them, up to those that together are more than what is ``over``."""
+    sums = [0, *itertools.accumulate(nbytes for _, nbytes in grown)]
+    return tuple(one for one, before in zip(grown, sums, strict=False) if before <= over)
+
+
 def user_line() -> str:
-    """Return the innermost line outside this package and torch, as ``"train.py:12"``; or ``""``."""
+    """Return the innermost line outside this package and installed ones, as ``"train.py:12"``.
+
+    Where there is none, that outside this package and torch; or ``""``.
+    """
     frame: FrameType | None = sys._getframe(1)
+    installed = ""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_NOT_THE_USERS):
-            return f"{file}:{frame.f_lineno}"
+            line = f"{file}:{frame.f_lineno}"
+            if not _INSTALLED.intersection(Path(file).parts):
+                return line
+            installed = installed or line
         frame = frame.f_back
-    return ""
+    return installed
 
 
 def warn(message: str) -> None:

@@ -67,7 +67,7 @@ def step_plan(regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepP
         + max(plan.predicted_peak_bytes - plan.predicted_held_bytes for plan in plans),
         predicted_reserved_bytes=peak_bytes
         + max(plan.predicted_reserved_bytes - plan.predicted_held_bytes for plan in plans),
-        measured_peak_bytes=known.seen_bytes,
+        measured_peak_bytes=known.peak_bytes,
         there_bytes=there_bytes,
         regions=rows,
     )

@@ -29,6 +29,9 @@ class Walk:
         count: of what it takes, where it is not watched.
         unseen: why nothing was learned from it.
         failed: a call of the model has raised: no further one goes on with it.
+        line: of the user's code that calls the model.
+        unended: nothing that the model returned leads to a backward, so the step is watched until
+            the next call, or the optimizer's step.
     """
 
     base_bytes: int | None = None
@@ -44,6 +47,8 @@ class Walk:
     count: Count | None = None
     unseen: str = ""
     failed: bool = False
+    line: str = ""
+    unended: bool = False
 
     @property
     def ran(self) -> list[Called]:

@@ -185,7 +185,7 @@ class StepContext:
         seen = NO_CORRECTION if self.region else self.correction
         named: Iterable[tuple[str, int]] = (
             ("gradients that exist", sum(self.gradient_bytes(joint))),
-            (f"{self.waiting} steps that wait for their backward", self.waiting_bytes),
+            ("earlier steps that wait for their backward", self.waiting_bytes),
             ("outputs of earlier steps that are still held", self.kept_bytes),
             ("state of optimizers beyond what optimizer= says", max(0, self.state_bytes)),
             ("other networks of this process", self.networks_bytes),
@@ -195,9 +195,9 @@ class StepContext:
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("workspaces of libraries for another thread or stream", self.workspace_bytes),
             ("blocks that are larger than what lies in them", self.slack_bytes),
-            ("what was seen between forward and backward", seen.turn_bytes),
+            ("what the loss was measured to take", seen.turn_bytes),
             ("further steps", seen.room_bytes),
-            ("what was seen to be left of that in the backward", seen.left_bytes),
-            ("what else was seen", seen.more_bytes),
+            ("what of that was measured to be held in the backward", seen.left_bytes),
+            ("what steps were measured to take beyond their plan", seen.more_bytes),
         )
         return tuple((what, nbytes) for what, nbytes in named if nbytes)

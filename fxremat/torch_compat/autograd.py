@@ -27,13 +27,18 @@ def before_backward(outputs: Iterable[object], check: Callable[[], None]) -> Non
                 return
 
 
-def before_each_backward(outputs: object, call: Callable[[], None]) -> None:
-    """Call ``call`` before a backward goes on from any of ``outputs``, in its thread."""
+def before_each_backward(outputs: object, call: Callable[[], None]) -> bool:
+    """Call ``call`` before a backward goes on from any of ``outputs``, in its thread.
+
+    Returns whether any of them has a gradient function.
+    """
     from torch.utils._pytree import tree_leaves  # noqa: PLC0415
 
     tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-    for node in {tensor.grad_fn: None for tensor in tensors if tensor.grad_fn is not None}:
+    nodes = {tensor.grad_fn: None for tensor in tensors if tensor.grad_fn is not None}
+    for node in nodes:
         node.register_prehook(lambda _gradients: call())
+    return bool(nodes)
 
 
 def after_backward(call: Callable[[], None]) -> None:

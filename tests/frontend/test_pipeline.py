@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fxremat.errors import BudgetError
-from fxremat.frontend.budget import Budget
+from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.frontend.captured import CapturedStep
 from fxremat.frontend.emission import Planned
 from fxremat.frontend.pipeline import Planner
@@ -43,7 +43,7 @@ def planned(
         caller=caller,
         progress=progress,
     )
-    return Planner(traced, Budget.read(budget), allocator=allocator).first(StepContext())
+    return Planner(traced, TrainingBudget(Budget.read(budget)), allocator=allocator).first(StepContext())
 
 
 @by_model
@@ -198,7 +198,7 @@ def test_what_is_known_is_not_forgotten_where_others_are_looked_for():
         caller=NOBODY,
         progress=silent,
     )
-    planner = Planner(traced, Budget.read(1.0), generators=("rotor",))
+    planner = Planner(traced, TrainingBudget(Budget.read(1.0)), generators=("rotor",))
     for sizes in ((2, 64), (5, 17), (7, 48), (12, 64)):
         context = StepContext(at_size("gpt", (3, 24), sizes).values)
         roughly = planner.roughly(context)
