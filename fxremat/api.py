@@ -237,7 +237,8 @@ def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
     """
     made = compile(model, sample, 1.0, **_whole(options))
     (plan_cache,), (plan,) = made._compiler.plan_caches, made.plans
-    (context,) = plan_cache.plans
+    (first,) = plan_cache.plans
+    context = plan_cache.planner.usual(first)
     with generators_restored(), in_training(original_of(model)), torch.enable_grad():
         found = plan_cache.planner.look_at_all(context)
     return frontier_over(found).delayed(plan.overhead_s)

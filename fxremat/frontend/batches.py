@@ -193,7 +193,7 @@ class Batching:
         values = self.context.sizes
         for group, size in zip(groups, sizes, strict=True):
             values = resized(values, group, size)
-        return replace(self.context, sizes=values)
+        return self.planner.usual(replace(self.context, sizes=values))
 
     def _point(
         self, groups: Sequence[Sequence[Dimension]], sizes: tuple[int, ...], *, run: bool = True
@@ -255,6 +255,7 @@ class Batching:
             self.budget_bytes,
             most=self.most,
             alone=True,
+            at_sizes=self.planner.usual,
             takes=self._is_taken,
         )
 

@@ -88,41 +88,52 @@ class Budget:
         least_bytes: int,
         needed_by: Callable[[], str],
         beside: Sequence[tuple[str, int]] = (),
-        cleared_bytes: int | None = None,
+        first_bytes: int | None = None,
+        most_bytes: int | None = None,
         hint: str = "",
     ) -> int:
         """Return the bytes that the budget names, if a schedule keeps to them.
 
         Args:
             full_bytes: peak with everything kept.
-            least_bytes: least peak of a schedule, whatever the order of ``zero_grad`` in the loop.
+            least_bytes: least peak of a schedule, whenever the loop clears gradients.
             needed_by: describes where that least peak occurs, for the error.
             beside: what else is held, and its bytes, for the error.
-            cleared_bytes: least peak if no gradient exists when a forward begins: a budget of at
-                least that is accepted. ``None``: the order makes no difference.
+            first_bytes: least peak if no gradient exists when a forward begins: a budget of at
+                least that is accepted. ``None``: ``least_bytes``.
+            most_bytes: least peak if gradients are set to zero in place of ``None``, which an error
+                names as well. ``None``: ``least_bytes``.
             hint: a further remedy, for the error.
 
         Raises:
-            BudgetError: below ``cleared_bytes``, or ``least_bytes`` where that is ``None``.
+            BudgetError: below ``first_bytes``. Its ``least_budget_bytes`` are ``most_bytes``, which
+                do for every loop.
         """
         nbytes = self.bytes_of(full_bytes=full_bytes, least_bytes=least_bytes)
-        if nbytes < (least_bytes if cleared_bytes is None else cleared_bytes):
+        first_bytes = least_bytes if first_bytes is None else first_bytes
+        most_bytes = least_bytes if most_bytes is None else most_bytes
+        if nbytes < first_bytes:
             held = "".join(
                 f"; of these {n} ({format_bytes(n)}) are for {what}" for what, n in beside
             )
-            share = "" if self.share is None else f"{_share(least_bytes, full_bytes)}, that is "
+            share = "" if self.share is None else f"{_share(most_bytes, full_bytes)}, that is "
             number = isinstance(self.written, (int, np.integer))
             other = "" if self.grows else ", or budget='min'"
-            if cleared_bytes is not None and cleared_bytes < least_bytes:
-                other = f", or {cleared_bytes} if gradients are None when a forward begins" + other
+            if first_bytes < least_bytes:
+                other = f", or {first_bytes} if they are before the forward" + other
+            if least_bytes < most_bytes:
+                cleared = "cleared to None between forward and backward"
+                other = f", or {least_bytes} if gradients are {cleared}{other}"
+            elif first_bytes < least_bytes:
+                other = other.replace("they are before", "gradients are cleared before")
             raise BudgetError(
                 f"{'the budget' if number else f'budget {self.written!r}'} is {nbytes} bytes "
                 f"({format_bytes(nbytes)}), but the least feasible budget is {least_bytes} bytes "
                 f"({format_bytes(least_bytes)}), needed by {needed_by()}{held}; with everything "
                 f"kept the step takes "
                 f"{full_bytes} bytes ({format_bytes(full_bytes)}). Give at least "
-                f"{share}{least_bytes}{other}{hint}",
-                least_budget_bytes=least_bytes,
+                f"{share}{most_bytes}{other}{hint}",
+                least_budget_bytes=most_bytes,
             )
         return nbytes
 

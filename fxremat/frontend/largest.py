@@ -60,6 +60,7 @@ def largest_size(
     *,
     most: int,
     alone: bool = False,
+    at_sizes: Callable[[StepContext], StepContext] = lambda context: context,
     takes: Callable[[StepContext], bool] = lambda _: True,
 ) -> int | None:
     """The largest size up to ``most`` that fits, of some dimensions that follow each other.
@@ -75,6 +76,7 @@ def largest_size(
         budget_bytes: what must not be exceeded.
         most: the largest that is tried.
         alone: a call is to fit with nothing known of other sizes.
+        at_sizes: makes of a context at other sizes the one that is to fit.
         takes: whether the model takes a call.
 
     Returns ``None`` where not even the smallest fits.
@@ -91,7 +93,7 @@ def largest_size(
         return None
 
     def at(count: int) -> StepContext:
-        return replace(context, sizes=resized(context.sizes, group, taken[count - 1]))
+        return at_sizes(replace(context, sizes=resized(context.sizes, group, taken[count - 1])))
 
     # What needs least at the capture's size seldom does at one that fills the budget.
     within_bytes = itertools.chain([0], itertools.repeat(budget_bytes))
@@ -131,8 +133,21 @@ def _largest_taken(takes: Callable[[int], bool], most: int, *, own: int) -> int:
     return low
 
 
-def advised(planner: Sized, error: BudgetError, context: StepContext) -> BudgetError:
-    """``error``, that a call does not fit, with the largest sizes that do."""
+def advised(
+    planner: Sized,
+    error: BudgetError,
+    context: StepContext,
+    *,
+    at: Callable[[StepContext], StepContext] = lambda context: context,
+) -> BudgetError:
+    """``error``, that a call does not fit, with the largest sizes that do.
+
+    Args:
+        planner: of the step.
+        error: that was raised.
+        context: of the call.
+        at: makes of a context at other sizes the one that is to fit.
+    """
     budget_bytes, sizes = planner.budget.nbytes, planner.step.sizes
     if error.least_budget_bytes is None or budget_bytes is None:
         return error
@@ -140,7 +155,7 @@ def advised(planner: Sized, error: BudgetError, context: StepContext) -> BudgetE
     told = []
     for group in groups_of(planner.step.dimensions, sizes.hints, context.sizes):
         most = min(sizes.most[d.symbol] or MOST_SIZE for d in group)
-        size = largest_size(planner, context, group, budget_bytes, most=most)
+        size = largest_size(planner, context, group, budget_bytes, most=most, at_sizes=at)
         if size is not None:
             found |= {d.name: size for d in group}
             told.append(f"{size} for {' = '.join(d.name for d in group)}")

@@ -19,9 +19,9 @@ from fxremat.frontend.forms import parted
 from fxremat.frontend.largest import advised
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.schedules import Schedules, fastest, frontier_over, least_of, link_of
-from fxremat.frontend.shortfall import Shortfall
+from fxremat.frontend.shortfall import Shortfall, growth
 from fxremat.frontend.store import differences, key_of, origin_of_plan, version_of
-from fxremat.frontend.usual import usual_contexts
+from fxremat.frontend.usual import usual_loop
 from fxremat.ir import TRACED, Form, MeasuredLink, Origin
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.sizes import Values
@@ -58,16 +58,18 @@ class Needs:
     """What steps in several contexts need.
 
     Attributes:
-        full_bytes: the peak with everything kept, in the context that needs most.
-        least_bytes: the least budget there.
-        cleared_bytes: the least budget in the first context; ``None``: it is the only one.
+        full_bytes: the peak with everything kept.
+        least_bytes: the least budget.
+        first_bytes: the least budget in the first context.
+        most_bytes: the largest least budget of all contexts.
         schedules, context: where ``least_bytes`` is needed.
     """
 
     full_bytes: int
     least_bytes: int
-    cleared_bytes: int | None
-    schedules: Schedules
+    first_bytes: int
+    most_bytes: int
+    schedules: list[Schedules]
     context: StepContext
 
 
@@ -177,7 +179,7 @@ class Planner:
                 Shortfall.of(self, context, error).warn()
                 return self.again(context, least=True)
             self.step.settle()
-            raise advised(self, error, context) from None
+            raise advised(self, error, context, at=self.usual) from None
 
     def _planned(self, context: StepContext, budget: Budget) -> Planned:
         """Find the best plan, or know it."""
@@ -205,7 +207,7 @@ class Planner:
         if len(self._modules.modules) > MOST_BLOCKS:  # of plans that may be gone
             self._modules = BlockModules()
             step.forget_blocks()
-        contexts = self.resolved_for(context) if budget is not LEAST else (context,)
+        contexts = self._resolved_for(context) if budget is not LEAST else (context,)
         schedules = self.within(contexts[0], budget.nbytes)
         if budget.nbytes is None and not context.region:
             schedules = self._within_share(contexts, budget, schedules)
@@ -213,8 +215,9 @@ class Planner:
         budget_bytes = budget.resolve(
             full_bytes=needs.full_bytes,
             least_bytes=needs.least_bytes,
-            cleared_bytes=needs.cleared_bytes,
-            needed_by=needs.schedules.describe_least,
+            first_bytes=needs.first_bytes,
+            most_bytes=needs.most_bytes,
+            needed_by=lambda: least_of(needs.schedules).describe_least(),
             beside=needs.context.described(step.joint),
             hint=self._hint(),
         )
@@ -235,12 +238,18 @@ class Planner:
             self._modules,
             least_bytes=least_bytes,
             traced=traced,
-            frontier=frontier_over(schedules),
+            frontier=frontier_over(schedules if len(contexts) == 1 else needs.schedules),
             host=self._host,
             origin=origin,
         )
         if len(contexts) > 1:  # what shares are of
-            full = replace(planned.plan, baseline_peak_bytes=needs.full_bytes)
+            before, after = (dict(c.described(step.joint)) for c in (context, contexts[-1]))
+            full = replace(
+                planned.plan,
+                baseline_peak_bytes=needs.full_bytes,
+                usual=growth(before, after),
+                zeros_budget_bytes=needs.most_bytes,
+            )
             planned = replace(planned, plan=full)
         if step.device.type == "cuda" and step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
@@ -257,44 +266,61 @@ class Planner:
         are_known = any(own.form.parts_bytes for own in self._known)
         return LARGE_LOSS * loss_bytes >= own_bytes and not are_known
 
-    def resolved_for(self, context: StepContext) -> tuple[StepContext, ...]:
+    def _resolved_for(self, context: StepContext) -> tuple[StepContext, ...]:
         """Contexts that a budget is resolved for: those of the usual loop, or the call's.
 
-        A budget must reach the least of the first one; the least that an error names, and that
-        ``"min"`` means, is that of the last one.
+        A budget must reach the least of the first one. A share, ``"min"`` and the least that a plan
+        names are those of the one that needs more of the first two; an error names the last, too.
         """
-        is_one = self.step.caller.in_flight == 1 and not context.region
-        if self.started or not is_one or not self.budget.usual:
+        if self.started or not self._is_usual(context):
             return (context,)
-        return usual_contexts(self.step, context)
+        loop = usual_loop(self.step, context)
+        return loop.cleared, loop.between, loop.zeros
+
+    def _is_usual(self, context: StepContext) -> bool:
+        is_one = self.step.caller.in_flight == 1 and not context.region
+        return is_one and self.budget.usual
+
+    def usual(self, context: StepContext) -> StepContext:
+        """The step of the usual loop that least budgets are of, at a call's sizes."""
+        if not self._is_usual(context):
+            return context
+        loop = usual_loop(self.step, replace(context, kept_bytes=0))
+        each = (loop.cleared, loop.between)
+        return max(each, key=lambda own: least_of(self.within(own, None, run=False)).least_bytes)
 
     def _needs(self, contexts: Sequence[StepContext]) -> Needs:
-        """What steps need in contexts of which the last one needs most."""
-        schedules = self.within(contexts[-1], None)
-        least, traced = least_of(schedules), schedules[0].search
-        cleared_bytes = None
-        if len(contexts) > 1:
-            cleared_bytes = least_of(self.within(contexts[0], None)).least_bytes
+        """What steps need in a context, or in those of :meth:`_resolved_for`."""
+        each = [self.within(context, None) for context in contexts]
+        full, least = [], []
+        for context, schedules in zip(contexts, each, strict=True):
+            traced = schedules[0].search
+            full.append(self._of_all(context, traced.counted_bytes(traced.baseline)))
+            least.append(self._of_all(context, least_of(schedules).least_bytes))
+        most = max(range(len(contexts[:2])), key=lambda i: (least[i], full[i]))
         return Needs(
-            self._of_all(contexts[-1], traced.counted_bytes(traced.baseline)),
-            self._of_all(contexts[-1], least.least_bytes),
-            cleared_bytes,
-            least,
-            contexts[-1],
+            full_bytes=max(full[:2]),
+            least_bytes=least[most],
+            first_bytes=least[0],
+            most_bytes=max(least),
+            schedules=each[most],
+            context=contexts[most],
         )
 
-    def resolve_again(self, context: StepContext) -> None:
-        """Let a share, or ``"min"``, mean what it does in the context of a call."""
-        started, self.started = self.started, False
-        try:
-            needs = self._needs(self.resolved_for(context))
-        finally:
-            self.started = started
+    def resolve_again(self, context: StepContext, *, lower: bool) -> None:
+        """Let a share, or ``"min"``, mean what it does in the context of a call.
+
+        Args:
+            context: of the call.
+            lower: it may become less than it is.
+        """
+        needs = self._needs((context,))
         nbytes = self.budget.written.bytes_of(
             full_bytes=needs.full_bytes, least_bytes=needs.least_bytes
         )
-        LOG.info("the budget %r is %s from now on", self.budget.written.written, nbytes)
-        self.budget.set(max(nbytes, needs.cleared_bytes or 0))
+        if nbytes > (self.budget.nbytes or 0) or (lower and nbytes != self.budget.nbytes):
+            LOG.info("the budget %r is %d bytes now", self.budget.written.written, nbytes)
+            self.budget.set(nbytes)
 
     def _hint(self) -> str:
         """A further remedy of a budget that is too small."""

@@ -37,6 +37,9 @@ from fxremat.runtime.profile import MemoryProfile
 from fxremat.runtime.steps import Step
 from fxremat.units import format_bytes, format_seconds
 
+RESOLVED = 3
+"""Steps, from the second one on, at which a share or ``"min"`` is resolved again."""
+
 WATCH_EVERY = 100
 """Where no allocator counts the peaks of steps, one of so many is watched for good."""
 
@@ -57,6 +60,7 @@ class Compiled:
         plan_cache: to which it belongs.
         context: that it was made for.
         watches: so many steps of it are watched, or until one was seen to its end.
+        followed: the context of the latest call that followed it, which may need no other plan.
         shortfall: why it takes more than the budget; ``None``: it does not.
     """
 
@@ -64,15 +68,31 @@ class Compiled:
     plan_cache: PlanCache
     context: StepContext
     watches: int = 4
+    followed: StepContext | None = None
     shortfall: Shortfall | None = None
     _runs: tuple[Values, tuple[torch_compat.BoxedCallable, ...]] | None = None
 
     @property
     def plan(self) -> Plan:
-        """The plan, for people: all that a step does not need is found when somebody asks."""
+        """The plan, for people: what a step does not need is computed when somebody asks."""
         with self.plan_cache.loop.planning:
+            self._restate()
             self.planned = self.planned.completed()
             return self.planned.plan
+
+    def _restate(self) -> None:
+        """Let the plan's figures be those of the latest call, where it was made for another one."""
+        planner, followed = self.plan_cache.planner, self.followed
+        if followed in (None, self.context) or planner.together is not None or self.shortfall:
+            return
+        assert followed is not None
+        with contextlib.suppress(BudgetError, CostError):
+            now, plan = planner.again(followed), self.planned.plan
+            same = (now.plan.schedule, now.plan.form) == (plan.schedule, plan.form)
+            if same and now.plan.decision == plan.decision:
+                found = replace(now.plan, measured_peak_bytes=plan.measured_peak_bytes)
+                now = replace(now, plan=found, graphs=self.planned.graphs)
+                self.planned, self.context = now.with_overhead(plan.overhead_s), followed
 
     def at(self, values: Values) -> tuple[torch_compat.BoxedCallable, ...]:
         """The forward and the backward where the symbols are ``values``."""
@@ -117,6 +137,7 @@ class PlanCache:
     _made: tuple[int, ...] = ()
     _without: tuple[int, ...] = ()  # primals that get no gradient
     _latest: tuple[Any, StepContext, Compiled] | None = None  # and what was found at that call
+    _resolved: int = 0
 
     @staticmethod
     def of(
@@ -424,22 +445,29 @@ class PlanCache:
         # Steps in flight may be of other kinds, or share the budget out anew.
         alone = not context.waiting and self.loop.caller.in_flight == 1
         stays = alone and self.plans.get(context) is compiled
+        compiled.followed = context
         now = (found, changes, self.loop.budget.nbytes)
         self._latest = (now, context, compiled) if stays and compiled.shortfall is None else None
         return context, compiled, leaves
 
     def _resolve_budget(self, found: tuple[Any, ...]) -> None:
-        """Resolve a share, or ``"min"``, once more where an optimizer's state has become known.
+        """Resolve a share, or ``"min"``, again: once the loop is known, and when state has changed.
 
         Ranks that must follow the same plans keep the bytes that they have agreed on.
         """
         optimizers, budget = self.loop.optimizers, self.loop.budget
-        if not optimizers.has_news:
+        has_news, optimizers.has_news = optimizers.has_news, False
+        if not budget.is_relative or budget.nbytes is None or self.planner.together is not None:
             return
-        optimizers.has_news = False
-        if budget.is_relative and self.planner.together is None and budget.nbytes is not None:
-            with self.loop.planning:
-                self.planner.resolve_again(self._context_of(found))
+        if not has_news and (self._resolved >= RESOLVED or not budget.trained):
+            return
+        with self.loop.planning:
+            context = self._context_of(found)
+            if context.waiting or self.loop.caller.in_flight > 1:
+                return
+            *_, context = (context, *self.corrections.relaxed(context))
+            self.planner.resolve_again(context, lower=not self._resolved)
+        self._resolved += 1
 
     def _workspace_bytes(self) -> int:
         """What libraries hold beyond what they did when the graph was captured."""

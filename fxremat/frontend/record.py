@@ -120,7 +120,8 @@ def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Foo
         return "the end of the backward, when all gradients are there"
     op = program.calls[bisect_right(memory.calls, instant) - 1].op
     there = [life for life in memory.lives if life.begin <= instant < life.end]
-    last = max(there, key=lambda life: (life.begin, memory.tensors[life.tensor].nbytes))
+    made = [life for life in there if memory.tensors[life.tensor].operation]
+    last = max(made or there, key=lambda life: (life.begin, memory.tensors[life.tensor].nbytes))
     tensor, joint = memory.tensors[last.tensor], program.line.joint
     name = tensor.name.removeprefix(_WORKSPACE)
     lines = (_line_of(node) for node in (*joint.forward, *joint.backward) if node.name == name)

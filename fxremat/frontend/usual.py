@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -13,13 +13,26 @@ from fxremat.report.memory import Kind
 from fxremat.runtime.steps import SCALAR_BYTES
 
 
-def usual_contexts(step: CapturedStep, context: StepContext) -> tuple[StepContext, StepContext]:
-    """Return the contexts of the usual loop's later steps that need least, and most.
+@dataclass(frozen=True, slots=True)
+class UsualLoop:
+    """Contexts of the usual loop's later steps, by what its ``zero_grad`` does.
 
-    In both of them the previous step's outputs are held until the new ones replace them. In the
-    first one gradients are ``None`` when a forward begins: ``zero_grad`` is called before the
-    forward, or after the optimizer's step. In the second one they exist throughout, set to zero or
-    accumulated; a loop that calls ``zero_grad`` between forward and backward needs no more.
+    In each of them the previous step's outputs are held until the new ones replace them.
+
+    Attributes:
+        cleared: gradients are ``None`` when a forward begins: they are cleared before the forward,
+            or after the optimizer's step.
+        between: they exist during the forward, and are cleared before the backward.
+        zeros: they exist throughout, set to zero or accumulated.
+    """
+
+    cleared: StepContext
+    between: StepContext
+    zeros: StepContext
+
+
+def usual_loop(step: CapturedStep, context: StepContext) -> UsualLoop:
+    """Return the contexts of the usual loop's later steps.
 
     Args:
         step: the captured step.
@@ -29,7 +42,11 @@ def usual_contexts(step: CapturedStep, context: StepContext) -> tuple[StepContex
     first = replace(context, kept_bytes=kept_bytes, released=True)
     gradients = frozenset(_parameters_with_gradient(step))
     existing, added = context.existing | gradients, context.added | gradients
-    return first, replace(first, existing=existing, added=added)
+    return UsualLoop(
+        first,
+        replace(first, existing=existing, cleared=not context.existing),
+        replace(first, existing=existing, added=added),
+    )
 
 
 def held_output_bytes(step: CapturedStep, context: StepContext) -> int:

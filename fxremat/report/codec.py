@@ -29,7 +29,7 @@ T = TypeVar("T")
 TAG = "is"
 """Where a value may be of several classes: the name of its own."""
 
-VERSION = 3
+VERSION = 4
 """Of all that is written. Raised when the form of any of it changes."""
 
 _GZIP = b"\x1f\x8b"

@@ -81,7 +81,8 @@ class PlanFacts:
 
     Attributes:
         budget_bytes: the budget, resolved to bytes.
-        least_budget_bytes: the least peak of any schedule that was found.
+        least_budget_bytes: the least budget of the usual loop; of a plan for a later call, of that
+            call.
         predicted_peak_bytes: the exact peak of the emitted graphs, with all that the
             promise counts (parameters, gradients, inputs, reserve, …), in blocks as the
             device's allocator hands them out.
@@ -91,8 +92,8 @@ class PlanFacts:
         predicted_s: seconds of a step, from the measured stages.
         overhead_s: seconds that a step takes beside its calls, part of all times here and nearly
             the same for all plans (0 on a GPU, whose host runs ahead).
-        baseline_peak_bytes, baseline_s: peak and seconds of the step with nothing recomputed; the
-            peak in the bytes that the budget is for, allocated or reserved.
+        baseline_peak_bytes, baseline_s: peak and seconds of the step with nothing recomputed, in
+            the same loop; the peak in the bytes that the budget is for, allocated or reserved.
         lower_bound_s: no schedule of these stages within the budget takes less.
         local_search_s: seconds by which local search on exact evaluations beat the solvers.
         host_bytes: bytes of host memory, to which storages travel; the timeline says when.
@@ -113,6 +114,9 @@ class PlanFacts:
         origin: what the plan holds for; ``None`` for one that was not made of a model.
         measured: what was measured of the graph; ``None`` for a plan that was not made of a model.
         beside: what the call that it was made for found beside what every call does, and bytes.
+        usual: what the usual loop holds in later steps beyond what this call did, and bytes.
+        zeros_budget_bytes: the least budget of a loop that sets gradients to zero in place of
+            ``None``; 0: the plan is of a later call.
         sizes: the sizes that the plan is for, by the names that they have in the code.
         waiting_bytes: what a step holds between its forward and its backward, without a loss.
         fused: units that Inductor compiled, and runs of operations that are computed in parts.
@@ -153,6 +157,8 @@ class PlanFacts:
     origin: Origin | None = field(default=None, repr=False)
     measured: RecordedCosts | None = field(default=None, repr=False)
     beside: tuple[tuple[str, int], ...] = ()
+    usual: tuple[tuple[str, int], ...] = ()
+    zeros_budget_bytes: int = 0
     sizes: tuple[tuple[str, int], ...] = ()
     waiting_bytes: int = 0
     fused: tuple[Fused, ...] = ()

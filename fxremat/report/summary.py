@@ -80,6 +80,11 @@ def _of_regions(step: StepFacts[PlanFacts]) -> Iterator[tuple[str, str]]:
 def _of_graph(plan: PlanFacts) -> Iterator[tuple[str, str]]:
     for what, nbytes in plan.beside:
         yield "of that beside", f"{_exactly(nbytes)} for {what}"
+    for what, nbytes in plan.usual:
+        yield "later steps hold", f"{_exactly(nbytes)} of {what}"
+    if plan.zeros_budget_bytes > plan.least_budget_bytes:
+        nbytes = plan.zeros_budget_bytes
+        yield "least, if zeroed", f"{_exactly(nbytes)}: gradients set to zero in place of None"
     yield "predicted time", _compared(plan)
     yield "lower bound", _bound(plan)
     if plan.cross_check is not None:
