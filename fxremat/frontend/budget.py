@@ -151,6 +151,7 @@ class TrainingBudget:
         usual: least budgets are those of the usual training loop; otherwise of one step.
         trained: a step of the model has run to its end: from then on a shortfall is a warning.
         counted: what the budget was resolved for, and its bytes: what a message compares with.
+        hint: a further remedy, for errors before a step was trained.
     """
 
     written: Budget
@@ -159,6 +160,7 @@ class TrainingBudget:
     usual: bool = False
     trained: bool = False
     counted: dict[str, int] = field(default_factory=dict)
+    hint: str = ""
 
     def __post_init__(self) -> None:
         self.nbytes = self.written.nbytes if self.nbytes is None else self.nbytes

@@ -137,7 +137,13 @@ class StepCompiler:
             budget_on=asked.budget_on,
         )
         host = asked.host.limit if asked.host is not None else None
-        budget = TrainingBudget(asked.budget, strict=asked.strict, usual=asked.assume == "usual")
+        hint = ". The state of an optimizer is not in these bytes: optimizer= counts it"
+        budget = TrainingBudget(
+            asked.budget,
+            strict=asked.strict,
+            usual=asked.assume == "usual",
+            hint="" if asked.optimizers else hint,
+        )
         loop = Loop(
             budget,
             caller,

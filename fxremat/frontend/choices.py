@@ -37,7 +37,6 @@ def alone(context: StepContext, beside: Correction, host_bytes: int | None = Non
         kept_bytes=0,
         state_bytes=0,
         networks_bytes=0,
-        others_live_bytes=0,
         spread_bytes=0,
         correction=beside,
         region=True,

@@ -47,6 +47,7 @@ class _State:
         needs: what the loss of that was seen to take, where this was pickled.
         trained: a step was run as planned, or its user was told that none is.
         starting: one thread plans the first step, others wait.
+        copies: of the module that were made by ``copy.deepcopy``, and still exist.
     """
 
     original: nn.Module
@@ -57,10 +58,12 @@ class _State:
     needs: LossNeeds | None = None
     trained: bool = False
     starting: threading.Lock = field(default_factory=threading.Lock)
+    copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     def take(self, runner: Runner) -> None:
         """Let it run all calls from now on. It is in circles: with this it lets go of the model."""
         self.runner = runner
+        runner.compiler.loop.copies = self.copies
         weakref.finalize(self, _release, weakref.ref(runner)).atexit = False
 
 
@@ -164,6 +167,7 @@ class CompiledModule(nn.Module):
         asked, kept = self._of_copies()
         copied._state = _State(original, asked, kept=kept)
         copied._state.assigned = copy.deepcopy(self._state.assigned, memo)
+        self._state.copies.add(copied)
         return copied
 
     def __reduce_ex__(self, _protocol: object) -> Any:

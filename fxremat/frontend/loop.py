@@ -30,6 +30,14 @@ _clock = itertools.count(1)
 """Numbers of calls, and of compilations, of all networks of this process."""
 
 
+def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """This process's parts of a model's parameters, buffers and gradients."""
+    for tensor in torch_compat.tensors_of_module(model):
+        yield torch_compat.local_part(tensor)
+        if tensor.is_leaf and tensor.grad is not None:
+            yield torch_compat.local_part(tensor.grad)
+
+
 @dataclass(eq=False)
 class Loop:
     """The training loop around one model: its budget, and what it holds between steps.
@@ -44,6 +52,7 @@ class Loop:
         state: that these keep, by parameter.
         model: that trains, while it is there.
         device: of the model.
+        copies: of the compiled model, as for an average of its weights.
         in_flight: steps whose backward has not run.
         watcher: of what a step really takes, one at a time.
         optimizers: that step the model.
@@ -67,6 +76,7 @@ class Loop:
     watcher: Watcher = field(default_factory=Watcher)
     optimizers: Optimizers = field(init=False)
     planning: threading.RLock = field(default_factory=threading.RLock)
+    copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     born: int = field(default_factory=lambda: next(_clock))
     last_call: int = 0
     overhead_s: float = 0.0
@@ -84,13 +94,9 @@ class Loop:
     def held_tensors(self) -> Iterator[torch.Tensor]:
         """Parameters, buffers, gradients and optimizer state of the model, whoever calls."""
         model = self.model()
-        if model is None:
-            return
-        for tensor in torch_compat.tensors_of_module(model):
-            yield torch_compat.local_part(tensor)
-            if tensor.is_leaf and tensor.grad is not None:
-                yield torch_compat.local_part(tensor.grad)
-        yield from map(torch_compat.local_part, self.optimizers.tensors())
+        if model is not None:
+            yield from tensors_of(model)
+            yield from map(torch_compat.local_part, self.optimizers.tensors())
 
     def called(self) -> None:
         """Note that a call of the model begins."""
@@ -102,7 +108,7 @@ class Loop:
         return trains and other.device == self.device
 
     def networks_bytes(self) -> int:
-        """Bytes that other networks which train in this process hold on the device.
+        """Bytes that other networks which train in this process, and copies, hold on the device.
 
         Their parameters, buffers, gradients and optimizer state, and what their steps in flight
         have saved. What they share with this one is left out, and so is a network that has trained,
@@ -110,16 +116,17 @@ class Loop:
         """
         model = self.model()
         others = [own for own in _loops if own is not self and self._is_active(own)]
-        if model is None or not others:
+        if model is None or not (others or self.copies):
             return 0
         counted = {torch_compat.storage_key(t) for t in self.held_tensors()}
         nbytes = 0
+        copies = (tensors_of(copy) for copy in self.copies)
+        for tensor in itertools.chain(*copies, *(other.held_tensors() for other in others)):
+            key = torch_compat.storage_key(tensor)
+            if key not in counted and tensor.device == self.device:
+                counted.add(key)
+                nbytes += allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
         for other in others:
-            for tensor in other.held_tensors():
-                key = torch_compat.storage_key(tensor)
-                if key not in counted and tensor.device == self.device:
-                    counted.add(key)
-                    nbytes += allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
             waiting = other.in_flight.waiting()
             nbytes += sum(step.held_bytes for step in waiting)
             nbytes += other.in_flight.kept_bytes(waiting)

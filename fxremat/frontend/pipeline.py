@@ -219,7 +219,7 @@ class Planner:
             most_bytes=needs.most_bytes,
             needed_by=lambda: least_of(needs.schedules).describe_least(),
             beside=needs.context.described(step.joint),
-            hint=self._hint(),
+            hint="" if self.budget.trained else self.budget.hint,
         )
         if contexts[0] != context:
             schedules = self.within(context, budget_bytes)
@@ -321,12 +321,6 @@ class Planner:
         if nbytes > (self.budget.nbytes or 0) or (lower and nbytes != self.budget.nbytes):
             LOG.info("the budget %r is %d bytes now", self.budget.written.written, nbytes)
             self.budget.set(nbytes)
-
-    def _hint(self) -> str:
-        """A further remedy of a budget that is too small."""
-        if self.step.caller.held_bytes or not self.budget.usual or self.budget.trained:
-            return ""
-        return ". The state of an optimizer is not in these bytes: optimizer= counts it"
 
     def _within_share(
         self, contexts: Sequence[StepContext], budget: Budget, schedules: list[Schedules]

@@ -402,7 +402,6 @@ class PlanCache:
             loop.in_flight.kept_bytes(waiting),
             loop.optimizers.beyond(self.planner.step.optimizer_bytes),
             0 if self.planner.together else loop.networks_bytes(),
-            0,
             torch_compat.bucket_bytes(),
             self._workspace_bytes(),
             # Which is each process's own.

@@ -71,7 +71,6 @@ class StepContext:
         state_bytes: state of optimizers beyond what ``optimizer=`` says; less than none where there
             is less.
         networks_bytes: held by other networks that are compiled in this process.
-        others_live_bytes: in tensors of others that were made since the model was compiled.
         bucket_bytes: of each buffer of a wrapper for gradients.
         workspace_bytes: of libraries, for threads and streams that ran no step when the graph was
             captured.
@@ -97,7 +96,6 @@ class StepContext:
     kept_bytes: int = 0
     state_bytes: int = 0
     networks_bytes: int = 0
-    others_live_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
     workspace_bytes: int = 0
     slack_bytes: int = 0
@@ -136,7 +134,6 @@ class StepContext:
             + self.kept_bytes
             + self.state_bytes
             + self.networks_bytes
-            + self.others_live_bytes
             + self.spread_bytes
         )
 
@@ -188,8 +185,7 @@ class StepContext:
             ("earlier steps that wait for their backward", self.waiting_bytes),
             ("outputs of earlier steps that are still held", self.kept_bytes),
             ("state of optimizers beyond what optimizer= says", max(0, self.state_bytes)),
-            ("other networks of this process", self.networks_bytes),
-            ("other tensors that were made since", self.others_live_bytes),
+            ("other networks of this process, and copies", self.networks_bytes),
             ("further steps in flight", self.others_bytes),
             ("gradients of DTensors that exist", self.spread_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
