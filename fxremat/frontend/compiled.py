@@ -64,12 +64,14 @@ class _State:
         """Let it run all calls from now on. It is in circles: with this it lets go of the model."""
         self.runner = runner
         runner.compiler.loop.copies = self.copies
+        runner.compiler.loop.join()
         weakref.finalize(self, _release, weakref.ref(runner)).atexit = False
 
 
 def _release(runner: weakref.ref[Runner]) -> None:
     found = runner()
     if found is not None:
+        found.compiler.loop.leave()
         found.release()
 
 

@@ -89,7 +89,14 @@ class Loop:
         self.optimizers = Optimizers(
             lambda: self.budget.nbytes, self.given_optimizers, given_bytes, self.watcher.end
         )
+
+    def join(self) -> None:
+        """Let other networks of the process count what this one holds, until :meth:`leave`."""
         _loops.add(self)
+
+    def leave(self) -> None:
+        """Let nobody count what the network holds any more."""
+        _loops.discard(self)
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
         """Parameters, buffers, gradients and optimizer state of the model, whoever calls."""

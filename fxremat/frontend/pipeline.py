@@ -140,6 +140,9 @@ class Planner:
             HostMemoryError: the host memory cannot be had.
             CostError: an operation cannot be measured.
         """
+        if not least:
+            resolved_for, *_ = self._resolved_for(context)
+            self.budget.counted = dict(resolved_for.described(self.step.joint))
         if kept:
             planned = self._followed(kept, context)
         else:

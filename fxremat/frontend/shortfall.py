@@ -23,7 +23,7 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
-SIZE = "other sizes than those that the budget was resolved for"
+OTHER = "sizes, or a graph, that the budget was not resolved for"
 
 
 class _Planner(Protocol):
@@ -31,6 +31,7 @@ class _Planner(Protocol):
 
     step: CapturedStep
     budget: TrainingBudget
+    started: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class Shortfall:
         found = growth(budget.counted, dict(context.described(planner.step.joint)))
         least_bytes = error.least_budget_bytes or 0
         found = _most_of(found, least_bytes - (budget.nbytes or 0))
-        if context.sizes != planner.step.sizes.hints:
-            found = (*found, (SIZE, 0))
+        if not planner.started or context.sizes != planner.step.sizes.hints:
+            found = (*found, (OTHER, 0))
         return Shortfall(budget.nbytes or 0, least_bytes, found, user_line())
 
     def __str__(self) -> str:

@@ -1,0 +1,346 @@
+"""The contract with a real training loop: a number that we name trains, a running job goes on."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+import fxremat
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+ORDERS = ("before", "between", "after", "zeros")
+"""Where ``zero_grad`` is called; ``zeros``: before the forward, with ``set_to_none=False``."""
+
+Step = Callable[[], Tensor]
+
+
+def network(width: int = 64, blocks: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    each = [
+        nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        for _ in range(blocks)
+    ]
+    return nn.Sequential(*each)
+
+
+X = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(96, 64, generator=torch.Generator().manual_seed(2))
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    order: str,
+    steps: int = 6,
+    x: Tensor = X,
+    y: Tensor = Y,
+) -> list[float]:
+    """A tutorial's loop, in which the last iteration's outputs and loss are still held."""
+    losses = []
+    for _ in range(steps):
+        if order in ("before", "zeros"):
+            optimizer.zero_grad(set_to_none=order == "before")
+        output = model(x)
+        loss = F.mse_loss(output, y)
+        if order == "between":
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if order == "after":
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@contextmanager
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        yield
+
+
+def budget_warnings(call: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught if issubclass(w.category, fxremat.BudgetWarning)]
+
+
+def least_named(**options: object) -> fxremat.BudgetError:
+    model = network()
+    with pytest.raises(fxremat.BudgetError) as refused:
+        fxremat.compile(model, X, 1, **options)  # type: ignore[arg-type]
+    return refused.value
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_least_that_an_error_names_trains(order: str) -> None:
+    """With the optimizer, the loss and the target given, in whatever order gradients are cleared."""
+    least = least_named(
+        optimizer=torch.optim.AdamW, loss=F.mse_loss, target=Y
+    ).least_budget_bytes
+    assert least is not None
+    expected = train(network(), torch.optim.AdamW(network().parameters()), order, steps=1)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = fxremat.compile(model, X, least, optimizer=optimizer, loss=F.mse_loss, target=Y)
+    with no_warning():
+        losses = train(compiled, optimizer, order)
+    assert losses[:1] == expected
+    if order != "zeros":
+        model.zero_grad()
+    peak = fxremat.measure_step(compiled, lambda: F.mse_loss(compiled(X), Y).backward()).peak_bytes
+    assert peak <= least
+
+
+def test_an_error_names_what_other_orders_need() -> None:
+    error = least_named(optimizer=torch.optim.AdamW, loss=F.mse_loss, target=Y)
+    found = re.findall(r"(?:at least|or) (\d+)", str(error))
+    numbers = [int(number) for number in found]
+    assert numbers[0] == error.least_budget_bytes
+    assert len(numbers) > 1
+    assert numbers == sorted(numbers, reverse=True)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = fxremat.compile(
+        model, X, numbers[-1], optimizer=optimizer, loss=F.mse_loss, target=Y
+    )
+    with no_warning():
+        train(compiled, optimizer, "before")
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.9, "min"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_shares_and_min_train_with_all_given(order: str, budget: float | str) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = fxremat.compile(model, X, budget, optimizer=optimizer, loss=F.mse_loss, target=Y)
+    train(compiled, optimizer, order)
+    nbytes = compiled.plan.budget_bytes
+    if order != "zeros":
+        model.zero_grad()
+    step = fxremat.measure_step(compiled, lambda: F.mse_loss(compiled(X), Y).backward())
+    assert step.peak_bytes <= nbytes
+
+
+@pytest.mark.parametrize("budget", [0.9, "min"])
+def test_shares_and_min_train_with_nothing_given(budget: float | str) -> None:
+    """State is seen after the first step: one warning at most, and one value of the budget."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = fxremat.compile(model, X, budget)
+    found = budget_warnings(lambda: train(compiled, optimizer, "before"))
+    assert len([text for text in found if "a step of AdamW allocates" not in text]) <= 1
+    assert compiled.plan.budget_bytes == compiled._compiler.loop.budget.nbytes
+
+
+def test_a_strict_least_leaves_the_loop_out() -> None:
+    held = "outputs of earlier steps"
+    assert held in str(least_named(loss=F.mse_loss, target=Y))
+    assert held not in str(least_named(loss=F.mse_loss, target=Y, assume="strict"))
+
+
+def short_of_memory(**options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose budget leaves no room for the state of its optimizer."""
+    model = network()
+    least = least_named(loss=F.mse_loss, target=Y).least_budget_bytes
+    assert least is not None
+    compiled = fxremat.compile(
+        model, X, least, loss=F.mse_loss, target=Y, **options  # type: ignore[arg-type]
+    )
+    return compiled, torch.optim.AdamW(model.parameters())
+
+
+def test_a_running_job_goes_on_with_a_warning_whose_number_comes_true() -> None:
+    compiled, optimizer = short_of_memory()
+    expected = train(network(), torch.optim.AdamW(network().parameters()), "before", steps=1)
+    losses: list[float] = []
+    found = budget_warnings(lambda: losses.extend(train(compiled, optimizer, "before")))
+    assert losses[:1] == expected
+    told = [text for text in found if "state of optimizers" in text]
+    assert told
+    assert f"{__file__}:" in told[0]
+    enough = int(re.findall(r"a budget of (\d+) would do", told[-1])[0])
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    again = fxremat.compile(model, X, enough, loss=F.mse_loss, target=Y)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the step", fxremat.BudgetWarning)
+        train(again, optimizer, "before")
+
+
+def test_a_strict_job_raises() -> None:
+    compiled, optimizer = short_of_memory(strict=True)
+    with pytest.raises(fxremat.BudgetError, match="state of optimizers"):
+        train(compiled, optimizer, "before")
+
+
+def test_the_plan_comes_back_when_there_is_room() -> None:
+    """What a list of outputs holds is warned of, and gone with the list."""
+    model = network()
+    plan = fxremat.plan(model, X, 1.0, loss=F.mse_loss, target=Y)
+    compiled = fxremat.compile(model, X, plan.budget_bytes, loss=F.mse_loss, target=Y)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        output: Tensor = compiled(X)
+        F.mse_loss(output, Y).backward()
+        return output
+
+    with no_warning():
+        step()
+        step()
+    held = [torch.empty(0)]
+    found = budget_warnings(lambda: held.extend(step() for _ in range(120)))
+    assert any("outputs of earlier steps" in text for text in found)
+    held.clear()
+    with no_warning():
+        step()
+        step()
+    assert compiled.plan.predicted_s <= 1.05 * compiled.plan.baseline_s
+
+
+def test_a_larger_batch_later_is_no_error() -> None:
+    model = network()
+    compiled = fxremat.compile(model, X, "min", loss=torch.sum)
+    nbytes = compiled.plan.budget_bytes
+    compiled = fxremat.compile(model, X, nbytes, loss=torch.sum)
+    compiled(X).sum().backward()
+    large = torch.randn(5 * 96, 64)
+    found = budget_warnings(lambda: compiled(large).sum().backward())
+    assert any("sizes, or a graph" in text for text in found)
+    strict = fxremat.compile(model, X, nbytes, loss=torch.sum, strict=True)
+    strict(X).sum().backward()
+    with pytest.raises(fxremat.BudgetError):
+        strict(large)
+
+
+def test_a_copy_of_min_is_min() -> None:
+    model = fxremat.compile(network(), X, "min")
+    for compiled in (model, copy.deepcopy(model)):
+        for _ in range(3):
+            output = compiled(X)  # still held at the next call
+            output.square().sum().backward()
+            compiled.zero_grad()
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("order", ["before", "between"])
+def test_predicted_peaks_are_those_of_the_loop_after_some_steps(given: bool, order: str) -> None:
+    """Within one percent in both directions, be the loss given or not."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"optimizer": optimizer, "loss": F.mse_loss, "target": Y} if given else {}
+    compiled = fxremat.compile(model, X, 1.0, **options)  # type: ignore[arg-type]
+    train(compiled, optimizer, order, steps=5)
+    plan = compiled.plan
+    assert plan.measured_peak_bytes is not None
+    assert 0.99 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.01
+
+
+# Several networks of one process.
+
+
+def test_networks_of_one_process_count_each_other() -> None:
+    generator, critic = network(), network()
+    first = fxremat.compile(generator, X, 1.0, loss=torch.sum)
+    alone = fxremat.plan(critic, X, 1.0, loss=torch.sum, assume="strict")
+    bytes_of_first = sum(p.nbytes for p in generator.parameters())
+    second = fxremat.compile(critic, X, 1.0, loss=torch.sum, assume="strict")
+    named = dict(second.plan.beside)
+    assert named["other networks of this process, and copies"] == bytes_of_first
+    del first
+    assert alone.beside == second.plan.beside
+
+
+def test_a_network_that_trains_no_more_is_left_out() -> None:
+    old = fxremat.compile(network(), X, 1.0, loss=torch.sum)
+    old(X).sum().backward()
+    plan = fxremat.plan(network(), X, 1.0, loss=torch.sum)
+    assert not plan.beside
+    assert old is not None
+
+
+def test_an_average_of_the_weights_is_counted() -> None:
+    model = network()
+    compiled = fxremat.compile(model, X, 1.0, loss=torch.sum)
+    average = AveragedModel(compiled)
+    for _ in range(2):
+        compiled.zero_grad()
+        compiled(X).sum().backward()
+    named = dict(compiled.plan.beside)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    assert named["other networks of this process, and copies"] == nbytes
+    average.update_parameters(compiled)
+
+
+# Models that are captured in several graphs.
+
+
+class Broken(nn.Module):
+    """Its second region needs memory that no plan can do without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.a(x))
+        torch._dynamo.graph_break()
+        z = torch.cat([y] * 40)
+        return self.b(y + torch.sin(z).view(40, *y.shape).sum(0))
+
+
+def test_a_region_above_the_budget_is_refused_before_a_step_has_run() -> None:
+    compiled = fxremat.compile(Broken(), budget="8 MiB", split=False)
+    large, small = torch.randn(128, 64), torch.randn(8, 64)
+    with pytest.raises(fxremat.BudgetError, match="a region"):
+        compiled(large)
+    for _ in range(4):  # and refuses nothing that fits
+        compiled(small).sum().backward()
+        compiled.zero_grad()
+
+
+class Wrapped:
+    """What no tree of tensors shows."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Wrapped:
+        torch._dynamo.graph_break()
+        return Wrapped(self.scale * x)
+
+
+def test_a_loss_that_no_region_sees_is_warned_of() -> None:
+    """Of a model whose outputs lead to no backward, as a Gaussian process's distribution."""
+    model = Lazy()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    compiled = fxremat.compile(model, budget=100_000)
+    x = torch.linspace(0, 1, 200)[:, None]
+
+    def loop() -> None:
+        for _ in range(8):
+            optimizer.zero_grad()
+            wide = compiled(x).value.expand(200, 200)
+            torch.linalg.cholesky(wide @ wide.T + 1e6 * torch.eye(200)).sum().backward()
+            optimizer.step()
+
+    found = budget_warnings(loop)
+    assert len([text for text in found if "more than its budget of 100000" in text]) >= 4
