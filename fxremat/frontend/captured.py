@@ -389,6 +389,11 @@ class CapturedStep:
         """What is beside the step at a call, in bytes."""
         return self._traced(context.sizes).around(context)
 
+    def described(self, context: StepContext) -> tuple[tuple[str, int], ...]:
+        """What a call finds and its bytes, for people."""
+        traced = self._traced(context.sizes)
+        return context.described(traced.base, traced.line.joint)
+
     def given_bytes(self, context: StepContext) -> int:
         """Bytes that are held throughout a call."""
         traced = self._traced(context.sizes)

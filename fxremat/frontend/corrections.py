@@ -231,7 +231,7 @@ class Corrections:
         around = step.around(replace(context, correction=NO_CORRECTION))
         self.teach(context, Correction(left_bytes=around.tangent_bytes + more))
 
-    def learn(self, context: StepContext, planned: Taken, seen: MemoryProfile, gone: int) -> int:
+    def learn(self, context: StepContext, planned: Taken, seen: MemoryProfile) -> int:
         """Learn from a step that was watched to its end; returns its peak.
 
         What stayed within the budget teaches nothing that would forbid it.
@@ -240,13 +240,13 @@ class Corrections:
             context: of its call.
             planned: what its plan was to take.
             seen: what it took.
-            gone: bytes that existed when the forward began, and no longer when the backward did.
         """
         around = self.planner.step.around(context)
         late_bytes = self.planner.step.late_bytes  # given, but not allocated by this process
-        correction = _correction_of(seen, planned.allocated_bytes + late_bytes, around, gone)
+        correction = _correction_of(seen, planned.allocated_bytes + late_bytes, around)
         peak_bytes = around.given_bytes - late_bytes + seen.peak_bytes
-        over = peak_bytes - (self.planner.budget.nbytes or peak_bytes)
+        slack = SCALARS * SCALAR_BYTES  # which are given, and allocated again by the step
+        over = peak_bytes - slack - (self.planner.budget.nbytes or peak_bytes)
         with self.loop.planning:
             known = self._seen_at(context.sizes)
             if known | correction == known:
@@ -299,25 +299,31 @@ class Taken:
     allocated_bytes: int
 
 
-def _correction_of(
-    seen: MemoryProfile, planned_bytes: int, around: ContextBytes, gone_bytes: int
-) -> Correction:
+def _correction_of(seen: MemoryProfile, planned_bytes: int, around: ContextBytes) -> Correction:
     """What a step took at the loss point and held in its backward, and what else beyond its plan.
 
-    Of what was ``gone`` the context says so by itself, so it is no part of either.
+    Of what was gone by then the context says so by itself, so it is no part of either.
     """
     slack = SCALARS * SCALAR_BYTES
     whole = seen.taken_bytes is not None
-    left = gone_bytes + (0 if seen.taken_bytes is None else seen.taken_bytes - seen.left_bytes)
-    loss_point = gone_bytes + seen.turn_bytes - seen.left_bytes
+    left = 0 if seen.taken_bytes is None else seen.taken_bytes - seen.left_bytes
+    left += seen.gone_bytes
+    loss_point = seen.turn_bytes - seen.left_bytes + seen.released_bytes
     taken = max(seen.forward_bytes, seen.backward_bytes)
     if left > around.tangent_bytes + slack:
         taken -= left - around.tangent_bytes
+    pairs = ((around.turn_bytes, loss_point), (around.tangent_bytes, left))
+    observed = whole and any(abs(assumed - found) > slack for assumed, found in pairs)
+    # More than was assumed teaches, though the step was not seen to its end.
+    sizes = []
+    for assumed, found in pairs:
+        differs = abs(assumed - found) > slack and (observed or found > assumed)
+        sizes.append(found if differs else assumed * observed)
     return Correction(
-        turn_bytes=loss_point if whole or loss_point > around.turn_bytes + slack else 0,
-        left_bytes=left if whole or left > around.tangent_bytes + slack else 0,
+        turn_bytes=sizes[0],
+        left_bytes=sizes[1],
         more_bytes=taken - planned_bytes if taken > planned_bytes + slack else 0,
-        observed=whole,
+        observed=observed,
     )
 
 

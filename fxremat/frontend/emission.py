@@ -224,7 +224,7 @@ def emit(
         budget_on=search.allocations.budget_on,
         decision=decision,
         origin=origin,
-        beside=context.described(step.joint),
+        beside=step.described(context),
         sizes=tuple(zip(line.joint.sizes.names, context.sizes, strict=True)),
         fused=_fused(program, context.sizes),
         waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.loss_point_bytes,

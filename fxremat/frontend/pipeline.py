@@ -142,7 +142,7 @@ class Planner:
         """
         if not least:
             resolved_for, *_ = self._resolved_for(context)
-            self.budget.counted = dict(resolved_for.described(self.step.joint))
+            self.budget.counted = dict(self.step.described(resolved_for))
         if kept:
             planned = self._followed(kept, context)
         else:
@@ -221,7 +221,7 @@ class Planner:
             first_bytes=needs.first_bytes,
             most_bytes=needs.most_bytes,
             needed_by=lambda: least_of(needs.schedules).describe_least(),
-            beside=needs.context.described(step.joint),
+            beside=step.described(needs.context),
             hint="" if self.budget.trained else self.budget.hint,
         )
         if contexts[0] != context:
@@ -246,7 +246,7 @@ class Planner:
             origin=origin,
         )
         if len(contexts) > 1:  # what shares are of
-            before, after = (dict(c.described(step.joint)) for c in (context, contexts[-1]))
+            before, after = (dict(step.described(c)) for c in (context, contexts[-1]))
             full = replace(
                 planned.plan,
                 baseline_peak_bytes=needs.full_bytes,

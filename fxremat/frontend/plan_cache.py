@@ -343,7 +343,7 @@ class PlanCache:
                 for those in (gone, gone & step.missing)
             ]
             outputs = [alive.nbytes for alive in step.kept if not alive]
-            self.loop.watcher.back(step, gone=(*nbytes[0], *outputs), never=nbytes[1])
+            self.loop.watcher.back(step, gone=nbytes[0], never=nbytes[1], released=outputs)
         if self.regions.several:
             return
         self.corrections.backward_began(
@@ -623,7 +623,7 @@ def _learn(context: StepContext, compiled: Compiled, seen: MemoryProfile) -> Non
     held_bytes = plan.predicted_held_bytes
     given_bytes = plan_cache.planner.step.given_bytes(compiled.context)
     planned = Taken(held_bytes, held_bytes - given_bytes)
-    peak_bytes = plan_cache.corrections.learn(context, planned, seen, seen.gone_bytes)
+    peak_bytes = plan_cache.corrections.learn(context, planned, seen)
     with plan_cache.loop.planning:
         if seen.taken_bytes is not None and peak_bytes != plan.measured_peak_bytes:
             plan = replace(compiled.planned.plan, measured_peak_bytes=peak_bytes)

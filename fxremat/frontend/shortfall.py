@@ -60,7 +60,7 @@ class Shortfall:
             error: that planning raised.
         """
         budget = planner.budget
-        found = growth(budget.counted, dict(context.described(planner.step.joint)))
+        found = growth(budget.counted, dict(planner.step.described(context)))
         least_bytes = error.least_budget_bytes or 0
         found = _most_of(found, least_bytes - (budget.nbytes or 0))
         if not planner.started or context.sizes != planner.step.sizes.hints:

@@ -177,9 +177,14 @@ class StepContext:
             released_bytes=self.kept_bytes * self.released,
         )
 
-    def described(self, joint: JointGraph) -> tuple[tuple[str, int], ...]:
-        """What is found and its bytes, for people."""
+    def described(self, base: ContextBytes, joint: JointGraph) -> tuple[tuple[str, int], ...]:
+        """What is found and its bytes, for people; arguments are those of :meth:`around`.
+
+        What steps were measured to take is left out where it is no more than was assumed.
+        """
         seen = NO_CORRECTION if self.region else self.correction
+        loss_point = seen.turn_bytes if seen.turn_bytes > base.turn_bytes else 0
+        left = seen.left_bytes if seen.left_bytes > base.tangent_bytes else 0
         named: Iterable[tuple[str, int]] = (
             ("gradients that exist", sum(self.gradient_bytes(joint))),
             ("earlier steps that wait for their backward", self.waiting_bytes),
@@ -191,9 +196,9 @@ class StepContext:
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("workspaces of libraries for another thread or stream", self.workspace_bytes),
             ("blocks that are larger than what lies in them", self.slack_bytes),
-            ("what the loss was measured to take", seen.turn_bytes),
+            ("what the loss was measured to take", loss_point),
             ("further steps", seen.room_bytes),
-            ("what of that was measured to be held in the backward", seen.left_bytes),
+            ("what of that was measured to be held in the backward", left),
             ("what steps were measured to take beyond their plan", seen.more_bytes),
         )
         return tuple((what, nbytes) for what, nbytes in named if nbytes)

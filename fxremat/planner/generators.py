@@ -176,7 +176,7 @@ class _Stage:
         extra = self._backward(option).peak_bytes
         if self.index == len(self.chain) - 1:
             around = self.evaluator.context_bytes
-            extra = max(extra + around.backward_bytes, around.loss_point_bytes)
+            extra = max(0, extra + around.backward_bytes, around.loss_point_bytes)
         return extra
 
 

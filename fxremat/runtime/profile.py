@@ -39,6 +39,7 @@ class MemoryProfile:
         after_bytes: most from the end of the forward to the next call.
         before_bytes: most from the end of the backward to the next call.
         gone_bytes: existed when the forward began, and no longer when the backward did.
+        released_bytes: of these, outputs of earlier steps.
     """
 
     forward_bytes: int
@@ -50,6 +51,7 @@ class MemoryProfile:
     after_bytes: int = 0
     before_bytes: int = 0
     gone_bytes: int = 0
+    released_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -66,7 +68,8 @@ class _Watched:
         step: that it has left.
         gone: bytes of each tensor that was there before and not any more at its backward, of
             which the log may have no event.
-        gone_bytes: of all of them.
+        gone_bytes: of all of them that were there.
+        released_bytes: of these, outputs of earlier steps.
         ended: its backward has.
     """
 
@@ -74,6 +77,7 @@ class _Watched:
     step: weakref.ref[object] | None = None
     gone: tuple[int, ...] = ()
     gone_bytes: int = 0
+    released_bytes: int = 0
     ended: bool = False
 
 
@@ -172,7 +176,14 @@ class Watcher:
             self._lives(graph)
             self._open = False
 
-    def back(self, step: object, *, gone: Sequence[int] = (), never: Sequence[int] = ()) -> None:
+    def back(
+        self,
+        step: object,
+        *,
+        gone: Sequence[int] = (),
+        never: Sequence[int] = (),
+        released: Sequence[int] = (),
+    ) -> None:
         """The backward of ``step`` begins, which is watched.
 
         Args:
@@ -180,12 +191,16 @@ class Watcher:
             gone: bytes of each tensor that counts as there before the forward, and is not any
                 more. A CPU's allocator tells of those alone that an earlier log has seen made.
             never: of those, the ones that were not there before it either: none tells of them.
+            released: bytes of each output of an earlier step that was there before the forward, and
+                is not any more.
         """
         place = self._place_of(step)
         if place is None:
             return
-        self._calls[place].gone = tuple(never if self._on_cuda else gone)
-        self._calls[place].gone_bytes = sum(gone)
+        call = self._calls[place]
+        call.gone = tuple(never if self._on_cuda else (*gone, *released))
+        call.released_bytes = sum(released)
+        call.gone_bytes = sum(gone) - sum(never) + sum(released)
         self._calls[place].ended = False
         self._mark(place, BACKWARD)
 
@@ -218,7 +233,9 @@ class Watcher:
         tell_whole, self._tell_whole = self._tell_whole, None
         events = _with_unseen(log.events, [call.gone for call in calls])
         for place, call in enumerate(calls):
-            call.tell(replace(_profile_of(events, place), gone_bytes=call.gone_bytes))
+            profile = _profile_of(events, place)
+            more = {"gone_bytes": call.gone_bytes, "released_bytes": call.released_bytes}
+            call.tell(replace(profile, **more))
         if tell_whole is not None:
             tell_whole(*_whole(events))
 
