@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import time
 import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -94,6 +94,7 @@ class Wrapping:
     compile_s: float = 0.0
 
     def __call__(self, model: nn.Module, sample: object, **keywords: Any) -> nn.Module:
+        """Return the model as it is trained here."""
         if self.budget == "eager":
             return model
         if self.budget == "aot_eager":
@@ -222,7 +223,7 @@ def _died(error: Exception, wrap: Wrapping, *, step: int) -> Row:
         "message": str(error),
         "died_at": step,
         "in_compile": wrap.inside,
-        "where": [f"{os.path.basename(f.filename)}:{f.lineno} {f.name}" for f in frames],
+        "where": [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames],
     }
     if isinstance(error, BudgetError):
         found["least_budget_bytes"] = error.least_budget_bytes

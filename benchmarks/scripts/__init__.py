@@ -1,8 +1,8 @@
 """Small training scripts of the kinds that people publish, each a module with one ``train``.
 
 ``train(wrap, meter, steps)`` is a generator: it trains ``steps`` iterations of the script's loop and
-yields each one's loss, as ``losses.append(loss)`` at that place would take it. What a real script
-holds between iterations (the last output, the loss, gradients) its frame holds as well.
+yields the loss of each. What a real script holds between iterations (the last output, the loss,
+gradients) its frame holds as well.
 
 * ``wrap(model, sample, **keywords)`` returns what is trained in the model's place. The keywords are
   what a user of that script would give ``fxremat.compile`` beside the budget: often nothing.
@@ -40,6 +40,34 @@ class Meter(Protocol):
 NAMES = (
     "quickstart",
     "clear_first",
+    "zeros_kept",
+    "mnist_convnet",
+    "gan",
+    "vae",
+    "lstm_language_model",
+    "gru_classifier",
+    "lstm_cell_loop",
+    "siamese",
+    "maml",
+    "reinforce",
+    "lbfgs",
+    "gaussian_process",
+    "moco",
+    "accumulation",
+    "autocast",
+    "averaged",
+    "evaluation",
+    "resume",
+    "scheduled",
+    "transformer_lm",
+    "seq2seq",
+    "super_resolution",
+    "style_transfer",
+    "vit",
+    "experts",
+    "two_optimizers",
+    "unfreezing",
+    "adafactor",
 )
 
 

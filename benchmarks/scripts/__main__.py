@@ -192,7 +192,9 @@ def table(rows: Sequence[Row]) -> None:
             peaks = f"{row['eager_peak_bytes'] / 2**20:.1f} MiB"
             differs = row["eager_differs_at"]
             note = "" if differs is None else f"aot_eager's losses differ from step {differs + 1}"
-            shown.append([row["script"], "eager", peaks, "", "", f"{row['eager_s'] * 1e3:.1f} ms", note])
+            shown.append(
+                [row["script"], "eager", peaks, "", "", f"{row['eager_s'] * 1e3:.1f} ms", note]
+            )
             continue
         predicted = row.get("predicted_by_measured")
         beside = row.get("beside")
@@ -237,7 +239,11 @@ def summary(rows: Sequence[Row]) -> list[str]:
             f"ample: step ÷ aot_eager: median {statistics.median(ample):.3f}, "
             f"worst {max(ample):.3f}, of {len(ample)}"
         )
-    tight = [row["measured_by_predicted"] for row in rows if "measured_by_predicted" in row and row["setting"] == "time 0.6"]
+    tight = [
+        row["measured_by_predicted"]
+        for row in rows
+        if "measured_by_predicted" in row and row["setting"] == "time 0.6"
+    ]
     if tight:
         lines.append(f"at 0.6: measured ÷ predicted time: worst {max(tight):.3f}, of {len(tight)}")
     peaks = [q for row in ran for q in row.get("predicted_by_measured") or ()]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from benchmarks.scripts import Meter, Wrap, images
 
@@ -23,8 +23,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the same shape."""
-        out = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(out)) + x)
+        out = functional.relu(self.bn1(self.conv1(x)))
+        return functional.relu(self.bn2(self.conv2(out)) + x)
 
 
 def train(wrap: Wrap, meter: Meter, steps: int) -> Iterator[Tensor]:
