@@ -1,6 +1,6 @@
 """Small training scripts of the kinds that people publish, each a module with one ``train``.
 
-``train(wrap, meter, steps)`` is a generator: it trains ``steps`` iterations of the script's loop and
+``train(wrap, meter, steps)`` is a generator: it trains ``steps`` iterations of a script's loop and
 yields the loss of each. What a real script holds between iterations (the last output, the loss,
 gradients) its frame holds as well.
 
