@@ -46,12 +46,14 @@ class StepMeter:
         allocated: the counter; ``None`` where only time is taken.
         base_bytes: held before the script began.
         peak_bytes, seconds: of the steps of this iteration.
+        ended: steps so far.
     """
 
     allocated: Allocated | None
     base_bytes: int = 0
     peak_bytes: int = 0
     seconds: float = 0.0
+    ended: int = 0
     _began: float = 0.0
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class StepMeter:
 
     def end(self) -> None:
         """A step ends."""
+        self.ended += 1
         self.seconds += time.process_time() - self._began
         if self.allocated is not None:
             self.peak_bytes = max(self.peak_bytes, self.allocated.most_bytes - self.base_bytes)
@@ -189,7 +192,7 @@ def measure(name: str, budget: str | int | float, *, steps: int) -> Row:
                 _warned(row, caught, number)
         except Exception as error:
             _warned(row, caught, len(row["losses"]))
-            row |= _died(error, training.wrap, step=len(row["losses"]))
+            row |= _died(error, training, step=len(row["losses"]))
     row["compile_s"] = training.wrap.compile_s
     return row
 
@@ -216,13 +219,14 @@ def _warned(row: Row, caught: list[warnings.WarningMessage], step: int) -> None:
     caught.clear()
 
 
-def _died(error: Exception, wrap: Wrapping, *, step: int) -> Row:
+def _died(error: Exception, training: Training, *, step: int) -> Row:
     frames = traceback.extract_tb(error.__traceback__)[-5:]
     found: Row = {
         **failure(error),
         "message": str(error),
         "died_at": step,
-        "in_compile": wrap.inside,
+        "in_compile": training.wrap.inside,
+        "steps_ended": training.meter.ended,
         "where": [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames],
     }
     if isinstance(error, BudgetError):
@@ -254,7 +258,7 @@ def timed(name: str, budget: str | int | float) -> Row:
                     seconds[each].append(in_step)
                     iterations[each].append(taken)
     except Exception as error:
-        return row | _died(error, runs["fxremat"].wrap, step=number)
+        return row | _died(error, runs["fxremat"], step=number)
     row |= {"seconds": seconds, "iteration_s": iterations}
     for key, values in (("beside", seconds), ("iteration_beside", iterations)):
         spread = ratios(values, "fxremat", "aot_eager")

@@ -114,7 +114,7 @@ def time_rows(name: str, common: list[str], reference: Row, networks: int) -> li
     for setting, asked in settings.items():
         found = run([*common, "--part", "timed", *asked], preloaded=None)[-1]
         row = {"script": name, "setting": f"time {setting}", **found, "faults": []}
-        if "failed" in row and (setting == "ample" or row.get("died_at")):
+        if "failed" in row and (setting == "ample" or row.get("steps_ended")):
             row["faults"] = [f"died: {row['failed']}"]
         if "predicted_s" in row:
             row["measured_s"] = statistics.median(row["seconds"]["fxremat"])
@@ -137,7 +137,7 @@ def finish(row: Row, reference: Row) -> Row:
     if row.get("ended"):
         return {**row, "faults": [row["failed"]]}
     if "failed" in row:
-        refused = row["died_at"] == 0 and "least_budget_bytes" in row
+        refused = row["steps_ended"] == 0 and "least_budget_bytes" in row
         row["outcome"] = "refused" if refused else f"died at step {row['died_at'] + 1}"
         if row["setting"] == "least" and refused:
             faults.append(f"the least named is refused: {row['failed']}")
@@ -218,7 +218,7 @@ def table(rows: Sequence[Row]) -> None:
 def summary(rows: Sequence[Row]) -> list[str]:
     """The figures that targets are for."""
     ran = [row for row in rows if row["setting"] in BUDGETS]
-    died = [row for row in ran if row.get("died_at")]
+    died = [row for row in ran if row.get("outcome", "").startswith("died")]
     before = [row for row in ran if row["setting"] == "least" and row.get("outcome") == "refused"]
     silent = [row for row in ran if row.get("silent_steps")]
     differs = [row for row in ran if row.get("differs_at") is not None]
@@ -228,7 +228,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
         return f"{len(names)} {names}" if names else "0"
 
     lines = [
-        f"died after step 1: {scripts(died)}",
+        f"died after a step: {scripts(died)}",
         f"refused at the least that an error named: {scripts(before)}",
         f"over budget without a warning: {scripts(silent)}",
         f"losses that differ: {scripts(differs)}",
