@@ -2,7 +2,8 @@
 
 Each script runs as it is and under ``aot_eager``; then at the least budget that an error names, at
 shares of the peak with everything kept, and, for its time, at 1.5 times eager's peak. Peaks are
-counted below torch (``allocated.c``). Each run is a process of its own, one at a time.
+counted below torch (``allocated.c``). Each run is a process of its own, one at a time. Rows that
+``results/scripts.json`` has of others are kept.
 Run: python -m benchmarks.scripts [--only NAME …] [--budgets least 0.6 1.0 time] [--steps N]
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.allocated import built
-from benchmarks.common import Spread, show
+from benchmarks.common import Spread, rows_but, show
 from benchmarks.rows import Row, Rows, append, failure, run_part
 from benchmarks.scripts import NAMES
 
@@ -265,8 +266,11 @@ def main() -> None:
     if options.part:
         in_this_process(options)
         return
-    whole = options.only == list(NAMES) and options.budgets == list(BUDGETS)
-    results = Rows("scripts", {"steps": options.steps})
+    settings = {"reference", *options.budgets}
+    settings |= {"time ample", "time 0.6"} if "time" in settings else set()
+    names = set(options.only)
+    kept = rows_but("scripts", lambda row: row["script"] in names and row["setting"] in settings)
+    results = Rows("scripts", {"steps": options.steps}, rows=list(kept))
     with tempfile.TemporaryDirectory(prefix="fxremat-scripts-") as folder:
         library = built(Path(folder))
         for name in options.only:
@@ -274,11 +278,10 @@ def main() -> None:
                 results.rows.append(row)
                 if row["faults"]:
                     print(f"{name} at {row['setting']}: {'; '.join(row['faults'])[:200]}")
-            if whole:
-                results.save(quiet=True)
-    table(results.rows)
-    if whole:
-        results.save()
+            results.save(quiet=True)
+    table(results.rows[len(kept) :])
+    results.rows.sort(key=lambda row: NAMES.index(row["script"]))
+    results.save()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def train(wrap: Wrap, meter: Meter, steps: int) -> Iterator[Tensor]:
         torch.optim.AdamW(others, lr=3e-4),
     ]
     x = torch.randn(512, 96)
-    net = wrap(net, x)
+    net = wrap(net, x, optimizer=optimizers)
     for _ in range(steps):
         x, y = torch.randn(512, 96), torch.randint(0, 32, (512,))
         meter.begin()
