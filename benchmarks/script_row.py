@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import re
 import time
 import traceback
 import warnings
@@ -121,6 +122,15 @@ class Wrapping:
                     found.append(None)
         return found
 
+    def budget_bytes(self) -> int | None:
+        """The most that a compiled module's budget means now; ``None``: it is not known yet."""
+        if isinstance(self.budget, int):
+            return self.budget
+        modules: list[Any] = [made() for made in self.made]
+        runners = [module._state.runner for module in modules if module is not None]
+        budgets = [runner.compiler.loop.budget.nbytes for runner in runners if runner is not None]
+        return max((nbytes for nbytes in budgets if nbytes is not None), default=None)
+
 
 @dataclass(slots=True)
 class Training:
@@ -194,7 +204,18 @@ def measure(name: str, budget: str | int | float, *, steps: int) -> Row:
             _warned(row, caught, len(row["losses"]))
             row |= _died(error, training, step=len(row["losses"]))
     row["compile_s"] = training.wrap.compile_s
+    row["named_bytes"] = named_bytes(row)
     return row
+
+
+def named_bytes(row: Row) -> int | None:
+    """The bytes that an error says are least; without one, that the last warning says would do."""
+    if "failed" in row:
+        found: int | None = row.get("least_budget_bytes")
+        return found
+    texts = [text for _, kind, text in row["warnings"] if kind == "BudgetWarning"]
+    named = [match for text in texts for match in re.findall(r"budget of (\d+) would do", text)]
+    return int(named[-1]) if named else None
 
 
 def _note(row: Row, training: Training) -> None:
@@ -203,9 +224,8 @@ def _note(row: Row, training: Training) -> None:
     row["peaks_bytes"].append(peak)
     row["seconds"].append(seconds)
     plans = training.wrap.plans()
-    budgets = {plan.budget_bytes for plan in plans if plan is not None}
     predicted = [plan.predicted_peak_bytes for plan in plans if plan is not None]
-    row["budgets_bytes"].append(max(budgets, default=None))
+    row["budgets_bytes"].append(training.wrap.budget_bytes())
     row["predicted_bytes"].append(max(predicted, default=None))
     row["whole"] = bool(plans) and all(isinstance(plan, fxremat.Plan) for plan in plans)
 

@@ -75,7 +75,7 @@ def rows_of(name: str, budgets: Sequence[str], steps: int, library: Path) -> lis
         "aot_eager_s": statistics.median(aot_eager["seconds"]),
         "eager_differs_at": first_difference(eager["losses"], aot_eager["losses"]),
         "losses": aot_eager["losses"],
-        "probe": {key: probe.get(key) for key in ("failed", "died_at", "least_budget_bytes")},
+        "probe": {key: probe.get(key) for key in ("failed", "died_at", "named_bytes")},
         "faults": [],
     }
     rows = [reference]
@@ -85,7 +85,7 @@ def rows_of(name: str, budgets: Sequence[str], steps: int, library: Path) -> lis
             continue
         row: Row = {"script": name, "setting": budget}
         if budget == "least":
-            least = probe.get("least_budget_bytes")
+            least = probe["named_bytes"]
             if least is None:
                 unnamed = probe.get("failed", "no error")
                 rows.append({**row, "faults": [f"no least is named: {unnamed}"]})
@@ -150,7 +150,8 @@ def finish(row: Row, reference: Row) -> Row:
     row |= over
     if over["silent_steps"]:
         share = over["worst_over"]
-        faults.append(f"silent: {len(over['silent_steps'])} steps, up to {share:.4f} of budget")
+        late = "warned late" if over["first_warning"] is not None else "silent"
+        faults.append(f"{late}: {len(over['silent_steps'])} steps, up to {share:.4f} of budget")
     differs = first_difference(row["losses"], reference["losses"])
     row["differs_at"] = differs
     if differs is not None:
@@ -166,10 +167,9 @@ def finish(row: Row, reference: Row) -> Row:
 def over_budget(row: Row) -> Row:
     """Steps over the budget, and those of which no warning had come by their end."""
     warned = [step for step, kind, _ in row["warnings"] if kind == "BudgetWarning"]
-    given = row["budget"] if isinstance(row["budget"], int) else None
     over, silent, worst = [], [], 0.0
     for step, peak in enumerate(row["peaks_bytes"]):
-        budget = given or row["budgets_bytes"][step]
+        budget = row["budgets_bytes"][step]
         if not budget:
             continue
         worst = max(worst, peak / budget)
@@ -221,7 +221,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
     ran = [row for row in rows if row["setting"] in BUDGETS]
     died = [row for row in ran if row.get("outcome", "").startswith("died")]
     before = [row for row in ran if row["setting"] == "least" and row.get("outcome") == "refused"]
-    silent = [row for row in ran if row.get("silent_steps")]
+    over = [row for row in ran if row.get("silent_steps")]
+    silent = [row for row in over if row["first_warning"] is None]
+    late = [row for row in over if row["first_warning"] is not None]
     differs = [row for row in ran if row.get("differs_at") is not None]
 
     def scripts(found: Sequence[Row]) -> str:
@@ -232,6 +234,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
         f"died after a step: {scripts(died)}",
         f"refused at the least that an error named: {scripts(before)}",
         f"over budget without a warning: {scripts(silent)}",
+        f"over budget before the first warning: {scripts(late)}",
         f"losses that differ: {scripts(differs)}",
     ]
     ample = [row["beside"][0] for row in rows if row["setting"] == "time ample" and "beside" in row]

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.allocated import built
 from benchmarks.rows import Row
-from benchmarks.script_row import Training
+from benchmarks.script_row import Training, named_bytes
 from benchmarks.scripts import NAMES
 from benchmarks.scripts.__main__ import finish, over_budget
 
@@ -120,8 +120,16 @@ def test_steps_over_budget_need_a_warning_by_their_end():
     assert found["worst_over"] == 1.2
     in_time = over_budget(row(peaks_bytes=peaks, warnings=[[1, "BudgetWarning", "grew"]]))
     assert in_time["silent_steps"] == []
-    in_bytes = over_budget(row(peaks_bytes=peaks, budget=150))
-    assert in_bytes["over_steps"] == []
+    unknown = over_budget(row(peaks_bytes=peaks, budgets_bytes=[None] * 7))
+    assert unknown["over_steps"] == []
+
+
+def test_the_least_is_what_an_error_names_or_a_warning_says_would_do():
+    refused = row(failed="BudgetError: 9", least_budget_bytes=9)
+    assert named_bytes(refused) == 9
+    warned = [[0, "BudgetWarning", "a budget of 5 would do"], [1, "BudgetWarning", "took 7"]]
+    assert named_bytes(row(warnings=warned)) == 5
+    assert named_bytes(row()) is None
 
 
 def test_a_refusal_is_a_fault_only_of_the_least_that_was_named():
