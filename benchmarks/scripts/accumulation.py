@@ -23,11 +23,11 @@ def train(wrap: Wrap, meter: Meter, steps: int) -> Iterator[Tensor]:
     loss_fn = nn.MSELoss()
     x = torch.randn(8, 32, 64)
     model = wrap(model, x, optimizer=optimizer, accumulate=True)
-    for _ in range(steps):
-        batches = [(torch.randn(8, 32, 64), torch.randn(8, 32, 8)) for _ in range(4)]
+    for _step in range(steps):
         total = torch.zeros(())
         meter.begin()
-        for x, y in batches:
+        for _ in range(4):
+            x, y = torch.randn(8, 32, 64), torch.randn(8, 32, 8)
             outputs = model(x)
             loss = loss_fn(outputs, y) / 4
             loss.backward()
