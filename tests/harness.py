@@ -324,9 +324,11 @@ def _call(
     saved = forward([*step.primals])
     outputs = saved[: step.output_count]
     del saved[: step.output_count]
-    tangents = [t.clone() for t in step.tangents]  # autograd holds them through the backward
+    tangents = [t.clone() for t in step.tangents]
     made = Made([None] * len(step.primals), dropped)
     saved.extend((*tangents, made))
+    if torch_compat.releases_tangents():
+        tangents.clear()  # as autograd hands them over; before that it holds them to the end
     backward(saved)
     return outputs, made.gradients
 
