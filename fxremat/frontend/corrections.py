@@ -46,7 +46,6 @@ class Corrections:
         missed: so many steps in a row had a loss with another gradient than the one before.
         scaled: there were too many of these.
         checked: so many backwards have shown whether gradients of outputs are released.
-        tangents_stay: one has shown that they are not.
         changes: how often any of that has changed.
     """
 
@@ -59,7 +58,6 @@ class Corrections:
     missed: int = 0
     scaled: bool = False
     checked: int = 0
-    tangents_stay: bool = False
     changes: int = 0
 
     @staticmethod
@@ -97,7 +95,7 @@ class Corrections:
 
     def held(self, context: StepContext) -> StepContext:
         """``context``, as backwards have shown who holds gradients of the outputs."""
-        if self.tangents_stay and not context.tangents_stay:
+        if self.planner.tangents_stay and not context.tangents_stay:
             return replace(context, tangents_stay=True)
         return context
 
@@ -106,7 +104,7 @@ class Corrections:
 
         Processes that follow the same plans look at the same steps.
         """
-        if self.tangents_stay or not self.planner.step.joint.released:
+        if self.planner.tangents_stay or not self.planner.step.joint.released:
             return False
         return self.checked < CHECKED or (watched and self.planner.together is None)
 
@@ -115,7 +113,7 @@ class Corrections:
         with self.loop.planning:
             self.checked += 1
             if not released:
-                self.tangents_stay = True
+                self.planner.tangents_stay = True
                 self.changes += 1
 
     def of_kind(self, context: StepContext) -> Correction:

@@ -306,7 +306,10 @@ class PlanCache:
             raise
         if tangents is not None:
             apart = len({tangent.key for tangent in tangents}) == len(tangents)
-            self.corrections.saw_tangents(released=apart and not any(tangents))
+            released = apart and not any(tangents)
+            self.corrections.saw_tangents(released=released)
+            if not released and self.regions.several:
+                self.regions.choose_again()
         if self.regions.several:
             self.regions.done(step)
         elif watcher.is_on and any(in_flight):

@@ -148,7 +148,9 @@ def _released_by_trunk(
     return frozenset(
         storage
         for storage in context_bytes.releases(line.joint)
-        if all(places[line.stage_of[n]] >= start for n in table.readers[storage] if n in line.stage_of)
+        if all(
+            places[line.stage_of[n]] >= start for n in table.readers[storage] if n in line.stage_of
+        )
     )
 
 

@@ -10,17 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxremat
-from fxremat import torch_compat
 from fxremat.planner.context_bytes import SCALARS
 from fxremat.runtime.steps import SCALAR_BYTES
+from tests.harness import on_release
 
-
-pytestmark = [
-    pytest.mark.usefixtures("quick_search"),
-    pytest.mark.skipif(
-        not torch_compat.releases_tangents(), reason="autograd holds them to the end"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("quick_search"), on_release]
 
 NUMBERS_BYTES = SCALARS * SCALAR_BYTES
 """What is planned for the loss, its gradient and their like, be they there or not."""
