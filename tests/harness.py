@@ -10,9 +10,10 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
@@ -42,11 +43,13 @@ from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
 from tests.reference.plain_sweep import Sweep, sweep
 
-if TYPE_CHECKING:
-    import pytest
-
 COSTS = CostCache()
 SEED = 7
+
+on_release = pytest.mark.skipif(
+    not torch_compat.releases_tangents(), reason="autograd holds tangents to the end"
+)
+"""Tests of what is so where the backward releases gradients of outputs."""
 
 NOTHING_ELSE = Caller(loss_bytes=0)
 """A caller who holds nothing and computes no loss."""
@@ -319,29 +322,38 @@ def _call(
     step: Captured,
     graphs: tuple[Emitted, Emitted],
     dropped: frozenset[int] = frozenset(),
+    *,
+    tangents_stay: bool = False,
 ) -> tuple[Any, Any]:
     forward, backward = graphs
     saved = forward([*step.primals])
     outputs = saved[: step.output_count]
     del saved[: step.output_count]
-    tangents = [t.clone() for t in step.tangents]  # autograd holds them through the backward
+    tangents = [t.clone() for t in step.tangents]
     made = Made([None] * len(step.primals), dropped)
     saved.extend((*tangents, made))
+    if torch_compat.releases_tangents() and not tangents_stay:
+        tangents.clear()  # as autograd hands them over; before that it holds them to the end
     backward(saved)
     return outputs, made.gradients
 
 
 def measured_peak_bytes(
-    step: Captured, program: Program, *, dropped: frozenset[int] = frozenset()
+    step: Captured,
+    program: Program,
+    *,
+    dropped: frozenset[int] = frozenset(),
+    tangents_stay: bool = False,
 ) -> int:
     """Most bytes that running the emitted graphs of ``program`` allocates, tangents included.
 
-    Nobody keeps the gradients of the primals ``dropped``.
+    Nobody keeps the gradients of the primals ``dropped``; ``tangents_stay``: somebody keeps the
+    tangents to the end.
     """
     graphs = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
     with torch.random.fork_rng(), torch.no_grad():
         with torch_compat.AllocationLog() as log:
-            results = _call(step, graphs, dropped)
+            results = _call(step, graphs, dropped, tangents_stay=tangents_stay)
         del results
     now = peak = 0
     for _mark, change in log.events:

@@ -19,6 +19,9 @@ from fxremat.units import format_bytes
 MOST_WATCHED = 2
 """Sizes at which steps are watched: what a loss takes at others follows from these."""
 
+CHECKED = 2
+"""Backwards after which each graph's gradients of outputs are looked for, watched or not."""
+
 MOST_MISSED = 3
 """Steps in a row whose loss had another gradient than in the step before: so it goes on."""
 
@@ -42,6 +45,7 @@ class Corrections:
         stayed: kinds where a step has shown that they are not.
         missed: so many steps in a row had a loss with another gradient than the one before.
         scaled: there were too many of these.
+        checked: so many backwards have shown whether gradients of outputs are released.
         changes: how often any of that has changed.
     """
 
@@ -53,6 +57,7 @@ class Corrections:
     stayed: dict[str, set[_Kind]] = field(default_factory=lambda: {what: set() for what in _HELD})
     missed: int = 0
     scaled: bool = False
+    checked: int = 0
     changes: int = 0
 
     @staticmethod
@@ -87,6 +92,29 @@ class Corrections:
                 scaled=self.scaled,
             )
         return context
+
+    def held(self, context: StepContext) -> StepContext:
+        """``context``, as backwards have shown who holds gradients of the outputs."""
+        if self.planner.tangents_stay and not context.tangents_stay:
+            return replace(context, tangents_stay=True)
+        return context
+
+    def checks_tangents(self, *, watched: bool) -> bool:
+        """Whether a backward that begins is to show if gradients of outputs are released.
+
+        Processes that follow the same plans look at the same steps.
+        """
+        if self.planner.tangents_stay or not self.planner.step.joint.released:
+            return False
+        return self.checked < CHECKED or (watched and self.planner.together is None)
+
+    def saw_tangents(self, *, released: bool) -> None:
+        """Note whether a backward has released the gradients of its outputs."""
+        with self.loop.planning:
+            self.checked += 1
+            if not released:
+                self.planner.tangents_stay = True
+                self.changes += 1
 
     def of_kind(self, context: StepContext) -> Correction:
         """The correction that several steps at once have taught for contexts of this kind."""
@@ -244,6 +272,8 @@ class Corrections:
         around = self.planner.step.around(context)
         late_bytes = self.planner.step.late_bytes  # given, but not allocated by this process
         correction = _correction_of(seen, planned.allocated_bytes + late_bytes, around)
+        if self.held(context) != context:
+            correction = replace(correction, more_bytes=0)  # the next plan counts them as held
         peak_bytes = around.given_bytes - late_bytes + seen.peak_bytes
         slack = SCALARS * SCALAR_BYTES  # which are given, and allocated again by the step
         over = peak_bytes - slack - (self.planner.budget.nbytes or peak_bytes)

@@ -115,6 +115,7 @@ class Planner:
         self._modules = BlockModules()
         self._peers = step.peers
         self.started = self._bound = self._scaled = False
+        self.tangents_stay = False  # as a backward has shown: see StepContext
 
     # Plans
 

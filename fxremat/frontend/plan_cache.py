@@ -292,6 +292,7 @@ class PlanCache:
             contributors=self.contributors,
             others=in_flight.has_others(step),
         )
+        tangents = self._tangents(step, args)
         values: list[Any] = step.take()
         values.extend(args[1:])
         args.clear()
@@ -303,6 +304,12 @@ class PlanCache:
         except BaseException as error:
             abandon(values, error)
             raise
+        if tangents is not None:
+            apart = len({tangent.key for tangent in tangents}) == len(tangents)
+            released = apart and not any(tangents)
+            self.corrections.saw_tangents(released=released)
+            if not released and self.regions.several:
+                self.regions.choose_again()
         if self.regions.several:
             self.regions.done(step)
         elif watcher.is_on and any(in_flight):
@@ -318,6 +325,17 @@ class PlanCache:
         if not step.passed:
             return returned
         return [step.passed.get(place, own) for place, own in enumerate(returned)]
+
+    def _tangents(self, step: Step, args: Sequence[Any]) -> list[torch_compat.StorageAlive] | None:
+        """Gradients of outputs that a backward is to release; ``None``: nobody asks."""
+        if not self.corrections.checks_tangents(watched=self.loop.watcher.is_watching(step)):
+            return None
+        joint = self.planner.step.joint
+        return [
+            torch_compat.StorageAlive(tangent)
+            for node, tangent in zip(joint.tangents, args[1:], strict=True)
+            if joint.released.issuperset(joint.storages.of_node[node])
+        ]
 
     def _counted(self, step: Step, peak_bytes: int | None) -> None:
         """A step has ended; what the allocator tells of it, if that tells anything."""
@@ -412,7 +430,7 @@ class PlanCache:
 
     def _context_of(self, found: tuple[Any, ...]) -> StepContext:
         """The context of a call, with all that steps before have taught."""
-        context = StepContext(*found)
+        context = self.corrections.held(StepContext(*found))
         if self.regions.several:
             return context
         with self.loop.planning:
@@ -540,6 +558,8 @@ class PlanCache:
             if context.scaled > made_for.scaled and plan.form.beside:
                 continue
             then = self.planner.step.around(made_for)
+            if now.tangents_stay > then.tangents_stay:
+                continue
             differences = (
                 now.given_bytes - then.given_bytes,
                 now.turn_bytes - then.turn_bytes,

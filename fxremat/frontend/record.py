@@ -16,7 +16,7 @@ from fxremat.ir import Move, Request
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.allocations import TANGENTS, requests_of_step
+from fxremat.planner.allocations import HELD_ON, requests_of_step
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.footprints import WORKSPACE, Footprints
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
@@ -193,6 +193,7 @@ class _Record:
     )
     known: dict[int, Tensor] = field(default_factory=dict)
     gradients: frozenset[int] = field(init=False)
+    tangents: frozenset[int] = field(init=False)
     forward: frozenset[fx.Node] = field(init=False)
     now: int = 0
     gave: bool = False
@@ -200,6 +201,7 @@ class _Record:
     def __post_init__(self) -> None:
         joint = self.line.joint
         self.gradients = joint.storages.of(joint.gradients)
+        self.tangents = joint.storages.of(joint.tangents)
         self.forward = frozenset(joint.forward)
 
     def next(self) -> int:
@@ -228,14 +230,14 @@ class _Record:
                 self.give((None, key))
             elif key == WORKSPACE:
                 self.take(replace(next(workspaces, _LOSS), nbytes=nbytes), (None, key))
-            elif key <= TANGENTS:
+            elif key in self.tangents or key == HELD_ON:
                 self.take(replace(_TANGENT, nbytes=nbytes), (None, key))
             else:
                 self.take(self._of(key), (None, key))
 
     def turn(self, requests: tuple[Request, ...], context_bytes: ContextBytes) -> int:
         """The turn; returns its instant."""
-        released = sum(key >= 0 for key, _ in requests)
+        released = sum(nbytes < 0 <= key for key, nbytes in requests)
         self.follow(requests[:released])
         if context_bytes.released_bytes:
             self.shrink(Kind.OTHER, context_bytes.released_bytes)

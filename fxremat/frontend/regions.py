@@ -14,7 +14,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -91,7 +91,7 @@ class Regions:
     _watches: int = 1  # of steps to come, whatever they are
     _late_bytes: int = 0  # of collectives in graphs, likewise
     _before: Walk | None = None
-    _choices: dict[Key, tuple[Choice, ...]] = field(default_factory=dict)
+    _choices: dict[tuple[Key, bool], tuple[Choice, ...]] = field(default_factory=dict)
     _unknown: weakref.WeakKeyDictionary[Planner, Contexts] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -222,6 +222,11 @@ class Regions:
         key = Called(planner, context).key
         known = (known for known in self.known if known.keys[:1] == (key,))
         return not all(self._leaves_room(own, there_bytes) for own in known)
+
+    def choose_again(self) -> None:
+        """Have plans of all known steps chosen again: of a graph more is known than before."""
+        for known in self.known:
+            known.besides = []
 
     def no_room(self) -> None:
         """The call that was entered last does not fit where it was to: it leaves least."""
@@ -637,9 +642,11 @@ class Regions:
         return any(grown)
 
     def _choices_of(self, call: Called) -> tuple[Choice, ...]:
-        if call.key not in self._choices:
-            self._choices[call.key] = choices_of(call.planner, call.context)
-        return self._choices[call.key]
+        key = call.key, call.planner.tangents_stay
+        if key not in self._choices:
+            context = replace(call.context, tangents_stay=call.planner.tangents_stay)
+            self._choices[key] = choices_of(call.planner, context)
+        return self._choices[key]
 
 
 class _Graph:

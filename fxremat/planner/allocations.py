@@ -36,8 +36,8 @@ SPARE_BYTES = SMALL_SEGMENT_BYTES
 that nobody told of, as a metric or the next batch's numbers take, have the allocator take one
 more."""
 
-TANGENTS = -2
-"""Keys from here on downwards are tangents."""
+HELD_ON = -2
+"""The key of what is held from the loss point to the end, beside the gradients of the outputs."""
 
 
 def settings_of(device: torch.device) -> AllocatorSettings | None:
@@ -106,7 +106,8 @@ def requests_of_step(
     Ensures: the sums of the requests so far are what an evaluation says is held.
     """
     calls = []
-    nbytes = program.line.joint.storages.nbytes
+    joint = program.line.joint
+    nbytes = joint.storages.nbytes
     for index, call in enumerate(program.calls):
         released = [(m.storage, -m.nbytes) for m in moves if m.release == index < program.turn]
         fetched = [(m.storage, m.nbytes) for m in moves if m.prefetch == index]
@@ -114,11 +115,11 @@ def requests_of_step(
         handed = [(s, -nbytes[s]) for s in sorted(call.handed)]
         calls.append((*released, *fetched, *asked, *handed))
     at_turn = [(m.storage, -m.nbytes) for m in moves if m.release == program.turn]
-    each = context_bytes.tangent_each_bytes
-    tangents = _whole((*each, max(0, context_bytes.tangent_bytes - sum(each))))
-    made = [(TANGENTS - i, nbytes) for i, nbytes in enumerate(tangents)]
-    loss_bytes = context_bytes.turn_bytes - sum(tangents)
-    small = sum(nbytes for nbytes in tangents if nbytes <= MOST_SMALL_BYTES)
+    tangents = [(i, nbytes[i]) for i in sorted(joint.storages.of(joint.tangents))]
+    more_bytes = context_bytes.tangent_bytes - sum(size for _, size in tangents)
+    made = [(key, size) for key, size in (*tangents, (HELD_ON, more_bytes)) if size > 0]
+    loss_bytes = context_bytes.turn_bytes - sum(size for _, size in made)
+    small = sum(size for _, size in made if size <= MOST_SMALL_BYTES)
     small_bytes = min(max(context_bytes.turn_small_bytes - small, 0), loss_bytes)
     given = context_bytes.given_each_bytes
     return Requests(

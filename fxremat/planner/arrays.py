@@ -108,18 +108,27 @@ class LineArrays:
             self.seconds[place : place + seconds.size] = seconds
         resize(self.data, self.seconds, self.at)
 
-    def surround(self, key: object, nbytes: Sequence[int], handed: Iterable[fx.Node]) -> None:
+    def surround(
+        self,
+        key: object,
+        nbytes: Sequence[int],
+        handed: Iterable[fx.Node],
+        released: Mapping[int, bool],
+    ) -> None:
         """Evaluate for other context bytes from now on.
 
         Args:
             key: the object by which they are known again.
             nbytes: given throughout, needed at the turn, held from it on, needed at the end.
             handed: gradients that are given back as soon as they are made.
+            released: storages of tangents, and whether their last reader releases them.
         """
         data, at = self.data, self.at
         data[at.around : at.around + len(nbytes)] = nbytes
         data[at.handed : at.handed + at.nodes] = 0
         data[[at.handed + self.number[node] for node in handed]] = 1
+        for storage, so in released.items():
+            data[at.never_freed + storage] = not so
         self.around = key
 
     def flags(self, held: bytes) -> Flags:

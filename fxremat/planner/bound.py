@@ -151,6 +151,7 @@ def _moments(
     always = given | outputs | table.of(line.joint.tangents)
     kept = pinned - always
     constant_bytes = context_bytes.given_bytes + table.total(outputs)
+    released = context_bytes.releases(line.joint)
     fullest: dict[int, Moment] = {}
     for part in _parts(line):
         later = set(table.of(_read_by(part.after)))
@@ -166,8 +167,10 @@ def _moments(
                 gone = {s for s in to_come if s not in later or s not in kept}
                 there -= gone
                 there_bytes -= table.total(gone)
-                touched = table.of((node, *node.all_input_nodes)) - always
+                own = table.of((node, *node.all_input_nodes))
+                touched = own - always
                 occupied = constant_bytes + context_bytes.backward_bytes
+                occupied -= table.total(released - later - own)
                 occupied += there_bytes + table.total(touched - there)
                 if node in block.nodes and not is_getitem(node):
                     occupied += measured.workspace_bytes(node, block)

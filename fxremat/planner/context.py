@@ -84,6 +84,8 @@ class StepContext:
             loop's variable drops them for the new ones.
         scaled: gradients of losses are others each time, as steps have shown: exact ones of what a
             loss is computed from would be computed twice, beside it and once it is known.
+        tangents_stay: somebody holds gradients of the outputs to the end of the backward, or two of
+            them share their memory.
         region: the call is one of several of a step: ``correction`` has all that is beside it.
         host_bytes: of host memory, left for it; ``None``: as much as it takes.
     """
@@ -105,6 +107,7 @@ class StepContext:
     cleared: bool = False
     released: bool = False
     scaled: bool = False
+    tangents_stay: bool = False
     region: bool = False
     host_bytes: int | None = None
 
@@ -175,6 +178,7 @@ class StepContext:
             added=frozenset() if self.cleared else self.added,
             host_bytes=self.host_bytes,
             released_bytes=self.kept_bytes * self.released,
+            tangents_stay=self.tangents_stay,
         )
 
     def described(self, base: ContextBytes, joint: JointGraph) -> tuple[tuple[str, int], ...]:

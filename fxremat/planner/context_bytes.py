@@ -33,8 +33,9 @@ class ContextBytes:
         given_bytes: held throughout: parameters, buffers, inputs, constants, gradients
             that are accumulated into, and what the caller reserves.
         turn_bytes: needed at the turn, by a loss outside the model.
-        tangent_bytes: gradients of the outputs, held through the backward, less what is there
-            in the forward only.
+        tangent_bytes: held when the backward begins, beyond what the forward has left: gradients
+            of the outputs, less what is there in the forward only. What of it the backward does
+            not release is held to the end.
         end_bytes: needed once the backward has returned, beside all gradients.
         device: of the step.
         given_each_bytes: of ``given_bytes``, what is known one by one: each was asked of the
@@ -45,6 +46,7 @@ class ContextBytes:
         turn_small_bytes: of ``turn_bytes``, what is asked for in small blocks.
         released_bytes: of ``given_bytes``, what its holder releases between the forward and the
             loss, such as the previous step's outputs.
+        tangents_stay: somebody else holds gradients of the outputs to the end of the backward.
     """
 
     given_bytes: int
@@ -58,6 +60,11 @@ class ContextBytes:
     host_bytes: int | None = None
     turn_small_bytes: int = 0
     released_bytes: int = 0
+    tangents_stay: bool = False
+
+    def releases(self, joint: JointGraph) -> frozenset[int]:
+        """Storages of tangents that the backward of ``joint`` releases after their last reader."""
+        return frozenset() if self.tangents_stay else joint.released
 
     @property
     def loss_point_bytes(self) -> int:
@@ -66,7 +73,7 @@ class ContextBytes:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes that are held through the backward, beyond those when the forward begins."""
+        """Bytes that are held when the backward begins, beyond those when the forward begins."""
         return self.tangent_bytes - self.released_bytes
 
 

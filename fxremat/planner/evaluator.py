@@ -104,7 +104,10 @@ class Evaluator:
                 now.backward_bytes,
                 now.end_bytes,
             )
-            self.room.surround(now, nbytes, self._handed)
+            joint = self.line.joint
+            goes = now.releases(joint)
+            released = {storage: storage in goes for storage in joint.released}
+            self.room.surround(now, nbytes, self._handed, released)
         return self.room
 
     def keep_all(self) -> Candidate:
@@ -206,7 +209,10 @@ class Evaluator:
         """The calls that carry a candidate out, but for its shifts: what was evaluated."""
         arrays = self.arrays
         calls, _, _ = arrays.evaluate(candidate.codes, arrays.flags(candidate.held))
-        return program_of(arrays, self.line, self.blocks, candidate.codes, calls, self._handed)
+        released = self.context_bytes.releases(self.line.joint)
+        return program_of(
+            arrays, self.line, self.blocks, candidate.codes, calls, released, self._handed
+        )
 
     @property
     def _handed(self) -> frozenset[fx.Node]:
@@ -238,6 +244,7 @@ def program_of(
     blocks: BlockCache,
     codes: Codes,
     calls: Ints,
+    released: frozenset[int],
     handed: frozenset[fx.Node] = frozenset(),
 ) -> Program:
     """The calls of the last evaluation of ``arrays``.
@@ -248,6 +255,7 @@ def program_of(
         blocks: of ``line``.
         codes: the schedule.
         calls: what the evaluation found of each.
+        released: storages of tangents that their last reader releases.
         handed: gradients that are given back as soon as they are made.
 
     Ensures: the calls compute exactly what the joint graph does.
@@ -275,7 +283,8 @@ def program_of(
         made.append(Call(op, own, bool(rebuilds)))
     joint = line.joint
     results = (*joint.forward_outputs, *(n for n in joint.backward_outputs if n not in handed))
-    linked, _ = link(line, made, handed, (n for n in results if isinstance(n, fx.Node)))
+    after = (n for n in results if isinstance(n, fx.Node))
+    linked, _ = link(line, made, handed, released, after)
     saved = (arrays.nodes[i] for i in np.flatnonzero(data[at.saved : at.saved + at.nodes]).tolist())
     crossing = set(saved).difference(joint.tangents, joint.constants)
     return Program(
@@ -317,4 +326,4 @@ def carried_out(line: Line, blocks: BlockCache, schedule: Schedule, decision: De
         held[[number[nodes[i]] for i in own]] = 1
     codes = coded(schedule)
     calls, _, _ = arrays.evaluate(codes, held)
-    return program_of(arrays, line, blocks, codes, calls)
+    return program_of(arrays, line, blocks, codes, calls, line.joint.released)

@@ -78,8 +78,9 @@ def build_costs(
 ) -> Costs:
     """Seconds and bytes of each stage, the bytes from its calls alone.
 
-    What AOTAutograd holds through the backward (tangents) or at the turn is charged to
-    the last stage's backward, be it the turn itself, and to the gradients of the others.
+    What is held from the loss point on (tangents) or at it is charged to the last stage's
+    backward, be it the turn itself, and to the gradients of the others, as far as it is there
+    when their backwards begin.
 
     Args:
         measured: the line.
@@ -88,7 +89,7 @@ def build_costs(
         options: with the stages' save options.
     """
     line = measured.line
-    gradients = _gradient_bytes(line, staying(line, evaluator.context_bytes))
+    gradients = _gradient_bytes(line, evaluator.context_bytes)
     number = _numbering(line, evaluator.options if options else None)
     stages = []
     for index in range(len(chain)):
@@ -121,12 +122,11 @@ class _Stage:
         rebuild = self.evaluator.alone(index, Mode.AGAIN, saved, kept=True)
         alone_bytes = self._backward_extra(0)
         last = index == len(chain) - 1
-        tangent_bytes = self.evaluator.context_bytes.backward_bytes
         return StageCosts(
             forward_s=seconds.forward_s,
             backward_s=seconds.backward_s,
             rebuild_s=seconds.rebuild_s,
-            gradient_bytes=0 if last else max(0, gradient_bytes + tangent_bytes),
+            gradient_bytes=0 if last else max(0, gradient_bytes),
             forward_extra_bytes=self._forward_extra(passed_on, new_boundary),
             keep_extra_bytes=self._forward_extra(
                 passed_on.union(saved), chain.nbytes(chain.saved_set(index))
@@ -185,22 +185,26 @@ def _pinned_bytes(line: Line) -> int:
     return table.total(table.of(line.pinned) - table.of(line.joint.given))
 
 
-def _gradient_bytes(line: Line, stays: frozenset[fx.Node]) -> Sequence[int]:
-    """For each stage: what its backward and the lower ones find computed already.
-
-    Args:
-        line: the stages.
-        stays: gradients that are there to the end.
+def _gradient_bytes(line: Line, context_bytes: ContextBytes) -> Sequence[int]:
+    """For each stage: what its backward and the lower ones find computed already, and what else is
+    held from the loss point on.
     """
     table = line.joint.storages
-    returned = table.of(stays)
-    change = [0] * (len(line.stages) + 1)
+    returned = table.of(staying(line, context_bytes))
+    change = [context_bytes.backward_bytes] * (len(line.stages) + 1)
+
+    def lowest_reader(storage: int, default: int) -> int:
+        readers = (line.stage_of[u] for u in table.readers[storage] if u in line.stage_of)
+        return min(readers, default=default)
+
     for storage in line.joint.made_backward:
         born = line.stage_of[table.owner[storage]]
-        readers = (line.stage_of[u] for u in table.readers[storage] if u in line.stage_of)
-        end = 0 if storage in returned else min(readers, default=born)
+        end = 0 if storage in returned else lowest_reader(storage, born)
         for index in range(end, born):  # alive when the backwards of these stages begin
             change[index] += table.nbytes[storage]
+    for storage in context_bytes.releases(line.joint):
+        for index in range(lowest_reader(storage, 0)):
+            change[index] -= table.nbytes[storage]
     return change
 
 

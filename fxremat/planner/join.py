@@ -131,7 +131,26 @@ def build_join_costs(
         trunk=tuple(own[branching.ends[-1] :]),
         fixed_bytes=costs.fixed_bytes,
         done_bytes=tuple(done),
-        trunk_done_bytes=max(0, context_bytes.backward_bytes + held.left_by_trunk()),
+        trunk_done_bytes=max(
+            0,
+            context_bytes.backward_bytes
+            - line.joint.storages.total(_released_by_trunk(line, branching, context_bytes))
+            + held.left_by_trunk(),
+        ),
+    )
+
+
+def _released_by_trunk(
+    line: Line, branching: Branching, context_bytes: ContextBytes
+) -> frozenset[int]:
+    """Storages of tangents that no branch reads."""
+    table, places, start = line.joint.storages, branching.places, branching.ends[-1]
+    return frozenset(
+        storage
+        for storage in context_bytes.releases(line.joint)
+        if all(
+            places[line.stage_of[n]] >= start for n in table.readers[storage] if n in line.stage_of
+        )
     )
 
 

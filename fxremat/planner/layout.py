@@ -131,7 +131,7 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
     joint, table, nodes = line.joint, line.joint.storages, list(number)
     forward = {node for stage in line.stages for node in stage.forward}
     outside = {*joint.given, *joint.tangents}
-    never_freed = table.of(outside)
+    never_freed = table.of(outside) - joint.released
     values: dict[fx.Node, list[int]] = {}
     for node in nodes:
         if is_getitem(node) and node in forward:

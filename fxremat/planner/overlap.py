@@ -119,6 +119,7 @@ class _Overlap:
         program: as it was.
         footprints: of its line.
         handed: gradients whose memory nobody holds once they are made and handed over.
+        released: storages of tangents that their last reader releases.
         messages_s: collectives, and those seconds of each that others take.
         budget_bytes: what no call's peak may pass, by sums of bytes.
         travelling: storages that travel.
@@ -133,6 +134,7 @@ class _Overlap:
     program: Program
     footprints: Footprints
     handed: frozenset[fx.Node]
+    released: frozenset[int]
     messages_s: Mapping[fx.Node, float]
     budget_bytes: int
     travelling: frozenset[int]
@@ -162,6 +164,7 @@ class _Overlap:
             program,
             search.allocations.footprints,
             handed,
+            search.setting.context_bytes.releases(joint),
             messages_s,
             budget_bytes,
             frozenset(move.storage for move in moves),
@@ -252,7 +255,7 @@ class _Overlap:
             replace(self.calls[i], block=blocks.get(i, self.calls[i].block))
             for i in range(low, high + 1)
         ]
-        return link(self.program.line, calls, self.handed, self.needed[high])
+        return link(self.program.line, calls, self.handed, self.released, self.needed[high])
 
 
 def _messages_s(block: Block, messages_s: Mapping[fx.Node, float]) -> float:

@@ -100,6 +100,15 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.name.startswith("tangents_")
 
 
+def releases_tangents() -> bool:
+    """Whether a compiled backward is the only holder of the gradients of its outputs.
+
+    Since torch 2.13 autograd hands them over in a list that AOTAutograd empties. Before that the
+    caller holds them until the backward has returned.
+    """
+    return hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
 def _primals(joint: fx.GraphModule) -> list[fx.Node]:
     """Placeholders of the joint graph that are inputs of the forward."""
     return [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]

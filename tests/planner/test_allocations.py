@@ -25,7 +25,7 @@ from fxremat.planner.candidates import Candidate, Evaluation
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.footprints import Footprints
 from fxremat.planner.moves import Movable, moved
-from tests.harness import Captured, captured, periodic, random_schedule
+from tests.harness import Captured, captured, on_release, periodic, random_schedule
 
 models = pytest.mark.parametrize("name", ["gpt_logits", "siamese", "unet", "buffers"])
 GROWING = AllocatorSettings(expandable_segments=True)
@@ -84,8 +84,13 @@ def sums(requests: tuple[Request, ...], now: int) -> tuple[int, int]:
     return peak, now
 
 
-def check(step: Captured, carried: Carried, moves: tuple[Move, ...] = ()) -> None:
-    found = around(step)
+def check(
+    step: Captured,
+    carried: Carried,
+    moves: tuple[Move, ...] = (),
+    found: ContextBytes | None = None,
+) -> None:
+    found = found or around(step)
     evaluation = moved(carried.evaluation, moves)
     asked = requests_of_step(carried.program, found, step.footprints, moves)
     now = sum(asked.given_bytes) + asked.unplaced_bytes
@@ -120,6 +125,19 @@ def test_the_sums_of_requests_are_the_evaluation(name: str, share: float):
         travelling += len(moves)
         check(step, carried, moves)
     assert bool(travelling) == (share > 0)
+
+
+@on_release
+@models
+def test_the_sums_of_requests_are_the_evaluation_where_tangents_stay(name: str):
+    step = captured(name)
+    found = replace(around(step), tangents_stay=True)
+    evaluator = step.evaluator(found)
+    for carried in carried_out(name):
+        candidate = evaluator.candidate(carried.candidate.codes)
+        evaluation, program = evaluator.evaluation(candidate), evaluator.program(candidate)
+        assert evaluation.held_bytes[-1] > carried.evaluation.held_bytes[-1]
+        check(step, replace(carried, program=program, evaluation=evaluation), found=found)
 
 
 @models

@@ -13,7 +13,16 @@ from fxremat.ir.schedule import coded, decoded
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.stages.block import Mode
 from fxremat.planner.evaluator import Evaluator, carried_out
-from tests.harness import captured, held_bits, measured_peak_bytes, numbered, periodic
+from tests.harness import (
+    bare,
+    captured,
+    held_bits,
+    measured_peak_bytes,
+    numbered,
+    on_release,
+    periodic,
+)
+from tests.reference.plain_sweep import sweep
 from tests.reference.program import build_program
 
 
@@ -33,6 +42,33 @@ def test_a_candidate_stands_for_its_decision():
         assert program == carried_out(step.line, step.blocks, schedule, found)
         assert program == build_program(step.line, schedule, found)
         assert measured_peak_bytes(step, program) == candidate.peak_bytes
+
+
+@on_release
+@pytest.mark.parametrize("tangents_stay", [False, True])
+@pytest.mark.parametrize("name", ["gpt_logits", "unet", "siamese"])
+def test_tangents_go_with_their_last_reader_unless_somebody_holds_them(
+    name: str, tangents_stay: bool
+):
+    step = captured(name)
+    assert step.joint.released
+    around = replace(bare(step.joint), tangents_stay=tangents_stay)
+    evaluator = step.evaluator(around)
+    for codes in (
+        coded(keep_all(len(step.line.stages))),
+        coded(periodic(len(step.line.stages), 2)),
+    ):
+        candidate = evaluator.candidate(codes)
+        program = evaluator.program(candidate)
+        assert sweep(program, step.footprints, around).peak_bytes == candidate.peak_bytes
+        measured = measured_peak_bytes(step, program, tangents_stay=tangents_stay)
+        assert measured == candidate.peak_bytes
+        held = evaluator.evaluation(candidate).held_bytes[-1]
+        left_bytes = step.joint.storages.total(step.joint.released) * tangents_stay
+        results = step.joint.storages.of((*step.joint.results, *step.joint.gradients))
+        assert held == left_bytes + step.joint.storages.total(
+            results - step.joint.storages.of(step.joint.given)
+        )
 
 
 def test_options_of_a_schedule_are_in_its_decision():

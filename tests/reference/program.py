@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
+from fxremat import torch_compat
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Compute, Decision, Forward, Schedule
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint import rng
-from fxremat.passes.joint.graph import is_getitem, is_tensor
+from fxremat.passes.joint.graph import JointGraph, is_getitem, is_tensor
 from fxremat.passes.stages.block import Block, Mode, dependencies
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.order import check_draws
@@ -120,7 +121,7 @@ class _Needed:
         self._handed: set[fx.Node] = set()
         self._table = joint.storages
         self._of_node = joint.storages.of_node
-        self._never_freed = joint.storages.of((*joint.given, *joint.tangents))
+        self._never_freed = joint.storages.of((*joint.given, *_held_tangents(joint)))
         self._alive: Counter[int] = Counter()
 
     def add(self, nodes: Iterable[fx.Node]) -> None:
@@ -157,6 +158,19 @@ class _Needed:
     def storages(self, storages: Iterable[int]) -> frozenset[int]:
         """Those in which any lies, or that are never freed."""
         return frozenset(s for s in storages if s in self._never_freed or self._alive[s] > 0)
+
+
+def _held_tangents(joint: JointGraph) -> Iterator[fx.Node]:
+    """Gradients of outputs that are there to the end: returned, read by nothing, or of a torch
+    that holds them.
+    """
+    table = joint.storages
+    read = {s for node in joint.backward for n in node.all_input_nodes for s in table.of_node[n]}
+    stays = table.of((*joint.given, *_tensors((*joint.forward_outputs, *joint.backward_outputs))))
+    for tangent in joint.tangents:
+        goes = read.issuperset(table.of_node[tangent]) and stays.isdisjoint(table.of_node[tangent])
+        if not (goes and torch_compat.releases_tangents()):
+            yield tangent
 
 
 def _rank(line: Line, node: fx.Node) -> tuple[int, int, int]:

@@ -60,7 +60,11 @@ class Program:
 
 
 def link(
-    line: Line, calls: Sequence[Call], handed: Set[fx.Node], after: Iterable[fx.Node]
+    line: Line,
+    calls: Sequence[Call],
+    handed: Set[fx.Node],
+    released: Set[int],
+    after: Iterable[fx.Node],
 ) -> tuple[list[Call], list[frozenset[fx.Node]]]:
     """Calls, and what each leaves in memory, from what the calls after it read.
 
@@ -68,12 +72,13 @@ def link(
         line: the stages.
         calls: one after the other.
         handed: gradients whose memory nobody holds once they are made and handed over.
+        released: storages of tangents that their last reader releases.
         after: tensors that are read once the calls have run.
 
     Returns calls whose ``kept`` and ``handed`` are found, and the tensors that are read after each.
     """
     table = line.joint.storages
-    never_freed = table.of((*line.joint.given, *line.joint.tangents))
+    never_freed = table.of((*line.joint.given, *line.joint.tangents)) - released
     needed = set(after)
     alive = Counter(s for node in needed for s in table.of_node[node])
 

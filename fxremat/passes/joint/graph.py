@@ -75,6 +75,8 @@ class JointGraph:
         results, gradients: the nodes among ``forward_outputs`` and ``backward_outputs``.
         saved: storages that the forward allocates and a backward operation reads.
         made_backward: storages that the backward allocates.
+        released: storages of tangents that their last reader releases: the backward reads them,
+            and does not return them.
     """
 
     module: fx.GraphModule
@@ -94,6 +96,7 @@ class JointGraph:
     gradients: tuple[fx.Node, ...] = field(init=False)
     saved: frozenset[int] = field(init=False)
     made_backward: frozenset[int] = field(init=False)
+    released: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         tensors = [t for node in (*self.tangents, *self.primals) for t in tensors_of(node)]
@@ -107,12 +110,16 @@ class JointGraph:
         forward, backward, table = {*self.forward}, {*self.backward}, self.storages
         makers = list(enumerate(table.owner))
         read = table.of(n for node in self.backward for n in node.all_input_nodes)
+        given = frozenset((*self.primals, *self.constants))
+        released = read.intersection(table.of(self.tangents))
+        released -= table.of((*given, *results, *gradients))
         for name, value in {
-            "given": frozenset((*self.primals, *self.constants)),
+            "given": given,
             "results": results,
             "gradients": gradients,
             "saved": read.intersection(i for i, maker in makers if maker in forward),
             "made_backward": frozenset(i for i, maker in makers if maker in backward),
+            "released": released if torch_compat.releases_tangents() else frozenset(),
         }.items():
             object.__setattr__(self, name, value)
 
