@@ -8,6 +8,7 @@ from fxremat.ir import Form
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.split.beside import parts_of
+from fxremat.passes.split.losses import has_losses
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.linearize import Line
 
@@ -21,7 +22,7 @@ def parted(joint: JointGraph, *, exact: bool, beside: bool = True) -> Iterator[F
     largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
     for share in PART_SHARES:
         yield Form(exact, max(1, largest_bytes // share), beside)
-    if exact and beside:  # logits made twice hold no gradients from forward to backward
+    if exact and beside and has_losses(joint):  # logits made twice hold no gradients from forward to backward
         yield Form(exact, max(1, largest_bytes // PART_SHARES[-1]))
 
 

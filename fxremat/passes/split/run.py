@@ -15,6 +15,24 @@ MOST_OPERATIONS = 64
 """Of a run at the most; and the most values that one of them reads, and that read one of them."""
 
 
+@dataclass(slots=True)
+class Looks:
+    """How often operations are looked at: work that is the same in any process.
+
+    Attributes:
+        most: so often at the most; ``None``: as often as it takes.
+        count: so often up to now.
+    """
+
+    most: int | None = None
+    count: int = 0
+
+    @property
+    def are_out(self) -> bool:
+        """Whether no more are left."""
+        return self.most is not None and self.count > self.most
+
+
 @dataclass(eq=False, slots=True)
 class Run:
     """Operations that are computed for some rows at a time.

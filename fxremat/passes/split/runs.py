@@ -7,6 +7,7 @@ of the forward or of the backward. So no large value is kept for it.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -27,7 +28,7 @@ from fxremat.passes.joint.graph import (
 )
 from fxremat.passes.joint.sizes import layouts_of, product
 from fxremat.passes.split.rules import Result, Rows, Way, ways
-from fxremat.passes.split.run import MOST_OPERATIONS, Order, Run, place_of
+from fxremat.passes.split.run import MOST_OPERATIONS, Looks, Order, Run, place_of
 
 Refused = Set[tuple[fx.Node, Way]]
 """Operations, and ways to compute them in parts, that are not to be taken."""
@@ -63,7 +64,13 @@ def _kind_of(node: fx.Node) -> str:
 
 
 def runs_of(
-    joint: JointGraph, most_bytes: int, *, exact: bool, refused: Refused, known: Ways
+    joint: JointGraph,
+    most_bytes: int,
+    *,
+    exact: bool,
+    refused: Refused,
+    known: Ways,
+    looks: Looks | None = None,
 ) -> list[Run]:
     """Runs in which no value is computed whole that takes more than ``most_bytes``.
 
@@ -73,8 +80,9 @@ def runs_of(
         exact: results must have the bits that they have at once: no sums but of products.
         refused: what is not done.
         known: ways of its operations, as far as they were asked for.
+        looks: at operations; where they run out, what is returned is not all.
     """
-    return _Finder(joint, most_bytes, exact, refused, known).found()
+    return _Finder(joint, most_bytes, exact, refused, known, looks or Looks()).found()
 
 
 @dataclass(slots=True)
@@ -109,10 +117,17 @@ class _Counted:
 
 class _Finder:
     def __init__(
-        self, joint: JointGraph, most_bytes: int, exact: bool, refused: Refused, known: Ways
+        self,
+        joint: JointGraph,
+        most_bytes: int,
+        exact: bool,
+        refused: Refused,
+        known: Ways,
+        looks: Looks,
     ) -> None:
         self._joint, self._most_bytes = joint, most_bytes
         self._exact, self._refused, self._known = exact, refused, known
+        self._looks = looks
         self._order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self._backward = frozenset(joint.backward)
         self._made = frozenset((*joint.forward, *joint.backward))
@@ -139,9 +154,11 @@ class _Finder:
         runs: list[Run] = []
         done: set[fx.Node] = set()
         waiting.update(map(self._base, left))
-        while waiting:
-            target = max(waiting, key=self._order.__getitem__)
-            waiting.remove(target)
+        latest = sorted((-self._order[n], n) for n in waiting)
+        while latest and not self._looks.are_out:
+            target = heapq.heappop(latest)[1]
+            if target in done:
+                continue
             done.add(target)
             if not any(map(self._is_large, target.all_input_nodes)):
                 continue
@@ -152,7 +169,8 @@ class _Finder:
                 left = [n for n in run.sources if self._is_large(n)]
             else:
                 left = [n for n in target.all_input_nodes if self._is_large(n)]
-            waiting.update({self._base(value) for value in left} - done)
+            for value in {*map(self._base, left)} - done:
+                heapq.heappush(latest, (-self._order[value], value))
         return self._grouped(runs)
 
     def _base(self, value: fx.Node) -> fx.Node:
@@ -249,6 +267,7 @@ class _Finder:
         ways, rows_of = run.ways, run.rows_of
         if len(ways) >= MOST_OPERATIONS:
             return False
+        self._looks.count += 1
         ways_before, rows_before = len(ways), len(rows_of)
         ways[operation] = way
         if operation not in self._read:
@@ -267,7 +286,8 @@ class _Finder:
     def _take(self, run: Run, value: fx.Node, rows: Rows | None, own: _Counted) -> bool:
         """Let ``run`` read ``value`` in such rows: computed in it where that is large."""
         if value in run.rows_of:
-            return run.rows_of[value] == rows
+            known = run.rows_of[value]
+            return known is rows or known == rows
         if rows is not None:
             if self._reads_large(value) and self._compute(run, value, rows, own):
                 return True
@@ -303,27 +323,28 @@ class _Finder:
         if value not in self._made_by:
             self._made_by[value] = operation_of(value), place_of(value)
         operation, index = self._made_by[value]
-        if operation in run.ways:
-            ok = run.ways[operation].outputs[index] == rows
-        else:
-            ways = self._giving(value, operation, index, own).get(rows, ())
-            ok = any(self._expand(run, operation, way, own) for way in ways)
-        if ok:
+        way = run.ways.get(operation)
+        if way is not None:
+            if way.outputs[index] != rows:
+                return False
             run.rows_of[value] = rows
-        return ok
-
-    def _giving(
-        self, value: fx.Node, operation: fx.Node, index: int, own: _Counted
-    ) -> Mapping[Rows, Sequence[Way]]:
-        """Ways in which a run computes an operation, by the rows in which they give ``value``."""
+            return True
         if value not in own.giving:
-            found: dict[Rows, list[Way]] = {}
-            for way in self._all_ways(operation, own) if self._may_run_again(operation) else ():
-                given = way.outputs[index]
-                if isinstance(given, Rows) and Result.SUM not in way.outputs:
-                    found.setdefault(given, []).append(way)
-            own.giving[value] = found
-        return own.giving[value]
+            own.giving[value] = self._giving(operation, index, own)
+        for way in own.giving[value].get(rows, ()):
+            if self._expand(run, operation, way, own):
+                run.rows_of[value] = rows
+                return True
+        return False
+
+    def _giving(self, operation: fx.Node, index: int, own: _Counted) -> dict[Rows, list[Way]]:
+        """Ways in which a run computes an operation, by the rows in which they give a value."""
+        found: dict[Rows, list[Way]] = {}
+        for way in self._all_ways(operation, own) if self._may_run_again(operation) else ():
+            given = way.outputs[index]
+            if isinstance(given, Rows) and Result.SUM not in way.outputs:
+                found.setdefault(given, []).append(way)
+        return found
 
     def _grouped(self, runs: list[Run]) -> list[Run]:
         """Runs that compute the same values in the same rows, as one where none needs another."""
