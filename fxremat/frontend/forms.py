@@ -17,12 +17,16 @@ PART_SHARES = (2, 8, 32)
 
 
 def parted(joint: JointGraph, *, exact: bool, beside: bool = True) -> Iterator[Form]:
-    """Forms in which ever smaller values are computed in parts; see :class:`Form`."""
+    """Forms in which ever smaller values are computed in parts; see :class:`Form`.
+
+    Gradients are ``beside`` losses only in a step that has some.
+    """
+    beside = beside and has_losses(joint)
     table, made = joint.storages, (*joint.forward, *joint.backward)
     largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
     for share in PART_SHARES:
         yield Form(exact, max(1, largest_bytes // share), beside)
-    if exact and beside and has_losses(joint):  # logits made twice hold no gradients from forward to backward
+    if exact and beside:  # logits made twice hold no gradients from forward to backward
         yield Form(exact, max(1, largest_bytes // PART_SHARES[-1]))
 
 
