@@ -17,6 +17,9 @@ LOOKS_EACH = 250
 LOOKS_TO_PLAN = 120
 """What it takes to measure and plan a form, for each of its operations, in such looks."""
 
+LOOKS_TO_SEARCH = 60
+"""Of that, to search for schedules once it is measured."""
+
 LOOKS_IN_STEP = 200_000
 """Of a plan that is made inside a training step: less than a second."""
 
@@ -52,6 +55,13 @@ class Effort:
         left = most - LOOKS_TO_PLAN * operations
         self.is_spent = left <= 0
         return None if self.is_spent else Looks(None if math.isinf(left) else int(left))
+
+    def allows_search(self, joint: JointGraph, forms: int) -> bool:
+        """Whether schedules of so many forms may be searched for anew while a training step waits,
+        where that is not needed to fit.
+        """
+        operations = len(joint.forward) + len(joint.backward)
+        return forms * LOOKS_TO_SEARCH * operations <= self.asked * LOOKS_IN_STEP
 
     def spend(self, looks: Looks, joint: JointGraph, *, taken: bool) -> bool:
         """Count what a form took that was not needed, and that was ``taken`` for a further one.

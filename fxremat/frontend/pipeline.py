@@ -597,11 +597,13 @@ class Planner:
         found = self._with_sent(context.sizes, found)
         if budget_bytes is None or least_of(found).least_bytes <= budget_bytes:
             return found
-        if not new:
+        must = not (self.started and self.budget.grows)  # which it does where nothing fits
+        count = len(self._known)
+        if not new and (must or self._effort.allows_search(self.step.joint, count)):
             searched = self.searched(context, bits=bits)
             found = [*self._with_sent(context.sizes, searched), *found]
         while (least_bytes := least_of(found).least_bytes) > budget_bytes:
-            if not self._grown(context, below_bytes=least_bytes):
+            if not self._grown(context, below_bytes=least_bytes, needed=must):
                 break
             found = self._with_sent(context.sizes, known())
             if not at_first_size and least_of(found).least_bytes > budget_bytes:
