@@ -219,12 +219,13 @@ class Planner:
         if budget.nbytes is None and not context.region:
             schedules = self._within_share(contexts, budget, schedules)
         needs = self._needs(contexts)
+        refused = self._is_refused
         budget_bytes = budget.resolve(
             full_bytes=needs.full_bytes,
             least_bytes=needs.least_bytes,
             first_bytes=needs.first_bytes,
             most_bytes=needs.most_bytes,
-            needed_by=lambda: least_of(needs.schedules).describe_least(),
+            needed_by=lambda: least_of(needs.schedules).describe_least() if refused else "",
             beside=needs.context.described(step.joint),
             hint="" if self.budget.trained else self.budget.hint,
         )
@@ -333,6 +334,13 @@ class Planner:
         if nbytes > (self.budget.nbytes or 0) or (lower and nbytes != self.budget.nbytes):
             LOG.info("the budget %r is %d bytes now", self.budget.written.written, nbytes)
             self.budget.set(nbytes)
+
+    @property
+    def _is_refused(self) -> bool:
+        """Whether a user reads of a budget that is too small: not where a later step grows it, or
+        runs with a warning. To describe the least peak of a large step takes seconds.
+        """
+        return not self.started or (self.budget.may_raise and not self.budget.grows)
 
     def _within_share(
         self, contexts: Sequence[StepContext], budget: Budget, schedules: list[Schedules]

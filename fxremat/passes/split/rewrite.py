@@ -86,9 +86,7 @@ def _in_parts(
     refused: set[tuple[fx.Node, Way]] = set()
     exact, known = same_bits is not None, Ways()
     while True:
-        found = runs_of(
-            joint, most_bytes, exact=exact, refused=refused, known=known, looks=looks
-        )
+        found = runs_of(joint, most_bytes, exact=exact, refused=refused, known=known, looks=looks)
         if looks.are_out:
             return None
         runs = [_Sized.of(run, joint, most_bytes, exact=exact) for run in found]
