@@ -1,10 +1,10 @@
 """Planning time of loops over time that are unrolled.
 
-Two LSTM cells over 10, 20 and 100 steps at the least budget: seconds of CPU until the first training
-step has run, of fxremat and of aot_eager, and the longest of the later steps beyond what such a step
-takes: gradients are there, then cleared. A scan, as in RWKV, at the least budget: seconds of CPU that
-``fxremat.compile`` takes without parts and with parts of the same bits, and the least budget over the
-peak with everything kept.
+Two LSTM cells over 10, 20 and 100 steps at the least budget: seconds of CPU until the first
+training step has run, of fxremat and of aot_eager, and the longest of the later steps beyond what
+such a step takes: gradients are there, then cleared. A scan, as in RWKV, at the least budget:
+seconds of CPU that ``fxremat.compile`` takes without parts and with parts of the same bits, and the
+least budget over the peak with everything kept.
 Run: OMP_NUM_THREADS=1 FXREMAT_CACHE=0 python -m benchmarks.unrolled [--cells N …] [--scans N …]
 """
 
@@ -15,7 +15,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class Cells(nn.Module):
         self.out, self.width = nn.Linear(width, 1), width
 
     def forward(self, x: Tensor) -> Tensor:
+        """Of a sequence a row, one number a moment."""
         h, c, h2, c2 = (torch.zeros(x.size(0), self.width) for _ in range(4))
         found = []
         for moment in x.split(1, dim=1):
@@ -54,6 +56,7 @@ class Scan(nn.Module):
         self.decay, self.bonus = (nn.Parameter(torch.zeros(width)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Of a batch of sequences."""
         keys, values, found = self.key(x), self.value(x), []
         above = below = torch.zeros_like(x[:, 0])
         top = above - 1e38
@@ -68,11 +71,27 @@ class Scan(nn.Module):
         return x + torch.sigmoid(self.gate(x)) * torch.stack(found, 1)
 
 
-def cpu_seconds(run: Callable[[], object]) -> float:
-    """What the process takes for it."""
+T = TypeVar("T")
+
+
+def timed(run: Callable[[], T]) -> tuple[T, float]:
+    """What it returns, and seconds of CPU that the process takes for it."""
     begun = time.process_time()
-    run()
-    return time.process_time() - begun
+    found = run()
+    return found, time.process_time() - begun
+
+
+def step(model: Any, x: Tensor) -> Any:
+    """One training step without an optimizer; returns the model."""
+    nn.functional.mse_loss(model(x), x).backward()
+    return model
+
+
+def first_step(model: nn.Module, x: Tensor, mode: str) -> Any:
+    """Compile, and run a step."""
+    if mode == "aot_eager":
+        return step(torch.compile(model, backend="aot_eager"), x)
+    return step(fxremat.compile(model, x, "min", loss=nn.MSELoss(), target=x), x)
 
 
 def cells(steps: int) -> dict[str, Any]:
@@ -82,27 +101,14 @@ def cells(steps: int) -> dict[str, Any]:
     for mode in ("aot_eager", "fxremat"):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model: Any = Cells()
+        model = Cells()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-        def step(model: Any) -> None:
-            nn.functional.mse_loss(model(x), x).backward()
-
-        def first(model: Any = model, mode: str = mode) -> None:
-            if mode == "fxremat":
-                made = fxremat.compile(model, x, "min", loss=nn.MSELoss(), target=x)
-            else:
-                made = torch.compile(model, backend="aot_eager")
-            compiled.append(made)
-            step(made)
-
-        compiled: list[Any] = []
-        row[f"{mode}_first_s"] = cpu_seconds(first)
+        compiled, row[f"{mode}_first_s"] = timed(partial(first_step, model, x, mode))
         later = []
         for number in range(LATER):
             if number >= LATER // 2:
                 optimizer.zero_grad()
-            later.append(cpu_seconds(lambda: step(compiled[0])))
+            later.append(timed(partial(step, compiled, x))[1])
             optimizer.step()
         usual = statistics.median(later)
         row[f"{mode}_step_s"], row[f"{mode}_stall_s"] = usual, max(later) - usual
@@ -116,13 +122,9 @@ def scan(steps: int) -> dict[str, Any]:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model, x = Scan(), torch.randn(4, steps, 64)
-        found: list[Any] = []
-
-        def compile_it(model: Any = model, x: Any = x, split: Any = split) -> None:
-            found.append(fxremat.compile(model, x, "min", loss=torch.sum, split=split).plan)
-
-        row[f"{name}_s"] = cpu_seconds(compile_it)
-        (plan,) = found
+        options: dict[str, Any] = {"loss": torch.sum, "split": split}
+        made, row[f"{name}_s"] = timed(partial(fxremat.compile, model, x, "min", **options))
+        plan: Any = made.plan
         row[f"{name}_least"] = plan.least_budget_bytes / plan.baseline_peak_bytes
         row[f"{name}_forms_left"] = plan.forms_left
     return row

@@ -84,8 +84,8 @@ class _Logged:
     """A line that is written when its phase has ended, and one every ten seconds meanwhile; one at
     its begin, too, where it is long.
 
-    A phase may say nothing for long, as while torch captures a model, so a thread writes them: it
-    wakes up for that alone.
+    A phase may report nothing for long, as while torch captures a model, so a thread writes these
+    lines. It does nothing else.
     """
 
     def __init__(self) -> None:

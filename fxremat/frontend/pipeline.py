@@ -337,8 +337,8 @@ class Planner:
 
     @property
     def _is_refused(self) -> bool:
-        """Whether a user reads of a budget that is too small: not where a later step grows it, or
-        runs with a warning. To describe the least peak of a large step takes seconds.
+        """Whether a budget that is too small is an error: a later step grows it, or runs with a
+        warning, and to describe the least peak of a large step takes seconds.
         """
         return not self.started or (self.budget.may_raise and not self.budget.grows)
 

@@ -45,7 +45,7 @@ def test_effort_finds_forms_in_parts_and_the_plan_says_where_it_was_spent(
     assert "effort=" not in usual.explain()
 
 
-def test_what_fits_in_parts_alone_is_found_at_no_effort():
+def test_a_form_that_is_needed_to_fit_takes_no_effort():
     nbytes = least(1.0).least_budget_bytes
     assert least(0, nbytes).predicted_peak_bytes <= nbytes
 

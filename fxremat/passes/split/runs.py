@@ -87,7 +87,7 @@ def runs_of(
 
 @dataclass(slots=True)
 class _Counted:
-    """What is known of runs of so many rows.
+    """Ways and runs of one number of rows.
 
     Attributes:
         count: of rows.
@@ -102,12 +102,12 @@ class _Counted:
     computing: dict[fx.Node, list[Run]] = field(default_factory=dict)
 
     def add(self, run: Run) -> None:
-        """A run is there, with which others may be joined."""
+        """Let others be joined with ``run``."""
         for operation in run.ways:
             self.computing.setdefault(operation, []).append(run)
 
     def joins(self, run: Run) -> bool:
-        """Whether a run can be joined with one that is there."""
+        """Whether a run can be joined with one that was added."""
         alike = Counter(itertools.chain.from_iterable(self.computing.get(n, ()) for n in run.ways))
         return any(
             len(run.ways) + len(other.ways) - shared <= MOST_OPERATIONS and run.joins(other)
