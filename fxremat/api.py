@@ -60,6 +60,7 @@ def compile(
     host_dir: str | os.PathLike[str] | None = None,
     exact: bool = True,
     split: Split = "exact",
+    effort: float = 1.0,
     budget_on: Counted = "allocated",
     executor: Executor = "eager",
     dynamic: bool | None = None,
@@ -123,6 +124,11 @@ def compile(
             others, too, with results up to rounding; ``False``: none. With ``executor="inductor"``
             and with ``ranks`` some are with ``True`` alone, with ``ranks`` none where the model is
             captured as several graphs.
+        effort: how much of planning may go into further forms of the step, those in parts, that
+            are not needed to fit; in multiples of what is usual, which takes some seconds of CPU,
+            or half as long as all else of a long step. It is counted in operations that are looked
+            at, not by a clock, so the same step gets the same plan anywhere. ``0``: only forms that
+            are needed to fit; ``math.inf``: all. ``explain()`` says what was not looked at.
         budget_on: ``"reserved"``: the budget is for all that the device's allocator takes for
             the step, its cache and what lies fallow in it included, not for the blocks that it
             has handed out, which ``torch.cuda.max_memory_allocated`` tells. The same on a CPU.

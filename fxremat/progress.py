@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +25,9 @@ COMPILE = "compiling the planner, once"
 
 REFRESH_S = 0.1
 """The least between two states of a bar."""
+
+LOG_EVERY_S = 10.0
+"""From one line of the log to the next while a phase goes on."""
 
 
 class Progress(Protocol):
@@ -77,15 +81,36 @@ def shown(*, here: bool = True) -> Iterator[Progress]:
 
 
 class _Logged:
-    """A line that is written when its phase has ended; one at its begin, too, where it is long."""
+    """A line that is written when its phase has ended, and one every ten seconds meanwhile; one at
+    its begin, too, where it is long.
 
-    _said = False
+    A phase may report nothing for long, as while torch captures a model, so a thread writes these
+    lines. It does nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+        self._now = "", 0, 0
+        self._begun_s = 0.0
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def show(self, what: str, done: int, total: int) -> None:
         """A phase goes on."""
+        if what != self._now[0]:
+            self._begun_s = time.perf_counter()
+        self._now = what, done, total
         if what == COMPILE and not self._said:
             self._said = True
             LOG.info("%s …", what)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._repeat, name="fxremat", daemon=True)
+            self._thread.start()
+
+    def _repeat(self) -> None:
+        while not self._closed.wait(LOG_EVERY_S):
+            (what, done, total), seconds = self._now, time.perf_counter() - self._begun_s
+            LOG.info("%s …%s %.0f s", what, f" {done}/{total}," if total else "", seconds)
 
     def end(self, what: str, seconds: float) -> None:
         """A phase has ended."""
@@ -93,6 +118,9 @@ class _Logged:
 
     def close(self) -> None:
         """Nothing goes on."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
 
 
 class _Bar(_Logged):
@@ -105,6 +133,7 @@ class _Bar(_Logged):
     def __init__(self) -> None:
         from rich.console import Console  # noqa: PLC0415  # an import of fxremat loads no rich
 
+        super().__init__()
         self._console = Console(stderr=True)
         self._live: Any = None
         self._what, self._next_s = "", 0.0

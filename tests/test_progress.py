@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -261,3 +262,27 @@ def test_the_command_tells_phases_without_a_terminal(off: bool):
     assert done.stdout.startswith("{")
     assert ({CAPTURE, PLAN, WRITE} < set(ended(done.stderr))) == (not off)
     assert bool(done.stderr) == (not off)
+
+
+def test_a_long_phase_is_logged_again_and_again(
+    elsewhere: Callable[[], list[str]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(fxremat.progress, "LOG_EVERY_S", 0.01)
+
+    def lines() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "3/7" in r.getMessage()]
+
+    with shown() as progress:
+        progress(MEASURE, 3, 7)
+        for _ in range(1000):
+            if len(lines()) > 1:
+                break
+            time.sleep(0.01)
+    assert len(lines()) > 1
+    assert all(MEASURE in line for line in lines())
+    count = len(caplog.records)
+    time.sleep(0.05)
+    assert len(caplog.records) == count  # nothing is left that logs
+    assert elsewhere() == [MEASURE]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel
 
 import fxremat
@@ -51,7 +51,7 @@ def train(
         if order in ("before", "zeros"):
             optimizer.zero_grad(set_to_none=order == "before")
         output = model(x)
-        loss = F.mse_loss(output, y)
+        loss = mse_loss(output, y)
         if order == "between":
             optimizer.zero_grad()
         loss.backward()
@@ -85,26 +85,24 @@ def least_named(**options: object) -> fxremat.BudgetError:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_least_that_an_error_names_trains(order: str) -> None:
-    """With the optimizer, the loss and the target given, in whatever order gradients are cleared."""
-    least = least_named(
-        optimizer=torch.optim.AdamW, loss=F.mse_loss, target=Y
-    ).least_budget_bytes
+    """With optimizer, loss and target given, in whatever order gradients are cleared."""
+    least = least_named(optimizer=torch.optim.AdamW, loss=mse_loss, target=Y).least_budget_bytes
     assert least is not None
     expected = train(network(), torch.optim.AdamW(network().parameters()), order, steps=1)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    compiled = fxremat.compile(model, X, least, optimizer=optimizer, loss=F.mse_loss, target=Y)
+    compiled = fxremat.compile(model, X, least, optimizer=optimizer, loss=mse_loss, target=Y)
     with no_warning():
         losses = train(compiled, optimizer, order)
     assert losses[:1] == expected
     if order != "zeros":
         model.zero_grad()
-    peak = fxremat.measure_step(compiled, lambda: F.mse_loss(compiled(X), Y).backward()).peak_bytes
+    peak = fxremat.measure_step(compiled, lambda: mse_loss(compiled(X), Y).backward()).peak_bytes
     assert peak <= least
 
 
 def test_an_error_names_what_other_orders_need() -> None:
-    error = least_named(optimizer=torch.optim.AdamW, loss=F.mse_loss, target=Y)
+    error = least_named(optimizer=torch.optim.AdamW, loss=mse_loss, target=Y)
     found = re.findall(r"(?:at least|or) (\d+)", str(error))
     numbers = [int(number) for number in found]
     assert numbers[0] == error.least_budget_bytes
@@ -112,9 +110,7 @@ def test_an_error_names_what_other_orders_need() -> None:
     assert numbers == sorted(numbers, reverse=True)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    compiled = fxremat.compile(
-        model, X, numbers[-1], optimizer=optimizer, loss=F.mse_loss, target=Y
-    )
+    compiled = fxremat.compile(model, X, numbers[-1], optimizer=optimizer, loss=mse_loss, target=Y)
     with no_warning():
         train(compiled, optimizer, "before")
 
@@ -124,12 +120,12 @@ def test_an_error_names_what_other_orders_need() -> None:
 def test_shares_and_min_train_with_all_given(order: str, budget: float | str) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    compiled = fxremat.compile(model, X, budget, optimizer=optimizer, loss=F.mse_loss, target=Y)
+    compiled = fxremat.compile(model, X, budget, optimizer=optimizer, loss=mse_loss, target=Y)
     train(compiled, optimizer, order)
     nbytes = compiled.plan.budget_bytes
     if order != "zeros":
         model.zero_grad()
-    step = fxremat.measure_step(compiled, lambda: F.mse_loss(compiled(X), Y).backward())
+    step = fxremat.measure_step(compiled, lambda: mse_loss(compiled(X), Y).backward())
     assert step.peak_bytes <= nbytes
 
 
@@ -146,17 +142,22 @@ def test_shares_and_min_train_with_nothing_given(budget: float | str) -> None:
 
 def test_a_strict_least_leaves_the_loop_out() -> None:
     held = "outputs of earlier steps"
-    assert held in str(least_named(loss=F.mse_loss, target=Y))
-    assert held not in str(least_named(loss=F.mse_loss, target=Y, assume="strict"))
+    assert held in str(least_named(loss=mse_loss, target=Y))
+    assert held not in str(least_named(loss=mse_loss, target=Y, assume="strict"))
 
 
 def short_of_memory(**options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model whose budget leaves no room for the state of its optimizer."""
     model = network()
-    least = least_named(loss=F.mse_loss, target=Y).least_budget_bytes
+    least = least_named(loss=mse_loss, target=Y).least_budget_bytes
     assert least is not None
     compiled = fxremat.compile(
-        model, X, least, loss=F.mse_loss, target=Y, **options  # type: ignore[arg-type]
+        model,
+        X,
+        least,
+        loss=mse_loss,
+        target=Y,
+        **options,  # type: ignore[arg-type]
     )
     return compiled, torch.optim.AdamW(model.parameters())
 
@@ -173,7 +174,7 @@ def test_a_running_job_goes_on_with_a_warning_whose_number_comes_true() -> None:
     enough = int(re.findall(r"a budget of (\d+) would do", told[-1])[0])
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    again = fxremat.compile(model, X, enough, loss=F.mse_loss, target=Y)
+    again = fxremat.compile(model, X, enough, loss=mse_loss, target=Y)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the step", fxremat.BudgetWarning)
         train(again, optimizer, "before")
@@ -188,13 +189,13 @@ def test_a_strict_job_raises() -> None:
 def test_the_plan_comes_back_when_there_is_room() -> None:
     """What a list of outputs holds is warned of, and gone with the list."""
     model = network()
-    plan = fxremat.plan(model, X, 1.0, loss=F.mse_loss, target=Y)
-    compiled = fxremat.compile(model, X, plan.budget_bytes, loss=F.mse_loss, target=Y)
+    plan = fxremat.plan(model, X, 1.0, loss=mse_loss, target=Y)
+    compiled = fxremat.compile(model, X, plan.budget_bytes, loss=mse_loss, target=Y)
 
     def step() -> Tensor:
         model.zero_grad()
         output: Tensor = compiled(X)
-        F.mse_loss(output, Y).backward()
+        mse_loss(output, Y).backward()
         return output
 
     with no_warning():
@@ -240,7 +241,7 @@ def test_predicted_peaks_are_those_of_the_loop_after_some_steps(given: bool, ord
     """Within one percent in both directions, be the loss given or not."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    options = {"optimizer": optimizer, "loss": F.mse_loss, "target": Y} if given else {}
+    options = {"optimizer": optimizer, "loss": mse_loss, "target": Y} if given else {}
     compiled = fxremat.compile(model, X, 1.0, **options)  # type: ignore[arg-type]
     train(compiled, optimizer, order, steps=5)
     plan = compiled.plan

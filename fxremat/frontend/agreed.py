@@ -107,6 +107,7 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
         for name in (
             "exact",
             "split",
+            "effort",
             "accumulate",
             "budget_on",
             "executor",

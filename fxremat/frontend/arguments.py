@@ -35,7 +35,8 @@ Split = Literal["exact"] | bool
 
 BACKEND_OPTIONS = (
     "budget", "reserve", "optimizer", "loss", "target", "accumulate", "offload", "host_limit",
-    "host_dir", "exact", "split", "budget_on", "executor", "in_flight", "strict", "assume",
+    "host_dir", "exact", "split", "effort", "budget_on", "executor", "in_flight", "strict",
+    "assume",
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 
@@ -65,6 +66,7 @@ class Arguments:
     host: HostMemory | None = None
     exact: bool = True
     split: Split = "exact"
+    effort: float = 1.0
     budget_on: Counted = "allocated"
     executor: Executor = "eager"
     dynamic: bool | None = None
@@ -266,6 +268,13 @@ def _read_count(argument: str, value: object) -> int:
     return int(value)
 
 
+def _read_effort(argument: str, value: object) -> float:
+    is_number = isinstance(value, (int, float, np.integer, np.floating))
+    if not is_number or isinstance(value, bool) or not float(value) >= 0:  # type: ignore[arg-type]
+        refuse(argument, value, "a number, at least 0, such as 1.0 or math.inf")
+    return float(value)  # type: ignore[arg-type]
+
+
 def _read_ranks(argument: str, value: object) -> Ranks | None:
     if not (value is None or isinstance(value, Ranks)):
         refuse(argument, value, "a fxremat.Ranks, or None")
@@ -328,6 +337,7 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "accumulate": read_bool,
     "exact": read_bool,
     "split": _read_split,
+    "effort": _read_effort,
     "budget_on": _one_of("allocated", "reserved"),
     "executor": _one_of("eager", "inductor"),
     "dynamic": _read_dynamic,
@@ -371,6 +381,7 @@ class Options:
     host_dir: str | None = None
     exact: bool = True
     split: str = "exact"
+    effort: float = 1.0
     budget_on: str = "allocated"
     executor: str = "eager"
     dynamic: bool | None = None

@@ -387,6 +387,7 @@ class StepCompiler:
                 host=asked.host,
                 exact=asked.exact,
                 split=asked.split,
+                effort=asked.effort,
                 generators=asked.generators,
             )
             again = (own for own in self.plan_caches if own.planner.step.is_same(planner.step))

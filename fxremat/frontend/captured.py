@@ -36,6 +36,7 @@ from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.split.rewrite import split
+from fxremat.passes.split.run import Looks
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner.context import StepContext
@@ -230,11 +231,14 @@ class CapturedStep:
             raise PlanError(f"this step is not computed in the form {form}: plan again")
         return self.take(line, form)
 
-    def add(self, form: Form, *, below_bytes: int | None = None) -> Variant | None:
+    def add(
+        self, form: Form, *, below_bytes: int | None = None, looks: Looks | None = None
+    ) -> Variant | None:
         """The step in one more form; ``None`` where it is computed like in one that is there, or
-        one of its operations takes ``below_bytes`` with the gradients that are there before it.
+        one of its operations takes ``below_bytes`` with the gradients that are there before it, or
+        the search for it is out of ``looks``.
         """
-        line = self.line(form)
+        line = self.line(form, looks=looks)
         known = [way_of(own.blocks.line) for own in self.variants]
         if way_of(line) in known:
             return None
@@ -256,8 +260,10 @@ class CapturedStep:
         """Values of primals, where known."""
         return {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
 
-    def line(self, form: Form) -> Line:
-        """The step's graph in stages, its operations computed in a form."""
+    def line(self, form: Form, *, looks: Looks | None = None) -> Line:
+        """The step's graph in stages, its operations computed in a form; as it was traced where
+        the search for that is out of ``looks``.
+        """
         joint = self._as_traced if form.exact or form.parts_bytes else self._built(exact=False)
         if form.parts_bytes:
             same_bits = self._keeps_bits if form.exact else None
@@ -267,6 +273,7 @@ class CapturedStep:
                 same_bits,
                 beside=form.beside,
                 expected=self._expected,
+                looks=looks or Looks(),
             )
             if found is None and self._variants and self._variants[0].form == TRACED:
                 return self._variants[0].blocks.line

@@ -106,6 +106,7 @@ def planner_dry(
         host=_host(asked),
         exact=options.exact,
         split=options.split is True,  # what keeps bits is measured where the step runs
+        effort=options.effort,
         allocator=AllocatorSettings() if device.type == "cuda" else None,
         generators=options.generators,
     )

@@ -8,6 +8,7 @@ from fxremat.ir import Form
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.split.beside import parts_of
+from fxremat.passes.split.losses import has_losses
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.linearize import Line
 
@@ -16,7 +17,11 @@ PART_SHARES = (2, 8, 32)
 
 
 def parted(joint: JointGraph, *, exact: bool, beside: bool = True) -> Iterator[Form]:
-    """Forms in which ever smaller values are computed in parts; see :class:`Form`."""
+    """Forms in which ever smaller values are computed in parts; see :class:`Form`.
+
+    Gradients are ``beside`` losses only in a step that has some.
+    """
+    beside = beside and has_losses(joint)
     table, made = joint.storages, (*joint.forward, *joint.backward)
     largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
     for share in PART_SHARES:

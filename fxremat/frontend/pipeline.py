@@ -14,6 +14,7 @@ from fxremat.frontend.arguments import Split
 from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.frontend.captured import CapturedStep, Variant
 from fxremat.frontend.dimensions import arguments_of
+from fxremat.frontend.effort import Effort
 from fxremat.frontend.emission import Planned, carry_out, emit, follow, with_overhead
 from fxremat.frontend.forms import parted
 from fxremat.frontend.largest import advised
@@ -84,6 +85,7 @@ class Planner:
             rebuilt from outputs where that is faster, or fits where nothing else does.
         split: runs of operations may be computed in parts where nothing else fits, or is much
             slower than everything kept: ``"exact"``, where that keeps bits; ``True``, anyhow.
+        effort: how much of planning may go into forms in parts that are not needed to fit.
         allocator: rules that hold in place of those of the device's allocator.
         generators: names of solvers whose schedules are looked at.
 
@@ -102,6 +104,7 @@ class Planner:
         host: HostMemory | None = None,
         exact: bool = True,
         split: Split = False,
+        effort: float = 1.0,
         allocator: AllocatorSettings | None = None,
         generators: tuple[str, ...] = DEFAULT_GENERATORS,
     ) -> None:
@@ -109,6 +112,7 @@ class Planner:
         self.sent: dict[Values, tuple[tuple[Candidate, ...], ...]] = {}
         self._host, self._exact, self._generators = host, exact, generators
         self._allocator, self._split = allocator, split
+        self._effort = Effort(effort)
         self._forms: list[Form] | None = None  # that were not looked at yet
         self._known: list[Schedules] = []  # of each variant, at the sizes of the capture
         self._link: MeasuredLink | None = None
@@ -216,12 +220,13 @@ class Planner:
         if budget.nbytes is None and not context.region:
             schedules = self._within_share(contexts, budget, schedules)
         needs = self._needs(contexts)
+        refused = self._is_refused
         budget_bytes = budget.resolve(
             full_bytes=needs.full_bytes,
             least_bytes=needs.least_bytes,
             first_bytes=needs.first_bytes,
             most_bytes=needs.most_bytes,
-            needed_by=lambda: least_of(needs.schedules).describe_least(),
+            needed_by=lambda: least_of(needs.schedules).describe_least() if refused else "",
             beside=step.described(needs.context),
             hint="" if self.budget.trained else self.budget.hint,
         )
@@ -229,7 +234,9 @@ class Planner:
             schedules = self.within(context, budget_bytes)
         traced, least_bytes = schedules[0].search, needs.least_bytes
         chosen = fastest(schedules, budget_bytes)
-        while self._wants(context, traced, chosen[1].total_s) and self._grown(context):
+        while self._wants(context, traced, chosen[1].total_s) and self._grown(
+            context, needed=False
+        ):
             schedules = self.within(context, budget_bytes)
             chosen = fastest(schedules, budget_bytes)
             least_bytes = self._needs(contexts).least_bytes
@@ -255,6 +262,9 @@ class Planner:
                 zeros_budget_bytes=needs.most_bytes,
             )
             planned = replace(planned, plan=full)
+        if self._effort.is_spent and self._forms:
+            less = replace(planned.plan, forms_left=len(self._forms))
+            planned = replace(planned, plan=less)
         if step.device.type == "cuda" and step.inputs:
             torch.cuda.empty_cache()  # blocks that measuring has left would be handed out whole
         return planned
@@ -326,6 +336,13 @@ class Planner:
             LOG.info("the budget %r is %d bytes now", self.budget.written.written, nbytes)
             self.budget.set(nbytes)
 
+    @property
+    def _is_refused(self) -> bool:
+        """Whether a budget that is too small is an error: a later step grows it, or runs with a
+        warning, and to describe the least peak of a large step takes seconds.
+        """
+        return not self.started or (self.budget.may_raise and not self.budget.grows)
+
     def _within_share(
         self, contexts: Sequence[StepContext], budget: Budget, schedules: list[Schedules]
     ) -> list[Schedules]:
@@ -334,7 +351,7 @@ class Planner:
         full_bytes = self._needs(contexts).full_bytes
         nbytes = budget.bytes_of(full_bytes=full_bytes, least_bytes=0)
         while (least_bytes := least_of(schedules).least_bytes) > nbytes:
-            if not self._grown(context, below_bytes=least_bytes):
+            if not self._grown(context, below_bytes=least_bytes, needed=nbytes > 0):
                 break
             schedules = self.within(context, None)
         return schedules
@@ -380,6 +397,7 @@ class Planner:
             host=self._host,
             exact=self._exact,
             split=self._split,
+            effort=self._effort.asked,
             generators=self._generators,
             allocator=self._rules(),
         )
@@ -506,23 +524,32 @@ class Planner:
         elif self._split is True or (self._split and not self.step.has_units):
             self._forms += parted(self.step.joint, exact=self._split == "exact")
 
-    def _grown(self, context: StepContext, below_bytes: int = MOST_BYTES) -> bool:
-        """Let schedules be known of one more form of the step, if there is one.
+    def _grown(
+        self, context: StepContext, below_bytes: int = MOST_BYTES, *, needed: bool = True
+    ) -> bool:
+        """Let schedules be known of one more form of the step, if there is one, and the effort
+        allows for it or it is ``needed`` to fit.
 
         At the sizes of the capture one is left out whose largest operation alone takes
         ``below_bytes`` with the gradients before it, where none exists that these are added to.
         """
         if context.scaled and self._split == "exact" and not self._scaled:
             self._scaled = True
-            self._forms = [
-                *parted(self.step.joint, exact=True, beside=False),
-                *(self._forms or ()),
-            ]
+            left = self._forms or []
+            there = [*left, *(own.form for own in self._known)]
+            others = parted(self.step.joint, exact=True, beside=False)
+            self._forms = [*(form for form in others if form not in there), *left]
         first = replace(context, sizes=self.step.sizes.hints)
         is_bound = first == context and not context.existing
         most_bytes = below_bytes - self.step.given_bytes(context) if is_bound else None
         while self._forms:
-            variant = self.step.add(self._forms[0], below_bytes=most_bytes)
+            looks = self._effort.looks(self.step.joint, needed=needed, in_step=self.started)
+            if looks is None:
+                return False
+            variant = self.step.add(self._forms[0], below_bytes=most_bytes, looks=looks)
+            taken = variant is not None
+            if not (needed or self._effort.spend(looks, self.step.joint, taken=taken)):
+                return False
             self._forms.pop(0)
             if variant is not None:
                 self._known.append(self._schedules(variant, None, first))
@@ -579,11 +606,13 @@ class Planner:
         found = self._with_sent(context.sizes, found)
         if budget_bytes is None or least_of(found).least_bytes <= budget_bytes:
             return found
-        if not new:
+        must = not (self.started and self.budget.grows)  # which it does where nothing fits
+        count = len(self._known)
+        if not new and (must or self._effort.allows_search(self.step.joint, count)):
             searched = self.searched(context, bits=bits)
             found = [*self._with_sent(context.sizes, searched), *found]
         while (least_bytes := least_of(found).least_bytes) > budget_bytes:
-            if not self._grown(context, below_bytes=least_bytes):
+            if not self._grown(context, below_bytes=least_bytes, needed=must):
                 break
             found = self._with_sent(context.sizes, known())
             if not at_first_size and least_of(found).least_bytes > budget_bytes:

@@ -171,6 +171,7 @@ def origin_of_plan(
     host: HostMemory | None,
     exact: bool,
     split: bool | str,
+    effort: float,
     generators: tuple[str, ...],
     allocator: AllocatorSettings | None,
 ) -> Origin:
@@ -187,6 +188,8 @@ def origin_of_plan(
     }
     if split != "exact":
         options["split"] = split
+    if effort != 1.0:
+        options["effort"] = effort
     if generators != DEFAULT_GENERATORS:
         options["generators"] = ", ".join(generators)
     held = {

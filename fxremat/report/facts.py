@@ -128,6 +128,8 @@ class PlanFacts:
         measured_peak_bytes: the peak of the latest step that followed the plan and was watched,
             counted as ``predicted_held_bytes`` is; ``None``: none was.
         cross_check: how far CP-SAT is from the plan; ``None`` where nobody asked for it.
+        forms_left: so many forms of the step, in smaller parts, were not looked at, as
+            ``compile(effort=...)`` was spent.
     """
 
     budget_bytes: int
@@ -168,6 +170,7 @@ class PlanFacts:
     kept: Outline | None = field(default=None, repr=False)
     measured_peak_bytes: int | None = field(default=None, compare=False)
     cross_check: CrossCheck | None = field(default=None, compare=False)
+    forms_left: int = 0
 
     @property
     def actions(self) -> Schedule:

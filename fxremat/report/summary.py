@@ -87,6 +87,13 @@ def _of_graph(plan: PlanFacts) -> Iterator[tuple[str, str]]:
         yield "least, if zeroed", f"{_exactly(nbytes)}: gradients set to zero in place of None"
     yield "predicted time", _compared(plan)
     yield "lower bound", _bound(plan)
+    if plan.forms_left:
+        forms = plural(plan.forms_left, "form")
+        yield (
+            "search",
+            f"cut short: {forms} in smaller parts not looked at, which may take less memory or "
+            "time; a larger effort= looks at more",
+        )
     if plan.cross_check is not None:
         yield "cross-check", _checked(plan.cross_check)
     if plan.arguments:

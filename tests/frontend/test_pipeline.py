@@ -43,7 +43,9 @@ def planned(
         caller=caller,
         progress=progress,
     )
-    return Planner(traced, TrainingBudget(Budget.read(budget)), allocator=allocator).first(StepContext())
+    return Planner(traced, TrainingBudget(Budget.read(budget)), allocator=allocator).first(
+        StepContext()
+    )
 
 
 @by_model

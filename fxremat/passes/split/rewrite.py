@@ -30,7 +30,7 @@ from fxremat.passes.split.losses import by_rows, gradients_beside, has_losses
 from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Way, for_rows
-from fxremat.passes.split.run import Run, place_of
+from fxremat.passes.split.run import Looks, Run, place_of
 from fxremat.passes.split.runs import Ways, is_sum_of_products, runs_of
 from fxremat.runtime.expected import Expected
 
@@ -49,6 +49,7 @@ def split(
     *,
     beside: bool,
     expected: dict[str, Expected],
+    looks: Looks,
 ) -> fx.GraphModule | None:
     """The graph of ``joint``, with runs in parts where values take more than ``most_bytes``.
 
@@ -59,35 +60,36 @@ def split(
             results may differ by rounding.
         beside: gradients of losses are computed with them where that can be.
         expected: see :func:`~fxremat.passes.split.losses.gradients_beside`.
+        looks: at operations, in search of runs.
 
     Ensures: random draws keep their order; results and gradients lie as they did.
 
-    Returns ``None`` where nothing can be computed in parts.
+    Returns ``None`` where nothing can be computed in parts, or the looks run out.
     """
     if not has_losses(joint):
-        return _in_parts(joint, most_bytes, same_bits)
+        return _in_parts(joint, most_bytes, same_bits, looks)
     joint = rebuilt(joint, by_rows(joint.module))
     exact = same_bits is not None
     if beside:
         foreseen = expected if exact else None
         early = rebuilt(joint, gradients_beside(joint, most_bytes, foreseen))
-        found = _in_parts(early, most_bytes, same_bits)
+        found = _in_parts(early, most_bytes, same_bits, looks)
         if not exact or (found is not None and gathered(found)):
             return found
-    return _in_parts(joint, most_bytes, same_bits)
+    return _in_parts(joint, most_bytes, same_bits, looks)
 
 
 def _in_parts(
-    joint: JointGraph, most_bytes: int, same_bits: SameBits | None
+    joint: JointGraph, most_bytes: int, same_bits: SameBits | None, looks: Looks
 ) -> fx.GraphModule | None:
     """The graph of ``joint``, whose losses are ready for it, as :func:`split` returns it."""
     refused: set[tuple[fx.Node, Way]] = set()
     exact, known = same_bits is not None, Ways()
     while True:
-        runs = [
-            _Sized.of(run, joint, most_bytes, exact=exact)
-            for run in runs_of(joint, most_bytes, exact=exact, refused=refused, known=known)
-        ]
+        found = runs_of(joint, most_bytes, exact=exact, refused=refused, known=known, looks=looks)
+        if looks.are_out:
+            return None
+        runs = [_Sized.of(run, joint, most_bytes, exact=exact) for run in found]
         new = {pair for own in runs for pair in _refused(own, joint, same_bits)}
         if not new:
             return _Writer(joint, runs, exact=exact).write() if runs else None

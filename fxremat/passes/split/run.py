@@ -8,16 +8,36 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxremat.passes.joint.graph import is_getitem, operation_of, values_of
+from fxremat.passes.joint.graph import is_getitem, operation_of
 from fxremat.passes.split.rules import Rows, Way
 
 MOST_OPERATIONS = 64
 """Of a run at the most; and the most values that one of them reads, and that read one of them."""
 
 
+@dataclass(slots=True)
+class Looks:
+    """How often operations are looked at: work that is the same in any process.
+
+    Attributes:
+        most: so often at the most; ``None``: as often as it takes.
+        count: so often up to now.
+    """
+
+    most: int | None = None
+    count: int = 0
+
+    @property
+    def are_out(self) -> bool:
+        """Whether no more are left."""
+        return self.most is not None and self.count > self.most
+
+
 @dataclass(eq=False, slots=True)
 class Run:
     """Operations that are computed for some rows at a time.
+
+    It is not changed any more once it was asked for its sources.
 
     Attributes:
         rows: how many rows there are; may follow the sizes.
@@ -30,25 +50,18 @@ class Run:
     ways: dict[fx.Node, Way] = field(default_factory=dict)
     rows_of: dict[fx.Node, Rows | None] = field(default_factory=dict)
     targets: list[fx.Node] = field(default_factory=list)
+    _sources: list[fx.Node] | None = None
 
     @property
     def sources(self) -> list[fx.Node]:
         """Values that it takes."""
-        return [n for n in self.rows_of if operation_of(n) not in self.ways]
+        if self._sources is None:
+            self._sources = [n for n in self.rows_of if operation_of(n) not in self.ways]
+        return self._sources
 
     def joined(self, other: Run) -> Run | None:
         """Both as one; ``None`` where they compute a value in different rows."""
-        if self.rows != other.rows or self.ways.keys().isdisjoint(other.ways):
-            return None
-        for node, way in other.ways.items():
-            if self.ways.get(node, way) != way:
-                return None
-        for node, rows in other.rows_of.items():
-            if self.rows_of.get(node, rows) != rows:
-                return None
-        if self._gives_otherwise(other) or other._gives_otherwise(self):
-            return None
-        if len(self.ways.keys() | other.ways.keys()) > MOST_OPERATIONS:
+        if not self.joins(other):
             return None
         return Run(
             self.rows,
@@ -57,14 +70,27 @@ class Run:
             [*self.targets, *other.targets],
         )
 
+    def joins(self, other: Run) -> bool:
+        """Whether both can be one."""
+        if self.rows != other.rows:
+            return False
+        shared = self.ways.keys() & other.ways.keys()
+        if not shared or len(self.ways) + len(other.ways) - len(shared) > MOST_OPERATIONS:
+            return False
+        if any(self.ways[node] != other.ways[node] for node in shared):
+            return False
+        values = self.rows_of.keys() & other.rows_of.keys()
+        if any(self.rows_of[value] != other.rows_of[value] for value in values):
+            return False
+        return not (self._gives_otherwise(other) or other._gives_otherwise(self))
+
     def _gives_otherwise(self, other: Run) -> bool:
         """Whether ``other`` takes a result of this run in another way than parts give it."""
-        given = ((n, v) for n in self.ways.keys() - other.ways.keys() for v in (n, *values_of(n)))
-        return any(
-            self.ways[operation].outputs[place_of(value)] != other.rows_of[value]
-            for operation, value in given
-            if value in other.rows_of
-        )
+        for value in other.sources:
+            way = self.ways.get(operation_of(value))
+            if way is not None and way.outputs[place_of(value)] != other.rows_of[value]:
+                return True
+        return False
 
 
 class Order:

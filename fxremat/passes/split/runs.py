@@ -7,8 +7,11 @@ of the forward or of the backward. So no large value is kept for it.
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -25,7 +28,7 @@ from fxremat.passes.joint.graph import (
 )
 from fxremat.passes.joint.sizes import layouts_of, product
 from fxremat.passes.split.rules import Result, Rows, Way, ways
-from fxremat.passes.split.run import MOST_OPERATIONS, Order, Run, place_of
+from fxremat.passes.split.run import MOST_OPERATIONS, Looks, Order, Run, place_of
 
 Refused = Set[tuple[fx.Node, Way]]
 """Operations, and ways to compute them in parts, that are not to be taken."""
@@ -61,7 +64,13 @@ def _kind_of(node: fx.Node) -> str:
 
 
 def runs_of(
-    joint: JointGraph, most_bytes: int, *, exact: bool, refused: Refused, known: Ways
+    joint: JointGraph,
+    most_bytes: int,
+    *,
+    exact: bool,
+    refused: Refused,
+    known: Ways,
+    looks: Looks | None = None,
 ) -> list[Run]:
     """Runs in which no value is computed whole that takes more than ``most_bytes``.
 
@@ -71,24 +80,64 @@ def runs_of(
         exact: results must have the bits that they have at once: no sums but of products.
         refused: what is not done.
         known: ways of its operations, as far as they were asked for.
+        looks: at operations; where they run out, what is returned is not all.
     """
-    return _Finder(joint, most_bytes, exact, refused, known).found()
+    return _Finder(joint, most_bytes, exact, refused, known, looks or Looks()).found()
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Ways and runs of one number of rows.
+
+    Attributes:
+        count: of rows.
+        ways: of each operation that may be taken.
+        giving: of each value, ways of its operation by the rows in which they give it.
+        computing: runs, by each operation in them.
+    """
+
+    count: int
+    ways: dict[fx.Node, tuple[Way, ...]] = field(default_factory=dict)
+    giving: dict[fx.Node, dict[Rows, list[Way]]] = field(default_factory=dict)
+    computing: dict[fx.Node, list[Run]] = field(default_factory=dict)
+
+    def add(self, run: Run) -> None:
+        """Let others be joined with ``run``."""
+        for operation in run.ways:
+            self.computing.setdefault(operation, []).append(run)
+
+    def joins(self, run: Run) -> bool:
+        """Whether a run can be joined with one that was added."""
+        alike = Counter(itertools.chain.from_iterable(self.computing.get(n, ()) for n in run.ways))
+        return any(
+            len(run.ways) + len(other.ways) - shared <= MOST_OPERATIONS and run.joins(other)
+            for other, shared in alike.items()
+        )
 
 
 class _Finder:
     def __init__(
-        self, joint: JointGraph, most_bytes: int, exact: bool, refused: Refused, known: Ways
+        self,
+        joint: JointGraph,
+        most_bytes: int,
+        exact: bool,
+        refused: Refused,
+        known: Ways,
+        looks: Looks,
     ) -> None:
         self._joint, self._most_bytes = joint, most_bytes
         self._exact, self._refused, self._known = exact, refused, known
+        self._looks = looks
         self._order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self._backward = frozenset(joint.backward)
         self._made = frozenset((*joint.forward, *joint.backward))
         self._given = joint.storages.of((*joint.given, *joint.tangents))
-        self._ways: dict[tuple[fx.Node, int], tuple[Way, ...]] = {}
+        self._counted: dict[int, _Counted] = {}
         self._large: dict[fx.Node, bool] = {}
         self._near: dict[fx.Node, bool] = {}
         self._read: dict[fx.Node, list[fx.Node]] = {}
+        self._made_by: dict[fx.Node, tuple[fx.Node, int]] = {}
+        self._views: dict[fx.Node, dict[Rows, bool]] = {}
 
     def found(self) -> list[Run]:
         joint = self._joint
@@ -103,24 +152,25 @@ class _Finder:
         }
         left = [n for n in returned if n in self._made and self._is_large(n)]
         runs: list[Run] = []
-        computing: dict[fx.Node, list[Run]] = {}  # runs, by each operation in them
         done: set[fx.Node] = set()
         waiting.update(map(self._base, left))
-        while waiting:
-            target = max(waiting, key=self._order.__getitem__)
-            waiting.remove(target)
+        latest = sorted((-self._order[n], n) for n in waiting)
+        while latest and not self._looks.are_out:
+            target = heapq.heappop(latest)[1]
+            if target in done:
+                continue
             done.add(target)
             if not any(map(self._is_large, target.all_input_nodes)):
                 continue
-            run = self._run_to(target, computing)
+            run = self._run_to(target)
             if run is not None:
                 runs.append(run)
-                for operation in run.ways:
-                    computing.setdefault(operation, []).append(run)
+                self._counted[run.rows].add(run)
                 left = [n for n in run.sources if self._is_large(n)]
             else:
                 left = [n for n in target.all_input_nodes if self._is_large(n)]
-            waiting.update({self._base(value) for value in left} - done)
+            for value in {*map(self._base, left)} - done:
+                heapq.heappush(latest, (-self._order[value], value))
         return self._grouped(runs)
 
     def _base(self, value: fx.Node) -> fx.Node:
@@ -149,15 +199,14 @@ class _Finder:
             self._large[node] = large and node in self._made and is_tensor(node)
         return self._large[node]
 
-    def _all_ways(self, node: fx.Node, count: int) -> tuple[Way, ...]:
+    def _all_ways(self, node: fx.Node, own: _Counted) -> tuple[Way, ...]:
         if len(node.all_input_nodes) > MOST_OPERATIONS:
             return ()
-        key = node, count
-        if key not in self._ways:
-            self._ways[key] = tuple(
-                way for way in self._known.of(node, count) if self._may(node, way)
+        if node not in own.ways:
+            own.ways[node] = tuple(
+                way for way in self._known.of(node, own.count) if self._may(node, way)
             )
-        return self._ways[key]
+        return own.ways[node]
 
     def _may(self, node: fx.Node, way: Way) -> bool:
         if (node, way) in self._refused:
@@ -166,27 +215,30 @@ class _Finder:
         is_sum = Result.SUM in way.outputs and not is_sum_of_products(node, way)
         return not (self._exact and is_sum)
 
-    def _run_to(self, target: fx.Node, computing: Mapping[fx.Node, Sequence[Run]]) -> Run | None:
+    def _run_to(self, target: fx.Node) -> Run | None:
         """The run to the results of an operation, with the least that is large and whole: rather
-        one that can be joined with another of those ``computing`` an operation.
+        one that can be joined with another, then one of most rows.
         """
-        best: tuple[int, bool, int, Run] | None = None
+        least_bytes = self._bytes_of(n for n in target.all_input_nodes if self._is_large(n))
+        found: list[Run] = []
         for count in self._counts(target):
-            for way in self._all_ways(target, count):
+            own = self._counted.setdefault(count, _Counted(count))
+            for way in self._all_ways(target, own):
                 run = Run(count, targets=[target])
                 rows = ((value, way.outputs[place_of(value)]) for value in results_of(target))
-                if not all(_can_be_taken(v, own) for v, own in rows if isinstance(own, Rows)):
+                if not all(self._is_view_of(v, r) for v, r in rows if isinstance(r, Rows)):
                     continue
-                if not self._expand(run, target, way):
+                if not self._expand(run, target, way, own):
                     continue
-                whole = self._whole_bytes(run)
-                others = {other for n in run.ways for other in computing.get(n, ())}
-                alone = not any(map(run.joined, others))
-                key = (whole, alone, -int(count))
-                if best is None or key < best[:3]:
-                    best = (*key, run)
-        everything = self._bytes_of(n for n in target.all_input_nodes if self._is_large(n))
-        return best[3] if best and best[0] < everything else None
+                whole_bytes = self._whole_bytes(run)
+                if whole_bytes < least_bytes:
+                    least_bytes, found = whole_bytes, [run]
+                elif found and whole_bytes == least_bytes:
+                    found.append(run)
+        found.sort(key=lambda run: -int(run.rows))
+        if len(found) < 2:
+            return found[0] if found else None
+        return next((run for run in found if self._counted[run.rows].joins(run)), found[0])
 
     def _bytes_of(self, nodes: Iterable[fx.Node]) -> int:
         table = self._joint.storages
@@ -207,33 +259,40 @@ class _Finder:
                             found[count] = None
         return list(found)
 
-    def _expand(self, run: Run, operation: fx.Node, way: Way) -> bool:
+    def _expand(self, run: Run, operation: fx.Node, way: Way, own: _Counted) -> bool:
         """Let ``run`` compute an operation so, and all that is large before it; can it?
 
         ``run`` is changed only where it can.
         """
-        if len(run.ways) >= MOST_OPERATIONS:
+        ways, rows_of = run.ways, run.rows_of
+        if len(ways) >= MOST_OPERATIONS:
             return False
-        ways_before, rows_before = dict(run.ways), dict(run.rows_of)
-        run.ways[operation] = way
+        self._looks.count += 1
+        ways_before, rows_before = len(ways), len(rows_of)
+        ways[operation] = way
         if operation not in self._read:
             self._read[operation] = [n for n in operation.all_input_nodes if is_tensor(n)]
         tensors = self._read[operation]
         ok = len(tensors) == len(way.inputs)
         for value, rows in zip(tensors, way.inputs, strict=False):
-            ok = ok and self._take(run, value, rows)
+            ok = ok and self._take(run, value, rows, own)
         if not ok:
-            run.ways, run.rows_of = ways_before, rows_before
+            while len(ways) > ways_before:
+                ways.popitem()
+            while len(rows_of) > rows_before:
+                rows_of.popitem()
         return ok
 
-    def _take(self, run: Run, value: fx.Node, rows: Rows | None) -> bool:
+    def _take(self, run: Run, value: fx.Node, rows: Rows | None, own: _Counted) -> bool:
         """Let ``run`` read ``value`` in such rows: computed in it where that is large."""
         if value in run.rows_of:
-            return run.rows_of[value] == rows
-        if rows is not None and self._reads_large(value) and self._compute(run, value, rows):
-            return True
-        if rows is not None and not _can_be_taken(value, rows):
-            return False
+            known = run.rows_of[value]
+            return known is rows or known == rows
+        if rows is not None:
+            if self._reads_large(value) and self._compute(run, value, rows, own):
+                return True
+            if not self._is_view_of(value, rows):
+                return False
         run.rows_of[value] = rows
         return True
 
@@ -244,26 +303,48 @@ class _Finder:
             self._near[value] = value in self._made and any(map(self._is_large, near))
         return self._near[value]
 
-    def _reads_mutated(self, operation: fx.Node) -> bool:
-        """Whether it reads what the forward writes to: it cannot run later once more."""
-        return not self._joint.mutated.isdisjoint(operation.all_input_nodes)
+    def _is_view_of(self, value: fx.Node, rows: Rows) -> bool:
+        """Whether rows of a value are a view of it."""
+        known = self._views.setdefault(value, {})
+        if rows not in known:
+            known[rows] = _can_be_taken(value, rows)
+        return known[rows]
 
-    def _compute(self, run: Run, value: fx.Node, rows: Rows) -> bool:
+    def _may_run_again(self, operation: fx.Node) -> bool:
+        """Whether it can run later once more: it draws nothing, and reads nothing that the forward
+        writes to.
+        """
+        reads = operation.all_input_nodes
+        draws = torch_compat.draws_random_numbers(operation)
+        return not draws and self._joint.mutated.isdisjoint(reads)
+
+    def _compute(self, run: Run, value: fx.Node, rows: Rows, own: _Counted) -> bool:
         """Let ``run`` compute ``value`` in such rows."""
-        operation, index = operation_of(value), place_of(value)
-        if operation in run.ways:
-            if run.ways[operation].outputs[index] != rows:
+        if value not in self._made_by:
+            self._made_by[value] = operation_of(value), place_of(value)
+        operation, index = self._made_by[value]
+        way = run.ways.get(operation)
+        if way is not None:
+            if way.outputs[index] != rows:
                 return False
             run.rows_of[value] = rows
             return True
-        if torch_compat.draws_random_numbers(operation) or self._reads_mutated(operation):
-            return False
-        for way in self._all_ways(operation, run.rows):
-            fits = way.outputs[index] == rows and Result.SUM not in way.outputs
-            if fits and self._expand(run, operation, way):
+        if value not in own.giving:
+            own.giving[value] = self._giving(operation, index, own)
+        for way in own.giving[value].get(rows, ()):
+            if self._expand(run, operation, way, own):
                 run.rows_of[value] = rows
                 return True
         return False
+
+    def _giving(self, operation: fx.Node, index: int, own: _Counted) -> dict[Rows, list[Way]]:
+        """Ways in which a run computes an operation, by the rows in which they give a value."""
+        found: dict[Rows, list[Way]] = {}
+        for way in self._all_ways(operation, own) if self._may_run_again(operation) else ():
+            given = way.outputs[index]
+            if isinstance(given, Rows) and Result.SUM not in way.outputs:
+                found.setdefault(given, []).append(way)
+        return found
 
     def _grouped(self, runs: list[Run]) -> list[Run]:
         """Runs that compute the same values in the same rows, as one where none needs another."""

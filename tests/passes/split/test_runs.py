@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fxremat.passes.joint.graph import JointGraph, operation_of
-from fxremat.passes.split.run import MOST_OPERATIONS, Run
+from fxremat.passes.split.run import MOST_OPERATIONS, Looks, Run
 from fxremat.passes.split.runs import Ways, runs_of
 from tests.harness import capture, captured
 from tests.models.recurrent import UnrolledGRU
@@ -44,3 +44,28 @@ def test_what_is_looked_at_moment_by_moment_is_not_computed_for_each():
     line = capture(UnrolledGRU(steps=steps), (torch.randn(4, steps, 16),)).line
     times = Counter(n for run in found(line.joint, 2) for n in run.ways)
     assert max(times.values(), default=0) <= 2  # a forward's, once more in a backward
+
+
+def test_looks_are_linear_in_a_loop_that_is_unrolled():
+    def looks(steps: int) -> int:
+        made = Looks()
+        joint = capture(UnrolledGRU(steps=steps), (torch.randn(4, steps, 16),)).line.joint
+        arguments = {"exact": False, "refused": set(), "known": Ways(), "looks": made}
+        runs_of(joint, min(joint.storages.nbytes), **arguments)
+        return made.count
+
+    few, many = looks(12), looks(24)
+    assert few > 1000  # it does look
+    assert many < 2.5 * few
+
+
+def test_a_search_ends_where_it_is_out_of_looks():
+    joint = captured("gpt").line.joint
+    most_bytes = max(joint.storages.nbytes) // 32
+    all_of_them, some = Looks(), Looks(10)
+    for looks in (all_of_them, some):
+        arguments = {"exact": False, "refused": set(), "known": Ways(), "looks": looks}
+        runs_of(joint, most_bytes, **arguments)
+    assert not all_of_them.are_out
+    assert some.are_out
+    assert some.count < all_of_them.count
