@@ -132,6 +132,7 @@ class StepCompiler:
             accumulate=asked.accumulate,
             in_flight=asked.in_flight,
             loss_bytes=needs.nbytes if needs else None,
+            loss_left_bytes=needs.left_bytes if needs else 0,
             loss_small_bytes=needs.small_bytes if needs else 0,
             target_bytes=target_bytes,
             budget_on=asked.budget_on,

@@ -332,7 +332,7 @@ class CapturedStep:
         else:
             base = self._around(measured.line.joint)
             if self.caller.outputs_bytes is None:
-                self.caller = replace(self.caller, outputs_bytes=base.tangent_bytes)
+                self.caller = replace(self.caller, outputs_bytes=sum(base.tangent_each_bytes))
         variant = Variant(origin, blocks, measured, base, form)
         if self.peers is not None:
             variant = self._agreed(self.peers, variant, new=costs is None)

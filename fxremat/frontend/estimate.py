@@ -144,6 +144,7 @@ def _caller(
         reserve_bytes=options.reserve_bytes,
         accumulate=options.accumulate,
         loss_bytes=needs.nbytes if needs else None,
+        loss_left_bytes=needs.left_bytes if needs else 0,
         target_bytes=target_bytes(loss, model, sample, HOME, step=device),
         resident=tuple(_placed(t, device) for t in tensors),
         budget_on=options.budget_on,

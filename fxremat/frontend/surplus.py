@@ -19,6 +19,7 @@ from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.frontend.outputs import Unused
 from fxremat.planner.allocator import MOST_SMALL_BYTES
+from fxremat.runtime.steps import SCALAR_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +31,23 @@ class LossNeeds:
         unused: outputs of the model that get no gradient from it; ``None``: all get one.
         small_bytes: the most at once in blocks of the allocator's small pool.
         outputs_bytes: of the outputs that it was measured of.
+        left_bytes: held as long as its value is, beyond a number: some losses are reduced in the
+            memory of what they were reduced from.
     """
 
     nbytes: int
     unused: Unused | None
     small_bytes: int = 0
     outputs_bytes: int = 0
+    left_bytes: int = 0
 
     def of(self, outputs: object) -> LossNeeds:
         """What the same loss takes of other outputs, in proportion to their bytes."""
         found = _bytes_of(outputs)
         share = found / self.outputs_bytes if self.outputs_bytes else 1.0
-        sizes = math.ceil(self.nbytes * share), math.ceil(self.small_bytes * share)
-        return LossNeeds(sizes[0], self.unused, sizes[1], found)
+        sizes = self.nbytes, self.small_bytes, self.left_bytes
+        nbytes, small_bytes, left_bytes = (math.ceil(size * share) for size in sizes)
+        return LossNeeds(nbytes, self.unused, small_bytes, found, left_bytes)
 
 
 def _bytes_of(outputs: object) -> int:
@@ -91,12 +96,15 @@ def needs_of_loss(
             log = torch_compat.fake_log(adopt)
         filled = pytree.tree_unflatten([fill(i, leaf) for i, leaf in enumerate(leaves)], spec)
         with log, torch.enable_grad():
-            torch.autograd.backward(_checked(loss, loss(filled)))
+            value = _checked(loss, loss(filled))
+            torch.autograd.backward(value)
+        held = value.untyped_storage().nbytes()
     unused = tuple(i for i, t in made.items() if t.requires_grad and t.grad is None)
     found = LossNeeds(
         log.peak_bytes,
         Unused(unused, len(leaves)) if unused else None,
         outputs_bytes=_bytes_of(tensors),
+        left_bytes=0 if any(value is t for t in made.values()) else max(0, held - SCALAR_BYTES),
     )
     if adopt is not None:
         return found

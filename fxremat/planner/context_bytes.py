@@ -87,6 +87,7 @@ class Caller:
         accumulate: gradients are added to existing ones, even if there are none yet.
         in_flight: so many steps may wait for their backward.
         loss_bytes: measured peak of the loss outside the model, None if unknown.
+        loss_left_bytes: of it, what is held as long as its value is.
         target_bytes: of each storage that the loss compares the outputs with, held throughout.
         outputs_bytes: gradients of the outputs for which loss and target are told: others take in
             proportion to theirs. ``None``: those of the graph that is planned first.
@@ -103,6 +104,7 @@ class Caller:
     accumulate: bool = False
     in_flight: int = 1
     loss_bytes: int | None = None
+    loss_left_bytes: int = 0
     loss_small_bytes: int = 0
     target_bytes: tuple[int, ...] = ()
     outputs_bytes: int | None = None
@@ -122,6 +124,7 @@ class Caller:
         return replace(
             self,
             loss_bytes=None if self.loss_bytes is None else math.ceil(self.loss_bytes * share),
+            loss_left_bytes=math.ceil(self.loss_left_bytes * share),
             loss_small_bytes=math.ceil(self.loss_small_bytes * share),
             target_bytes=tuple(math.ceil(nbytes * share) for nbytes in self.target_bytes),
             outputs_bytes=outputs_bytes,
@@ -161,8 +164,9 @@ def context_bytes_of(
     )
     return ContextBytes(
         given_bytes=sum(given) + caller.reserve_bytes,
-        turn_bytes=max(loss_bytes, sum(tangents)),
-        tangent_bytes=sum(tangents),
+        # A loop's variable holds the last loss until it has the next.
+        turn_bytes=max(loss_bytes, sum(tangents)) + caller.loss_left_bytes,
+        tangent_bytes=sum(tangents) + caller.loss_left_bytes,
         end_bytes=_largest_copied_gradient(joint, sizes),
         device=joint.device,
         given_each_bytes=given,
