@@ -259,7 +259,9 @@ class Corrections:
         around = step.around(replace(context, correction=NO_CORRECTION))
         self.teach(context, Correction(left_bytes=around.tangent_bytes + more))
 
-    def learn(self, context: StepContext, planned: Taken, seen: MemoryProfile) -> int:
+    def learn(
+        self, context: StepContext, planned: Taken, seen: MemoryProfile, *, is_first: bool
+    ) -> int:
         """Learn from a step that was watched to its end; returns its peak.
 
         What stayed within the budget teaches nothing that would forbid it.
@@ -268,10 +270,14 @@ class Corrections:
             context: of its call.
             planned: what its plan was to take.
             seen: what it took.
+            is_first: no step ran before it. What later ones free may be a variable of the loop that
+                was allocated before, such as the last loss: they show no less than was known.
         """
         around = self.planner.step.around(context)
         late_bytes = self.planner.step.late_bytes  # given, but not allocated by this process
-        correction = _correction_of(seen, planned.allocated_bytes + late_bytes, around)
+        correction = _correction_of(
+            seen, planned.allocated_bytes + late_bytes, around, is_first=is_first
+        )
         if self.held(context) != context:
             correction = replace(correction, more_bytes=0)  # the next plan counts them as held
         peak_bytes = around.given_bytes - late_bytes + seen.peak_bytes
@@ -329,7 +335,9 @@ class Taken:
     allocated_bytes: int
 
 
-def _correction_of(seen: MemoryProfile, planned_bytes: int, around: ContextBytes) -> Correction:
+def _correction_of(
+    seen: MemoryProfile, planned_bytes: int, around: ContextBytes, *, is_first: bool
+) -> Correction:
     """What a step took at the loss point and held in its backward, and what else beyond its plan.
 
     Of what was gone by then the context says so by itself, so it is no part of either.
@@ -339,6 +347,8 @@ def _correction_of(seen: MemoryProfile, planned_bytes: int, around: ContextBytes
     left = 0 if seen.taken_bytes is None else seen.taken_bytes - seen.left_bytes
     left += seen.gone_bytes
     loss_point = seen.turn_bytes - seen.left_bytes + seen.released_bytes
+    if not is_first:
+        left, loss_point = max(left, around.tangent_bytes), max(loss_point, around.turn_bytes)
     taken = max(seen.forward_bytes, seen.backward_bytes)
     if left > around.tangent_bytes + slack:
         taken -= left - around.tangent_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import traceback
@@ -227,9 +228,10 @@ class PlanCache:
             if number % WATCH_EVERY == 0 and not compiled.watches:
                 compiled.watches = 1
             if compiled.watches and teaches and self.corrections.are_watched(sizes):
-                compiled.watches -= loop.watcher.begin(
-                    traced.joint.device, lambda seen: _learn(context, compiled, seen)
+                learn = functools.partial(
+                    _learn, context, compiled, is_first=not loop.budget.trained
                 )
+                compiled.watches -= loop.watcher.begin(traced.joint.device, learn)
             count = Count.begin(
                 traced.joint.device, lambda: traced.given_bytes(context) - traced.late_bytes
             )
@@ -562,8 +564,8 @@ class PlanCache:
                 continue
             differences = (
                 now.given_bytes - then.given_bytes,
-                now.turn_bytes - then.turn_bytes,
-                now.tangent_bytes - then.tangent_bytes,
+                now.loss_point_bytes - then.loss_point_bytes,
+                now.backward_bytes - then.backward_bytes,
             )
             more_bytes = sum(max(0, n) for n in differences)
             kept = not (compiled.planned.graphs.recomputes or compiled.planned.graphs.arena)
@@ -634,7 +636,9 @@ class PlanCache:
             return context, compiled
 
 
-def _learn(context: StepContext, compiled: Compiled, seen: MemoryProfile) -> None:
+def _learn(
+    context: StepContext, compiled: Compiled, seen: MemoryProfile, *, is_first: bool
+) -> None:
     """A step was watched to its end."""
     if seen.taken_bytes is not None:
         compiled.watches = 0
@@ -643,7 +647,7 @@ def _learn(context: StepContext, compiled: Compiled, seen: MemoryProfile) -> Non
     held_bytes = plan.predicted_held_bytes
     given_bytes = plan_cache.planner.step.given_bytes(compiled.context)
     planned = Taken(held_bytes, held_bytes - given_bytes)
-    peak_bytes = plan_cache.corrections.learn(context, planned, seen)
+    peak_bytes = plan_cache.corrections.learn(context, planned, seen, is_first=is_first)
     with plan_cache.loop.planning:
         if seen.taken_bytes is not None and peak_bytes != plan.measured_peak_bytes:
             plan = replace(compiled.planned.plan, measured_peak_bytes=peak_bytes)

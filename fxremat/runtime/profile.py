@@ -231,8 +231,7 @@ class Watcher:
         log.__exit__()
         calls, self._calls = self._calls, []
         tell_whole, self._tell_whole = self._tell_whole, None
-        alone = tell_whole is None and not self._on_cuda
-        events = _with_unseen(log.events, [call.gone for call in calls], alone=alone)
+        events = _with_unseen(log.events, [call.gone for call in calls])
         for place, call in enumerate(calls):
             profile = _profile_of(events, place)
             more = {"gone_bytes": call.gone_bytes, "released_bytes": call.released_bytes}
@@ -280,34 +279,23 @@ def _name(place: int, phase: str) -> str:
     return f"{phase} {place}"
 
 
-def _with_unseen(events: _Events, gone: Sequence[Sequence[int]], *, alone: bool) -> _Events:
+def _with_unseen(events: _Events, gone: Sequence[Sequence[int]]) -> _Events:
     """``events`` with what none of them says of what was ``gone`` at each call's backward.
 
-    An event of the same bytes, outside calls, that frees what the log has not seen allocated is
-    taken for one. Of a call that is watched ``alone`` other such events are left out: what they
-    free is in no plan, such as the last step's loss.
+    An event of the same bytes, outside calls, is taken for one.
     """
     outside = tuple(_name(place, TURN) for place in range(len(gone)))
-    waiting = Counter(nbytes for own in gone for nbytes in own)
-    own_blocks: Counter[int] = Counter()
     seen: Counter[int] = Counter()
     begins = {_name(place, BACKWARD): own for place, own in enumerate(gone)}
     found: _Events = []
     before = ""
     for mark, change in events:
-        if change > 0:
-            own_blocks[change] += 1
-        elif change < 0 and own_blocks[-change]:
-            own_blocks[-change] -= 1
-        elif change < 0 and mark in outside and seen[-change] < waiting[-change]:
+        if change < 0 and mark in outside:
             seen[-change] += 1
-        elif change < 0 and alone:
-            continue
         elif not change and mark in begins:
             own = Counter(begins.pop(mark))
             found += [(before, -nbytes) for nbytes in (own - seen).elements()]
             seen -= own
-            waiting -= own
         found.append((mark, change))
         before = mark
     return found
