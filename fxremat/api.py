@@ -220,7 +220,9 @@ def plan(
     """
     if read_bool("check", check):
         refuse_check(options.get("offload", False))
-    (found,) = compile(model, sample, budget, **_whole(options)).plans
+    made = compile(model, sample, budget, **_whole(options))
+    made._compiler.loop.leave()  # it does not train
+    (found,) = made.plans
     return cross_checked(found) if check else found
 
 
@@ -242,6 +244,7 @@ def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
         FxrematError: the errors of :func:`compile`.
     """
     made = compile(model, sample, 1.0, **_whole(options))
+    made._compiler.loop.leave()  # it does not train
     (plan_cache,), (plan,) = made._compiler.plan_caches, made.plans
     (first,) = plan_cache.plans
     context = plan_cache.planner.usual(first)
@@ -305,6 +308,7 @@ def max_batch(
             "plan of each size by itself, fxremat.plan(model, sample, budget) for a sample of that "
             "size; it raises a BudgetError where the size does not fit",
         ) from None
+    made._compiler.loop.leave()  # it does not train
     (plan_cache,) = made._compiler.plan_caches
     (context,) = plan_cache.plans
     with generators_restored(), in_training(model), torch.enable_grad(), shown() as progress:

@@ -112,7 +112,7 @@ def planner_dry(
     )
     existing = captured.gradients if options.accumulate else frozenset()
     context = StepContext(step.sizes.hints, existing, existing)
-    planner.look_at_all(context)
+    planner.look_at_all(planner.resolved_for(context)[0])
     return planner, context
 
 
@@ -224,7 +224,8 @@ def estimate_step(
             budget_bytes = asked.budget.bytes_of(
                 full_bytes=kept.baseline_peak_bytes, least_bytes=kept.least_budget_bytes
             )
-            planner.budget, planner.started = replace(planner.budget, written=asked.budget), False
+            planner.budget = replace(planner.budget, written=asked.budget, nbytes=None)
+            planner.started = False
             with contextlib.suppress(BudgetError):  # nothing fits
                 planned = planner.again(context).completed()
                 plan = planned.plan.with_overhead(asked.overhead_s)

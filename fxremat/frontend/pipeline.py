@@ -146,7 +146,7 @@ class Planner:
             CostError: an operation cannot be measured.
         """
         if not least:
-            resolved_for, *_ = self._resolved_for(context)
+            resolved_for, *_ = self.resolved_for(context)
             self.budget.counted = dict(self.step.described(resolved_for))
         if kept:
             planned = self._followed(kept, context)
@@ -215,7 +215,7 @@ class Planner:
         if len(self._modules.modules) > MOST_BLOCKS:  # of plans that may be gone
             self._modules = BlockModules()
             step.forget_blocks()
-        contexts = self._resolved_for(context) if budget is not LEAST else (context,)
+        contexts = self.resolved_for(context) if budget is not LEAST else (context,)
         schedules = self.within(contexts[0], budget.nbytes)
         if budget.nbytes is None and not context.region:
             schedules = self._within_share(contexts, budget, schedules)
@@ -280,7 +280,7 @@ class Planner:
         are_known = any(own.form.parts_bytes for own in self._known)
         return LARGE_LOSS * loss_bytes >= own_bytes and not are_known
 
-    def _resolved_for(self, context: StepContext) -> tuple[StepContext, ...]:
+    def resolved_for(self, context: StepContext) -> tuple[StepContext, ...]:
         """Contexts that a budget is resolved for: those of the usual loop, or the call's.
 
         A budget must reach the least of the first one. A share, ``"min"`` and the least that a plan
@@ -304,7 +304,7 @@ class Planner:
         return max(each, key=lambda own: least_of(self.within(own, None, run=False)).least_bytes)
 
     def _needs(self, contexts: Sequence[StepContext]) -> Needs:
-        """What steps need in a context, or in those of :meth:`_resolved_for`."""
+        """What steps need in a context, or in those of :meth:`resolved_for`."""
         each = [self.within(context, None) for context in contexts]
         full, least = [], []
         for context, schedules in zip(contexts, each, strict=True):
@@ -321,18 +321,16 @@ class Planner:
             context=contexts[most],
         )
 
-    def resolve_again(self, context: StepContext, *, lower: bool) -> None:
-        """Let a share, or ``"min"``, mean what it does in the context of a call.
+    def resolve_again(self, context: StepContext) -> None:
+        """Let a share, or ``"min"``, mean what it does in the context of a call, if that is more.
 
-        Args:
-            context: of the call.
-            lower: it may become less than it is.
+        It never becomes less: steps before may have taken what it was.
         """
         needs = self._needs((context,))
         nbytes = self.budget.written.bytes_of(
             full_bytes=needs.full_bytes, least_bytes=needs.least_bytes
         )
-        if nbytes > (self.budget.nbytes or 0) or (lower and nbytes != self.budget.nbytes):
+        if nbytes > (self.budget.nbytes or 0):
             LOG.info("the budget %r is %d bytes now", self.budget.written.written, nbytes)
             self.budget.set(nbytes)
 

@@ -485,7 +485,7 @@ class PlanCache:
             if context.waiting or self.loop.caller.in_flight > 1:
                 return
             *_, context = (context, *self.corrections.relaxed(context))
-            self.planner.resolve_again(context, lower=not self._resolved)
+            self.planner.resolve_again(context)
         self._resolved += 1
 
     def _workspace_bytes(self) -> int:

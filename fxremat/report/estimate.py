@@ -14,7 +14,7 @@ from fxremat.units import Counted, format_bytes, format_seconds
 LossOf = Literal["own", "told", "unknown"]
 """Which loss is counted: the model's own, that of ``loss=``, or one that nobody told of."""
 
-LIBRARIES, CACHE = "libraries", "cache of the allocator"
+LIBRARIES, CACHE, LATER = "libraries", "cache of the allocator", "what later steps hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,9 @@ class Estimate:
     def at_peak(self, plan: Plan) -> dict[str, int]:
         """Bytes at the peak of a plan, by what they are held for; their sum is the peak.
 
+        That of ``kept`` is the peak of the usual loop: what its later steps hold, and the first one
+        does not, is one of them.
+
         Args:
             plan: ``kept`` or ``plan``.
 
@@ -122,6 +125,7 @@ class Estimate:
         found[Kind.WORKSPACES.value] += self.workspace_bytes
         found[LIBRARIES] = self.library_bytes
         found[CACHE] = plan.counted_bytes - plan.predicted_peak_bytes
+        found[LATER] = self.peak_bytes - plan.counted_bytes if plan is self.kept else 0
         return found
 
     def facts(self) -> dict[str, Any]:

@@ -99,16 +99,17 @@ def test_no_size_that_the_model_refuses_is_answered():
 
 
 def test_several_dimensions_have_a_frontier(tmp_path: Path):
-    found = fxremat.max_batch(Net(), sample(), BUDGET, dim=[0, 1])
+    found = fxremat.max_batch(Net(), sample(), BUDGET, dim=[0, 1], assume="strict")
     assert found.names == ("args[0].shape[0]", "args[0].shape[1]")
     lengths = [point.sizes[1] for point in found.curve]
     assert lengths == sorted(set(lengths)) and len(lengths) > 3
     largest = [point.size for point in found.curve]
     assert largest == sorted(largest, reverse=True)
     middle = found.curve[len(lengths) // 2]
-    fxremat.compile(Net(), sample(*middle.sizes), BUDGET, dynamic=False)
+    strict = {"dynamic": False, "assume": "strict"}
+    fxremat.compile(Net(), sample(*middle.sizes), BUDGET, **strict)
     with pytest.raises(fxremat.BudgetError):
-        fxremat.compile(Net(), sample(middle.size + 1, middle.sizes[1]), BUDGET, dynamic=False)
+        fxremat.compile(Net(), sample(middle.size + 1, middle.sizes[1]), BUDGET, **strict)
     pytest.importorskip("matplotlib")
     found.plot(tmp_path / "frontier.svg")
     assert (tmp_path / "frontier.svg").stat().st_size
@@ -134,7 +135,7 @@ def test_what_the_caller_holds_is_counted():
 
 def test_an_error_tells_the_largest_size_and_training_goes_on():
     model = Net()
-    call = fxremat.compile(model, sample(), BUDGET, dynamic=True)
+    call = fxremat.compile(model, sample(), BUDGET, dynamic=True, strict=True)
     with pytest.raises(fxremat.BudgetError) as caught:
         call(*sample(500))
     largest = caught.value.largest
