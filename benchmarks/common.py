@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import platform
@@ -96,6 +97,32 @@ def interleave(runs: dict[str, Callable[[], float]], *, rounds: int) -> dict[str
 def ratios(values: dict[str, list[float]], name: str, base: str) -> Spread:
     """``name`` over ``base``, round by round."""
     return Spread.of([a / b for a, b in zip(values[name], values[base], strict=True)])
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """Most bytes that ``step`` has allocated at any instant, as torch's profiler tells.
+
+    What was there before it is not counted where it is given back.
+    """
+    from torch._C._profiler import _EventType
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        step()
+    changes: list[tuple[int, int]] = []
+    events: list[Any] = list(watched.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+        events.extend(event.children)
+    changes.sort(key=lambda change: change[0])
+    now = most = 0
+    for _when, change in changes:
+        now += change
+        most = max(most, now)
+    return most
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fxremat
-from benchmarks.common import interleave, ratios
+from benchmarks.common import interleave, peak_of, ratios
 from benchmarks.rows import Row, failure
 from benchmarks.wild_models.registry import Case, Wild
 from fxremat.errors import BudgetError, BudgetWarning, GraphBreakWarning
@@ -46,32 +46,6 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
-
-
-def peak_of(step: Callable[[], object]) -> int:
-    """Most bytes that ``step`` has allocated at any instant, as torch's profiler tells.
-
-    What was there before it is not counted where it is given back.
-    """
-    from torch._C._profiler import _EventType
-    from torch.profiler import ProfilerActivity, profile
-
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        step()
-    changes: list[tuple[int, int]] = []
-    events: list[Any] = list(watched.profiler.kineto_results.experimental_event_tree())
-    while events:
-        event = events.pop()
-        if event.tag == _EventType.Allocation:
-            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
-        events.extend(event.children)
-    changes.sort(key=lambda change: change[0])
-    now = most = 0
-    for _when, change in changes:
-        now += change
-        most = max(most, now)
-    return most
 
 
 def bytes_of(tensors: Iterator[Tensor] | list[Tensor]) -> int:

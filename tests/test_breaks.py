@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat import torch_compat
 from fxremat.errors import BudgetError, BudgetWarning, GraphBreakWarning
 from tests.models.zoo import seeded
 
@@ -502,3 +503,50 @@ def test_layers_that_the_user_checkpoints_between_breaks_are_told_of() -> None:
     with pytest.warns(GraphBreakWarning, match="nothing"):
         for _ in range(3):
             assert same(step(model, compiled, x), expected)
+
+
+class Uncaptured(nn.Module):
+    """Dynamo captures nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(WIDTH, 16, batch_first=True), nn.Linear(16, 4)
+        self.watched: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.watched.append(torch_compat.is_profiled())
+        y, _ = self.rnn(x)
+        return self.head(y[:, -1]).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.GraphBreakWarning")
+def test_where_nothing_is_captured_no_batch_is_held_and_few_steps_are_watched() -> None:
+    with seeded(0):
+        model = Uncaptured()
+    call = fxremat.compile(model, None, "64 MiB")
+    batches: list[weakref.ref[Tensor]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            x = torch.randn(4, 8, WIDTH)
+            batches.append(weakref.ref(x))
+            call(x).backward()
+            del x
+        held = [batch for batch in batches if batch() is not None]
+        kinds = [type(own) for own in gc.get_objects()]
+        counted = kinds.count(torch_compat.StorageAlive)
+    finally:
+        gc.enable()
+    assert not held
+    assert counted < len(batches)  # of what each call returned
+    assert any(model.watched) and not any(model.watched[-12:])
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.GraphBreakWarning", "ignore::fxremat.BudgetWarning")
+def test_where_nothing_is_captured_steps_over_the_budget_stay_watched() -> None:
+    model = Uncaptured()
+    call = fxremat.compile(model, None, 1000)
+    for _ in range(12):
+        call(torch.randn(4, 8, WIDTH)).backward()
+    assert all(model.watched[-4:])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from fxremat.runtime.steps import Step, latest_step
 _OWN = str(Path(__file__).parents[1])
 
 _LIBRARY = str(Path(torch.__file__).parent)
+
+_NONE: Mapping[str, object] = MappingProxyType({})
 
 MOST_AGAIN = 8
 """Steps in which a function is captured though its graph is known: then it runs as it is."""
@@ -432,8 +435,7 @@ def _forward(
         plan_cache = own.plan_caches[place]
         step, run = plan_cache.begin(args, ended_by=ended_by)
         try:
-            with torch_compat.without_autotuning():
-                results = list(run(args))
+            results = plan_cache.run(run, args)
         except BaseException as error:
             abandon(args, error)
             raise
@@ -479,19 +481,28 @@ def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
             outputs = run(*args)
         finally:
             step = latest_step()
-        recomputes = step is not None and step.plan.planned.graphs.recomputes
+        if step is None:  # an inference graph
+            torch_compat.before_backward(outputs, check_backward)
+            return outputs
+        watcher = step.plan.plan_cache.loop.watcher
+        if step.plan.plain and not (step.elsewhere or watcher.is_on):
+            torch_compat.before_backward(outputs, check_backward)
+            return outputs
+        recomputes = step.plan.planned.graphs.recomputes
         settings = torch_compat.kernel_settings() if recomputes else {}
         # Where hooks put another tensor in the token's place, the graph itself keeps the step.
-        held = _Graph(step if torch_compat.saved_elsewhere() else None)
-        torch_compat.before_backward(outputs, lambda: check_backward(settings, held))
-        if step is not None:
-            step.plan.plan_cache.loop.watcher.until_gone(held, step)
+        held = _Graph(step if step.elsewhere else None)
+        check = functools.partial(check_backward, settings=settings, _held=held)
+        torch_compat.before_backward(outputs, check)
+        watcher.until_gone(held, step)
         return outputs
 
     return call
 
 
-def check_backward(settings: dict[str, object], _held: object = None) -> None:
+def check_backward(
+    _gradients: object, *, settings: Mapping[str, object] = _NONE, _held: object = None
+) -> None:
     """A backward begins.
 
     Args:
@@ -508,7 +519,9 @@ def check_backward(settings: dict[str, object], _held: object = None) -> None:
             "cannot be differentiated again. Call backward() without create_graph, or use the "
             "original model for this step"
         )
-    now = torch_compat.kernel_settings() if settings else {}
+    if not settings:
+        return
+    now = torch_compat.kernel_settings()
     changed = [name for name, value in settings.items() if now[name] != value]
     if changed:
         told = ", ".join(f"{name} was {settings[name]}, is {now[name]}" for name in changed)

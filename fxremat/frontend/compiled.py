@@ -21,7 +21,7 @@ from fxremat.errors import BudgetWarning, FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.losses import own_loss
-from fxremat.frontend.raised import shortened
+from fxremat.frontend.raised import shorten
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample, check_sample
@@ -286,8 +286,14 @@ class _Forward:
             if runner is None or (state.trained and runner.may_be_whole):
                 runner = _runner(state, Sample(args, kwargs))
             state.trained = True
-            with shortened():
+            try:
                 return runner.run(args, kwargs)
+            except FxrematError as error:
+                short = error
+            try:
+                raise shorten(short)
+            finally:
+                del short  # this frame is its own
 
         self._planned = planned
 

@@ -103,6 +103,8 @@ class KnownStep:
         host_bytes: for so much host memory they were chosen; ``None``: as much as they take.
         later_host_bytes: of it, what the calls after each are to take.
         watches: so many further steps of it are watched.
+        contexts: what a call was planned for at each place when it came last, and for what it found
+            and what was beside it.
         told: what breaks it was said.
         seconds: between calls, as a step that was not watched has taken them.
         peak_bytes: the peak of the one that was watched last.
@@ -122,6 +124,9 @@ class KnownStep:
     host_bytes: int | None = None
     later_host_bytes: list[int] = field(default_factory=list)
     watches: int = WATCHED
+    contexts: dict[int, tuple[object, tuple[object, ...], StepContext]] = field(
+        default_factory=dict
+    )
     told: bool = False
     seconds: tuple[float, ...] = ()
     peak_bytes: int | None = None

@@ -121,6 +121,8 @@ class Loop:
         have saved. What they share with this one is left out, and so is a network that has trained,
         but not since this one was compiled.
         """
+        if len(_loops) < 2:
+            return 0
         model = self.model()
         others = [own for own in _loops if own is not self and self._is_active(own)]
         if model is None or not (others or self.copies):

@@ -7,8 +7,9 @@ import functools
 import gc
 import itertools
 import traceback
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, fx
@@ -44,6 +45,13 @@ RESOLVED = 3
 WATCH_EVERY = 100
 """Where no allocator counts the peaks of steps, one of so many is watched for good."""
 
+MOST_FOLLOWED = 8
+"""Calls of a region whose plans are looked for first: it may be called so often in a step."""
+
+_NONE: Mapping[int, object] = MappingProxyType({})
+
+_NO_PRIMALS: frozenset[int] = frozenset()
+
 MOST_PLANS = 512
 """Plans of a plan cache that are kept; that which was used longest ago goes first."""
 
@@ -60,6 +68,7 @@ class Compiled:
         planned: the plan, its graphs and its host memory.
         plan_cache: to which it belongs.
         context: that it was made for.
+        plain: its graphs compute nothing twice, nor beside a loss, and use no host memory.
         watches: so many steps of it are watched, or until one was seen to its end.
         followed: the context of the latest call that followed it, which may need no other plan.
         shortfall: why it takes more than the budget; ``None``: it does not.
@@ -72,6 +81,12 @@ class Compiled:
     followed: StepContext | None = None
     shortfall: Shortfall | None = None
     _runs: tuple[Values, tuple[torch_compat.BoxedCallable, ...]] | None = None
+    _held: tuple[StepContext, int] | None = None
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        graphs, form = self.planned.graphs, self.planned.plan.form
+        self.plain = not (graphs.recomputes or graphs.arena or form.beside)
 
     @property
     def plan(self) -> Plan:
@@ -106,6 +121,14 @@ class Compiled:
             runs = self._runs = values, tuple(graph.forward for graph in graphs)
         return runs[1]
 
+    def held_bytes(self, context: StepContext) -> int:
+        """Device memory of what a forward leaves, beside what others hold, at a call."""
+        held = self._held  # another thread may put that of another call there
+        if held is None or held[0] is not context:
+            turn_bytes = self.plan_cache.planner.step.turn_bytes(context)
+            held = self._held = context, self.planned.plan.waiting_bytes + turn_bytes
+        return held[1]
+
 
 @dataclass(slots=True)
 class PlanCache:
@@ -139,6 +162,11 @@ class PlanCache:
     _without: tuple[int, ...] = ()  # primals that get no gradient
     _latest: tuple[Any, StepContext, Compiled] | None = None  # and what was found at that call
     _resolved: int = 0
+    _on_cuda: bool = True
+    _counts: bool = True  # the allocator does
+    _is_sized: bool = True
+    _found: tuple[tuple[Any, ...], StepContext] | None = None  # at a call of a region, and in it
+    _followed: tuple[tuple[StepContext, Compiled], ...] = ()  # at calls of regions, the latest
 
     @staticmethod
     def of(
@@ -176,6 +204,9 @@ class PlanCache:
         )
         values = [inputs.get(i) for i in range(len(torch_compat.primal_values(joint, ())))]
         plan_cache._without = tuple(i for i in range(len(values)) if i not in plan_cache.gradients)
+        plan_cache._on_cuda = planner.step.device.type == "cuda"
+        plan_cache._counts = torch_compat.counted_bytes(planner.step.device) is not None
+        plan_cache._is_sized = bool(planner.step.sizes.hints)
         found = plan_cache._context_of(plan_cache._find(values, planner.step.sizes.hints)[0])
         context = regions.context_unknown(planner, found) if regions.several else found
         planned = planner.first(context, kept=kept, rehearse=rehearse, least=regions.several)
@@ -205,7 +236,7 @@ class PlanCache:
         Raises:
             BudgetError: no plan that was found fits; nothing has run.
         """
-        loop, several, traced = self.loop, self.regions.several, self.planner.step
+        loop, several = self.loop, self.regions.several
         loop.called()
         loop.optimizers.watcher.end()
         if not several:
@@ -214,10 +245,10 @@ class PlanCache:
         together = self.planner.together
         if together is not None and 1 < number <= AGREED:
             self.corrections.take(agreed_corrections(together, self.corrections.seen))
-        values = traced.sizes.values(args)
+        values = self.planner.step.sizes.values(args) if self._is_sized else ()
         sizes = self._shaping(values) if values else values
         context, compiled, leaves = self._plan_at(args, sizes, ended_by)
-        arena = compiled.planned.graphs.arena
+        arena = None if compiled.plain else compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
         count = None
@@ -231,22 +262,33 @@ class PlanCache:
                 learn = functools.partial(
                     _learn, context, compiled, is_first=not loop.budget.trained
                 )
-                compiled.watches -= loop.watcher.begin(traced.joint.device, learn)
-            count = Count.begin(
-                traced.joint.device, lambda: traced.given_bytes(context) - traced.late_bytes
-            )
+                compiled.watches -= loop.watcher.begin(self.planner.step.device, learn)
+            if self._counts:
+                count = self._count(context)
         forward, backward = compiled.at(values)
         step = Step(
             compiled,
             backward,
             context=context,
             leaves=leaves,
-            passed={place: args[primal] for place, primal in self.passed.items()},
+            passed={i: args[own] for i, own in self.passed.items()} if self.passed else _NONE,
             count=count,
-            missing=self._missing(context, leaves),
+            missing=self._missing(context, leaves) if loop.caller.accumulate else _NO_PRIMALS,
             kept=loop.in_flight.kept(loop.in_flight.waiting()) if context.kept_bytes else (),
         )
         return step, forward
+
+    def _count(self, context: StepContext) -> Count | None:
+        """Begin to count what a call takes that finds ``context``."""
+        step = self.planner.step
+        return Count.begin(step.device, lambda: step.given_bytes(context) - step.late_bytes)
+
+    def run(self, graph: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run one of the emitted graphs; ``args`` is emptied."""
+        if not self._on_cuda:  # nothing is tried out
+            return graph(args)
+        with torch_compat.without_autotuning():
+            return graph(args)
 
     def left(self, step: Step, results: list[Any]) -> list[Any]:
         """A forward has run.
@@ -262,8 +304,7 @@ class PlanCache:
         # Autograd makes the results lead to the step: it must not lead to them.
         returned = set(map(id, results))
         saved = [t.detach() if id(t) in returned else t for t in saved]
-        held_bytes = step.plan.planned.plan.waiting_bytes
-        held_bytes += self.planner.step.turn_bytes(step.context)
+        held_bytes = step.plan.held_bytes(step.context)
         step.keep(saved, [results[i] for i in self._made], held_bytes=held_bytes)
         self.loop.in_flight.add(step)
         if self.regions.several:
@@ -299,10 +340,11 @@ class PlanCache:
         values.extend(args[1:])
         args.clear()
         values.append(gradients)
-        anew = computed_anew()
+        beside = not (step.plan.plain or self.regions.several)
+        beside = beside and bool(step.plan.planned.plan.form.beside)
+        anew = computed_anew() if beside else 0
         try:
-            with torch_compat.without_autotuning():
-                step.backward(values)
+            self.run(step.backward, values)
         except BaseException as error:
             abandon(values, error)
             raise
@@ -316,7 +358,7 @@ class PlanCache:
             self.regions.done(step)
         elif watcher.is_on and any(in_flight):
             watcher.after(step)  # what follows is another step's
-        if step.plan.planned.plan.form.beside and not self.regions.several:
+        if beside:
             self.corrections.foresaw(is_so=anew == computed_anew())
         returned = gradients.finish()
         if step.count is not None:
@@ -355,8 +397,11 @@ class PlanCache:
         if self.regions.several:
             self.regions.back(step, self.loop.in_flight)
         context: StepContext = step.context
+        watched = self.loop.watcher.is_watching(step)
+        if self.regions.several and not watched:
+            return
         now = with_gradients(step.leaves)
-        if self.loop.watcher.is_watching(step):
+        if watched:
             gone = context.existing - now
             nbytes = [
                 replace(context, existing=those).gradient_bytes(self.planner.step.joint)
@@ -364,13 +409,15 @@ class PlanCache:
             ]
             outputs = [alive.nbytes for alive in step.kept if not alive]
             self.loop.watcher.back(step, gone=nbytes[0], never=nbytes[1], released=outputs)
-        if self.regions.several:
+        sums = self.contributors.summing == torch_compat.current_backward()
+        nothing = not (now or sums or context.existing or context.kept_bytes)
+        if nothing or self.regions.several:
             return
         self.corrections.backward_began(
             context, outputs=any(step.kept), gradients=bool(now & context.existing)
         )
         came: list[Set[int]] = [now - context.existing]
-        if self.contributors.summing == torch_compat.current_backward():
+        if sums:
             # Autograd holds those of other steps, which may be all that was planned for.
             came.append(self.gradients.keys() - (context.existing - now))
         if any(came):
@@ -383,8 +430,6 @@ class PlanCache:
         return tuple(values[i] if i in shaping else hints[i] for i in range(len(values)))
 
     def _missing(self, context: StepContext, leaves: Sequence[Tensor | None]) -> frozenset[int]:
-        if not self.loop.caller.accumulate:
-            return frozenset()
         return context.existing - with_gradients(leaves)
 
     def _find(
@@ -395,13 +440,12 @@ class PlanCache:
         It is what a context begins with, in the order of its fields: cheaper to make and compare.
         """
         loop, made = self.loop, self.gradients
-        waiting = loop.in_flight.waiting()
+        waiting, kept_bytes = loop.in_flight.now()
         leaves = leaves_among(values)
-        for primal in self._without:
-            leaf = leaves[primal]
-            if leaf is not None and leaf.grad is None:
-                leaves[primal] = None
         existing = with_gradients(leaves)
+        for primal in self._without:
+            if primal not in existing:
+                leaves[primal] = None
         added: frozenset[int] = frozenset()
         if loop.caller.accumulate:
             existing |= {primal for primal in made if leaves[primal] is not None}
@@ -419,13 +463,12 @@ class PlanCache:
             added,
             len(waiting),
             sum([step.held_bytes for step in waiting]),
-            loop.in_flight.kept_bytes(waiting),
+            kept_bytes,
             loop.optimizers.beyond(self.planner.step.optimizer_bytes),
             0 if self.planner.together else loop.networks_bytes(),
             torch_compat.bucket_bytes(),
-            self._workspace_bytes(),
-            # Which is each process's own.
-            0 if self.planner.together else loop.slack_bytes(self.planner.step.device),
+            self._workspace_bytes() if self._on_cuda else 0,
+            self._slack_bytes() if self._on_cuda else 0,
             loop.spread_bytes() if self.passed else 0,
         )
         return found, leaves
@@ -444,13 +487,16 @@ class PlanCache:
         """The context of a call, the plan that it follows, and the leaves among its primals."""
         found, leaves = self._find(args, sizes)
         if self.regions.several:
-            context = self._context_of(found)
+            if self._found is None or self._found[0] != found:
+                self._found = found, self._context_of(found)
+            context = self._found[1]
             if context.kept_bytes and self.regions.chooses(self.planner, context):
                 gc.collect()  # what nobody can see any more
                 found, leaves = self._find(args, sizes)
                 context = self._context_of(found)
             return *self._region(context, args, ended_by), leaves
-        self._resolve_budget(found)
+        if self.loop.budget.is_relative or self.loop.optimizers.has_news:
+            self._resolve_budget(found)
         now = (found, self.corrections.changes, self.loop.budget.nbytes)
         latest = self._latest
         if latest is not None and latest[0] == now:
@@ -493,6 +539,10 @@ class PlanCache:
         step = self.planner.step
         before = step.caller.library_bytes_on(step.device)
         return sum(library_workspaces(step.device)) - sum(before)
+
+    def _slack_bytes(self) -> int:
+        """Of blocks on the device; none where processes plan together: it is each one's own."""
+        return 0 if self.planner.together else self.loop.slack_bytes(self.planner.step.device)
 
     def _new_plan(self, context: StepContext) -> tuple[StepContext, Planned, Shortfall | None]:
         """A plan for a context, what it takes for true, and why it is above the budget if it is.
@@ -583,6 +633,9 @@ class PlanCache:
         """The plan for a call of one of several regions."""
         with self.loop.planning, self.regions.telling():
             found, known = self.regions.enter(self.planner, context, values, ended_by)
+            for made_for, latest in self._followed:
+                if made_for is found and known:
+                    return found, latest
             compiled = self.plans.pop(found, None)
             if compiled is None:
                 try:
@@ -596,11 +649,13 @@ class PlanCache:
                     planned = self.planner.again(found, least=True)
                 compiled = self._new(planned, found)
             self._keep(found, compiled)
+            self._followed = ((found, compiled), *self._followed[: MOST_FOLLOWED - 1])
             return found, compiled
 
     def _keep(self, context: StepContext, compiled: Compiled) -> None:
         if len(self.plans) >= MOST_PLANS:
             self.plans.pop(next(iter(self.plans)))
+            self._followed = ()
         self.plans[context] = compiled
 
     def _new(self, planned: Planned, context: StepContext) -> Compiled:

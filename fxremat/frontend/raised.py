@@ -57,12 +57,17 @@ class shortened:  # noqa: N801, a context manager; one of contextlib's would be 
 
     def __exit__(self, _kind: object, error: BaseException | None, _frames: object) -> None:
         if isinstance(error, FxrematError):
-            LOG.debug("raised by", exc_info=error)
-            let_go(error)
             try:
-                raise error.with_traceback(None)
+                raise shorten(error)
             finally:
                 del error, _frames  # this frame is theirs
+
+
+def shorten(error: FxrematError) -> FxrematError:
+    """``error`` without the frames that it came through; they forget their values."""
+    LOG.debug("raised by", exc_info=error)
+    let_go(error)
+    return error.with_traceback(None)
 
 
 def let_go(error: BaseException) -> None:

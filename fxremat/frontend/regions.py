@@ -55,6 +55,9 @@ Contexts = dict[tuple[int, StepContext], StepContext]
 WATCH_EVERY = 100
 """One of so many steps is watched for good."""
 
+MOST_BARE = 4
+"""First steps that are watched where nothing is captured."""
+
 NEAR = 0.75
 """Share of the budget: steps that differ and are planned to take more are all watched."""
 
@@ -73,7 +76,9 @@ class Regions:
         late_bytes: are left free beside what was seen: it may come, or go, at another moment.
         together: graphs have collectives: all processes must follow the same plans at all calls.
         steps: that have begun.
-        captured: the step before has captured a graph: of that, circles are left that hold memory.
+        captured: the step before has captured a graph, or failed to: of that, circles are left that
+            hold memory.
+        entered: a call of a region has begun.
         latest: calls of the step that has followed plans chosen together last.
     """
 
@@ -87,6 +92,7 @@ class Regions:
     together: bool = False
     steps: int = 0
     captured: bool = False
+    entered: bool = False
     latest: list[Called] = field(default_factory=list)
     _watches: int = 1  # of steps to come, whatever they are
     _late_bytes: int = 0  # of collectives in graphs, likewise
@@ -96,7 +102,6 @@ class Regions:
         default_factory=weakref.WeakKeyDictionary
     )
     _now: threading.local = field(default_factory=threading.local)
-    _walks: weakref.WeakKeyDictionary[Step, Walk] = field(default_factory=weakref.WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         self.known = KnownSteps(self.loop.peers)
@@ -116,8 +121,9 @@ class Regions:
         walk = self._going_on()
         if self.several and (walk is None or not walk.calls):
             walk = self._next()
-            walk.base_bytes, walk.line = there_bytes(), user_line()
-            self._begin_watch(walk, device)
+            if self.entered or self._is_to_be_watched:  # else none would ask
+                walk.base_bytes, walk.line = there_bytes(), user_line()
+                self._begin_watch(walk, device)
         if walk is not None:
             walk.open = True
 
@@ -170,6 +176,7 @@ class Regions:
         Raises:
             BudgetError: no plans of the regions fit together.
         """
+        self.entered = True
         self._now.inner = torch_compat.current_backward() >= 0
         if self._now.inner:  # its step is over before the backward goes on, which was watched so
             return self.context_unknown(planner, context), False
@@ -198,6 +205,30 @@ class Regions:
             walk.unknown = True
             return self.context_unknown(planner, context), False
         held_bytes = context.waiting_bytes - walk.calls[0].context.waiting_bytes
+        return self._beside(planner, context, places, held_bytes), True
+
+    def _beside(
+        self,
+        planner: Planner,
+        context: StepContext,
+        places: Sequence[tuple[KnownStep, int]],
+        held_bytes: int,
+    ) -> StepContext:
+        """What a call finds, with what is beside it in each of the steps that it may be one of.
+
+        Args:
+            planner: of its graph.
+            context: what it finds by itself.
+            places: known steps, and its place in each.
+            held_bytes: that earlier calls of its step have left.
+        """
+        later_bytes = max(known.later_host_bytes[place] for known, place in places)
+        host_bytes = self._host_bytes(later_bytes)
+        known, place = places[0]
+        now = context, held_bytes, known.there_bytes + known.more_bytes, host_bytes
+        before = known.contexts.get(place) if len(places) == 1 else None
+        if before is not None and before[0] is known.besides and before[1] == now:
+            return before[2]
         own_bytes = planner.step.given_bytes(context) - context.others_there_bytes
         besides = [known.besides[place] for known, place in places]
         begins = (
@@ -209,8 +240,10 @@ class Regions:
             turn_bytes=max(beside.turn_bytes for beside in besides),
             left_bytes=max(beside.left_bytes for beside in besides),
         )
-        later_bytes = max(known.later_host_bytes[place] for known, place in places)
-        return alone(context, beside, self._host_bytes(later_bytes)), True
+        found = alone(context, beside, host_bytes)
+        if len(places) == 1:
+            known.contexts[place] = known.besides, now, found
+        return found
 
     def chooses(self, planner: Planner, context: StepContext) -> bool:
         """Whether a step that begins with this call has plans chosen anew, for what is there."""
@@ -369,8 +402,8 @@ class Regions:
         if self._now.inner:
             return
         walk: Walk = self._now.walk
-        walk.steps[step] = len(walk.calls) - 1
-        self._walks[step] = walk
+        walk.steps.append(weakref.ref(step))
+        step.part = walk, len(walk.calls) - 1
         called = walk.calls[-1]
         called.compiled, called.held_bytes = step.plan, step.held_bytes
         called.times_s.append(perf_counter())
@@ -383,22 +416,24 @@ class Regions:
             step: of which call.
             in_flight: steps of the model that wait for their backward, this one included.
         """
-        walk = self._walks.get(step)
-        if walk is None:
+        if step.part is None:
             return
-        called = walk.calls[walk.steps[step]]
-        walk.last = walk.steps[step]
-        waiting_bytes = walk.calls[0].context.waiting_bytes
-        called.back_bytes = sum(other.held_bytes for other in in_flight) - waiting_bytes
+        walk: Walk
+        walk, place = step.part
+        called, walk.last = walk.calls[place], place
+        if walk.watched:
+            waiting_bytes = walk.calls[0].context.waiting_bytes
+            called.back_bytes = sum(other.held_bytes for other in in_flight) - waiting_bytes
         called.times_s.append(perf_counter())
 
     def done(self, step: Step) -> None:
         """The backward of a region has ended."""
         self.loop.watcher.after(step)
-        walk = self._walks.get(step)
-        if walk is None:
+        if step.part is None:
             return
-        walk.calls[walk.steps[step]].times_s.append(perf_counter())
+        walk: Walk
+        walk, place = step.part
+        walk.calls[place].times_s.append(perf_counter())
         peak_bytes = walk.count.peak_bytes() if walk.count and not self.captured else None
         budget_bytes = self.loop.budget.nbytes
         if peak_bytes is not None and budget_bytes is not None and peak_bytes > budget_bytes:
@@ -454,10 +489,15 @@ class Regions:
         gradients = [p.grad for p in others if p.grad is not None]
         return sum(tensor.untyped_storage().nbytes() for tensor in (*others, *gradients))
 
+    @property
+    def _is_to_be_watched(self) -> bool:
+        """Whether a step that begins may teach."""
+        shared = self.loop.peers is None or self.steps < AGREED  # what is seen, others learn
+        return bool(self._watches) or (shared and any(map(self._may_teach, self.known)))
+
     def _begin_watch(self, walk: Walk, device: torch.device) -> None:
         """Watch a step that begins, where it may teach."""
-        shared = self.loop.peers is None or self.steps < AGREED  # what is seen, others learn
-        if not self._watches and not (shared and any(map(self._may_teach, self.known))):
+        if not self._is_to_be_watched:
             return
         walk.watched = self.loop.watcher.begin(
             device, whole=functools.partial(self._learn, walk), until_closed=self.called
@@ -475,7 +515,7 @@ class Regions:
     def _drop_failed(self) -> None:
         """Let what a step holds go that has raised, so that the next one has all room."""
         walk: Walk | None = getattr(self._now, "walk", None)
-        if walk is not None and any(step.waits for step in walk.steps):
+        if walk is not None and walk.waits:
             torch_compat.drop_failed_backward()
             if walk.failed:
                 gc.collect()  # an interrupt may leave its frames in a circle
@@ -489,7 +529,7 @@ class Regions:
             return walk
         if walk.last is not None:
             return None
-        return walk if not walk.calls or any(step.waits for step in walk.steps) else None
+        return walk if not walk.calls or walk.waits else None
 
     def _next(self) -> Walk:
         """A new step.
@@ -515,7 +555,7 @@ class Regions:
 
     def _end(self, walk: Walk) -> None:
         """A step is over."""
-        if walk.unknown or not walk.calls:
+        if walk.unknown or (not walk.calls and self.steps <= MOST_BARE):
             self._watches = 2  # one more, as the next may be another one
         elif walk.watched:
             self._watches -= bool(self._watches)

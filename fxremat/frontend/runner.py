@@ -218,6 +218,7 @@ class Runner:
         self._capture_separately()
         if not compiler.dry:
             compiler.regions.call(self._device, lambda: self._there_bytes(args, kwargs))
+        compiler.regions.captured = True  # what failed is in circles, with the batch
         return self._in_pieces(*args, **kwargs)
 
     def _in_pieces(self, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +262,9 @@ class Runner:
     def is_whole_now(self, call: Sample) -> bool:
         """Whether a model in pieces can be one graph by now; see :attr:`may_be_whole`."""
         self._tried = list(map(len, self._hooks or ()))
-        return _traced(self._forward, call, self._dynamic) is None
+        is_whole = _traced(self._forward, call, self._dynamic) is None
+        self.compiler.regions.captured |= not is_whole  # what failed is in circles, with the batch
+        return is_whole
 
     def _capture_separately(self) -> None:
         """Capture the model in pieces from now on."""
@@ -301,7 +304,8 @@ class Runner:
             outputs = (captured or self._run)(*args, **kwargs)
             if regions.several:
                 regions.returned(outputs)
-                loop.in_flight.returned(tree_leaves(outputs))
+                is_one = isinstance(outputs, torch.Tensor)
+                loop.in_flight.returned((outputs,) if is_one else tree_leaves(outputs))
             return outputs
         except torch_compat.capture_failures() as error:
             failed = error

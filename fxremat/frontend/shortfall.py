@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import warnings
@@ -108,14 +109,21 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     installed = ""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_USERS):
-            line = f"{file}:{frame.f_lineno}"
-            if not _INSTALLED.intersection(Path(file).parts):
+        whose = _whose(frame.f_code.co_filename)
+        if whose != "ours":
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if whose == "the user's":
                 return line
             installed = installed or line
         frame = frame.f_back
     return installed
+
+
+@functools.cache
+def _whose(file: str) -> str:
+    if file.startswith(_NOT_THE_USERS):
+        return "ours"
+    return "installed" if _INSTALLED.intersection(Path(file).parts) else "the user's"
 
 
 def warn(message: str) -> None:

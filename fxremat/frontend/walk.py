@@ -18,7 +18,7 @@ class Walk:
     Attributes:
         base_bytes: what is there when the step begins.
         calls: so far.
-        steps: what their forwards have left, while it is there.
+        steps: what their forwards have left, while it is there; each knows its place.
         begun: known steps that begin with the same calls.
         places: where it has come to in other known steps, with some of their calls left out.
         open: a call of the model goes on.
@@ -36,7 +36,7 @@ class Walk:
 
     base_bytes: int | None = None
     calls: list[Called] = field(default_factory=list)
-    steps: weakref.WeakKeyDictionary[Step, int] = field(default_factory=weakref.WeakKeyDictionary)
+    steps: list[weakref.ref[Step]] = field(default_factory=list)
     begun: list[KnownStep] = field(default_factory=list)
     places: dict[KnownStep, int] = field(default_factory=dict)
     open: bool = False
@@ -49,6 +49,11 @@ class Walk:
     failed: bool = False
     line: str = ""
     unended: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a backward of it has not run, or may run again."""
+        return any(step is not None and step.waits for step in (own() for own in self.steps))
 
     @property
     def ran(self) -> list[Called]:

@@ -128,7 +128,7 @@ class Gradients:
         self._first: list[int] = []  # left to autograd, as no hook waits for them
         self._learned: dict[int, tuple[int, int]] = {}
         # Of them, leaves that got no others so far; where each gradient lies, and its version.
-        self._left: tuple[list[int], list[int], list[int]] = [], [], []
+        self._left: list[tuple[int, int, int]] = []
         self._expected: dict[int, tuple[Tensor | None, int, bool]] = {}
         self._task = task = torch_compat.current_backward()
         self._hooked: list[tuple[_Hooks, int, _Hook]] = []
@@ -153,7 +153,7 @@ class Gradients:
         returned, self._returned = self._returned, []
         if self._early:
             self._note_first(returned)
-        if self._learned or self._expected or self._left[0]:
+        if self._learned or self._expected or self._left:
             torch_compat.after_backward(self._check)
         return returned
 
@@ -164,7 +164,7 @@ class Gradients:
         alone, joined = self._contributors.alone, self._contributors.joined
         known = [primal for primal in self._first if primal in alone]
         made: list[Any] = [returned[primal] for primal in known]
-        self._left = known, [g.data_ptr() for g in made], [g._version for g in made]
+        self._left = [(i, g.data_ptr(), g._version) for i, g in zip(known, made, strict=True)]
         if len(known) == len(self._first):
             return
         for primal in self._first:
@@ -236,13 +236,11 @@ class Gradients:
     def _is_as_left(self) -> bool:
         """Whether first gradients of leaves that never got others are what autograd was left."""
         leaves: Sequence[Any] = self._leaves
-        primals, places, versions = self._left
-        found = [leaves[primal].grad for primal in primals]
-        return (
-            all(gradient is not None for gradient in found)
-            and [gradient.data_ptr() for gradient in found] == places
-            and [gradient._version for gradient in found] == versions
-        )
+        for primal, place, version in self._left:
+            now = leaves[primal].grad
+            if now is None or now.data_ptr() != place or now._version != version:
+                return False
+        return True
 
     def _check(self) -> None:
         """The backward has ended: nothing else must have been added to what was handed over.
@@ -252,12 +250,14 @@ class Gradients:
         Raises:
             BackwardError: something was, after the leaf's own hooks had run.
         """
-        _unhook(self._hooked)
+        if self._hooked:
+            _unhook(self._hooked)
         if not self._is_as_left():
-            primals, *made = self._left
-            self._learned |= zip(primals, zip(*made, strict=True), strict=True)
+            self._learned |= {primal: (place, version) for primal, place, version in self._left}
         for primal in list(self._learned):
             self._learn(primal)
+        if not self._expected:
+            return
         handed_over, self._expected = self._expected, {}
         while handed_over:
             primal, (expected, version, hooked) = handed_over.popitem()

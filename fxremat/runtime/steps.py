@@ -6,7 +6,6 @@ hangs on it. So it goes when autograd drops the token, with the graph or after t
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import weakref
@@ -29,6 +28,9 @@ _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
 """Steps whose token autograd may give back as another tensor, as ``save_on_cpu`` does."""
 
+_NO_NUMBER = torch.full((1,), -1, device="cpu")
+"""What tokens hold that autograd gives back as they are: none of them needs memory of its own."""
+
 
 _latest = threading.local()
 
@@ -40,7 +42,7 @@ def latest_step() -> Step | None:
     """
     found = getattr(_latest, "step", None)
     step = None if found is None else found()
-    _latest.held = None
+    _latest.step = _latest.held = None
     return step
 
 
@@ -59,10 +61,17 @@ class Step:
 
     Attributes:
         plan, backward, context, leaves, passed, count, missing, kept: as given.
+        elsewhere: hooks may put another tensor in the place of its token.
+        part: what it is a part of, where a step runs several graphs, and its place there.
         number: larger for later ones; -1 until the forward has ended.
         outputs: storages that the forward has made for its caller, which may hold them for long.
         held_bytes: device memory of what it has saved and returned, beside what others hold.
     """
+
+    __slots__ = (
+        "__weakref__", "_saved", "_versions", "backward", "context", "count", "elsewhere",
+        "held_bytes", "kept", "leaves", "missing", "number", "outputs", "part", "passed", "plan",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -87,7 +96,10 @@ class Step:
         self.number = -1
         self.outputs: list[torch_compat.StorageAlive] = []
         self.held_bytes = 0
+        self.elsewhere = False
+        self.part: tuple[Any, int] | None = None
         self._saved: list[Tensor] | None = None
+        self._versions: list[int] = []
 
     def keep(self, saved: list[Tensor], outputs: Iterable[object], *, held_bytes: int) -> None:
         """The forward has ended.
@@ -101,15 +113,20 @@ class Step:
         self.outputs = [torch_compat.StorageAlive(t) for t in outputs if isinstance(t, Tensor)]
         self.held_bytes = held_bytes
         self.number = next(_numbers)
-        _by_number[self.number] = self
+        self.elsewhere = torch_compat.saved_elsewhere()
+        if self.elsewhere:
+            _by_number[self.number] = self
         _latest.step = weakref.ref(self)
-        _latest.held = self if torch_compat.saved_elsewhere() else None
+        _latest.held = self if self.elsewhere else None
 
     def token(self) -> Tensor:
-        """What autograd saves for this step, a number on the CPU."""
-        token = torch.full((1,), self.number, device="cpu")
+        """What autograd saves for this step: on the CPU, its number where hooks may copy it."""
+        if self.elsewhere:
+            token = torch.full((1,), self.number, device="cpu")
+            token.__getstate__ = _nothing  # type: ignore[method-assign]
+        else:
+            token = _NO_NUMBER.data
         token.step = self  # type: ignore[attr-defined]
-        token.__getstate__ = _nothing  # type: ignore[method-assign]
         return token
 
     def __deepcopy__(self, _memo: object) -> Step:
@@ -169,10 +186,6 @@ def _nothing() -> None:
     """What is written of a token beside its number, where hooks write saved tensors to a file."""
 
 
-def _forget(steps: dict[int, weakref.ref[Step]], number: int, _gone: object) -> None:
-    steps.pop(number, None)
-
-
 class InFlight:
     """The steps of a model whose backward has not run, and outputs of others that are held.
 
@@ -182,7 +195,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self.latest = -1
-        self._steps: dict[int, weakref.ref[Step]] = {}
+        self._steps: list[weakref.ref[Step]] = []
         self._outputs: list[tuple[int, torch_compat.StorageAlive]] = []
         self._lock = threading.Lock()
 
@@ -190,15 +203,16 @@ class InFlight:
         """A forward has run."""
         with self._lock:
             self.latest = step.number
-            gone = functools.partial(_forget, self._steps, step.number)
-            self._steps[step.number] = weakref.ref(step, gone)
-            self._outputs += [(step.number, output) for output in step.outputs]
+            self._steps.append(weakref.ref(step))
+            for output in step.outputs:
+                self._outputs.append((step.number, output))
 
     def returned(self, results: Iterable[object]) -> None:
         """Gradients that somebody asked for, or outputs that no step has made, and may hold."""
         made = [torch_compat.StorageAlive(t) for t in results if isinstance(t, Tensor)]
         with self._lock:
-            known = {alive.key for _, alive in self._outputs if alive}
+            self._outputs = [own for own in self._outputs if own[1]]  # nobody else may ask
+            known = {alive.key for _, alive in self._outputs}
             self._outputs += [(-1, alive) for alive in made if alive.key not in known]
 
     def __iter__(self) -> Iterator[Step]:
@@ -206,8 +220,18 @@ class InFlight:
 
     def waiting(self) -> list[Step]:
         """The steps, the one that began first at the front."""
-        steps = [found() for found in list(self._steps.values())]
-        return [step for step in steps if step is not None and step.waits]
+        if not self._steps:
+            return []
+        with self._lock:
+            found = [own for step in self._steps if (own := step()) is not None and own.waits]
+            if len(found) < len(self._steps):
+                self._steps = [weakref.ref(step) for step in found]
+        return found
+
+    def now(self) -> tuple[list[Step], int]:
+        """The steps that wait, and the bytes of outputs of others that somebody holds."""
+        waiting = self.waiting()
+        return waiting, self.kept_bytes(waiting)
 
     def has_others(self, step: Step) -> bool:
         """Whether a step beside this one waits for its backward."""
@@ -225,9 +249,11 @@ class InFlight:
         One number of the latest step is left out: a loop's variable holds its last loss until it
         has the next, and every plan has room for that.
         """
-        counted = {step.number for step in waiting}
         with self._lock:
-            self._outputs = [(number, alive) for number, alive in self._outputs if alive]
+            self._outputs = [own for own in self._outputs if own[1]]
+            if not self._outputs:
+                return []
+            counted = {step.number for step in waiting}
             found = [(n, alive) for n, alive in self._outputs if n not in counted]
         for place, (number, alive) in enumerate(found):
             if number == self.latest and alive.nbytes <= SCALAR_BYTES:

@@ -8,23 +8,22 @@ from typing import Any
 import torch
 
 
-def before_backward(outputs: Iterable[object], check: Callable[[], None]) -> None:
+def before_backward(outputs: Iterable[object], check: Callable[[object], None]) -> None:
     """Call ``check`` right before each backward of a compiled step, in its thread.
 
     Gradients are enabled there exactly if the backward is to be differentiated.
 
     Args:
         outputs: of the compiled graph.
-        check: is called.
+        check: is called with the gradients of the outputs.
     """
     for leaf in outputs:
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            node: Any = leaf.grad_fn
-            while node and "CompiledFunction" not in node.name():
-                node = node.next_functions[0][0] if node.next_functions else None
-            if node:
-                node.register_prehook(lambda _gradients: check())
-                return
+        node: Any = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
+        while node is not None and "CompiledFunction" not in type(node).__name__:
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None:
+            node.register_prehook(check)
+            return
 
 
 def before_each_backward(outputs: object, call: Callable[[], None]) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import _BoxedCodeGen
 
 from fxremat.torch_compat.collectives import is_collective
 
@@ -22,9 +24,40 @@ def boxed(function: BoxedCallable) -> BoxedCallable:
 
 def boxed_code(graph: fx.Graph) -> None:
     """Make ``graph``'s code take its arguments in one list, which it empties."""
-    from torch.fx.graph import _BoxedCodeGen  # noqa: PLC0415
+    graph.set_codegen(_Code())
 
-    graph.set_codegen(_BoxedCodeGen())
+
+class _Code(_BoxedCodeGen):
+    """Code that takes its arguments by one assignment, and calls operators by names of their own.
+
+    In a step of small operations the way to each of them shows: four look-ups and a function of
+    Python's.
+    """
+
+    def _gen_python_code(self, *args: Any, **kwargs: Any) -> Any:
+        made: Any = super()._gen_python_code(*args, **kwargs)
+
+        def called(found: re.Match[str]) -> str:
+            packet = getattr(getattr(torch.ops, found[1]), found[2])
+            operator = getattr(packet, found[3])
+            if type(operator) is not torch._ops.OpOverload:
+                return found[0]
+            name = "__".join(found.groups())  # as no node is called
+            made.globals[name] = operator._op
+            return f"{name}("
+
+        made.src = _TAKES.sub(_taken_at_once, _OPERATOR.sub(called, made.src))
+        return made
+
+
+_OPERATOR = re.compile(r"(?<![\w.])torch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+
+_TAKES = re.compile(r"    args_iter = iter\(args_list\)\n((?:    \w+ = next\(args_iter\)\n)+)")
+
+
+def _taken_at_once(found: re.Match[str]) -> str:
+    names = ", ".join(line.split(" = ")[0].strip() for line in found[1].splitlines())
+    return f"    [{names}] = args_list\n"
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:

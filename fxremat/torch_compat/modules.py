@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,20 +31,21 @@ def own_call(model: torch.nn.Module) -> Callable[..., Any]:
     return found
 
 
-def tensors_of_module(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Its parameters and buffers, one that is there twice maybe twice: ten times as fast as with
-    their names.
+def tensors_of_module(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Its parameters and buffers, one that is there twice maybe twice: much faster than with their
+    names.
     """
-    modules = {id(model): model}
-    waiting = [model]
+    found: list[torch.Tensor | None] = []
+    modules, waiting = {id(model)}, [model]
     while waiting:
-        module = waiting.pop()
-        for tensors in (module._parameters, module._buffers):
-            yield from (tensor for tensor in tensors.values() if tensor is not None)
-        for child in module._modules.values():
+        own = waiting.pop().__dict__
+        found += own["_parameters"].values()
+        found += own["_buffers"].values()
+        for child in own["_modules"].values():
             if child is not None and id(child) not in modules:
-                modules[id(child)] = child
+                modules.add(id(child))
                 waiting.append(child)
+    return [tensor for tensor in found if tensor is not None]
 
 
 def wrapped_by(model: torch.nn.Module) -> torch.nn.Module:
@@ -74,15 +76,21 @@ def wrapped_anew(wrapper: torch.nn.Module, run: Callable[..., Any]) -> torch.nn.
 
 def bucket_bytes() -> tuple[int, ...]:
     """Bytes of each parameter in the buckets of a ``DistributedDataParallel`` around this call."""
-    if not torch.distributed.is_available():
-        return ()
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
-
-    wrapper: Any = DistributedDataParallel
-    active = wrapper._get_active_ddp_module()
+    wrapper = _data_parallel()
+    active = None if wrapper is None else wrapper._get_active_ddp_module()
     if active is None:
         return ()
     return tuple(p.numel() * p.element_size() for p in active.parameters() if p.requires_grad)
+
+
+@functools.cache
+def _data_parallel() -> Any:
+    """The class of wrappers whose buckets gradients go to, where this torch has it."""
+    if not torch.distributed.is_available():
+        return None
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    return DistributedDataParallel
 
 
 def around_optimizers(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -18,6 +20,20 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part that this process has of a tensor that several share; any other as it is."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
+
+
+def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Bytes of each storage on ``device`` that tensors have, once each; of the parts that this
+    process has.
+    """
+    found: dict[int, int] = {}
+    on_cpu = device.type == "cpu"
+    for tensor in tensors:
+        own = tensor if type(tensor) in _PLAIN else local_part(tensor)
+        if own.is_cpu if on_cpu else own.device == device:
+            storage: Any = own.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return list(found.values())
 
 
 def meta_storage(nbytes: int) -> torch.UntypedStorage:

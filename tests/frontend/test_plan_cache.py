@@ -158,7 +158,7 @@ def test_how_fast_a_step_could_be_is_found_when_somebody_looks(monkeypatch: pyte
     asked: list[int] = []
     least_s = Relaxation.least_s
     monkeypatch.setattr(Relaxation, "least_s", lambda x, n: asked.append(n) or least_s(x, n))
-    call = tight()
+    call = tight(0.99)
     cleared(call)
     asked.clear()
     for _ in range(2):

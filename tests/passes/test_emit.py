@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 import traceback
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fxremat.ir import Backward, Schedule
 from fxremat.passes.emit.body import GIVE, RETURN, Body, Statement, Variable
-from fxremat.passes.emit.code import WIDTH, Emitted, emitted, render
+from fxremat.passes.emit.code import WIDTH, Emitted, compile_graph, emitted, render
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from tests.harness import SEED, Captured, Made, captured, periodic, random_schedule
@@ -259,3 +260,25 @@ def test_any_plain_value_can_be_returned(value):
     body.statements.append(Statement(RETURN, [value]))
     (result,) = emitted(body)([torch.ones(1)])
     assert repr(result) == repr(value)
+
+
+def test_a_transpose_of_a_transpose_is_not_computed():
+    """Nor are transposes that nobody else reads; what is read lies alike."""
+    transpose, mm = torch.ops.aten.t.default, torch.ops.aten.mm.default
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    once = graph.call_function(transpose, (a,))
+    twice = graph.call_function(transpose, (graph.call_function(transpose, (b,)),))
+    same = graph.call_function(transpose, (once,))
+    graph.output((graph.call_function(mm, (once, twice)), same))
+    plain = torch.fx.GraphModule(nn.Module(), copy.deepcopy(graph))
+    module = compile_graph(graph)
+    found = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert found == [transpose, mm]
+    values = [torch.randn(8, 4), torch.randn(8, 6)]
+    args, theirs = [*values], plain(*values)
+    ours = module.forward(args)
+    assert not args
+    assert_bitwise_equal(list(theirs), list(ours))
+    assert ours[1].data_ptr() == values[0].data_ptr()
+    assert ours[1].stride() == values[0].stride()

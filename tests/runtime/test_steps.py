@@ -10,7 +10,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ import fxremat
 from fxremat import torch_compat
 from fxremat.errors import BackwardError
 from fxremat.frontend.compiled import CompiledModule
-from fxremat.runtime.steps import InFlight, Step
+from fxremat.runtime.steps import InFlight, Step, latest_step
 from tests.models.bits import assert_bitwise_equal
 from tests.models.zoo import seeded
 
@@ -356,6 +356,13 @@ def made(*, saved: int = 1, outputs: tuple[Tensor, ...] = (), held_bytes: int = 
     return step
 
 
+def copying() -> AbstractContextManager[Any]:
+    """Hooks that put copies in the place of what autograd saves."""
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    found: AbstractContextManager[Any] = hooks(torch.clone, torch.clone)
+    return found
+
+
 def in_a_backward(run: Callable[[], object], *, retain: bool = False) -> None:
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda _: run() and None)
@@ -363,17 +370,29 @@ def in_a_backward(run: Callable[[], object], *, retain: bool = False) -> None:
 
 
 def test_a_token_and_its_copies_lead_to_their_step():
-    steps = [made() for _ in range(3)]
-    for step in steps:
+    plain = [made() for _ in range(3)]
+    with copying():
+        copied = [made() for _ in range(3)]
+    for step in (*plain, *copied):
         token = step.token()
         assert token.numel() == 1
         assert token.device.type == "cpu"
-        assert Step.of(token) is Step.of(token.clone()) is step
-    assert [s.number for s in steps] == sorted({s.number for s in steps})
+        assert Step.of(token) is Step.of(copy.deepcopy(token)) is step
+    for step in copied:
+        assert Step.of(step.token().clone()) is step
+    numbers = [s.number for s in (*plain, *copied)]
+    assert numbers == sorted({*numbers})
+
+
+def test_a_copy_of_a_token_that_no_hook_may_copy_leads_to_no_step():
+    with pytest.raises(BackwardError, match="hooks on saved tensors"):
+        Step.of(made().token().clone())
 
 
 def test_a_token_holds_its_step_and_a_copy_does_not():
-    step = made()
+    with copying():
+        step = made()
+    latest_step()  # it is held until somebody has asked for it
     gone, token = weakref.ref(step), step.token()
     copied = token.clone()
     del step

@@ -331,11 +331,30 @@ def _wrap(head: str, items: str, tail: str) -> list[str]:
     return [*lines, current, tail]
 
 
+def _leave_out_round_trips(graph: fx.Graph) -> None:
+    """Read a tensor itself where its transpose's transpose is read: the same memory, laid alike.
+
+    Autograd's derivatives of a product are full of these. To call one takes as long as a small
+    kernel.
+    """
+    transpose = torch.ops.aten.t.default
+    for node in graph.find_nodes(op="call_function", target=transpose):
+        (inner,) = node.args
+        if isinstance(inner, fx.Node) and inner.target is transpose:
+            (source,) = inner.args
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            if not inner.users:
+                graph.erase_node(inner)
+
+
 def compile_graph(graph: fx.Graph) -> fx.GraphModule:
     """A module that takes its inputs in one list and frees each after its last use.
 
     Where its operations follow the sizes of the step it runs at those of the capture.
     """
+    _leave_out_round_trips(graph)
     torch_compat.boxed_code(graph)
     module = fx.GraphModule(torch.nn.Module(), graph)
     names = {
