@@ -219,7 +219,8 @@ def table(rows: Sequence[Row]) -> None:
 def summary(rows: Sequence[Row]) -> list[str]:
     """The figures that targets are for."""
     ran = [row for row in rows if row["setting"] in BUDGETS]
-    died = [row for row in ran if row.get("outcome", "").startswith("died")]
+    died = [row for row in ran if row.get("steps_ended")]
+    never = [row for row in ran if row.get("outcome", "").startswith("died") and row not in died]
     before = [row for row in ran if row["setting"] == "least" and row.get("outcome") == "refused"]
     over = [row for row in ran if row.get("silent_steps")]
     silent = [row for row in over if row["first_warning"] is None]
@@ -232,6 +233,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
     lines = [
         f"died after a step: {scripts(died)}",
+        f"failed in the first step: {scripts(never)}",
         f"refused at the least that an error named: {scripts(before)}",
         f"over budget without a warning: {scripts(silent)}",
         f"over budget before the first warning: {scripts(late)}",
