@@ -149,15 +149,17 @@ class TrainingBudget:
         nbytes: the bytes that it means now; ``None`` before a share or ``"min"`` was resolved.
         strict: a later step that does not fit raises; otherwise it runs with a warning.
         usual: least budgets are those of the usual training loop; otherwise of one step.
-        trained: a step of the model has run to its end: from then on a shortfall is a warning.
+        accepted: a first plan keeps to it.
+        trained: a step of the model has run to its end.
         counted: what the budget was resolved for, and its bytes: what a message compares with.
-        hint: a further remedy, for errors before a step was trained.
+        hint: a further remedy, for errors before the budget was accepted.
     """
 
     written: Budget
     nbytes: int | None = None
     strict: bool = False
     usual: bool = False
+    accepted: bool = False
     trained: bool = False
     counted: dict[str, int] = field(default_factory=dict)
     hint: str = ""
@@ -177,8 +179,8 @@ class TrainingBudget:
 
     @property
     def may_raise(self) -> bool:
-        """Whether a step that does not fit is an error."""
-        return self.strict or not self.trained
+        """Whether a step that does not fit is an error; otherwise it is warned of."""
+        return self.strict or not (self.accepted or self.trained)
 
     @property
     def now(self) -> Budget:

@@ -46,6 +46,7 @@ class _State:
         kept: the plan of what this is a copy of.
         needs: what the loss of that was seen to take, where this was pickled.
         trained: a step was run as planned, or its user was told that none is.
+        in_transform: it was called inside a transform of ``torch.func``, and its user warned.
         starting: one thread plans the first step, others wait.
         copies: of the module that were made by ``copy.deepcopy``, and still exist.
     """
@@ -57,6 +58,7 @@ class _State:
     kept: Plan | None = None
     needs: LossNeeds | None = None
     trained: bool = False
+    in_transform: bool = False
     starting: threading.Lock = field(default_factory=threading.Lock)
     copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -282,6 +284,8 @@ class _Forward:
             state = module._state
             if not (state.original.training and torch.is_grad_enabled()):
                 return _unplanned(state, args, kwargs)
+            if torch_compat.in_transform():
+                return _in_transform(state, args, kwargs)
             runner = state.runner
             if runner is None or (state.trained and runner.may_be_whole):
                 runner = _runner(state, Sample(args, kwargs))
@@ -325,6 +329,19 @@ def _unplanned(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         warnings.warn(
             f"{type(state.original).__name__} is called in eval mode, with gradients: no plan is "
             "followed, and no budget holds. Call train() to train it, or use torch.no_grad()",
+            BudgetWarning,
+            stacklevel=4,
+        )
+    return state.original.forward(*args, **kwargs)
+
+
+def _in_transform(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the model's own forward, whose gradients a transform of ``torch.func`` computes."""
+    if not state.in_transform:
+        state.in_transform = True
+        warnings.warn(
+            f"{type(state.original).__name__} is called inside a transform of torch.func, as "
+            "torch.func.grad or vmap: no plan is followed there, and no budget holds",
             BudgetWarning,
             stacklevel=4,
         )

@@ -155,6 +155,7 @@ class Planner:
                 self._link = agreed_link(self._peers, self._link_to(self._host))
             planned = self._shared(lambda: self._found(context, least=least))
         self.started = True
+        self.budget.accepted |= not least
         if kept is None and rehearse:
             planned = with_overhead(planned, self.step)
         if not least:
@@ -228,7 +229,7 @@ class Planner:
             most_bytes=needs.most_bytes,
             needed_by=lambda: least_of(needs.schedules).describe_least() if refused else "",
             beside=step.described(needs.context),
-            hint="" if self.budget.trained else self.budget.hint,
+            hint="" if self.budget.accepted else self.budget.hint,
         )
         if contexts[0] != context:
             schedules = self.within(context, budget_bytes)
@@ -271,7 +272,7 @@ class Planner:
 
     def _wants(self, context: StepContext, traced: Search, seconds: float) -> bool:
         """Whether one more form is looked at, where there is a plan of so many ``seconds``."""
-        if context.region:
+        if context.region or self.started:  # in a step nothing is measured that is not needed
             return False
         if seconds > MUCH_SLOWER * traced.baseline.total_s:
             return True

@@ -554,6 +554,12 @@ class PlanCache:
         they hold, but would beside the least that they could, this step takes the least that it
         can, and they leave room for it from now on.
         """
+        for relaxed in (context, *self.corrections.relaxed(context)):
+            # What is known is asked first: a search measures, and takes memory for that.
+            if self.planner.fits(relaxed, thorough=False):
+                if relaxed is not context:
+                    self.corrections.assume(relaxed)
+                return relaxed, self.planner.again(relaxed), None
         try:
             return context, self.planner.again(context), None
         except CostError:  # as beside a profiler
@@ -577,7 +583,7 @@ class PlanCache:
         if not self.corrections.teach_waiting(context):
             if self.planner.grown(failed):
                 return context, self.planner.again(context), None
-            if self.loop.budget.may_raise:
+            if self.loop.budget.may_raise and not context.waiting:
                 raise advised(self.planner, failed, context)
             shortfall = Shortfall.of(self.planner, context, failed)
             return context, self.planner.again(context, least=True), shortfall

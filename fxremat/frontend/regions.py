@@ -351,7 +351,7 @@ class Regions:
             f"whatever its plan. Give at least {least_bytes}, or budget='min'",
             least_budget_bytes=least_bytes,
         )
-        if budget.may_raise:
+        if budget.may_raise and not walk.calls:
             raise error
         self.notices.short(error, user_line())
 

@@ -125,6 +125,11 @@ def saved_elsewhere() -> bool:
     return hooks is not None and "checkpoint" not in getattr(hooks[0], "__qualname__", "")
 
 
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs, whose tensors have no storage of their own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def free_saved(ctx: Any) -> None:
     """In the backward of a function: it holds the tensors that it saved no longer."""
     ctx.maybe_clear_saved_tensors()
