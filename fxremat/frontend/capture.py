@@ -435,7 +435,11 @@ def _forward(
         plan_cache = own.plan_caches[place]
         step, run = plan_cache.begin(args, ended_by=ended_by)
         try:
-            results = plan_cache.run(run, args)
+            if plan_cache.on_cuda:
+                with torch_compat.without_autotuning():
+                    results = list(run(args))
+            else:  # nothing is tried out
+                results = run(args)  # type: ignore[assignment]
         except BaseException as error:
             abandon(args, error)
             raise

@@ -7,7 +7,7 @@ import functools
 import gc
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -145,6 +145,7 @@ class PlanCache:
         plans: by context, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
         calls: their numbers, from the first on; no two threads get the same.
+        on_cuda: whether its step runs there.
     """
 
     planner: Planner
@@ -157,12 +158,12 @@ class PlanCache:
     plans: dict[StepContext, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
     calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    on_cuda: bool = True
     _own: frozenset[int] = frozenset()
     _made: tuple[int, ...] = ()
     _without: tuple[int, ...] = ()  # primals that get no gradient
     _latest: tuple[Any, StepContext, Compiled] | None = None  # and what was found at that call
     _resolved: int = 0
-    _on_cuda: bool = True
     _counts: bool = True  # the allocator does
     _is_sized: bool = True
     _found: tuple[tuple[Any, ...], StepContext] | None = None  # at a call of a region, and in it
@@ -204,7 +205,7 @@ class PlanCache:
         )
         values = [inputs.get(i) for i in range(len(torch_compat.primal_values(joint, ())))]
         plan_cache._without = tuple(i for i in range(len(values)) if i not in plan_cache.gradients)
-        plan_cache._on_cuda = planner.step.device.type == "cuda"
+        plan_cache.on_cuda = planner.step.device.type == "cuda"
         plan_cache._counts = torch_compat.counted_bytes(planner.step.device) is not None
         plan_cache._is_sized = bool(planner.step.sizes.hints)
         found = plan_cache._context_of(plan_cache._find(values, planner.step.sizes.hints)[0])
@@ -283,13 +284,6 @@ class PlanCache:
         step = self.planner.step
         return Count.begin(step.device, lambda: step.given_bytes(context) - step.late_bytes)
 
-    def run(self, graph: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """Run one of the emitted graphs; ``args`` is emptied."""
-        if not self._on_cuda:  # nothing is tried out
-            return graph(args)
-        with torch_compat.without_autotuning():
-            return graph(args)
-
     def left(self, step: Step, results: list[Any]) -> list[Any]:
         """A forward has run.
 
@@ -344,7 +338,11 @@ class PlanCache:
         beside = beside and bool(step.plan.planned.plan.form.beside)
         anew = computed_anew() if beside else 0
         try:
-            self.run(step.backward, values)
+            if self.on_cuda:
+                with torch_compat.without_autotuning():
+                    step.backward(values)
+            else:  # nothing is tried out
+                step.backward(values)
         except BaseException as error:
             abandon(values, error)
             raise
@@ -467,8 +465,8 @@ class PlanCache:
             loop.optimizers.beyond(self.planner.step.optimizer_bytes),
             0 if self.planner.together else loop.networks_bytes(),
             torch_compat.bucket_bytes(),
-            self._workspace_bytes() if self._on_cuda else 0,
-            self._slack_bytes() if self._on_cuda else 0,
+            self._workspace_bytes() if self.on_cuda else 0,
+            self._slack_bytes() if self.on_cuda else 0,
             loop.spread_bytes() if self.passed else 0,
         )
         return found, leaves
