@@ -345,7 +345,7 @@ def test_a_profiler_of_the_user_does_not_stop_graphs_that_are_to_be_in_parts(cou
 def test_exact_keeps_bits_at_other_sizes(count: int):
     model, truth = made(), made()
     call = compiled(model, "min", dynamic=True)
-    assert call.plan.form.parts_bytes
+    assert call.plan.form.has_parts
     given = batch(count)
     found = [gradients(model, call, given) for _ in range(2)][-1]
     assert all(map(torch.equal, found, gradients(truth, truth, given)))

@@ -60,6 +60,11 @@ class Measured:
         """Seconds of each stage."""
         return self.costs.stages
 
+    @property
+    def kept_s(self) -> float:
+        """Seconds of the step where everything is kept."""
+        return sum(own.forward_s + own.backward_s for own in self.stages)
+
     @functools.cached_property
     def again_s(self) -> Mapping[fx.Node, float]:
         """Seconds of each operation that a recomputation may run, alone."""

@@ -126,6 +126,21 @@ def _on_cuda_s(
         return float(start.elapsed_time(end)) / 1e3, launched_s
 
 
+def on_cpu_s(run: Callable[[], object]) -> float:
+    """Seconds of one run on a CPU: of one thread those that it computes, whatever else the machine
+    does meanwhile.
+    """
+    clock = cpu_clock()
+    begin = clock()
+    run()
+    return clock() - begin
+
+
+def cpu_clock() -> Callable[[], float]:
+    """By which a CPU is timed: of one thread what it computes, of several the time that goes by."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
 def fastest_s(run: Callable[[], object], *, device: torch.device, runs: int) -> float:
     """Seconds of the fastest of some runs."""
     return min(seconds_of(run, device=device) for _ in range(runs))
@@ -150,7 +165,7 @@ class KernelClock:
     def seconds_of(self, run: Callable[[], object]) -> float:
         """Seconds of one run, or of a second where the first was held up itself."""
         if self.device.type != "cuda":
-            return seconds_of(run, device=self.device)
+            return on_cpu_s(run)
         held_s = min(LAUNCH_FACTOR * self.launched_s, MOST_HELD_S)
         taken_s = self._behind(held_s, run)
         if self.launched_s < held_s:

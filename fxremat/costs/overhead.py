@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fxremat import torch_compat
-from fxremat.costs.measure import fastest_s
+from fxremat.costs.measure import cpu_clock, on_cpu_s
 from fxremat.passes.emit.body import RETURN, Body, Statement, Variable
 from fxremat.passes.emit.code import compile_graph, emitted
 
@@ -58,7 +57,7 @@ def call_s() -> float:
     with torch_compat.real_execution():
         tensors = [torch.zeros(1) for _ in range(_TENSORS)]
         calls_s, alone_s = (
-            fastest_s(run, device=torch.device("cpu"), runs=_CALL_RUNS)
+            min(on_cpu_s(run) for _ in range(_CALL_RUNS))
             for run in (lambda: chain.forward(list(tensors)), alone)
         )
     return max(0.0, calls_s - alone_s) / _CALLS
@@ -107,16 +106,18 @@ class Rehearsal:
         leaves = [torch.zeros(1, requires_grad=True) for _ in range(max(self.gradients, 1))]
         graphs = self if self.calls_s <= SMALL_S else None
 
+        clock = cpu_clock()
+
         def run() -> float:
             handed_over = tuple(torch.zeros(1) for _ in leaves)
             for leaf in leaves:
                 leaf.grad = None
-            begin = time.perf_counter()
+            begin = clock()
             way_in()
             with torch_compat.real_execution(), torch.enable_grad():
                 result = _Step.apply(graphs, handed_over, *leaves)  # type: ignore[no-untyped-call]
                 torch.autograd.backward(result)
-            return time.perf_counter() - begin
+            return clock() - begin
 
         with torch.random.fork_rng(devices=[]), torch_compat.without_autotuning():
             seconds = [run()]  # warm

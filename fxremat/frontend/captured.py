@@ -20,7 +20,7 @@ from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.errors import ArgumentError, CaptureError, CostError, PlanError
 from fxremat.frontend.agreed import agreed_costs, agreed_speeds
 from fxremat.frontend.dimensions import Dimension, dimensions_of
-from fxremat.frontend.forms import room_bytes, way_of
+from fxremat.frontend.forms import large_in, room_bytes, way_of
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.store import Store, key_of, origin_of_costs
@@ -246,6 +246,11 @@ class CapturedStep:
             return None
         return self.take(line, form)
 
+    def drop(self, variant: Variant) -> None:
+        """Forget the variant that was added last; what was measured of it stays known."""
+        assert self._variants[-1] is variant
+        self._variants.pop()
+
     @property
     def correction_key(self) -> str:
         """The key by which corrections of the step are kept."""
@@ -264,12 +269,15 @@ class CapturedStep:
         """The step's graph in stages, its operations computed in a form; as it was traced where
         the search for that is out of ``looks``.
         """
-        joint = self._as_traced if form.exact or form.parts_bytes else self._built(exact=False)
-        if form.parts_bytes:
+        exact = form.exact or form.has_parts
+        joint = self._as_traced
+        if not (exact and form.shared):
+            joint = self._built(exact=exact, shared=form.shared)
+        if form.has_parts:
             same_bits = self._keeps_bits if form.exact else None
             found = split(
                 joint,
-                form.parts_bytes,
+                large_in(form),
                 same_bits,
                 beside=form.beside,
                 expected=self._expected,
@@ -286,12 +294,13 @@ class CapturedStep:
         """The step's graph, of which no pass changes a node."""
         return self._built(exact=True)
 
-    def _built(self, *, exact: bool) -> JointGraph:
+    def _built(self, *, exact: bool, shared: bool = True) -> JointGraph:
         return build_joint_graph(
             self._module,
             forward_output_count=self._output_count,
             mutated_primals=self._mutated,
             exact=exact,
+            shared=shared,
             sizes=self.sizes,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from fxremat.frontend.captured import CapturedStep, Variant
 from fxremat.frontend.dimensions import arguments_of
 from fxremat.frontend.effort import Effort
 from fxremat.frontend.emission import Planned, carry_out, emit, follow, with_overhead
-from fxremat.frontend.forms import parted
+from fxremat.frontend.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.frontend.largest import advised
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.schedules import Schedules, fastest, frontier_over, least_of, link_of
@@ -50,8 +51,8 @@ LARGE_LOSS = 8
 """One is looked at wherever a loss's gradient takes such a part, or more, of what a step that keeps
 everything allocates: it is faster where logits do not go through memory."""
 
-MOST_BYTES = 1 << 60
-"""More than any budget."""
+MOST_AIMS = 2
+"""Forms of a step in which only what takes part in a peak is in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,10 @@ class Planner:
         self._allocator, self._split = allocator, split
         self._effort = Effort(effort)
         self._forms: list[Form] | None = None  # that were not looked at yet
+        self._aims: set[Form] = set()  # forms whose peaks were looked at
+        self._slow: set[Form] = set()  # forms that were measured and not looked at
+        self._coarse: Form | None = None  # the first form in parts
+        self._may_unshare = False  # equal operations each by itself were not looked at yet
         self._known: list[Schedules] = []  # of each variant, at the sizes of the capture
         self._link: MeasuredLink | None = None
         self._modules = BlockModules()
@@ -235,8 +240,8 @@ class Planner:
             schedules = self.within(context, budget_bytes)
         traced, least_bytes = schedules[0].search, needs.least_bytes
         chosen = fastest(schedules, budget_bytes)
-        while self._wants(context, traced, chosen[1].total_s) and self._grown(
-            context, needed=False
+        while self._wants(context, traced, chosen[1].total_s) and self._faster(
+            context, schedules, budget_bytes, chosen[1].total_s
         ):
             schedules = self.within(context, budget_bytes)
             chosen = fastest(schedules, budget_bytes)
@@ -276,10 +281,14 @@ class Planner:
             return False
         if seconds > MUCH_SLOWER * traced.baseline.total_s:
             return True
+        are_known = any(own.form.has_parts for own in self._known)
+        return not are_known and self._has_large_loss(context, traced)
+
+    def _has_large_loss(self, context: StepContext, traced: Search) -> bool:
+        """Whether a loss's gradient takes a good part of what a step allocates."""
         loss_bytes = largest_gradient_bytes(traced.measured.line.joint)
         own_bytes = traced.counted_bytes(traced.baseline) - self.step.given_bytes(context)
-        are_known = any(own.form.parts_bytes for own in self._known)
-        return LARGE_LOSS * loss_bytes >= own_bytes and not are_known
+        return LARGE_LOSS * loss_bytes >= own_bytes
 
     def resolved_for(self, context: StepContext) -> tuple[StepContext, ...]:
         """Contexts that a budget is resolved for: those of the usual loop, or the call's.
@@ -350,7 +359,11 @@ class Planner:
         full_bytes = self._needs(contexts).full_bytes
         nbytes = budget.bytes_of(full_bytes=full_bytes, least_bytes=0)
         while (least_bytes := least_of(schedules).least_bytes) > nbytes:
-            if not self._grown(context, below_bytes=least_bytes, needed=nbytes > 0):
+            needed = nbytes > 0
+            if not (
+                self._unshared(context, needed=needed)
+                or self._grown(context, below_bytes=least_bytes, needed=needed)
+            ):
                 break
             schedules = self.within(context, None)
         return schedules
@@ -522,15 +535,24 @@ class Planner:
                 self.step.add(form)
         elif self._split is True or (self._split and not self.step.has_units):
             self._forms += parted(self.step.joint, exact=self._split == "exact")
+            self._coarse = self._forms[0]
+        self._may_unshare = self._peers is None and not self.step.has_units
 
     def _grown(
-        self, context: StepContext, below_bytes: int = MOST_BYTES, *, needed: bool = True
+        self,
+        context: StepContext,
+        below_bytes: int = MOST_BYTES,
+        *,
+        needed: bool = True,
+        below_s: float = math.inf,
     ) -> bool:
         """Let schedules be known of one more form of the step, if there is one, and the effort
         allows for it or it is ``needed`` to fit.
 
         At the sizes of the capture one is left out whose largest operation alone takes
         ``below_bytes`` with the gradients before it, where none exists that these are added to.
+        One that takes ``below_s`` with everything kept, and all in smaller parts, wait until memory
+        asks for them.
         """
         if context.scaled and self._split == "exact" and not self._scaled:
             self._scaled = True
@@ -542,23 +564,112 @@ class Planner:
         is_bound = first == context and not context.existing
         most_bytes = below_bytes - self.step.given_bytes(context) if is_bound else None
         while self._forms:
-            looks = self._effort.looks(self.step.joint, needed=needed, in_step=self.started)
-            if looks is None:
-                return False
-            variant = self.step.add(self._forms[0], below_bytes=most_bytes, looks=looks)
-            taken = variant is not None
-            if not (needed or self._effort.spend(looks, self.step.joint, taken=taken)):
+            form = self._forms[0]
+            is_new = self._added(
+                form, first, needed=needed, below_bytes=most_bytes, below_s=below_s
+            )
+            if is_new is None:
                 return False
             self._forms.pop(0)
-            if variant is not None:
-                self._known.append(self._schedules(variant, None, first))
+            if is_new:
                 return True
         return False
+
+    def _faster(
+        self, context: StepContext, schedules: list[Schedules], budget_bytes: int, below_s: float
+    ) -> bool:
+        """Let schedules be known of one more form that may take less than ``below_s``."""
+        if below_s > MUCH_SLOWER * schedules[0].search.baseline.total_s and (
+            self._unshared(context, needed=False)
+            or self._aim(context, schedules, budget_bytes, below_s=below_s, needed=False)
+        ):
+            return True
+        return self._grown(context, below_s=below_s, needed=False)
+
+    def _unshared(self, context: StepContext, *, needed: bool = True) -> bool:
+        """Let schedules be known of the form in which equal operations are each by itself."""
+        if not self._may_unshare:
+            return False
+        first = replace(context, sizes=self.step.sizes.hints)
+        is_new = self._added(Form(shared=False), first, needed=needed)
+        self._may_unshare = is_new is None
+        return bool(is_new)
+
+    def _aim(
+        self,
+        context: StepContext,
+        schedules: list[Schedules],
+        budget_bytes: int,
+        *,
+        needed: bool,
+        below_s: float = math.inf,
+    ) -> bool:
+        """Let schedules be known of a form whose parts only buy what a budget lacks.
+
+        They are added to the forms that are fastest with everything kept, at the sizes of the
+        capture; where a loss is large, once its parts were looked at.
+        """
+        first = context.sizes == self.step.sizes.hints
+        if self._coarse is None or not first or context.region or self._host is not None:
+            return False
+        is_loss = self._has_large_loss(context, schedules[0].search)
+        if is_loss and self._coarse in (self._forms or ()):
+            return False
+        part_bytes = part_sizes(self.step.joint)[1]
+        for own in sorted(schedules, key=lambda own: own.search.baseline.total_s):
+            candidate = wanted(own.search, budget_bytes, below_s)
+            is_done = own.form in self._aims or own.form.peak or len(self._aims) >= MOST_AIMS
+            if is_done or candidate.total_s >= below_s:
+                continue
+            self._aims.add(own.form)
+            form = aimed(
+                own.search,
+                candidate,
+                own.form,
+                budget_bytes,
+                exact=self._split == "exact",
+                part_bytes=part_bytes,
+            )
+            if form is not None and self._added(form, context, needed=needed, below_s=below_s):
+                return True
+        return False
+
+    def _added(
+        self,
+        form: Form,
+        context: StepContext,
+        *,
+        needed: bool,
+        below_bytes: int | None = None,
+        below_s: float = math.inf,
+    ) -> bool | None:
+        """Let schedules of a form be known; whether it is one that is computed like no other.
+
+        ``None``: that would take more than the effort allows for, and is not ``needed`` to fit, or
+        the form takes ``below_s`` or more with everything kept.
+        """
+        if below_s < math.inf and form in self._slow:
+            return None
+        looks = self._effort.looks(self.step.joint, needed=needed, in_step=self.started)
+        if looks is None:
+            return None
+        variant = self.step.add(form, below_bytes=below_bytes, looks=looks)
+        taken = variant is not None
+        if not (needed or self._effort.spend(looks, self.step.joint, taken=taken)):
+            return None
+        if variant is None:
+            return False
+        if variant.measured.kept_s >= below_s:
+            self._slow.add(form)
+            self.step.drop(variant)
+            return None
+        self._known.append(self._schedules(variant, None, context))
+        return True
 
     def grow(self, context: StepContext) -> bool:
         """Let schedules be known of one more form of the step, if there is one."""
         self._look(context)
-        return self._grown(context)
+        return self._unshared(context) or self._grown(context)
 
     def look_at_all(self, context: StepContext) -> list[Schedules]:
         """Schedules that are known, of all forms of the step."""
@@ -611,7 +722,10 @@ class Planner:
             searched = self.searched(context, bits=bits)
             found = [*self._with_sent(context.sizes, searched), *found]
         while (least_bytes := least_of(found).least_bytes) > budget_bytes:
-            if not self._grown(context, below_bytes=least_bytes, needed=must):
+            is_new = self._unshared(context, needed=must) or self._aim(
+                context, found, budget_bytes, needed=must
+            )
+            if not is_new and not self._grown(context, below_bytes=least_bytes, needed=must):
                 break
             found = self._with_sent(context.sizes, known())
             if not at_first_size and least_of(found).least_bytes > budget_bytes:
@@ -641,7 +755,7 @@ class Planner:
         nothing is in parts that other processes would have to find as well.
         """
         form = schedules.form
-        alone = self._peers is None or not (context.region and form.parts_bytes)
+        alone = self._peers is None or not (context.region and form.has_parts)
         return alone and not (context.scaled and form.beside and form.exact)
 
     def _look(self, context: StepContext) -> bool:

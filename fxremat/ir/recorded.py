@@ -19,6 +19,11 @@ class Form:
     Attributes:
         exact: outputs and gradients have the bits that they have as traced.
         parts_bytes: values that take more are computed in parts, where that can be; 0: none is.
+        shared: equal operations of the forward are one, whose result lives from the first reader to
+            the last; else only where that takes next to no memory.
+        peak: names of operations whose values are computed in parts, too, as they take part in the
+            peak of the plan of least memory without that.
+        peak_bytes: what a part that computes such values may hold.
         beside: gradients of losses in parts are computed with them, as if the loss's own were that
             of the step before; where it is another, exact ones are computed once more.
     """
@@ -26,11 +31,19 @@ class Form:
     exact: bool = True
     parts_bytes: int = 0
     beside: bool = False
+    shared: bool = True
+    peak: tuple[str, ...] = ()
+    peak_bytes: int = 0
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether something is computed in parts."""
+        return self.parts_bytes > 0 or bool(self.peak)
 
     @property
     def keeps_bits(self) -> bool:
         """Whether parts are to keep bits, which must be asked at each size."""
-        return self.exact and self.parts_bytes > 0
+        return self.exact and self.has_parts
 
 
 TRACED = Form()

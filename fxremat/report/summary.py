@@ -100,14 +100,19 @@ def _of_graph(plan: PlanFacts) -> Iterator[tuple[str, str]]:
         yield "batch", batch_of(plan)
     if plan.host_bytes:
         yield "host memory", _host(plan)
-    if plan.form.parts_bytes:
-        what = f"values of more than {format_bytes(plan.form.parts_bytes)} are computed in parts"
+    if plan.form.has_parts:
+        values = [f"{plural(len(plan.form.peak), 'value')} at the peak"] * bool(plan.form.peak)
+        if plan.form.parts_bytes:
+            values.insert(0, f"values of more than {format_bytes(plan.form.parts_bytes)}")
+        what = f"{' and '.join(values)} are computed in parts"
         kept = "with the same bits" if plan.form.exact else "up to rounding"
         if plan.form.beside:
             what += ", gradients of losses with them"
         yield "gradients", f"{kept}: {what}"
     elif not plan.form.exact:
         yield "gradients", "up to rounding: inputs of norms are rebuilt from outputs"
+    if not plan.form.shared:
+        yield "equal operations", "each runs where its result is read: none is held between"
     units = [own for own in plan.fused if own.parts == 1]
     if units:
         calls = plural(sum(unit.calls for unit in units), "call")

@@ -366,3 +366,14 @@ def test_measuring_operations_resets_no_statistics(monkeypatch: pytest.MonkeyPat
     block, cache = Block(0, Mode.FIRST, (node,), (x,), (node,), frozenset()), CostCache()
     Operations(cache, device=torch.device("cuda", 0)).run(block, {x: torch.ones(50)})
     assert list(cache.workspace_bytes.values()) == [0]
+
+
+def test_one_thread_is_timed_by_what_it_computes(monkeypatch: pytest.MonkeyPatch):
+    from time import sleep
+
+    def waits() -> None:
+        sleep(0.02)
+
+    for threads, least_s, most_s in ((1, 0.0, 0.01), (2, 0.02, 10.0)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert least_s <= measure.KernelClock(CPU).seconds_of(waits) < most_s

@@ -20,6 +20,8 @@ from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.build import rebuilt
 from fxremat.passes.joint.sizes import layouts_of, number_at
 from fxremat.passes.split.rewrite import split
+from fxremat.passes.split.run import Looks
+from fxremat.passes.split.runs import Large
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.passes.stages.resize import resize
@@ -209,8 +211,8 @@ class Wide(nn.Module):
 def test_parts_take_no_more_where_there_are_more_of_them(hint: int, rows: int):
     """At the capture the second part may be smaller than the first."""
     step = capture_sized(Wide(), (torch.randn(hint, 64),), dims=[[0]])
-    most_bytes = 4 * 4096 * hint - 1
-    module = split(step.joint, most_bytes, None, beside=False, expected={})
+    large = Large(4 * 4096 * hint - 1)
+    module = split(step.joint, large, None, beside=False, expected={}, looks=Looks())
     assert module is not None
     line = linearize(rebuilt(step.joint, module))
 

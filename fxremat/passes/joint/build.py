@@ -33,6 +33,7 @@ def build_joint_graph(
     forward_output_count: int,
     mutated_primals: Sequence[int],
     exact: bool = True,
+    shared: bool = True,
     sizes: Sizes | None = None,
 ) -> JointGraph:
     """Take over AOTAutograd's joint graph.
@@ -43,6 +44,7 @@ def build_joint_graph(
         mutated_primals: indices of the primals that the forward mutates.
         exact: every value is computed as it was traced; else inputs of norms may be rebuilt
             from outputs, see :mod:`fxremat.passes.joint.batchnorm`.
+        shared: equal operations are one also where their result is large and kept for the backward.
         sizes: the symbols that the graph follows, as found by settling it.
 
     Requires: ``module`` is functional; one with symbols in place of sizes was settled
@@ -74,7 +76,7 @@ def build_joint_graph(
         batchnorm.rebuild_norm_inputs(graph)
     _keep_old_values(graph, forward_output_count, mutated_primals)
     traced = _classify(owner, forward_output_count, mutated_primals)
-    _merge_duplicates(traced)
+    _merge_duplicates(traced, shared=shared)
     _gather_operations(graph)
     forward = frozenset(traced.forward)
     rng.record_states(graph, [node for node in graph.nodes if node in forward])
@@ -202,12 +204,13 @@ def _running_once(graph: fx.Graph, forward_output_count: int) -> set[fx.Node]:
     return once
 
 
-def _merge_duplicates(joint: JointGraph) -> None:
+def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
     """Let the first of equal forward operations, such as a mask per layer, stand for all.
 
     Both give the same bits, so one can stand for both, wherever that takes no memory: where its
-    result is a view, a few bytes, or kept for the backward anyway. The graph of ``joint`` is
-    changed. In it every tensor has the bits it had, and no result is another's alias that was not.
+    result is a view, a few bytes, or, ``shared``, kept for the backward anyway. The graph of
+    ``joint`` is changed. In it every tensor has the bits it had, and no result is another's alias
+    that was not.
     """
     table = joint.storages
     given = table.of(joint.given)
@@ -223,7 +226,9 @@ def _merge_duplicates(joint: JointGraph) -> None:
             continue
         storages = frozenset(table.of_node[first]) - given
         free = (
-            table.is_view(first) or table.total(storages) <= SMALL_BYTES or storages <= joint.saved
+            table.is_view(first)
+            or table.total(storages) <= SMALL_BYTES
+            or (shared and storages <= joint.saved)
         )
         if free and returned.isdisjoint({*storages, *table.of_node[node]}):
             node.replace_all_uses_with(first)

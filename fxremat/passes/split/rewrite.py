@@ -31,7 +31,7 @@ from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.parts import ROWS, Output, Parts
 from fxremat.passes.split.rules import Way, for_rows
 from fxremat.passes.split.run import Looks, Run, place_of
-from fxremat.passes.split.runs import Ways, is_sum_of_products, runs_of
+from fxremat.passes.split.runs import Large, Ways, is_sum_of_products, runs_of
 from fxremat.runtime.expected import Expected
 
 Tensors = Sequence[torch.Tensor]
@@ -44,18 +44,18 @@ that it reads, and the operation at once.
 
 def split(
     joint: JointGraph,
-    most_bytes: int,
+    large: Large,
     same_bits: SameBits | None,
     *,
     beside: bool,
     expected: dict[str, Expected],
     looks: Looks,
 ) -> fx.GraphModule | None:
-    """The graph of ``joint``, with runs in parts where values take more than ``most_bytes``.
+    """The graph of ``joint``, with runs in parts where values are large.
 
     Args:
         joint: the step; it is not changed.
-        most_bytes: of a storage that is to exist whole, and of what one part of a run holds.
+        large: values that are not to exist whole, and what one part of a run holds.
         same_bits: asked of each operation whose kernel may round otherwise in parts; ``None``:
             results may differ by rounding.
         beside: gradients of losses are computed with them where that can be.
@@ -67,29 +67,29 @@ def split(
     Returns ``None`` where nothing can be computed in parts, or the looks run out.
     """
     if not has_losses(joint):
-        return _in_parts(joint, most_bytes, same_bits, looks)
+        return _in_parts(joint, large, same_bits, looks)
     joint = rebuilt(joint, by_rows(joint.module))
     exact = same_bits is not None
     if beside:
         foreseen = expected if exact else None
-        early = rebuilt(joint, gradients_beside(joint, most_bytes, foreseen))
-        found = _in_parts(early, most_bytes, same_bits, looks)
+        early = rebuilt(joint, gradients_beside(joint, large.most_bytes, foreseen))
+        found = _in_parts(early, large, same_bits, looks)
         if not exact or (found is not None and gathered(found)):
             return found
-    return _in_parts(joint, most_bytes, same_bits, looks)
+    return _in_parts(joint, large, same_bits, looks)
 
 
 def _in_parts(
-    joint: JointGraph, most_bytes: int, same_bits: SameBits | None, looks: Looks
+    joint: JointGraph, large: Large, same_bits: SameBits | None, looks: Looks
 ) -> fx.GraphModule | None:
     """The graph of ``joint``, whose losses are ready for it, as :func:`split` returns it."""
     refused: set[tuple[fx.Node, Way]] = set()
     exact, known = same_bits is not None, Ways()
     while True:
-        found = runs_of(joint, most_bytes, exact=exact, refused=refused, known=known, looks=looks)
+        found = runs_of(joint, large, exact=exact, refused=refused, known=known, looks=looks)
         if looks.are_out:
             return None
-        runs = [_Sized.of(run, joint, most_bytes, exact=exact) for run in found]
+        runs = [_Sized.of(run, joint, large, exact=exact) for run in found]
         new = {pair for own in runs for pair in _refused(own, joint, same_bits)}
         if not new:
             return _Writer(joint, runs, exact=exact).write() if runs else None
@@ -118,8 +118,8 @@ class _Sized:
     part_bytes: int
 
     @classmethod
-    def of(cls, run: Run, joint: JointGraph, most_bytes: int, *, exact: bool) -> _Sized:
-        memory = Memory(run, joint)
+    def of(cls, run: Run, joint: JointGraph, large: Large, *, exact: bool) -> _Sized:
+        memory, most_bytes = Memory(run, joint), large.part_bytes(run, joint.storages)
         return cls(run, memory, *memory.part(most_bytes, exact=exact))
 
 

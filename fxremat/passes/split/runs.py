@@ -20,6 +20,7 @@ from fxremat import torch_compat
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import (
     JointGraph,
+    StorageTable,
     is_getitem,
     is_tensor,
     operation_of,
@@ -32,6 +33,32 @@ from fxremat.passes.split.run import MOST_OPERATIONS, Looks, Order, Run, place_o
 
 Refused = Set[tuple[fx.Node, Way]]
 """Operations, and ways to compute them in parts, that are not to be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Large:
+    """Values that need not exist whole.
+
+    Attributes:
+        most_bytes: those that take more, and what a part holds that computes them.
+        names: those of operations of these names count that take more than ``names_bytes``, too.
+        names_bytes: what a part holds that computes one of them.
+    """
+
+    most_bytes: int
+    names: frozenset[str] = frozenset()
+    names_bytes: int = 0
+
+    def has(self, storage: int, table: StorageTable) -> bool:
+        """Whether a storage is one."""
+        nbytes, is_named = table.nbytes[storage], table.owner[storage].name in self.names
+        return nbytes > self.most_bytes or (is_named and nbytes > self.names_bytes)
+
+    def part_bytes(self, run: Run, table: StorageTable) -> int:
+        """What a part of a run may hold."""
+        values = table.of((*run.ways, *run.rows_of))
+        named = any(table.owner[i].name in self.names for i in values)
+        return min(self.most_bytes, self.names_bytes) if named else self.most_bytes
 
 
 class Ways:
@@ -65,24 +92,24 @@ def _kind_of(node: fx.Node) -> str:
 
 def runs_of(
     joint: JointGraph,
-    most_bytes: int,
+    large: Large,
     *,
     exact: bool,
     refused: Refused,
     known: Ways,
     looks: Looks | None = None,
 ) -> list[Run]:
-    """Runs in which no value is computed whole that takes more than ``most_bytes``.
+    """Runs in which no value is computed whole that is large.
 
     Args:
         joint: the step.
-        most_bytes: of a storage that exists whole.
+        large: which values are.
         exact: results must have the bits that they have at once: no sums but of products.
         refused: what is not done.
         known: ways of its operations, as far as they were asked for.
         looks: at operations; where they run out, what is returned is not all.
     """
-    return _Finder(joint, most_bytes, exact, refused, known, looks or Looks()).found()
+    return _Finder(joint, large, exact, refused, known, looks or Looks()).found()
 
 
 @dataclass(slots=True)
@@ -119,13 +146,13 @@ class _Finder:
     def __init__(
         self,
         joint: JointGraph,
-        most_bytes: int,
+        large: Large,
         exact: bool,
         refused: Refused,
         known: Ways,
         looks: Looks,
     ) -> None:
-        self._joint, self._most_bytes = joint, most_bytes
+        self._joint, self._meant = joint, large
         self._exact, self._refused, self._known = exact, refused, known
         self._looks = looks
         self._order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
@@ -193,8 +220,7 @@ class _Finder:
             table = self._joint.storages
             own = set(table.of_node.get(node, ())) - self._given
             large = any(
-                table.nbytes[i] > self._most_bytes and len(table.readers[i]) <= MOST_OPERATIONS
-                for i in own
+                self._meant.has(i, table) and len(table.readers[i]) <= MOST_OPERATIONS for i in own
             )
             self._large[node] = large and node in self._made and is_tensor(node)
         return self._large[node]

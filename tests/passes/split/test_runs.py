@@ -10,7 +10,7 @@ import torch
 
 from fxremat.passes.joint.graph import JointGraph, operation_of
 from fxremat.passes.split.run import MOST_OPERATIONS, Looks, Run
-from fxremat.passes.split.runs import Ways, runs_of
+from fxremat.passes.split.runs import Large, Ways, runs_of
 from tests.harness import capture, captured
 from tests.models.recurrent import UnrolledGRU
 
@@ -18,7 +18,7 @@ from tests.models.recurrent import UnrolledGRU
 def found(joint: JointGraph, share: int) -> list[Run]:
     """With values above so much of the largest storage in parts."""
     most_bytes = max(joint.storages.nbytes) // share
-    return runs_of(joint, most_bytes, exact=False, refused=set(), known=Ways())
+    return runs_of(joint, Large(most_bytes), exact=False, refused=set(), known=Ways())
 
 
 @pytest.mark.parametrize("name", ["gpt", "hf_llama", "gru", "unet", "tied"])
@@ -51,7 +51,7 @@ def test_looks_are_linear_in_a_loop_that_is_unrolled():
         made = Looks()
         joint = capture(UnrolledGRU(steps=steps), (torch.randn(4, steps, 16),)).line.joint
         arguments = {"exact": False, "refused": set(), "known": Ways(), "looks": made}
-        runs_of(joint, min(joint.storages.nbytes), **arguments)
+        runs_of(joint, Large(min(joint.storages.nbytes)), **arguments)
         return made.count
 
     few, many = looks(12), looks(24)
@@ -65,7 +65,7 @@ def test_a_search_ends_where_it_is_out_of_looks():
     all_of_them, some = Looks(), Looks(10)
     for looks in (all_of_them, some):
         arguments = {"exact": False, "refused": set(), "known": Ways(), "looks": looks}
-        runs_of(joint, most_bytes, **arguments)
+        runs_of(joint, Large(most_bytes), **arguments)
     assert not all_of_them.are_out
     assert some.are_out
     assert some.count < all_of_them.count
