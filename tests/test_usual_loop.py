@@ -243,7 +243,7 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("order", ["before", "between"])
+@pytest.mark.parametrize("order", ["before", "after"])
 def test_predicted_peaks_are_those_of_the_loop_after_some_steps(given: bool, order: str) -> None:
     """Within one percent in both directions, be the loss given or not."""
     model = network()
@@ -309,12 +309,13 @@ class Broken(nn.Module):
         return self.b(y + torch.sin(z).view(40, *y.shape).sum(0))
 
 
-def test_a_region_above_the_budget_is_refused_before_a_step_has_run() -> None:
+def test_a_region_above_the_budget_is_warned_of_at_once() -> None:
     compiled = fxremat.compile(Broken(), budget="8 MiB", split=False)
     large, small = torch.randn(128, 64), torch.randn(8, 64)
-    with pytest.raises(fxremat.BudgetError, match="a region"):
-        compiled(large)
-    for _ in range(4):  # and refuses nothing that fits
+    found = budget_warnings(lambda: compiled(large).sum().backward())
+    assert any("a region of this model needs at least" in text for text in found)
+    compiled.zero_grad()
+    for _ in range(4):  # and nothing that fits is refused
         compiled(small).sum().backward()
         compiled.zero_grad()
 

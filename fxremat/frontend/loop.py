@@ -121,7 +121,7 @@ class Loop:
         have saved. What they share with this one is left out, and so is a network that has trained,
         but not since this one was compiled.
         """
-        if len(_loops) < 2:
+        if len(_loops) == (self in _loops) and not self.copies:
             return 0
         model = self.model()
         others = [own for own in _loops if own is not self and self._is_active(own)]

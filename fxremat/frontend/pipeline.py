@@ -236,6 +236,8 @@ class Planner:
             beside=step.described(needs.context),
             hint="" if self.budget.accepted else self.budget.hint,
         )
+        for later in contexts[1:]:  # what they need is looked for now, not in the middle of a step
+            self.within(later, budget_bytes)
         if contexts[0] != context:
             schedules = self.within(context, budget_bytes)
         traced, least_bytes = schedules[0].search, needs.least_bytes
