@@ -141,6 +141,8 @@ class AtSize:
         tangents = [t.clone() for t in self.static.tangents]
         made = Made([None] * len(self.primals))
         saved.extend((*tangents, made))
+        if torch_compat.releases_tangents():
+            tangents.clear()  # as autograd hands them over
         backward(saved)
         return outputs, made.gradients
 

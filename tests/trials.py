@@ -87,6 +87,7 @@ def attempt(
     entry: ZooModel, budget: int | str | float, expected: StepResult, **options: Any
 ) -> Tried:
     """Train one step within ``budget``, hold it against the reference, and measure it."""
+    options.setdefault("assume", "strict")  # one step is measured
     model, call = compiled(entry, budget, input_gradients=True, **options)
     result = run_step(entry, model, call, input_gradients=True)
     assert len(call.plans) == 1, "the step was captured again"

@@ -74,12 +74,11 @@ class Optimizers:
     _profiles: list[MemoryProfile] = field(default_factory=list)
     _model: Callable[[], nn.Module | None] = lambda: None
     _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    _bytes: int = 0  # of all state
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of all optimizers that have stepped."""
-        return self._bytes
+        """Bytes of the state of all optimizers that have stepped, and still exist."""
+        return sum([known.nbytes for known in self._known.values()])
 
     @property
     def line(self) -> str:
@@ -98,9 +97,9 @@ class Optimizers:
             counted_bytes: what is counted of the optimizers that ``optimizer=`` names. It is
                 replaced by what is there once all of them have stepped.
         """
-        if not self._bytes and not counted_bytes:
+        if not self._known:
             return 0
-        more_bytes = self._bytes - counted_bytes
+        more_bytes = self.state_bytes - counted_bytes
         return more_bytes if self._all_have_stepped() else max(0, more_bytes)
 
     def _all_have_stepped(self) -> bool:
@@ -167,7 +166,6 @@ class Optimizers:
         if nbytes > known.nbytes:
             known.line = user_line()
         if nbytes != known.nbytes or known.steps == 1:
-            self._bytes += nbytes - known.nbytes
             known.nbytes, self.has_news = nbytes, True
 
     def _compare(self, optimizer: torch.optim.Optimizer, bytes_meanwhile: int) -> None:
@@ -179,7 +177,7 @@ class Optimizers:
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
         local = map(torch_compat.local_part, tensors)
         held = sum(t.nbytes for t in local if t.device == self._device)
-        held += self._bytes
+        held += self.state_bytes
         if bytes_meanwhile and held + bytes_meanwhile > budget:
             groups = optimizer.param_groups
             may_fuse = any("fused" in group and not group["fused"] for group in groups)

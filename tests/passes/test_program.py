@@ -83,7 +83,7 @@ def test_every_output_is_read_later_and_every_input_was_given(name: str):
 def test_kept_storages_are_those_read_later(name: str):
     step = captured(name)
     table = step.joint.storages
-    always = table.of((*step.joint.given, *step.joint.tangents))
+    always = table.of((*step.joint.given, *step.joint.tangents)) - step.joint.released
     for schedule in schedules(len(step.line.stages)).values():
         program = step.program(schedule)
         uses = Uses(program)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxremat
 from fxremat import torch_compat
 from fxremat.errors import BudgetWarning
-from fxremat.frontend.loop import MOST_SEEN, Optimizers
+from fxremat.frontend.optimizers import MOST_WATCHED, Optimizers
 from tests.models.zoo import seeded
 
 CPU = torch.device("cpu")
@@ -189,6 +189,6 @@ def test_the_steps_of_another_model_count_for_nothing():
     with watched(model, 1) as optimizers, warnings.catch_warnings():
         warnings.simplefilter("error")
         foreign = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9)
-        for _ in range(MOST_SEEN):
+        for _ in range(MOST_WATCHED):
             step(foreign)
         assert not optimizers.more_bytes
