@@ -110,16 +110,15 @@ class Loop:
         self.last_call = next(_clock)
 
     def _is_active(self, other: Loop) -> bool:
-        """Whether another network trains beside this one, or is still to train."""
-        trains = not other.last_call or other.last_call > self.born
-        return trains and other.device == self.device
+        """Whether another network has trained since this one was compiled, on its device."""
+        return other.last_call > self.born and other.device == self.device
 
     def networks_bytes(self) -> int:
         """Bytes that other networks which train in this process, and copies, hold on the device.
 
         Their parameters, buffers, gradients and optimizer state, and what their steps in flight
-        have saved. What they share with this one is left out, and so is a network that has trained,
-        but not since this one was compiled.
+        have saved. What they share with this one is left out, and so is a network that has not
+        trained since this one was compiled.
         """
         if len(_loops) == (self in _loops) and not self.copies:
             return 0
