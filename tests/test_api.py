@@ -96,13 +96,18 @@ def test_budgets_that_cannot_be_read(budget: Any, words: tuple[str, ...]):
 def test_a_budget_below_the_least_feasible_one_names_it():
     model = layers()
     error = refuse(
-        fxremat.BudgetError, lambda: fxremat.compile(model, X, 1000), model, "1000", "least"
+        fxremat.BudgetError,
+        lambda: fxremat.compile(model, X, 1000, assume="strict"),
+        model,
+        "1000",
+        "least",
     )
     assert isinstance(error, fxremat.BudgetError)
     least = error.least_budget_bytes
     assert least is not None and str(least) in str(error)
-    assert fxremat.compile(model, X, least).plan.predicted_peak_bytes <= least
-    refuse(fxremat.BudgetError, lambda: fxremat.compile(model, X, least - 1), model)
+    strict = {"assume": "strict"}
+    assert fxremat.compile(model, X, least, **strict).plan.predicted_peak_bytes <= least
+    refuse(fxremat.BudgetError, lambda: fxremat.compile(model, X, least - 1, **strict), model)
 
 
 class TooLongError(LookupError):
@@ -473,13 +478,19 @@ def test_a_measured_loss_is_counted_instead_of_a_guess():
 
 def test_what_a_limit_of_host_memory_makes_infeasible_says_so():
     model = layers()
-    free = fxremat.plan(model, X, "min", offload="only")
+    free = fxremat.plan(model, X, "min", offload="only", assume="strict")
     assert free.host_bytes
     limit = free.host_bytes // 2
     error = refuse(
         fxremat.BudgetError,
         lambda: fxremat.compile(
-            model, X, free.budget_bytes, offload="only", host_limit=limit, loss=None
+            model,
+            X,
+            free.budget_bytes,
+            offload="only",
+            assume="strict",
+            host_limit=limit,
+            loss=None,
         ),
         model,
         "host_limit=",
@@ -490,7 +501,9 @@ def test_what_a_limit_of_host_memory_makes_infeasible_says_so():
     assert named is not None
     enough = int(named[1])
     assert limit < enough
-    plan = fxremat.plan(model, X, free.budget_bytes, offload="only", host_limit=enough)
+    plan = fxremat.plan(
+        model, X, free.budget_bytes, offload="only", assume="strict", host_limit=enough
+    )
     assert plan.predicted_peak_bytes <= free.budget_bytes
 
 

@@ -136,7 +136,7 @@ def test_a_budget_that_is_too_small_is_told_without_the_frames_of_torch(pair):
         fxremat.compile(Net(), X, 0.01)
     assert len(traceback.extract_tb(caught.value.__traceback__)) < 8
     assert caught.value.__cause__ is None
-    compiled = fxremat.compile(Net(), X, pair[1].plan.budget_bytes)
+    compiled = fxremat.compile(Net(), X, pair[1].plan.budget_bytes, strict=True)
     with pytest.raises(fxremat.BudgetError) as caught:
         compiled(X.repeat(50, 1))
     frames = traceback.extract_tb(caught.value.__traceback__)
@@ -146,26 +146,26 @@ def test_a_budget_that_is_too_small_is_told_without_the_frames_of_torch(pair):
 
 def test_a_budget_error_names_the_module_and_the_line(pair):
     with pytest.raises(fxremat.BudgetError) as caught:
-        fxremat.compile(Net(), X, 0.01)
+        fxremat.compile(Net(), X, 0.01, assume="strict")
     assert re.search(rf"needed by \w+.* in module [\w.]+, at {__file__}:\d+ ", str(caught.value))
 
 
 def test_other_shapes_are_planned_anew(pair: tuple[Net, fxremat.CompiledModule]):
-    compiled = fxremat.compile(Net(), X, pair[1].plan.budget_bytes)
+    compiled = fxremat.compile(Net(), X, pair[1].plan.budget_bytes, strict=True)
     first = compiled.plan
     compiled(X[:32]).sum().backward()
     assert len(compiled.plans) == 2 and compiled.plan is compiled.plans[1]
     assert compiled.plan.sizes and not first.sizes
     compiled.zero_grad()
     compiled(X).sum().backward()
-    assert len(compiled.plans) == 2 and compiled.plan == first
+    assert len(compiled.plans) == 2 and compiled.plan.schedule == first.schedule
     compiled.zero_grad()
     with pytest.raises(fxremat.BudgetError, match=str(first.budget_bytes)):
         compiled(X.repeat(50, 1))
 
 
 def test_moving_the_model_plans_anew():
-    compiled = fxremat.compile(Net(), X, 1.0)
+    compiled = fxremat.compile(Net(), X, 1.0, strict=True)
     assert compiled.double() is compiled
     assert compiled.layers[0].weight.dtype == torch.float64
     with pytest.raises(fxremat.BudgetError):
@@ -215,6 +215,7 @@ COPIES = (copy.deepcopy, lambda compiled: pickle.loads(pickle.dumps(compiled)), 
 @pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "pickle", "torch.save"])
 def test_copies_follow_the_plan_they_were_copied_with(pair, copied):
     _, compiled = pair
+    kept = compiled.plans[0]
     other = copied(compiled)
     assert isinstance(other, Net) and isinstance(other, fxremat.CompiledModule)
     assert not other.plans
@@ -222,7 +223,8 @@ def test_copies_follow_the_plan_they_were_copied_with(pair, copied):
         _ = other.plan
     assert other.norm.weight is not compiled.norm.weight
     assert same_step(compiled, other)
-    assert other.plan == compiled.plan
+    assert other.plans[0].schedule == kept.schedule
+    assert other.plans[0].budget_bytes >= kept.budget_bytes
 
 
 class TwoOutputs(Net):
@@ -265,7 +267,7 @@ def test_a_copy_of_another_step_is_planned_anew(pair):
     _, compiled = pair
     other = copy.deepcopy(compiled)
     other(X[:8]).sum().backward()
-    assert other.plan.budget_bytes == compiled.plan.budget_bytes
+    assert other.plan.budget_bytes < compiled.plan.budget_bytes  # it is "min", too
     assert other.plan.counted_bytes < compiled.plan.counted_bytes
 
 
@@ -528,9 +530,10 @@ def test_few_frames_lie_between_a_call_and_emitted_code(pair):
 
 def test_copies_of_what_travels_keep_to_limits_of_their_own():
     compiled = fxremat.compile(Net(), X, "min", offload="only", host_limit="8 MiB")
+    host_bytes = compiled.plan.host_bytes
     for other in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
         assert same_step(compiled, other)
-        assert other.plan.host_bytes == compiled.plan.host_bytes
+        assert other.plans[0].host_bytes == host_bytes
 
 
 class Scaled(Net):
