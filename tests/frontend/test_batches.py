@@ -315,7 +315,7 @@ def test_where_no_batch_fits_the_least_that_the_model_takes_is_told() -> None:
 
 def test_the_largest_batch_that_an_error_names_is_one_that_the_model_takes() -> None:
     model, budget = Grouped(2, 0), 1 << 20
-    compiled = fxremat.compile(model, torch.randn(6, 64), budget, dynamic=True)
+    compiled = fxremat.compile(model, torch.randn(6, 64), budget, dynamic=True, strict=True)
     with pytest.raises(fxremat.BudgetError) as caught:
         compiled(torch.randn(100_000, 64))
     (largest,) = caught.value.largest.values()

@@ -20,7 +20,8 @@ OTHERS: dict[str, Any] = {
     "budget": "6 GiB", "reserve": "64 MiB", "optimizer": "AdamW", "loss": "own",
     "drop_unused": True, "accumulate": True, "offload": "auto", "host_limit": "8G",
     "host_dir": ".", "exact": False, "split": True, "budget_on": "reserved", "executor": "inductor",
-    "dynamic": False, "fullgraph": True, "in_flight": 2,
+    "dynamic": False, "fullgraph": True, "in_flight": 2, "strict": True,
+    "assume": "strict", "effort": 2.0,
 }  # fmt: skip
 
 
