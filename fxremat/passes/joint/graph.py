@@ -112,7 +112,8 @@ class JointGraph:
         read = table.of(n for node in self.backward for n in node.all_input_nodes)
         given = frozenset((*self.primals, *self.constants))
         released = read.intersection(table.of(self.tangents))
-        released -= table.of((*given, *results, *gradients))
+        stays = (node for node in (*given, *results, *gradients) if node in table.of_node)
+        released -= table.of(stays)
         for name, value in {
             "given": given,
             "results": results,
