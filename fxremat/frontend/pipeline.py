@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxremat.errors import BudgetError, PlanError
+from fxremat import torch_compat
+from fxremat.errors import BudgetError, CostError, PlanError
 from fxremat.frontend.agreed import agreed_context, agreed_graphs, agreed_link
 from fxremat.frontend.arguments import Split
 from fxremat.frontend.budget import Budget, TrainingBudget
@@ -21,7 +22,7 @@ from fxremat.frontend.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.frontend.largest import advised
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.schedules import Schedules, fastest, frontier_over, least_of, link_of
-from fxremat.frontend.shortfall import Shortfall, growth
+from fxremat.frontend.shortfall import Shortfall, growth, warn
 from fxremat.frontend.store import differences, key_of, origin_of_plan, version_of
 from fxremat.frontend.usual import usual_loop
 from fxremat.ir import TRACED, Form, MeasuredLink, Origin
@@ -704,7 +705,7 @@ class Planner:
         new = self._look(context) and at_first_size
 
         def known() -> list[Schedules]:
-            variants = self.step.at(context.sizes, run=run, bits=bits)
+            variants = self._variants(context.sizes, run=run, bits=bits)
             pairs = zip(self._known, variants, strict=True)
             return [
                 own.at(variant, context, budget_bytes=budget_bytes)
@@ -717,6 +718,8 @@ class Planner:
             return found
         found = self._with_sent(context.sizes, found)
         if budget_bytes is None or least_of(found).least_bytes <= budget_bytes:
+            return found
+        if self.started and torch_compat.is_profiled():  # nothing new can be measured
             return found
         must = not (self.started and self.budget.grows)  # which it does where nothing fits
         count = len(self._known)
@@ -736,6 +739,20 @@ class Planner:
         if context.scaled and least_bytes > budget_bytes:
             return self.within(replace(context, scaled=False), budget_bytes)
         return found
+
+    def _variants(self, sizes: Values, *, run: bool, bits: bool) -> list[Variant]:
+        """The step's variants at a call's sizes; beside a profiler with estimated workspaces."""
+        try:
+            return self.step.at(sizes, run=run, bits=bits)
+        except CostError:
+            if not self.started:
+                raise
+        warn(
+            "a step of new sizes runs in a profiler, where its workspaces cannot be measured: they "
+            "are estimated from other sizes, so it may take more than its budget. Run it once "
+            "before the profiler starts"
+        )
+        return self.step.at(sizes, run=False, bits=bits)
 
     def searched(self, context: StepContext, *, bits: bool = True) -> list[Schedules]:
         """Schedules of each variant, looked for anew; they are known from then on."""

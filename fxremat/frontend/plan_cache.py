@@ -522,7 +522,8 @@ class PlanCache:
         has_news, optimizers.has_news = optimizers.has_news, False
         if not budget.is_relative or budget.nbytes is None or self.planner.together is not None:
             return
-        if not has_news and (self._resolved >= RESOLVED or not budget.trained):
+        is_early = budget.usual and budget.trained and self._resolved < RESOLVED
+        if not (has_news or is_early):
             return
         with self.loop.planning:
             context = self._context_of(found)
