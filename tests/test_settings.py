@@ -130,6 +130,7 @@ def test_costs_are_measured_anew_with_other_threads():
 
 
 def test_nothing_is_tried_out_inside_a_step_and_the_users_setting_stays():
+    """Nothing has kernels to try out on a CPU: its steps leave the setting as it is."""
     seen: list[bool] = []
 
     @torch.library.custom_op("fxremat_tests::autotuned", mutates_args=())
@@ -153,9 +154,11 @@ def test_nothing_is_tried_out_inside_a_step_and_the_users_setting_stays():
         torch.backends.cudnn.benchmark = True
         call = fxremat.compile(Model(), SAMPLE, 1.0)
         assert seen and not any(seen)  # while it was measured
-        seen.clear()
-        call(SAMPLE).sum().backward()
-        assert seen == [False, False]
+        for on_cuda in (False, True):
+            seen.clear()
+            call._compiler.plan_caches[0].on_cuda = on_cuda
+            call(SAMPLE).sum().backward()
+            assert seen == [not on_cuda, not on_cuda]
         assert torch.backends.cudnn.benchmark
     finally:
         torch.backends.cudnn.benchmark = before

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fxremat.ir import Form
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.split.beside import parts_of
+from fxremat.passes.split.beside import Beside, parts_of
 from fxremat.passes.split.losses import has_losses
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.split.runs import Large
@@ -64,6 +64,7 @@ def aimed(
     limit_bytes: int,
     *,
     exact: bool,
+    beside: bool,
     part_bytes: int,
 ) -> Form | None:
     """A form in which only what takes part in a peak is computed in parts as well.
@@ -74,6 +75,7 @@ def aimed(
         form: how operations are computed there.
         limit_bytes: what stands in the way of a peak of so many counts.
         exact: parts keep bits.
+        beside: gradients are computed beside losses in parts, if there are any.
         part_bytes: what a part holds; values up to that stay whole.
 
     Returns ``None`` where no value of an operation is to blame.
@@ -87,7 +89,9 @@ def aimed(
     names = {name for name, own_bytes in nbytes.items() if own_bytes > part_bytes}
     if not names:
         return None
-    return replace(form, exact=exact, peak=tuple(sorted(names)), peak_bytes=part_bytes)
+    beside = form.beside or (beside and has_losses(search.measured.line.joint))
+    peak = tuple(sorted(names))
+    return replace(form, exact=exact, beside=beside, peak=peak, peak_bytes=part_bytes)
 
 
 def large_in(form: Form) -> Large:
@@ -99,6 +103,11 @@ def way_of(line: Line) -> tuple[bool, int, frozenset[str]]:
     """What tells forms of a step apart: norms that are undone, operations, and runs in parts."""
     parts = frozenset(str(n.target) for n in line.nodes if isinstance(n.target, Parts))
     return any(map(is_inverse, line.joint.forward)), len(line.nodes), parts
+
+
+def has_gradients_beside(line: Line) -> bool:
+    """Whether gradients are computed beside a loss."""
+    return any(isinstance(node.target, Beside) for node in line.nodes)
 
 
 def room_bytes(joint: JointGraph) -> int:

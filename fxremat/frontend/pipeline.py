@@ -21,7 +21,14 @@ from fxremat.frontend.emission import Planned, carry_out, emit, follow, with_ove
 from fxremat.frontend.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.frontend.largest import advised
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.schedules import Schedules, fastest, frontier_over, least_of, link_of
+from fxremat.frontend.schedules import (
+    Schedules,
+    below_s,
+    fastest,
+    frontier_over,
+    least_of,
+    link_of,
+)
 from fxremat.frontend.shortfall import Shortfall, growth, warn
 from fxremat.frontend.store import differences, key_of, origin_of_plan, version_of
 from fxremat.frontend.usual import usual_loop
@@ -244,7 +251,7 @@ class Planner:
         traced, least_bytes = schedules[0].search, needs.least_bytes
         chosen = fastest(schedules, budget_bytes)
         while self._wants(context, traced, chosen[1].total_s) and self._faster(
-            context, schedules, budget_bytes, chosen[1].total_s
+            context, schedules, budget_bytes, below_s(schedules, chosen)
         ):
             schedules = self.within(context, budget_bytes)
             chosen = fastest(schedules, budget_bytes)
@@ -622,7 +629,7 @@ class Planner:
         for own in sorted(schedules, key=lambda own: own.search.baseline.total_s):
             candidate = wanted(own.search, budget_bytes, below_s)
             is_done = own.form in self._aims or own.form.peak or len(self._aims) >= MOST_AIMS
-            if is_done or candidate.total_s >= below_s:
+            if is_done or (is_loss and not own.form.has_parts) or candidate.total_s >= below_s:
                 continue
             self._aims.add(own.form)
             form = aimed(
@@ -631,6 +638,7 @@ class Planner:
                 own.form,
                 budget_bytes,
                 exact=self._split == "exact",
+                beside=not context.scaled,
                 part_bytes=part_bytes,
             )
             if form is not None and self._added(form, context, needed=needed, below_s=below_s):

@@ -161,6 +161,12 @@ def fastest(schedules: Sequence[Schedules], budget_bytes: int) -> tuple[Schedule
     return chosen
 
 
+def below_s(schedules: Sequence[Schedules], chosen: tuple[Schedules, Candidate]) -> float:
+    """The seconds that a step in one more form must take less than, to be chosen in its place."""
+    own = chosen[1]
+    return own.total_s * (FASTER if own is schedules[0].search.baseline else 1.0)
+
+
 def least_of(schedules: Iterable[Schedules]) -> Schedules:
     """Those of the least feasible budget; nothing is replayed of others that cannot be."""
     first, *others = sorted(schedules, key=lambda own: own.bound_bytes)

@@ -112,14 +112,16 @@ def test_lessons_grow_with_outputs_and_are_rounded_up():
 def test_all_that_is_found_is_told_of_and_nothing_else():
     some = frozenset(weights()[:2])
     numbers = {"waiting_bytes": 11, "kept_bytes": 12, "state_bytes": 13}
-    correction = Correction(14, 15, 16, 17)
+    correction = Correction(514, 15, 316, 17)
     found = StepContext(
         existing=some, waiting=3, bucket_bytes=(18, 19), correction=correction, **numbers
-    ).described(step().joint)
+    ).described(BASE, step().joint)
     gradients = sum(bytes_of(sorted(some)))
-    assert sorted(n for _, n in found) == sorted([gradients, 18 + 19, *range(11, 18)])
+    assert sorted(n for _, n in found) == sorted([gradients, 18 + 19, 11, 12, 13, 514, 15, 316, 17])
     assert len({what for what, _ in found}) == len(found)
-    assert StepContext().described(step().joint) == ()
+    assert StepContext().described(BASE, step().joint) == ()
+    as_assumed = Correction(BASE.turn_bytes, 0, BASE.tangent_bytes)
+    assert StepContext(correction=as_assumed).described(BASE, step().joint) == ()
 
 
 def test_steps_are_of_a_kind_by_others_and_gradients():
@@ -172,7 +174,7 @@ def test_every_number_of_a_situation_counts():
         value = (5,) if isinstance(getattr(plain, field.name), tuple) else 5
         other = replace(plain, **{field.name: value})
         assert around(other).given_bytes == BASE.given_bytes + 5
-        assert [n for _, n in other.described(step().joint)] == [5]
+        assert [n for _, n in other.described(BASE, step().joint)] == [5]
 
 
 def test_a_regions_call_has_just_what_is_beside_it():
@@ -184,4 +186,4 @@ def test_a_regions_call_has_just_what_is_beside_it():
     assert found.host_bytes == 5
     assert found.turn_bytes != around(replace(context, region=False)).turn_bytes
     assert context.turn_bytes(BASE) == 0
-    assert context.described(step().joint) == ()
+    assert context.described(BASE, step().joint) == ()
