@@ -90,6 +90,7 @@ def planned(entry: ZooModel, budget: Any, **options: Any) -> tuple[Step, fxremat
 
     The step drops outputs beside its loss at once, and fxremat is told so.
     """
+    options.setdefault("assume", "strict")  # single steps are measured
     model = entry.build()
     args, kwargs = entry.sample(0)
     with entry.context("cpu"):

@@ -179,7 +179,8 @@ def test_a_budget_that_is_no_number_of_bytes_is_that_of_all_in_flight(written: A
     budgets = []
     for count in (1, 2, 3):
         model = entry.build()
-        own = fxremat.plan(model, sample, written, in_flight=count, accumulate=True)
+        options = {"in_flight": count, "accumulate": True, "assume": "strict"}
+        own = fxremat.plan(model, sample, written, **options)
         budgets.append(own.budget_bytes)
     one, two, three = budgets
     assert two - one > 0

@@ -118,7 +118,8 @@ def attempt(
 def compiled_once(name: str, offload: str = "") -> tuple[CompiledModule, Callable[[], None]]:
     """A model of the zoo within seven tenths of its peak, and a step of it."""
     entry = ZOO[name]
-    _, call = compiled(entry, 0.7, **({"offload": offload} if offload else {}))
+    options = {"offload": offload} if offload else {}
+    _, call = compiled(entry, 0.7, assume="strict", **options)
     args, kwargs = entry.sample(0)
 
     def step() -> None:

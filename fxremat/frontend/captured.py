@@ -20,7 +20,7 @@ from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.errors import ArgumentError, CaptureError, CostError, PlanError
 from fxremat.frontend.agreed import agreed_costs, agreed_speeds
 from fxremat.frontend.dimensions import Dimension, dimensions_of
-from fxremat.frontend.forms import has_gradients_beside, large_in, room_bytes, way_of
+from fxremat.frontend.forms import large_in, room_bytes, way_of
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.store import Store, key_of, origin_of_costs
@@ -239,9 +239,6 @@ class CapturedStep:
         the search for it is out of ``looks``.
         """
         line = self.line(form, looks=looks)
-        if form.beside and not has_gradients_beside(line):
-            form = replace(form, beside=False)
-            line = self.line(form, looks=looks)
         known = [way_of(own.blocks.line) for own in self.variants]
         if way_of(line) in known:
             return None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fxremat.ir import Form
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.split.beside import Beside, parts_of
+from fxremat.passes.split.beside import parts_of
 from fxremat.passes.split.losses import has_losses
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.split.runs import Large
@@ -103,11 +103,6 @@ def way_of(line: Line) -> tuple[bool, int, frozenset[str]]:
     """What tells forms of a step apart: norms that are undone, operations, and runs in parts."""
     parts = frozenset(str(n.target) for n in line.nodes if isinstance(n.target, Parts))
     return any(map(is_inverse, line.joint.forward)), len(line.nodes), parts
-
-
-def has_gradients_beside(line: Line) -> bool:
-    """Whether gradients are computed beside a loss."""
-    return any(isinstance(node.target, Beside) for node in line.nodes)
 
 
 def room_bytes(joint: JointGraph) -> int:

@@ -158,12 +158,11 @@ class Planner:
             HostMemoryError: the host memory cannot be had.
             CostError: an operation cannot be measured.
         """
+        planned = self._followed(kept, context) if kept else None  # nothing is measured before
         if not least:
             resolved_for, *_ = self.resolved_for(context)
             self.budget.counted = dict(self.step.described(resolved_for))
-        if kept:
-            planned = self._followed(kept, context)
-        else:
+        if planned is None:
             if self._peers is not None and self._host is not None:
                 self._link = agreed_link(self._peers, self._link_to(self._host))
             planned = self._shared(lambda: self._found(context, least=least))

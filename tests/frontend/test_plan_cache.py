@@ -448,7 +448,7 @@ def backs(losses: list[Tensor]) -> None:
 def test_a_refusal_comes_before_anything_runs_and_leaves_nothing_behind():
     """What waits goes back as if nothing had been asked for; statistics and draws stay."""
     own = model(norms=True)
-    call = fxremat.compile(own, batch(), 1.0, loss=loss_of)
+    call = fxremat.compile(own, batch(), 1.0, loss=loss_of, strict=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         losses = steps_at_once(call, 100)
