@@ -369,14 +369,17 @@ class PlanCache:
         return [step.passed.get(place, own) for place, own in enumerate(returned)]
 
     def _tangents(self, step: Step, args: Sequence[Any]) -> list[torch_compat.StorageAlive] | None:
-        """Gradients of outputs that a backward is to release; ``None``: nobody asks."""
+        """Gradients of outputs that a backward is to release; ``None``: nobody asks.
+
+        That of a loss, one number, is held by who calls ``backward()``: plans have room for it.
+        """
         if not self.corrections.checks_tangents(watched=self.loop.watcher.is_watching(step)):
             return None
         joint = self.planner.step.joint
         return [
             torch_compat.StorageAlive(tangent)
             for node, tangent in zip(joint.tangents, args[1:], strict=True)
-            if joint.released.issuperset(joint.storages.of_node[node])
+            if joint.released.issuperset(joint.storages.of_node[node]) and tangent.numel() > 1
         ]
 
     def _counted(self, step: Step, peak_bytes: int | None) -> None:

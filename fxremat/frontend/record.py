@@ -244,8 +244,8 @@ class _Record:
         instant = self.next()
         self.follow(requests[released:])
         # Gradients that are there in the forward only are taken off those of the outputs.
-        gone = sum(context_bytes.tangent_each_bytes) - context_bytes.tangent_bytes
-        if gone > 0:
+        gone = context_bytes.cleared_bytes
+        if gone:
             self.shrink(Kind.GRADIENTS if self.open[Kind.GRADIENTS, 0] else Kind.OTHER, gone)
         return instant
 

@@ -168,17 +168,21 @@ class StepContext:
         held_bytes = self.correction.left_bytes
         if not (self.region or self.correction.observed):
             held_bytes = max(held_bytes, base.tangent_bytes)
+        # Where steps have shown that they take less than their storages would, none is released.
+        are_smaller = not self.region and held_bytes < base.tangent_bytes
+        cleared_bytes = sum(gradients) * self.cleared
         turn_bytes = self.correction.turn_bytes if self.region else self.turn_bytes(base)
         return replace(
             base,
             given_bytes=self._given_bytes(base, sum(gradients)),
             turn_bytes=turn_bytes + self.correction.room_bytes,
-            tangent_bytes=held_bytes - sum(gradients) * self.cleared,
+            tangent_bytes=held_bytes - cleared_bytes,
             given_each_bytes=(*base.given_each_bytes, *more),
             added=frozenset() if self.cleared else self.added,
             host_bytes=self.host_bytes,
             released_bytes=self.kept_bytes * self.released,
-            tangents_stay=self.tangents_stay,
+            cleared_bytes=cleared_bytes,
+            tangents_stay=self.tangents_stay or are_smaller,
         )
 
     def described(self, base: ContextBytes, joint: JointGraph) -> tuple[tuple[str, int], ...]:

@@ -46,7 +46,9 @@ class ContextBytes:
         turn_small_bytes: of ``turn_bytes``, what is asked for in small blocks.
         released_bytes: of ``given_bytes``, what its holder releases between the forward and the
             loss, such as the previous step's outputs.
-        tangents_stay: somebody else holds gradients of the outputs to the end of the backward.
+        cleared_bytes: of ``given_bytes``, gradients that are gone when the backward begins; they
+            are taken off ``tangent_bytes``.
+        tangents_stay: gradients of the outputs are held to the end of the backward.
     """
 
     given_bytes: int
@@ -60,6 +62,7 @@ class ContextBytes:
     host_bytes: int | None = None
     turn_small_bytes: int = 0
     released_bytes: int = 0
+    cleared_bytes: int = 0
     tangents_stay: bool = False
 
     def releases(self, joint: JointGraph) -> frozenset[int]:

@@ -76,8 +76,7 @@ class JointGraph:
         saved: storages that the forward allocates and a backward operation reads.
         made_backward: storages that the backward allocates.
         released: storages of tangents that their last reader releases: the backward reads them,
-            and does not return them. Whoever calls ``backward()`` of a loss holds its gradient, so
-            none of a single number is.
+            and does not return them.
     """
 
     module: fx.GraphModule
@@ -112,9 +111,7 @@ class JointGraph:
         makers = list(enumerate(table.owner))
         read = table.of(n for node in self.backward for n in node.all_input_nodes)
         given = frozenset((*self.primals, *self.constants))
-        numbers = (all(t.numel() == 1 for t in tensors_of(node)) for node in self.tangents)
-        several = (n for n, one in zip(self.tangents, numbers, strict=True) if not one)
-        released = read.intersection(table.of(several))
+        released = read.intersection(table.of(self.tangents))
         stays = (node for node in (*given, *results, *gradients) if node in table.of_node)
         released -= table.of(stays)
         for name, value in {
