@@ -158,7 +158,7 @@ def compile(
         assume: what least budgets, ``"min"`` and shares are to have room for. ``"usual"``: the
             steps of the usual loop from the second one on, in which the previous outputs are still
             held and gradients may exist, set to zero. ``"strict"``: one step, before which there is
-            neither.
+            neither; other networks of the process are not counted either.
         ranks: processes that train the model together, and what they do where they differ: the
             first of them plans, by the most that any measures, and all follow. ``None``: those of
             the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s; where nothing

@@ -585,7 +585,7 @@ class PlanCache:
         if not self.corrections.teach_waiting(context):
             if self.planner.grown(failed):
                 return context, self.planner.again(context), None
-            if self.loop.budget.may_raise and not context.waiting:
+            if self.loop.budget.may_raise:
                 raise advised(self.planner, failed, context)
             shortfall = Shortfall.of(self.planner, context, failed)
             return context, self.planner.again(context, least=True), shortfall
