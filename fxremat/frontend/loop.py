@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from fxremat import torch_compat
 from fxremat.frontend.budget import TrainingBudget
-from fxremat.frontend.optimizer_state import StateBytes
+from fxremat.frontend.optimizer_state import StateBytes, counted_state
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.ranks import Peers
 from fxremat.passes.joint.graph import allocated_bytes
@@ -112,6 +112,15 @@ class Loop:
     def _is_active(self, other: Loop) -> bool:
         """Whether another network has trained since this one was compiled, on its device."""
         return other.last_call > self.born and other.device == self.device
+
+    def state_bytes_beside(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Bytes of optimizer state that is counted, of other tensors of the model than these."""
+        model = self.model()
+        if model is None:
+            return 0
+        counted = (counted_state(self.state, model, some) for some in (None, parameters))
+        of_all, own = map(sum, counted)
+        return of_all - own
 
     def networks_bytes(self) -> int:
         """Bytes that other networks which train in this process, and copies, hold on the device.

@@ -212,7 +212,8 @@ class PlanCache:
         context = regions.context_unknown(planner, found) if regions.several else found
         planned = planner.first(context, kept=kept, rehearse=rehearse, least=regions.several)
         if regions.several:
-            regions.check_least(planner, found)
+            made = [v for i in plan_cache.gradients if isinstance(v := values[i], Tensor)]
+            regions.check_least(planner, found, made)
         plan_cache._own = own_gradients(planner.step.joint)
         plan_cache._made = made_outputs(planner.step.joint)
         plan_cache.plans[context] = Compiled(planned, plan_cache, context)

@@ -244,8 +244,9 @@ class _Record:
         instant = self.next()
         self.follow(requests[released:])
         # Gradients that are there in the forward only are taken off those of the outputs.
-        gone = context_bytes.cleared_bytes
-        if gone:
+        taken = sum(nbytes for key, nbytes in requests if key in self.tangents)
+        gone = taken - context_bytes.tangent_bytes
+        if gone > 0:
             self.shrink(Kind.GRADIENTS if self.open[Kind.GRADIENTS, 0] else Kind.OTHER, gone)
         return instant
 

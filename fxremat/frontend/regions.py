@@ -326,12 +326,17 @@ class Regions:
             known[key] = leaving_little(planner, context, budget_bytes, beside, host_bytes)
         return known[key]
 
-    def check_least(self, planner: Planner, context: StepContext) -> None:
+    def check_least(
+        self, planner: Planner, context: StepContext, parameters: Sequence[torch.Tensor]
+    ) -> None:
         """Compare the least that one region needs by itself with the budget, once it is captured.
+
+        Optimizer state of what other regions may read is left out: it may never exist.
 
         Args:
             planner: of its graph.
             context: what its first call finds, with nothing that steps before have shown.
+            parameters: that the graph computes a gradient of.
 
         Raises:
             BudgetError: it needs more, and no step has run to its end yet.
@@ -340,8 +345,9 @@ class Regions:
         if budget.nbytes is None or budget.grows or walk is None or self._now_inner:
             return
         there_bytes = (walk.base_bytes or 0) + context.waiting_bytes + self._aside_bytes
-        beside = Correction(more_bytes=there_bytes)
-        least_bytes = self._least_bytes(planner, context, beside, budget.nbytes)
+        others_bytes = self.loop.state_bytes_beside(parameters)
+        beside, budget_bytes = Correction(more_bytes=there_bytes), budget.nbytes + others_bytes
+        least_bytes = self._least_bytes(planner, context, beside, budget_bytes) - others_bytes
         if least_bytes <= budget.nbytes:
             return
         error = BudgetError(

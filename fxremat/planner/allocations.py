@@ -115,10 +115,9 @@ def requests_of_step(
         handed = [(s, -nbytes[s]) for s in sorted(call.handed)]
         calls.append((*released, *fetched, *asked, *handed))
     at_turn = [(m.storage, -m.nbytes) for m in moves if m.release == program.turn]
-    tangents = _up_to(
-        context_bytes.tangent_bytes + context_bytes.cleared_bytes,
-        [(i, nbytes[i]) for i in sorted(joint.storages.of(joint.tangents))],
-    )
+    tangents = [(i, nbytes[i]) for i in sorted(joint.storages.of(joint.tangents))]
+    if context_bytes.tangents_stay:
+        tangents = _up_to(context_bytes.tangent_bytes + context_bytes.cleared_bytes, tangents)
     more_bytes = context_bytes.tangent_bytes - sum(size for _, size in tangents)
     made = [(key, size) for key, size in (*tangents, (HELD_ON, more_bytes)) if size > 0]
     loss_bytes = context_bytes.turn_bytes - sum(size for _, size in made)
