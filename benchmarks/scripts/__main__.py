@@ -85,7 +85,7 @@ def rows_of(name: str, budgets: Sequence[str], steps: int, library: Path) -> lis
             continue
         row: Row = {"script": name, "setting": budget}
         if budget == "least":
-            least = probe["named_bytes"]
+            least = probe.get("named_bytes")
             if least is None:
                 unnamed = probe.get("failed", "no error")
                 rows.append({**row, "faults": [f"no least is named: {unnamed}"]})
