@@ -353,3 +353,37 @@ def test_a_loss_that_no_region_sees_is_warned_of() -> None:
 
     found = budget_warnings(loop)
     assert len([text for text in found if "more than its budget of 100000" in text]) >= 4
+
+
+class Uncaptured(nn.Module):
+    """A model of which nothing is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs as large as the input."""
+        return torch.log_softmax(self.layer(x), dim=1)
+
+
+def test_the_budget_that_a_warning_names_trains_where_nothing_is_captured():
+    def over(budget: int) -> list[str]:
+        torch._dynamo.reset()
+        call = fxremat.compile(Uncaptured(), x, budget)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(5):
+                output = call(x)
+                loss = output.square().mean()
+                call.zero_grad()
+                loss.backward()
+        texts = (str(one.message) for one in seen if one.category is fxremat.BudgetWarning)
+        return [text for text in texts if f"its budget of {budget}." in text]
+
+    x, model = torch.randn(512, 256), Uncaptured()
+    named = int(re.findall(r"budget of (\d+) would do", over(4096)[0])[0])
+    assert not over(named)
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
+    assert named >= parameter_bytes + 6 * x.nbytes  # counted below torch: 16 bytes more

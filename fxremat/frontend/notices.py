@@ -85,12 +85,13 @@ class Notices:
         what = f"{plural(len(walk.calls), 'region')}" if walk.calls else "which nothing is captured"
         where = f" at {walk.line}" if walk.line else ""
         planned_bytes = max(walk.planned_bytes(), default=0) + (walk.base_bytes or 0)
+        later_bytes = max(0, walk.returned_bytes - walk.kept_bytes)  # held in the steps to come
         then = "The next step's plans leave room for that"
         if not walk.calls or (self._over > 1 and planned_bytes <= budget_bytes):
             then = (
                 f"The plans take {planned_bytes} of them; the rest is allocated by code that is "
-                f"not captured{self._lines()}, which no plan changes. A budget of {peak_bytes} "
-                "would do"
+                f"not captured{self._lines()}, which no plan changes. A budget of "
+                f"{peak_bytes + later_bytes} would do"
             )
         warn(
             f"the step{where}, of {what}, took {peak_bytes} bytes, {over} ({format_bytes(over)}) "

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, CostError
@@ -37,9 +38,10 @@ from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.shortfall import user_line
 from fxremat.frontend.walk import Walk, between, seen_profiles
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
+from fxremat.planner.context_bytes import SCALARS
 from fxremat.runtime.counted import Count
 from fxremat.runtime.profile import MemoryProfile
-from fxremat.runtime.steps import Step
+from fxremat.runtime.steps import SCALAR_BYTES, Step
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes
 
@@ -123,6 +125,7 @@ class Regions:
             walk = self._next()
             if self.entered or self._is_to_be_watched:  # else none would ask
                 walk.base_bytes, walk.line = there_bytes(), user_line()
+                walk.kept_bytes = self.loop.in_flight.now()[1]
                 self._begin_watch(walk, device)
         if walk is not None:
             walk.open = True
@@ -137,6 +140,7 @@ class Regions:
             self.latest = walk.ran
         if not walk.watched or not self.loop.watcher.is_on:
             return
+        walk.returned_bytes = _bytes_of(outputs)
         graph = _Graph()
         if torch_compat.before_each_backward(outputs, lambda: self._goes_back(graph, walk)):
             self.loop.watcher.close(graph)
@@ -589,6 +593,8 @@ class Regions:
         if walk.failed or self.captured or not (done or walk.calls or walk.unended):
             return  # capturing measures, and that may be in the log
         base_bytes = (walk.base_bytes or 0) + sum(c.context.waiting_bytes for c in walk.calls[:1])
+        if not walk.calls:  # else the first call has counted them, and the last loss
+            base_bytes += walk.kept_bytes + SCALARS * SCALAR_BYTES
         if self.notices.peak(base_bytes + peak_bytes, self.loop.budget, walk):
             self._watches = 2  # as long as steps are over, they are watched
         walk.done = done
@@ -693,6 +699,13 @@ class Regions:
             context = replace(call.context, tangents_stay=call.planner.tangents_stay)
             self._choices[key] = choices_of(call.planner, context)
         return self._choices[key]
+
+
+def _bytes_of(outputs: object) -> int:
+    """Bytes of the storages of tensors among what a model returns."""
+    tensors = [t for t in tree_leaves(outputs) if type(t) is torch.Tensor]
+    sizes = {torch_compat.storage_key(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(sizes.values())
 
 
 class _Graph:

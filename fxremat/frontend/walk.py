@@ -30,6 +30,8 @@ class Walk:
         unseen: why nothing was learned from it.
         failed: a call of the model has raised: no further one goes on with it.
         line: of the user's code that calls the model.
+        kept_bytes: outputs of earlier steps that somebody holds when it begins.
+        returned_bytes: outputs of the model, which the usual loop holds into the next step.
         unended: nothing that the model returned leads to a backward, so the step is watched until
             the next call, or the optimizer's step.
     """
@@ -48,6 +50,8 @@ class Walk:
     unseen: str = ""
     failed: bool = False
     line: str = ""
+    kept_bytes: int = 0
+    returned_bytes: int = 0
     unended: bool = False
 
     @property
