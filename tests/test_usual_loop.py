@@ -387,3 +387,29 @@ def test_the_budget_that_a_warning_names_trains_where_nothing_is_captured():
     assert not over(named)
     parameter_bytes = sum(p.nbytes for p in model.parameters())
     assert named >= parameter_bytes + 6 * x.nbytes  # counted below torch: 16 bytes more
+
+
+@pytest.mark.parametrize("budget", [1.0, "min", "least"])
+def test_what_a_loop_holds_outside_its_model_counts(budget: str | float):
+    """Targets, an average of the weights: within the budget, or a warning that names them."""
+    model, x = network(), torch.randn(64, 64)
+    if budget == "least":
+        budget = fxremat.plan(model, x, "min", loss=torch.sum).budget_bytes
+    call = fxremat.compile(model, x, budget, loss=torch.sum)
+    seen: list[str] = []
+    averaged = None
+    for _ in range(4):
+        y = torch.randn(512, 512)  # made once the model is compiled: as a loader does
+        averaged = averaged or copy.deepcopy(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call(x).sum().backward()
+        call.zero_grad()
+        seen += [str(one.message) for one in caught if one.category is fxremat.BudgetWarning]
+    averaged_bytes = sum(p.nbytes for p in averaged.parameters())
+    assert dict(call.plan.beside)["tensors that the loop holds outside the model"] >= (
+        y.nbytes + averaged_bytes
+    )
+    assert any("tensors that the loop holds outside the model" in text for text in seen) == (
+        not isinstance(budget, (str, float))
+    )

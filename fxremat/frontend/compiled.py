@@ -66,7 +66,10 @@ class _State:
         """Let it run all calls from now on. It is in circles: with this it lets go of the model."""
         self.runner = runner
         runner.compiler.loop.copies = self.copies
-        runner.compiler.loop.join()
+        loop = runner.compiler.loop
+        loop.join()
+        if loop.budget.usual:
+            loop.outside.begin(loop.device)
         weakref.finalize(self, _release, weakref.ref(runner)).atexit = False
 
 

@@ -16,6 +16,7 @@ from fxremat import torch_compat
 from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.optimizer_state import StateBytes, counted_state
 from fxremat.frontend.optimizers import Optimizers
+from fxremat.frontend.outside import Outside
 from fxremat.frontend.ranks import Peers
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
@@ -56,6 +57,7 @@ class Loop:
         in_flight: steps whose backward has not run.
         watcher: of what a step really takes, one at a time.
         optimizers: that step the model.
+        outside: what the loop holds outside the model.
         planning: one thread at a time plans: evaluators of one step share their room.
         born: when it was made, and ``last_call``, when the model was called last, 0 if never, as
             numbers of one count in the process.
@@ -75,6 +77,7 @@ class Loop:
     in_flight: InFlight = field(default_factory=InFlight)
     watcher: Watcher = field(default_factory=Watcher)
     optimizers: Optimizers = field(init=False)
+    outside: Outside = field(default_factory=Outside)
     planning: threading.RLock = field(default_factory=threading.RLock)
     copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     born: int = field(default_factory=lambda: next(_clock))
@@ -112,6 +115,23 @@ class Loop:
     def _is_active(self, other: Loop) -> bool:
         """Whether another network has trained since this one was compiled, on its device."""
         return other.last_call > self.born and other.device == self.device
+
+    def look_outside(self, arguments: Iterable[torch.Tensor]) -> None:
+        """Look for what the loop holds outside the model, as a call with ``arguments`` begins."""
+        if not self.budget.usual or self.peers is not None or any(self.in_flight):
+            return
+        if torch_compat.counted_bytes(self.device) is not None:
+            return  # an allocator counts all
+        loops = {self, *_loops}
+        tensors = itertools.chain(
+            *(loop.held_tensors() for loop in loops),
+            *(tensors_of(copy) for loop in loops for copy in loop.copies),
+            arguments,
+        )
+        known = [torch_compat.storage_key(torch_compat.local_part(tensor)) for tensor in tensors]
+        known += [alive.key for loop in loops for alive in loop.in_flight.kept(())]
+        told_bytes = sum(self.caller.target_bytes) + self.caller.reserve_bytes
+        self.outside.look(self.device, known, told_bytes)
 
     def state_bytes_beside(self, parameters: Iterable[torch.Tensor]) -> int:
         """Bytes of optimizer state that is counted, of other tensors of the model than these."""

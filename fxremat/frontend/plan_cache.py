@@ -468,6 +468,7 @@ class PlanCache:
             kept_bytes,
             loop.optimizers.beyond(self.planner.step.optimizer_bytes),
             0 if self.planner.together else loop.networks_bytes(),
+            0 if self.planner.together else loop.outside.nbytes,
             torch_compat.bucket_bytes(),
             self._workspace_bytes() if self.on_cuda else 0,
             self._slack_bytes() if self.on_cuda else 0,
@@ -497,7 +498,8 @@ class PlanCache:
                 found, leaves = self._find(args, sizes)
                 context = self._context_of(found)
             return *self._region(context, args, ended_by), leaves
-        if self.loop.budget.is_relative or self.loop.optimizers.has_news:
+        has_news = self.loop.optimizers.has_news or self.loop.outside.has_news
+        if self.loop.budget.is_relative or has_news:
             self._resolve_budget(found)
         now = (found, self.corrections.changes, self.loop.budget.nbytes)
         latest = self._latest
@@ -522,8 +524,9 @@ class PlanCache:
 
         Ranks that must follow the same plans keep the bytes that they have agreed on.
         """
-        optimizers, budget = self.loop.optimizers, self.loop.budget
-        has_news, optimizers.has_news = optimizers.has_news, False
+        optimizers, outside, budget = self.loop.optimizers, self.loop.outside, self.loop.budget
+        has_news = optimizers.has_news or outside.has_news
+        optimizers.has_news = outside.has_news = False
         if not budget.is_relative or budget.nbytes is None or self.planner.together is not None:
             return
         is_early = budget.usual and budget.trained and self._resolved < RESOLVED

@@ -298,6 +298,9 @@ class Runner:
         compiler.arguments = lambda: places_of(args, kwargs)
         try:
             if not compiler.dry:
+                if loop.outside.is_due():
+                    given = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+                    loop.look_outside(given)
                 regions.called = True
                 if regions.several:
                     regions.call(self._device, lambda: self._there_bytes(args, kwargs))
@@ -328,7 +331,8 @@ class Runner:
         loop = self.compiler.loop
         nbytes = model_bytes(_resident(self.original, args, kwargs), loop.caller, self._device)
         nbytes += loop.optimizers.more_bytes
-        return nbytes + loop.slack_bytes(self._device) + loop.networks_bytes()
+        nbytes += loop.networks_bytes() + loop.outside.nbytes
+        return nbytes + loop.slack_bytes(self._device)
 
     def _failure(self, error: BaseException, call: Sample) -> BaseException:
         """What really went wrong when ``call`` could not be captured."""
