@@ -413,3 +413,42 @@ def test_what_a_loop_holds_outside_its_model_counts(budget: str | float):
     assert any("tensors that the loop holds outside the model" in text for text in seen) == (
         not isinstance(budget, (str, float))
     )
+
+
+class Convolutions(nn.Module):
+    """Kernels whose workspaces no law gives at another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A scalar."""
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning")
+def test_a_profiler_stops_no_job():
+    """What is new is planned with what is known, and sizes with estimates that are told of."""
+    torch.manual_seed(0)
+    model = Convolutions()
+    x = torch.randn(8, 8, 16, 16)
+    call = fxremat.compile(model, x, "min", loss="own")
+    for _ in range(2):
+        call(x).backward()
+    call(torch.randn(6, 8, 16, 16)).backward()
+    expected = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        for batch in (8, 7, 5):
+            call.zero_grad()
+            x = torch.randn(batch, 8, 16, 16)
+            held = call(x)
+            held.backward()
+            expected.append((x, [p.grad for p in model.parameters()]))
+    for x, found in expected:
+        call.zero_grad()
+        model(x).backward()
+        for p, ours in zip(model.parameters(), found, strict=True):
+            torch.testing.assert_close(p.grad, ours)

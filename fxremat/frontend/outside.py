@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ def _tensors_on(device: torch.device) -> list[torch.Tensor]:
     for one in gc.get_objects():
         if type(one) not in _TYPES or one.device.type != device.type:
             continue
-        if one.layout is torch.strided and one.untyped_storage().nbytes() > SCALAR_BYTES:
-            found.append(one)
+        with contextlib.suppress(RuntimeError):  # a wrapper of a transform has no storage
+            if one.layout is torch.strided and one.untyped_storage().nbytes() > SCALAR_BYTES:
+                found.append(one)
     return found

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import torch
+
+from fxremat.frontend import outside
+from fxremat.frontend.outside import Outside
+from fxremat.torch_compat import storage_key
+
+CPU = torch.device("cpu")
+
+
+def test_what_came_since_it_began_counts_once():
+    before = torch.randn(1000)
+    loop = Outside()
+    loop.begin(CPU)
+    known, target = torch.randn(500), torch.randn(40, 10)
+    views = [target[0], target.t()]
+    number = torch.zeros(2)
+    loop.look(CPU, [storage_key(known)], 0)
+    assert loop.nbytes == target.nbytes and loop.has_news
+    loop.look(CPU, [storage_key(known)], 400)  # counted as target= or reserve=
+    assert loop.nbytes == target.nbytes - 400
+    loop.look(CPU, [storage_key(known)], 1 << 20)
+    assert loop.nbytes == 0
+    del views, target, number
+    loop.look(CPU, [], 0)
+    assert loop.nbytes == known.nbytes
+    assert before.numel() == 1000
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_was_there():
+    before = [torch.randn(1000) for _ in range(8)]
+    loop = Outside()
+    loop.begin(CPU)
+    before.clear()
+    after = [torch.randn(1000) for _ in range(8)]
+    loop.look(CPU, [], 0)
+    assert loop.nbytes == 8 * after[0].nbytes
+
+
+def test_first_calls_are_looked_at_and_later_few_where_that_is_cheap():
+    loop = Outside()
+    assert not loop.is_due()  # it has not begun
+    loop = Outside()
+    loop.begin(CPU)
+    due = [call for call in range(1, 3 * outside.EVERY) if loop.is_due()]
+    assert due == [*range(1, outside.FIRST + 1), outside.EVERY, 2 * outside.EVERY]
+    loop.look(CPU, [], 0)
+    assert not any(loop.is_due() for _ in range(outside.EVERY)), "a look takes more than its share"
