@@ -11,8 +11,10 @@ from time import perf_counter
 import torch
 
 from fxremat import torch_compat
-from fxremat.progress import LOG
+from fxremat.frontend.budget import TrainingBudget
+from fxremat.frontend.shortfall import warn
 from fxremat.runtime.steps import SCALAR_BYTES
+from fxremat.units import format_bytes
 
 FIRST = 4
 """First calls at which a loop's tensors are looked for."""
@@ -30,18 +32,16 @@ _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 class Outside:
     """What a loop has allocated outside the model since that was compiled, and still holds.
 
-    Targets of the loss, a prefetched batch, an average of the weights, results of an evaluation:
-    they count against the budget, and on a CPU nothing else shows them. Tensors that existed when
-    the model was compiled, such as a data set, are left out.
+    Targets of the loss, a prefetched batch, an average of the weights, results of an evaluation: no
+    plan counts them, and on a CPU nothing else shows them. Tensors that existed when the model was
+    compiled, such as a data set, are left out.
 
     Attributes:
         nbytes: at the latest look.
-        has_news: these bytes have changed since a budget was resolved for them.
         calls: of the model, so far.
     """
 
     nbytes: int = 0
-    has_news: bool = False
     calls: int = 0
     _before: dict[int, torch_compat.StorageAlive] = field(default_factory=dict)
     _has_begun: bool = False
@@ -78,12 +78,29 @@ class Outside:
             if key not in counted and not self._before.get(key):
                 counted.add(key)
                 nbytes += tensor.untyped_storage().nbytes()
-        nbytes = max(0, nbytes)
-        if nbytes != self.nbytes:
-            LOG.info("the loop holds %d bytes outside its model", nbytes)
-            self.nbytes, self.has_news = nbytes, True
+        self.nbytes = max(0, nbytes)
         self._looked_at = perf_counter()
         self._seconds = self._looked_at - now
+
+    def check(self, peak_bytes: int, budget: TrainingBudget) -> None:
+        """Warn of a step that keeps to a budget in bytes without these tensors, and not with them.
+
+        Args:
+            peak_bytes: measured, of what is planned or counted.
+            budget: of the model.
+        """
+        budget_bytes = budget.written.nbytes
+        if budget_bytes is None or not self.nbytes or peak_bytes > budget_bytes:
+            return  # a share is of what is counted, and more than the budget is warned of anyway
+        over = peak_bytes + self.nbytes - budget_bytes
+        if over > 0:
+            warn(
+                f"this step took {peak_bytes} bytes, and the loop held {self.nbytes} bytes "
+                f"({format_bytes(self.nbytes)}) outside the model that came since it was compiled "
+                "(targets, batches, copies of weights): together "
+                f"{over} ({format_bytes(over)}) more than the budget of {budget_bytes}. "
+                f"reserve={self.nbytes} leaves room for them, target= for a loss's target"
+            )
 
 
 def _tensors_on(device: torch.device) -> list[torch.Tensor]:

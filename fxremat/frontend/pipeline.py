@@ -205,7 +205,8 @@ class Planner:
     def _planned(self, context: StepContext, budget: Budget) -> Planned:
         """Find the best plan, or know it."""
         step = self.step
-        origin = self._origin(step.at(context.sizes)[0], context)
+        traced = self._variants(context.sizes, run=True, bits=True)[0]
+        origin = self._origin(traced, context)
         if self._known or context.sizes != step.sizes.hints or step.costs is not None:
             found = self._made(context, origin, budget)
         else:

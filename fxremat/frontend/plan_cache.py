@@ -36,7 +36,7 @@ from fxremat.runtime import cuda_graph
 from fxremat.runtime.counted import Count
 from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_among, with_gradients
 from fxremat.runtime.profile import MemoryProfile
-from fxremat.runtime.steps import Step
+from fxremat.runtime.steps import SCALAR_BYTES, Step
 from fxremat.units import format_bytes, format_seconds
 
 RESOLVED = 3
@@ -468,7 +468,6 @@ class PlanCache:
             kept_bytes,
             loop.optimizers.beyond(self.planner.step.optimizer_bytes),
             0 if self.planner.together else loop.networks_bytes(),
-            0 if self.planner.together else loop.outside.nbytes,
             torch_compat.bucket_bytes(),
             self._workspace_bytes() if self.on_cuda else 0,
             self._slack_bytes() if self.on_cuda else 0,
@@ -498,8 +497,7 @@ class PlanCache:
                 found, leaves = self._find(args, sizes)
                 context = self._context_of(found)
             return *self._region(context, args, ended_by), leaves
-        has_news = self.loop.optimizers.has_news or self.loop.outside.has_news
-        if self.loop.budget.is_relative or has_news:
+        if self.loop.budget.is_relative or self.loop.optimizers.has_news:
             self._resolve_budget(found)
         now = (found, self.corrections.changes, self.loop.budget.nbytes)
         latest = self._latest
@@ -524,9 +522,8 @@ class PlanCache:
 
         Ranks that must follow the same plans keep the bytes that they have agreed on.
         """
-        optimizers, outside, budget = self.loop.optimizers, self.loop.outside, self.loop.budget
-        has_news = optimizers.has_news or outside.has_news
-        optimizers.has_news = outside.has_news = False
+        optimizers, budget = self.loop.optimizers, self.loop.budget
+        has_news, optimizers.has_news = optimizers.has_news, False
         if not budget.is_relative or budget.nbytes is None or self.planner.together is not None:
             return
         is_early = budget.usual and budget.trained and self._resolved < RESOLVED
@@ -622,14 +619,15 @@ class PlanCache:
             if context.scaled > made_for.scaled and plan.form.beside:
                 continue
             then = self.planner.step.around(made_for)
-            if now.tangents_stay > then.tangents_stay:
-                continue
+            stay = now.tangents_stay > then.tangents_stay
+            staying_bytes = stay * (now.tangent_bytes + now.cleared_bytes)
+            staying_bytes *= staying_bytes > SCALAR_BYTES  # there is room for one number
             differences = (
                 now.given_bytes - then.given_bytes,
                 now.loss_point_bytes - then.loss_point_bytes,
                 now.backward_bytes - then.backward_bytes,
             )
-            more_bytes = sum(max(0, n) for n in differences)
+            more_bytes = sum(max(0, n) for n in differences) + staying_bytes
             kept = not (compiled.planned.graphs.recomputes or compiled.planned.graphs.arena)
             fits = plan.counted_bytes + more_bytes <= plan.budget_bytes
             if fits and (min(differences) >= 0 or kept):
@@ -715,6 +713,7 @@ def _learn(
     given_bytes = plan_cache.planner.step.given_bytes(compiled.context)
     planned = Taken(held_bytes, held_bytes - given_bytes)
     peak_bytes = plan_cache.corrections.learn(context, planned, seen, is_first=is_first)
+    plan_cache.loop.outside.check(peak_bytes, plan_cache.loop.budget)
     with plan_cache.loop.planning:
         if seen.taken_bytes is not None and peak_bytes != plan.measured_peak_bytes:
             plan = replace(compiled.planned.plan, measured_peak_bytes=peak_bytes)

@@ -597,6 +597,7 @@ class Regions:
             base_bytes += walk.kept_bytes + SCALARS * SCALAR_BYTES
         if self.notices.peak(base_bytes + peak_bytes, self.loop.budget, walk):
             self._watches = 2  # as long as steps are over, they are watched
+        self.loop.outside.check(base_bytes + peak_bytes, self.loop.budget)
         walk.done = done
         profiles = seen_profiles(walk)
         if profiles is None or not profiles:

@@ -331,8 +331,7 @@ class Runner:
         loop = self.compiler.loop
         nbytes = model_bytes(_resident(self.original, args, kwargs), loop.caller, self._device)
         nbytes += loop.optimizers.more_bytes
-        nbytes += loop.networks_bytes() + loop.outside.nbytes
-        return nbytes + loop.slack_bytes(self._device)
+        return nbytes + loop.slack_bytes(self._device) + loop.networks_bytes()
 
     def _failure(self, error: BaseException, call: Sample) -> BaseException:
         """What really went wrong when ``call`` could not be captured."""

@@ -71,7 +71,6 @@ class StepContext:
         state_bytes: state of optimizers beyond what ``optimizer=`` says; less than none where there
             is less.
         networks_bytes: held by other networks that are compiled in this process.
-        outside_bytes: of tensors that the loop holds outside the model.
         bucket_bytes: of each buffer of a wrapper for gradients.
         workspace_bytes: of libraries, for threads and streams that ran no step when the graph was
             captured.
@@ -99,7 +98,6 @@ class StepContext:
     kept_bytes: int = 0
     state_bytes: int = 0
     networks_bytes: int = 0
-    outside_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
     workspace_bytes: int = 0
     slack_bytes: int = 0
@@ -139,7 +137,6 @@ class StepContext:
             + self.kept_bytes
             + self.state_bytes
             + self.networks_bytes
-            + self.outside_bytes
             + self.spread_bytes
         )
 
@@ -202,7 +199,6 @@ class StepContext:
             ("outputs of earlier steps that are still held", self.kept_bytes),
             ("state of optimizers beyond what optimizer= says", max(0, self.state_bytes)),
             ("other networks of this process, and copies", self.networks_bytes),
-            ("tensors that the loop holds outside the model", self.outside_bytes),
             ("further steps in flight", self.others_bytes),
             ("gradients of DTensors that exist", self.spread_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
