@@ -123,7 +123,8 @@ class Planner:
         self._allocator, self._split = allocator, split
         self._effort = Effort(effort)
         self._forms: list[Form] | None = None  # that were not looked at yet
-        self._aims: set[Form] = set()  # forms whose peaks were looked at
+        # Forms whose peaks were looked at, down to a budget or as far as that goes.
+        self._aims: set[tuple[Form, bool]] = set()
         self._slow: set[Form] = set()  # forms that were measured and not looked at
         self._coarse: Form | None = None  # the first form in parts
         self._may_unshare = False  # equal operations each by itself were not looked at yet
@@ -625,13 +626,15 @@ class Planner:
         is_loss = self._has_large_loss(context, schedules[0].search)
         if is_loss and self._coarse in (self._forms or ()):
             return False
-        part_bytes = part_sizes(self.step.joint)[1]
+        part_bytes, is_last = part_sizes(self.step.joint)[1], budget_bytes == 0
+        count = sum(last == is_last for _, last in self._aims)
         for own in sorted(schedules, key=lambda own: own.search.baseline.total_s):
             candidate = wanted(own.search, budget_bytes, below_s)
-            is_done = own.form in self._aims or own.form.peak or len(self._aims) >= MOST_AIMS
+            is_done = (own.form, is_last) in self._aims or own.form.peak or count >= MOST_AIMS
             if is_done or (is_loss and not own.form.has_parts) or candidate.total_s >= below_s:
                 continue
-            self._aims.add(own.form)
+            self._aims.add((own.form, is_last))
+            count += 1
             form = aimed(
                 own.search,
                 candidate,
@@ -738,7 +741,9 @@ class Planner:
             is_new = self._unshared(context, needed=must) or self._aim(
                 context, found, budget_bytes, needed=must
             )
-            if not is_new and not self._grown(context, below_bytes=least_bytes, needed=must):
+            is_new = is_new or self._grown(context, below_bytes=least_bytes, needed=must)
+            # At last what any budget, however small, would lead to: errors name the least of that.
+            if not is_new and not self._aim(context, found, 0, needed=must):
                 break
             found = self._with_sent(context.sizes, known())
             if not at_first_size and least_of(found).least_bytes > budget_bytes:
