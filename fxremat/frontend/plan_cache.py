@@ -36,7 +36,7 @@ from fxremat.runtime import cuda_graph
 from fxremat.runtime.counted import Count
 from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_among, with_gradients
 from fxremat.runtime.profile import MemoryProfile
-from fxremat.runtime.steps import SCALAR_BYTES, Step
+from fxremat.runtime.steps import Step
 from fxremat.units import format_bytes, format_seconds
 
 RESOLVED = 3
@@ -619,15 +619,14 @@ class PlanCache:
             if context.scaled > made_for.scaled and plan.form.beside:
                 continue
             then = self.planner.step.around(made_for)
-            stay = now.tangents_stay > then.tangents_stay
-            staying_bytes = stay * (now.tangent_bytes + now.cleared_bytes)
-            staying_bytes *= staying_bytes > SCALAR_BYTES  # there is room for one number
+            if now.tangents_stay > then.tangents_stay:
+                continue
             differences = (
                 now.given_bytes - then.given_bytes,
                 now.loss_point_bytes - then.loss_point_bytes,
                 now.backward_bytes - then.backward_bytes,
             )
-            more_bytes = sum(max(0, n) for n in differences) + staying_bytes
+            more_bytes = sum(max(0, n) for n in differences)
             kept = not (compiled.planned.graphs.recomputes or compiled.planned.graphs.arena)
             fits = plan.counted_bytes + more_bytes <= plan.budget_bytes
             if fits and (min(differences) >= 0 or kept):

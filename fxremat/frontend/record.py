@@ -194,6 +194,7 @@ class _Record:
     known: dict[int, Tensor] = field(default_factory=dict)
     gradients: frozenset[int] = field(init=False)
     tangents: frozenset[int] = field(init=False)
+    outputs: frozenset[int] = field(init=False)
     forward: frozenset[fx.Node] = field(init=False)
     now: int = 0
     gave: bool = False
@@ -202,6 +203,8 @@ class _Record:
         joint = self.line.joint
         self.gradients = joint.storages.of(joint.gradients)
         self.tangents = joint.storages.of(joint.tangents)
+        made = (node for node in joint.results if node in joint.storages.of_node)
+        self.outputs = joint.storages.of(made) - joint.saved
         self.forward = frozenset(joint.forward)
 
     def next(self) -> int:
@@ -241,14 +244,32 @@ class _Record:
         self.follow(requests[:released])
         if context_bytes.released_bytes:
             self.shrink(Kind.OTHER, context_bytes.released_bytes)
+        gone_bytes = sum(context_bytes.tangent_each_bytes) - context_bytes.tangent_bytes
+        gone_bytes = max(0, gone_bytes - context_bytes.cleared_bytes)
+        made_bytes = sum(n for key, n in requests[released:] if n > 0 and key != WORKSPACE)
+        early_bytes = min(gone_bytes, max(0, made_bytes - context_bytes.turn_bytes))
+        self.drop_outputs(early_bytes)
         instant = self.next()
         self.follow(requests[released:])
-        # Gradients that are there in the forward only are taken off those of the outputs.
-        taken = sum(nbytes for key, nbytes in requests if key in self.tangents)
-        gone = taken - context_bytes.tangent_bytes
-        if gone > 0:
-            self.shrink(Kind.GRADIENTS if self.open[Kind.GRADIENTS, 0] else Kind.OTHER, gone)
+        if context_bytes.cleared_bytes:
+            kind = Kind.GRADIENTS if self.open[Kind.GRADIENTS, 0] else Kind.OTHER
+            self.shrink(kind, context_bytes.cleared_bytes)
+        self.drop_outputs(gone_bytes - early_bytes)
         return instant
+
+    def drop_outputs(self, nbytes: int) -> None:
+        """Take bytes off the outputs, from the next instant on: the loop has let go of them.
+
+        What the outputs do not cover is taken off what else is held.
+        """
+        for key in sorted(self.outputs):
+            if nbytes > 0 and self.open[None, key]:
+                tensor = self.give((None, key))
+                kept_bytes = max(0, tensor.nbytes - nbytes)
+                self.open[None, key].append((replace(tensor, nbytes=kept_bytes), self.now + 1))
+                nbytes -= tensor.nbytes - kept_bytes
+        if nbytes > 0:
+            self.shrink(Kind.OTHER, nbytes)
 
     def shrink(self, kind: Kind, nbytes: int) -> None:
         """Take bytes off what is shown as one tensor of a kind, from the next instant on."""

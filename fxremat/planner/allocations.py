@@ -116,8 +116,6 @@ def requests_of_step(
         calls.append((*released, *fetched, *asked, *handed))
     at_turn = [(m.storage, -m.nbytes) for m in moves if m.release == program.turn]
     tangents = [(i, nbytes[i]) for i in sorted(joint.storages.of(joint.tangents))]
-    if context_bytes.tangents_stay:
-        tangents = _up_to(context_bytes.tangent_bytes + context_bytes.cleared_bytes, tangents)
     more_bytes = context_bytes.tangent_bytes - sum(size for _, size in tangents)
     made = [(key, size) for key, size in (*tangents, (HELD_ON, more_bytes)) if size > 0]
     loss_bytes = context_bytes.turn_bytes - sum(size for _, size in made)
@@ -132,15 +130,6 @@ def requests_of_step(
         end=_at_once(context_bytes.end_bytes),
         unplaced_bytes=context_bytes.given_bytes - sum(given),
     )
-
-
-def _up_to(most_bytes: int, requests: Iterable[Request]) -> list[Request]:
-    """The requests, less what is more than so many bytes: of an expanded tensor, one number."""
-    found, left = [], max(most_bytes, 0)
-    for key, nbytes in requests:
-        found.append((key, min(nbytes, left)))
-        left -= found[-1][1]
-    return found
 
 
 def _whole(sizes: Iterable[int]) -> tuple[int, ...]:

@@ -168,8 +168,6 @@ class StepContext:
         held_bytes = self.correction.left_bytes
         if not (self.region or self.correction.observed):
             held_bytes = max(held_bytes, base.tangent_bytes)
-        # Where steps have shown that they take less than their storages would, none is released.
-        are_smaller = not self.region and held_bytes < base.tangent_bytes
         cleared_bytes = sum(gradients) * self.cleared
         turn_bytes = self.correction.turn_bytes if self.region else self.turn_bytes(base)
         return replace(
@@ -182,7 +180,7 @@ class StepContext:
             host_bytes=self.host_bytes,
             released_bytes=self.kept_bytes * self.released,
             cleared_bytes=cleared_bytes,
-            tangents_stay=self.tangents_stay or are_smaller,
+            tangents_stay=self.tangents_stay,
         )
 
     def described(self, base: ContextBytes, joint: JointGraph) -> tuple[tuple[str, int], ...]:

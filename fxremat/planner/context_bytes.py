@@ -48,7 +48,7 @@ class ContextBytes:
             loss, such as the previous step's outputs.
         cleared_bytes: of ``given_bytes``, gradients that are gone when the backward begins; they
             are taken off ``tangent_bytes``.
-        tangents_stay: gradients of the outputs are held to the end of the backward.
+        tangents_stay: somebody else holds gradients of the outputs to the end of the backward.
     """
 
     given_bytes: int
