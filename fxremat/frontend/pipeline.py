@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxremat import torch_compat
 from fxremat.errors import BudgetError, CostError, PlanError
 from fxremat.frontend.agreed import agreed_context, agreed_graphs, agreed_link
 from fxremat.frontend.arguments import Split
@@ -102,6 +101,7 @@ class Planner:
         step: as given.
         budget: as given.
         started: the plan for the call that was captured has been made.
+        estimated: sizes whose workspaces could not be measured.
         sent: by sizes and variant, what travels in plans that were found apart from the others.
     """
 
@@ -134,6 +134,7 @@ class Planner:
         self._peers = step.peers
         self.started = self._bound = self._scaled = False
         self.tangents_stay = False  # as a backward has shown: see StepContext
+        self.estimated: set[Values] = set()
 
     # Plans
 
@@ -633,8 +634,6 @@ class Planner:
             is_done = (own.form, is_last) in self._aims or own.form.peak or count >= MOST_AIMS
             if is_done or (is_loss and not own.form.has_parts) or candidate.total_s >= below_s:
                 continue
-            self._aims.add((own.form, is_last))
-            count += 1
             form = aimed(
                 own.search,
                 candidate,
@@ -644,7 +643,10 @@ class Planner:
                 beside=not context.scaled,
                 part_bytes=part_bytes,
             )
-            if form is not None and self._added(form, context, needed=needed, below_s=below_s):
+            is_new = form and self._added(form, context, needed=needed, below_s=below_s)
+            self._aims.add((own.form, is_last))
+            count += 1
+            if is_new:
                 return True
         return False
 
@@ -730,40 +732,57 @@ class Planner:
         found = self._with_sent(context.sizes, found)
         if budget_bytes is None or least_of(found).least_bytes <= budget_bytes:
             return found
-        if self.started and torch_compat.is_profiled():  # nothing new can be measured
-            return found
         must = not (self.started and self.budget.grows)  # which it does where nothing fits
         count = len(self._known)
-        if not new and (must or self._effort.allows_search(self.step.joint, count)):
-            searched = self.searched(context, bits=bits)
-            found = [*self._with_sent(context.sizes, searched), *found]
-        while (least_bytes := least_of(found).least_bytes) > budget_bytes:
-            is_new = self._unshared(context, needed=must) or self._aim(
-                context, found, budget_bytes, needed=must
-            )
-            is_new = is_new or self._grown(context, below_bytes=least_bytes, needed=must)
-            # At last what any budget, however small, would lead to: errors name the least of that.
-            if not is_new and not self._aim(context, found, 0, needed=must):
-                break
-            found = self._with_sent(context.sizes, known())
-            if not at_first_size and least_of(found).least_bytes > budget_bytes:
-                self._search_last(context, bits=bits)
+
+        def widened(found: list[Schedules]) -> list[Schedules]:
+            """Schedules that are searched for, and those of more forms until one fits."""
+            if not new and (must or self._effort.allows_search(self.step.joint, count)):
+                searched = self.searched(context, bits=bits)
+                found = [*self._with_sent(context.sizes, searched), *found]
+            while (least_bytes := least_of(found).least_bytes) > budget_bytes:
+                is_new = self._unshared(context, needed=must) or self._aim(
+                    context, found, budget_bytes, needed=must
+                )
+                is_new = is_new or self._grown(context, below_bytes=least_bytes, needed=must)
+                # Last, what a budget of any size would lead to: errors name the least of that.
+                if not is_new and not self._aim(context, found, 0, needed=must):
+                    break
                 found = self._with_sent(context.sizes, known())
+                if not at_first_size and least_of(found).least_bytes > budget_bytes:
+                    self._search_last(context, bits=bits)
+                    found = self._with_sent(context.sizes, known())
+            return found
+
+        try:
+            found = widened(found)
+        except CostError:  # as in a profiler: a running job goes on with what was measured before
+            if not self.started:
+                raise
+            found = self._with_sent(context.sizes, known())
+        least_bytes = least_of(found).least_bytes
         if context.scaled and least_bytes > budget_bytes:
             return self.within(replace(context, scaled=False), budget_bytes)
         return found
 
     def _variants(self, sizes: Values, *, run: bool, bits: bool) -> list[Variant]:
-        """The step's variants at a call's sizes; beside a profiler with estimated workspaces."""
+        """The step's variants at a call's sizes, of a running job with estimated workspaces where
+        they cannot be measured.
+        """
         try:
-            return self.step.at(sizes, run=run, bits=bits)
-        except CostError:
+            variants = self.step.at(sizes, run=run, bits=bits)
+        except CostError as error:
             if not self.started:
                 raise
+            why = str(error)
+        else:
+            if run:
+                self.estimated.discard(sizes)
+            return variants
+        self.estimated.add(sizes)
         warn(
-            "a step of new sizes runs in a profiler, where its workspaces cannot be measured: they "
-            "are estimated from other sizes, so it may take more than its budget. Run it once "
-            "before the profiler starts"
+            "the workspaces of a step of new sizes are estimated from other sizes, so it may take "
+            f"more than its budget: {why}"
         )
         return self.step.at(sizes, run=False, bits=bits)
 

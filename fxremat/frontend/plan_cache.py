@@ -690,13 +690,13 @@ class PlanCache:
                 context, planned, shortfall = self._new_plan(context)
                 compiled = self._new(planned, context)
                 compiled.shortfall = shortfall
-                if shortfall is None and planned.plan.counted_bytes > (
-                    self.loop.budget.nbytes or 0
-                ):
+                over = planned.plan.counted_bytes > (self.loop.budget.nbytes or 0)
+                if shortfall is None and over:
                     return context, compiled  # for this time only
             if compiled.shortfall is not None:
                 compiled.shortfall.warn()
-            self._keep(context, compiled)
+            if context.sizes not in self.planner.estimated:  # else it is measured once it can be
+                self._keep(context, compiled)
             return context, compiled
 
 
