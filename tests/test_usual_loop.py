@@ -389,8 +389,11 @@ def test_the_budget_that_a_warning_names_trains_where_nothing_is_captured():
     assert named >= parameter_bytes + 6 * x.nbytes  # counted below torch: 16 bytes more
 
 
-def test_what_a_loop_holds_outside_its_model_is_warned_of_and_its_remedy_works():
-    def told(budget: int, reserve: int) -> list[str]:
+@pytest.mark.parametrize("written", ["bytes", 0.9, 1.0, "min"])
+def test_what_a_loop_holds_outside_its_model_is_warned_of_and_its_remedy_works(
+    written: str | float,
+):
+    def messages(budget: int | str | float, reserve: int) -> list[str]:
         torch._dynamo.reset()
         model, x = network(), torch.randn(64, 64)
         options = {"loss": mse_loss, "target": torch.empty(64, 64), "reserve": reserve}
@@ -407,11 +410,15 @@ def test_what_a_loop_holds_outside_its_model_is_warned_of_and_its_remedy_works()
     least_bytes = fxremat.plan(
         network(), torch.randn(64, 64), "min", loss=mse_loss, target=torch.empty(64, 64)
     ).budget_bytes
-    texts = told(least_bytes, 0)
+    budget = least_bytes if written == "bytes" else written
+    texts = messages(budget, 0)
     assert texts and all("outside the model" in text for text in texts)
+    assert written == "bytes" or len(texts) == 1
     reserve = int(re.findall(r"reserve=(\d+)", texts[0])[0])
     assert reserve >= 4096 * 64 * 4  # the batch that was made before its turn
-    assert not told(least_bytes + reserve, reserve)
+    if written == "bytes":
+        budget = int(re.findall(r"budget of (\d+) then", texts[0])[0])
+    assert not messages(budget, reserve)
 
 
 class Convolutions(nn.Module):

@@ -128,10 +128,14 @@ class Loop:
             *(tensors_of(copy) for loop in loops for copy in loop.copies),
             arguments,
         )
-        known = [torch_compat.storage_key(torch_compat.local_part(tensor)) for tensor in tensors]
-        known += [alive.key for loop in loops for alive in loop.in_flight.kept(())]
-        told_bytes = sum(self.caller.target_bytes) + self.caller.reserve_bytes
-        self.outside.look(self.device, known, told_bytes)
+        keys = [torch_compat.storage_key(torch_compat.local_part(tensor)) for tensor in tensors]
+        keys += [alive.key for loop in loops for alive in loop.in_flight.kept(())]
+        given_bytes = sum(self.caller.target_bytes) + self.caller.reserve_bytes
+        self.outside.look(self.device, keys, given_bytes)
+
+    def check_outside(self, peak_bytes: int) -> None:
+        """Warn of a step that keeps to the budget only without what the loop holds outside."""
+        self.outside.check(peak_bytes, self.budget, self.caller.reserve_bytes)
 
     def state_bytes_beside(self, parameters: Iterable[torch.Tensor]) -> int:
         """Bytes of optimizer state that is counted, of other tensors of the model than these."""

@@ -13,14 +13,12 @@ import torch
 from fxremat import torch_compat
 from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.shortfall import warn
+from fxremat.runtime.profile import WATCH_EVERY
 from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import format_bytes
 
 FIRST = 4
-"""First calls at which a loop's tensors are looked for."""
-
-EVERY = 100
-"""Later, one of so many calls."""
+"""First calls at which a loop's tensors are measured."""
 
 MOST_SHARE = 0.01
 """Share of the time between two looks that a look may take."""
@@ -45,6 +43,7 @@ class Outside:
     calls: int = 0
     _before: dict[int, torch_compat.StorageAlive] = field(default_factory=dict)
     _has_begun: bool = False
+    _has_warned: bool = False
     _seconds: float = 0.0
     _looked_at: float = field(default_factory=perf_counter)
 
@@ -58,58 +57,67 @@ class Outside:
     def is_due(self) -> bool:
         """Whether to look as a call of the model begins: at its first calls, and at some later."""
         self.calls += 1
-        if not self._has_begun or (self.calls > FIRST and self.calls % EVERY):
+        if not self._has_begun or (self.calls > FIRST and self.calls % WATCH_EVERY):
             return False
         since_s = perf_counter() - self._looked_at
         return self.calls <= FIRST or self._seconds <= MOST_SHARE * since_s
 
-    def look(self, device: torch.device, known: Iterable[int], told_bytes: int) -> None:
-        """Look for tensors.
+    def look(self, device: torch.device, counted_keys: Iterable[int], given_bytes: int) -> None:
+        """Measure what the loop holds.
 
         Args:
             device: of the model.
-            known: keys of storages that are counted elsewhere.
-            told_bytes: are counted for what is found, as ``target=`` and ``reserve=`` say.
+            counted_keys: of storages that are counted elsewhere.
+            given_bytes: of ``target=`` and ``reserve=``, which count some of it.
         """
         now = perf_counter()
-        counted, nbytes = set(known), -told_bytes
+        self._before = {key: alive for key, alive in self._before.items() if alive}
+        counted, nbytes = set(counted_keys), -given_bytes
         for tensor in _tensors_on(device):
             key = torch_compat.storage_key(tensor)
-            if key not in counted and not self._before.get(key):
+            if key not in counted and key not in self._before:
                 counted.add(key)
                 nbytes += tensor.untyped_storage().nbytes()
         self.nbytes = max(0, nbytes)
         self._looked_at = perf_counter()
         self._seconds = self._looked_at - now
 
-    def check(self, peak_bytes: int, budget: TrainingBudget) -> None:
-        """Warn of a step that keeps to a budget in bytes without these tensors, and not with them.
+    def check(self, peak_bytes: int, budget: TrainingBudget, reserve_bytes: int) -> None:
+        """Warn of a step that keeps to the budget without these tensors, and not with them.
 
         Args:
-            peak_bytes: measured, of what is planned or counted.
-            budget: of the model.
+            peak_bytes: measured, of what is counted.
+            budget: of the model. A share or ``"min"`` is warned of once.
+            reserve_bytes: that the user has set aside.
         """
-        budget_bytes = budget.written.nbytes
-        if budget_bytes is None or not self.nbytes or peak_bytes > budget_bytes:
-            return  # a share is of what is counted, and more than the budget is warned of anyway
+        budget_bytes = budget.nbytes
+        if budget_bytes is None or peak_bytes > budget_bytes:  # which has a warning already
+            return
         over = peak_bytes + self.nbytes - budget_bytes
-        if over > 0:
-            warn(
-                f"this step took {peak_bytes} bytes, and the loop held {self.nbytes} bytes "
-                f"({format_bytes(self.nbytes)}) outside the model that came since it was compiled "
-                "(targets, batches, copies of weights): together "
-                f"{over} ({format_bytes(over)}) more than the budget of {budget_bytes}. "
-                f"reserve={self.nbytes} leaves room for them, target= for a loss's target"
+        if not self.nbytes or over <= 0 or (budget.is_relative and self._has_warned):
+            return
+        self._has_warned = True
+        remedy = f"reserve={reserve_bytes + self.nbytes} sets them aside"
+        if not budget.is_relative:
+            remedy += (
+                f", and a budget of {budget_bytes + self.nbytes} then leaves the plan as it is"
             )
+        warn(
+            f"this step took {peak_bytes} bytes, and the loop held {self.nbytes} bytes "
+            f"({format_bytes(self.nbytes)}) outside the model, allocated since that was compiled "
+            "(targets, batches, copies of weights): together "
+            f"{over} ({format_bytes(over)}) more than the budget of {budget_bytes}. {remedy}; "
+            "target= counts the target of a loss"
+        )
 
 
 def _tensors_on(device: torch.device) -> list[torch.Tensor]:
     """Tensors on a device that Python holds, of more than one number."""
-    found = []
+    tensors = []
     for one in gc.get_objects():
         if type(one) not in _TYPES or one.device.type != device.type:
             continue
         with contextlib.suppress(RuntimeError):  # a wrapper of a transform has no storage
             if one.layout is torch.strided and one.untyped_storage().nbytes() > SCALAR_BYTES:
-                found.append(one)
-    return found
+                tensors.append(one)
+    return tensors

@@ -35,15 +35,12 @@ from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.counted import Count
 from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_among, with_gradients
-from fxremat.runtime.profile import MemoryProfile
+from fxremat.runtime.profile import WATCH_EVERY, MemoryProfile
 from fxremat.runtime.steps import Step
 from fxremat.units import format_bytes, format_seconds
 
 RESOLVED = 3
 """Steps, from the second one on, at which a share or ``"min"`` is resolved again."""
-
-WATCH_EVERY = 100
-"""Where no allocator counts the peaks of steps, one of so many is watched for good."""
 
 MOST_FOLLOWED = 8
 """Calls of a region whose plans are looked for first: it may be called so often in a step."""
@@ -712,7 +709,7 @@ def _learn(
     given_bytes = plan_cache.planner.step.given_bytes(compiled.context)
     planned = Taken(held_bytes, held_bytes - given_bytes)
     peak_bytes = plan_cache.corrections.learn(context, planned, seen, is_first=is_first)
-    plan_cache.loop.outside.check(peak_bytes, plan_cache.loop.budget)
+    plan_cache.loop.check_outside(peak_bytes)
     with plan_cache.loop.planning:
         if seen.taken_bytes is not None and peak_bytes != plan.measured_peak_bytes:
             plan = replace(compiled.planned.plan, measured_peak_bytes=peak_bytes)

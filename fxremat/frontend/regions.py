@@ -40,7 +40,7 @@ from fxremat.frontend.walk import Walk, between, seen_profiles
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 from fxremat.planner.context_bytes import SCALARS
 from fxremat.runtime.counted import Count
-from fxremat.runtime.profile import MemoryProfile
+from fxremat.runtime.profile import WATCH_EVERY, MemoryProfile
 from fxremat.runtime.steps import SCALAR_BYTES, Step
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes
@@ -53,9 +53,6 @@ MOST_UNKNOWN = 512
 
 Contexts = dict[tuple[int, StepContext], StepContext]
 """What a call of an unknown step is planned for, by the budget and what it finds."""
-
-WATCH_EVERY = 100
-"""One of so many steps is watched for good."""
 
 MOST_BARE = 4
 """First steps that are watched where nothing is captured."""
@@ -140,7 +137,8 @@ class Regions:
             self.latest = walk.ran
         if not walk.watched or not self.loop.watcher.is_on:
             return
-        walk.returned_bytes = _bytes_of(outputs)
+        tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+        walk.returned_bytes = sum(torch_compat.storages_on(self.loop.device, tensors))
         graph = _Graph()
         if torch_compat.before_each_backward(outputs, lambda: self._goes_back(graph, walk)):
             self.loop.watcher.close(graph)
@@ -597,7 +595,7 @@ class Regions:
             base_bytes += walk.kept_bytes + SCALARS * SCALAR_BYTES
         if self.notices.peak(base_bytes + peak_bytes, self.loop.budget, walk):
             self._watches = 2  # as long as steps are over, they are watched
-        self.loop.outside.check(base_bytes + peak_bytes, self.loop.budget)
+        self.loop.check_outside(base_bytes + peak_bytes)
         walk.done = done
         profiles = seen_profiles(walk)
         if profiles is None or not profiles:
@@ -700,13 +698,6 @@ class Regions:
             context = replace(call.context, tangents_stay=call.planner.tangents_stay)
             self._choices[key] = choices_of(call.planner, context)
         return self._choices[key]
-
-
-def _bytes_of(outputs: object) -> int:
-    """Bytes of the storages of tensors among what a model returns."""
-    tensors = [t for t in tree_leaves(outputs) if type(t) is torch.Tensor]
-    sizes = {torch_compat.storage_key(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(sizes.values())
 
 
 class _Graph:

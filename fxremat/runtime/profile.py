@@ -81,6 +81,10 @@ class _Watched:
     ended: bool = False
 
 
+WATCH_EVERY = 100
+"""Where no allocator counts the peaks of steps, one of so many is watched for good."""
+
+
 class Watcher:
     """Watches one step of a model at a time, in the thread that runs its forward.
 

@@ -4,6 +4,7 @@ import torch
 
 from fxremat.frontend import outside
 from fxremat.frontend.outside import Outside
+from fxremat.runtime.profile import WATCH_EVERY
 from fxremat.torch_compat import storage_key
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def test_first_calls_are_looked_at_and_later_few_where_that_is_cheap():
     assert not loop.is_due()  # it has not begun
     loop = Outside()
     loop.begin(CPU)
-    due = [call for call in range(1, 3 * outside.EVERY) if loop.is_due()]
-    assert due == [*range(1, outside.FIRST + 1), outside.EVERY, 2 * outside.EVERY]
+    due = [call for call in range(1, 3 * WATCH_EVERY) if loop.is_due()]
+    assert due == [*range(1, outside.FIRST + 1), WATCH_EVERY, 2 * WATCH_EVERY]
     loop.look(CPU, [], 0)
-    assert not any(loop.is_due() for _ in range(outside.EVERY)), "a look takes more than its share"
+    assert not any(loop.is_due() for _ in range(WATCH_EVERY)), "a look takes more than its share"
