@@ -468,3 +468,20 @@ def test_a_profiler_stops_no_job():
         call.zero_grad()
         model(x).backward()
         assert all(map(torch.equal, (p.grad for p in model.parameters()), found))
+
+
+def test_a_least_that_an_error_names_is_not_refused_in_its_place():
+    """Forms in parts depend on the budget that is asked for: what one names, another must find."""
+
+    def trained() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+        return nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(64, 8))
+
+    model, x = trained(), torch.randn(8, 32, 64)
+    options = {"accumulate": True, "optimizer": torch.optim.AdamW}
+    with pytest.raises(fxremat.BudgetError) as refused:
+        fxremat.compile(model, x, 1024, **options)
+    torch._dynamo.reset()
+    named = refused.value.least_budget_bytes
+    assert fxremat.compile(trained(), x, named, **options).plan.predicted_peak_bytes <= named

@@ -75,7 +75,7 @@ def aimed(
         form: how operations are computed there.
         limit_bytes: what stands in the way of a peak of so many counts.
         exact: parts keep bits.
-        beside: gradients are computed beside losses in parts, if there are any.
+        beside: gradients are computed with losses in parts, if there are any.
         part_bytes: what a part holds; values up to that stay whole.
 
     Returns ``None`` where no value of an operation is to blame.

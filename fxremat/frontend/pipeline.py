@@ -619,7 +619,8 @@ class Planner:
         """Let schedules be known of a form whose parts only buy what a budget lacks.
 
         They are added to the forms that are fastest with everything kept, at the sizes of the
-        capture; where a loss is large, once its parts were looked at.
+        capture; where a loss is large, once its parts were looked at. A budget of 0 asks for the
+        least of all: of every form, whichever was faster.
         """
         first = context.sizes == self.step.sizes.hints
         if self._coarse is None or not first or context.region or self._host is not None:
@@ -628,10 +629,11 @@ class Planner:
         if is_loss and self._coarse in (self._forms or ()):
             return False
         part_bytes, is_last = part_sizes(self.step.joint)[1], budget_bytes == 0
-        count = sum(last == is_last for _, last in self._aims)
         for own in sorted(schedules, key=lambda own: own.search.baseline.total_s):
             candidate = wanted(own.search, budget_bytes, below_s)
-            is_done = (own.form, is_last) in self._aims or own.form.peak or count >= MOST_AIMS
+            count = sum(not last for _, last in self._aims)
+            is_done = (own.form, is_last) in self._aims or bool(own.form.peak)
+            is_done = is_done or (count >= MOST_AIMS and not is_last)
             if is_done or (is_loss and not own.form.has_parts) or candidate.total_s >= below_s:
                 continue
             form = aimed(
@@ -643,9 +645,8 @@ class Planner:
                 beside=not context.scaled,
                 part_bytes=part_bytes,
             )
-            is_new = form and self._added(form, context, needed=needed, below_s=below_s)
+            is_new = form is not None and self._added(form, context, needed=needed, below_s=below_s)
             self._aims.add((own.form, is_last))
-            count += 1
             if is_new:
                 return True
         return False
