@@ -265,8 +265,9 @@ def max_batch(
     """The largest batch that fits ``budget``, and the one of the most samples a second.
 
     The step is captured and measured once, at the sample, which need not fit itself. All else is
-    computed; nothing is run of any other size but convolutions, alone, whose libraries must be
-    asked what memory they take, and, at the answer, what is computed in parts, to compare its bits.
+    computed; nothing is run of any other size but convolutions, whose libraries must be asked what
+    memory they take, and, at the answer, what is computed in parts, to compare its bits. An answer
+    that needs such parts is compiled, and smaller ones are tried where that is refused.
     Only sizes that the model takes are answered: even ones, say, where it views its batch as pairs.
 
     Args:
@@ -293,8 +294,8 @@ def max_batch(
             :func:`compile`.
     """
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
-    read = Budget.read(budget)
-    if read.nbytes is None:
+    budget_bytes = Budget.read(budget).nbytes
+    if budget_bytes is None:
         raise BudgetError(f"budget is {budget!r}: give bytes as '6 GiB' or an int")
     _refuse(options, ("dynamic", "plan"), "max_batch, which captures all sizes at once")
     _refuse(options, ("in_flight", "ranks"), "max_batch, which knows of one step")
@@ -311,16 +312,26 @@ def max_batch(
     made._compiler.loop.leave()  # it does not train
     (plan_cache,) = made._compiler.plan_caches
     (context,) = plan_cache.plans
+
+    def trains(resized: Sample) -> bool:
+        try:
+            tried = compile(model, resized, budget_bytes, dynamic=False, **_whole(options))
+        except BudgetError:
+            return False
+        tried._compiler.loop.leave()
+        return True
+
     with generators_restored(), in_training(model), torch.enable_grad(), shown() as progress:
         return Batching(
             plan_cache.planner,
-            read.nbytes,
+            budget_bytes,
             context,
             model,
             call,
             made.plans[0].overhead_s,
             limit,
             progress,
+            trains,
         ).over(asked)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ CURVE = 12
 
 CLOSER = 2
 """Times that sizes half-way from the fastest to its neighbours are added."""
+
+TRIALS = 3
+"""How often a size is compiled by itself, where the one that should fit is refused."""
 
 FRONTIER = 8
 """Sizes of each further dimension, where there is one."""
@@ -146,6 +150,8 @@ class Batching:
         overhead_s: what a step takes beside its calls.
         most: the largest size that is asked for.
         progress: told how far the search for sizes has come.
+        trains: compiles a sample of other sizes; whether the budget is accepted. ``None``: sizes
+            are answered as they are predicted.
     """
 
     planner: Planner
@@ -156,6 +162,7 @@ class Batching:
     overhead_s: float
     most: int
     progress: Progress
+    trains: Callable[[Sample], bool] | None = None
 
     def over(self, asked: Sequence[NamedDim]) -> Batches:
         """The sizes that fit.
@@ -248,7 +255,7 @@ class Batching:
 
     def _largest(self, context: StepContext, group: Sequence[Dimension]) -> int | None:
         """The largest size of ``group`` that fits, and that the model takes."""
-        return largest_size(
+        predicted = largest_size(
             self.planner,
             context,
             group,
@@ -258,6 +265,45 @@ class Batching:
             at_sizes=self.planner.usual,
             takes=self._is_taken,
         )
+        return predicted and self._largest_trained(context, group, predicted)
+
+    def _largest_trained(
+        self, context: StepContext, group: Sequence[Dimension], predicted: int
+    ) -> int | None:
+        """The largest size up to ``predicted`` that a compile by itself accepts.
+
+        Only parts that must keep their bits can be refused: at each size of a capture they are cut
+        elsewhere, and a library's kernels round by where they are cut. What fits without them is
+        not compiled.
+        """
+
+        def at(size: int) -> StepContext:
+            return replace(context, sizes=resized(context.sizes, group, size))
+
+        def fits_without_bits(size: int) -> bool:
+            own = self.planner.usual(at(size))
+            least = self.planner.alone_bytes(own, self.budget_bytes, exact_parts=False)
+            return least <= self.budget_bytes
+
+        if self.trains is None or fits_without_bits(predicted):
+            return predicted
+        trains, taken = self.trains, self._taken(context, group)
+        if trains(self._sample_at(at(predicted))):
+            return predicted
+        low, high = 0, bisect_right(taken, predicted)  # counts of ``taken``
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits_without_bits(taken[middle - 1]) else (low, middle)
+        high = bisect_right(taken, predicted)
+        for trial in range(TRIALS):
+            if high - low <= 1:
+                break
+            self.progress("compile batches", trial, TRIALS)
+            # What is refused is seldom off by much.
+            middle = max(low + 1, high - max(1, (high - low) >> (TRIALS - trial)))
+            is_trained = trains(self._sample_at(at(taken[middle - 1])))
+            low, high = (middle, high) if is_trained else (low, middle)
+        return taken[low - 1] if low else None
 
     def _taken(self, context: StepContext, group: Sequence[Dimension]) -> range:
         """Sizes for which the captured step holds, beside others for which it does."""
@@ -281,20 +327,24 @@ class Batching:
 
     def _is_taken(self, context: StepContext) -> bool:
         """Whether the model takes arguments of such sizes, such as its table of positions does."""
-        hints = self.planner.step.sizes.hints
-        new = {(d.place, d.dim): context.sizes[d.symbol] for d in self.planner.step.dimensions}
-        if context.sizes == hints:
+        if context.sizes == self.planner.step.sizes.hints:
             return True
+        try:
+            call_without_data(self.model, self._sample_at(context))
+        except Exception:  # the model's own
+            return False
+        return True
+
+    def _sample_at(self, context: StepContext) -> Sample:
+        """A sample of a call's sizes, all zeros: an index, a class and a mask everywhere."""
+        new = {(d.place, d.dim): context.sizes[d.symbol] for d in self.planner.step.dimensions}
         made: dict[int, torch.Tensor] = {}  # one tensor may be given in several places
         for place, tensor in places_of(self.sample.args, self.sample.kwargs):
             shape = [new.get((place, dim), size) for dim, size in enumerate(tensor.shape)]
-            made.setdefault(id(tensor), tensor.new_empty(shape))
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor.new_zeros(shape)
 
         def like(value: Any) -> Any:
             return made.get(id(value), value)
 
-        try:
-            call_without_data(self.model, self.sample.map(like))
-        except Exception:  # the model's own
-            return False
-        return True
+        return self.sample.map(like)

@@ -872,12 +872,22 @@ class Planner:
             for own in self.within(context, None)
         )
 
-    def alone_bytes(self, context: StepContext, budget_bytes: int, *, bits: bool = True) -> int:
+    def alone_bytes(
+        self,
+        context: StepContext,
+        budget_bytes: int,
+        *,
+        bits: bool = True,
+        exact_parts: bool = True,
+    ) -> int:
         """The least budget of a call where it alone is compiled, with nothing known beforehand;
-        of forms up to the first that fits. Bits are asked for of those alone that else fit.
+        of forms up to the first that fits. Bits are asked for of those alone that else fit; not
+        ``exact_parts``: of forms alone whose parts need not keep them.
         """
         found = []
         traced, *others = self.step.variants
+        if not exact_parts:
+            others = [own for own in others if not own.form.keeps_bits]
         for own in (traced, *reversed(others)):  # with most in parts first
             asks = own.form.keeps_bits
             for run in (False, True) if asks and bits else (not asks,):
