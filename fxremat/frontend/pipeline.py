@@ -247,7 +247,7 @@ class Planner:
             hint="" if self.budget.accepted else self.budget.hint,
         )
         for later in contexts[1:]:  # what they need is looked for now, not in the middle of a step
-            self.within(later, budget_bytes)
+            self.within(later, budget_bytes, needed=False)
         if contexts[0] != context:
             schedules = self.within(context, budget_bytes)
         traced, least_bytes = schedules[0].search, needs.least_bytes
@@ -628,6 +628,8 @@ class Planner:
         is_loss = self._has_large_loss(context, schedules[0].search)
         if is_loss and self._coarse in (self._forms or ()):
             return False
+        if self._effort.looks(self.step.joint, needed=needed, in_step=self.started) is None:
+            return False
         part_bytes, is_last = part_sizes(self.step.joint)[1], budget_bytes == 0
         for own in sorted(schedules, key=lambda own: own.search.baseline.total_s):
             candidate = wanted(own.search, budget_bytes, below_s)
@@ -703,6 +705,7 @@ class Planner:
         *,
         run: bool = True,
         bits: bool = True,
+        needed: bool = True,
     ) -> list[Schedules]:
         """Schedules of each variant, with what a call finds beside it.
 
@@ -714,6 +717,7 @@ class Planner:
             run: what no law tells of at its sizes; else costs may be a little off, and those that
                 are known will do.
             bits: ask whether parts keep them there; else they are taken to.
+            needed: however long it takes; else where the effort allows for it.
         """
         at_first_size = run and context.sizes == self.step.sizes.hints
         new = self._look(context) and at_first_size
@@ -733,7 +737,8 @@ class Planner:
         found = self._with_sent(context.sizes, found)
         if budget_bytes is None or least_of(found).least_bytes <= budget_bytes:
             return found
-        must = not (self.started and self.budget.grows)  # which it does where nothing fits
+        # A budget that grows does so where nothing fits.
+        must = needed and not (self.started and self.budget.grows)
         count = len(self._known)
 
         def widened(found: list[Schedules]) -> list[Schedules]:
