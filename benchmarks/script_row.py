@@ -9,7 +9,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 import fxremat
 from benchmarks.allocated import Allocated
@@ -40,12 +42,58 @@ _KEPT_WORDS = 600
 
 
 @dataclass(slots=True)
+class Earlier:
+    """Tensors that existed before the first network was compiled, and that no network trains with.
+
+    On a CPU a budget leaves these out: a data set that was loaded, or a layer that was copied.
+
+    Attributes:
+        tensors: all that existed then.
+        trained: the networks, their samples and optimizers.
+    """
+
+    tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
+    trained: list[Any] = field(default_factory=list)
+
+    def wrap(self, model: nn.Module, sample: object, optimizers: object) -> None:
+        """Note a network, and at the first one what exists."""
+        if not self.trained:
+            found = (each for each in gc.get_objects() if isinstance(each, Tensor))
+            self.tensors = [weakref.ref(each) for each in found]
+        several = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.trained.append((weakref.ref(model), _storages(tree_leaves(sample)), several))
+
+    def held_bytes(self) -> int:
+        """Bytes of those that still exist."""
+        own: dict[int, int] = {}
+        for model, sample, optimizers in self.trained:
+            network: Any = model()
+            if network is not None:
+                own |= _storages([*network.parameters(), *network.buffers()])
+            states = [each.state for each in optimizers if isinstance(each, torch.optim.Optimizer)]
+            own |= sample | _storages(tree_leaves([[*state.values()] for state in states]))
+        alive = _storages([each() for each in self.tensors])
+        return sum(nbytes for place, nbytes in alive.items() if place not in own)
+
+
+def _storages(values: Iterable[object]) -> dict[int, int]:
+    """The storages of the tensors among ``values``: where they are, and their bytes."""
+    found = {}
+    for each in values:
+        if isinstance(each, Tensor) and not isinstance(each, FakeTensor):
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+@dataclass(slots=True)
 class StepMeter:
     """Peaks and CPU seconds of steps, from ``begin`` to ``end``.
 
     Attributes:
         allocated: the counter; ``None`` where only time is taken.
         base_bytes: held before the script began.
+        earlier: what the script held before it compiled a network.
         peak_bytes, seconds: of the steps of this iteration.
         ended: steps so far.
     """
@@ -55,7 +103,9 @@ class StepMeter:
     peak_bytes: int = 0
     seconds: float = 0.0
     ended: int = 0
+    earlier: Earlier = field(default_factory=Earlier)
     _began: float = 0.0
+    _earlier_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.allocated is not None:
@@ -64,6 +114,7 @@ class StepMeter:
     def begin(self) -> None:
         """A step begins."""
         if self.allocated is not None:
+            self._earlier_bytes = self.earlier.held_bytes()
             self.allocated.mark()
         self._began = time.process_time()
 
@@ -72,7 +123,8 @@ class StepMeter:
         self.ended += 1
         self.seconds += time.process_time() - self._began
         if self.allocated is not None:
-            self.peak_bytes = max(self.peak_bytes, self.allocated.most_bytes - self.base_bytes)
+            base_bytes = self.base_bytes + self._earlier_bytes
+            self.peak_bytes = max(self.peak_bytes, self.allocated.most_bytes - base_bytes)
 
     def taken(self) -> tuple[int, float]:
         """Peak and seconds of the iteration that ended; the next one begins."""
@@ -87,18 +139,21 @@ class Wrapping:
 
     Attributes:
         budget: ``"eager"``, ``"aot_eager"`` or what ``fxremat.compile`` is given.
+        earlier: what the script holds before.
         inside: ``compile`` is running.
         made: the compiled modules.
         compile_s: CPU seconds of ``compile``.
     """
 
     budget: str | int | float
+    earlier: Earlier
     inside: bool = False
     made: list[weakref.ref[nn.Module]] = field(default_factory=list)
     compile_s: float = 0.0
 
     def __call__(self, model: nn.Module, sample: object, **keywords: Any) -> nn.Module:
         """Return the model as it is trained here."""
+        self.earlier.wrap(model, sample, keywords.get("optimizer"))
         if self.budget == "eager":
             return model
         if self.budget == "aot_eager":
@@ -150,7 +205,8 @@ class Training:
     @staticmethod
     def of(name: str, budget: str | int | float, *, steps: int, allocated: Allocated | None) -> Any:
         """A script before its first line."""
-        wrap, meter = Wrapping(budget), StepMeter(allocated)
+        meter = StepMeter(allocated)
+        wrap = Wrapping(budget, meter.earlier)
         return Training(wrap, meter, script(name).train(wrap, meter, steps))
 
     def step(self) -> str:
