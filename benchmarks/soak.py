@@ -165,6 +165,7 @@ class Soak:
 
     def evaluate(self) -> None:
         """Call the model in eval mode, at a size of its own."""
+        self.fails = None
         self.model.eval()
         with torch.no_grad():
             self.model(torch.randn(self.chance.randrange(1, 40), 32, 24))

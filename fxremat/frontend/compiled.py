@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
 from fxremat.costs.measure import device_of
@@ -46,6 +47,7 @@ class _State:
         kept: the plan of what this is a copy of.
         needs: what the loss of that was seen to take, where this was pickled.
         trained: a step was run as planned, or its user was told that none is.
+        warned_of_eval: that was said of steps in eval mode.
         in_transform: it was called inside a transform of ``torch.func``, and its user warned.
         starting: one thread plans the first step, others wait.
         copies: of the module that were made by ``copy.deepcopy``, and still exist.
@@ -58,6 +60,7 @@ class _State:
     kept: Plan | None = None
     needs: LossNeeds | None = None
     trained: bool = False
+    warned_of_eval: bool = False
     in_transform: bool = False
     starting: threading.Lock = field(default_factory=threading.Lock)
     copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
@@ -327,15 +330,33 @@ class _Forward:
 
 def _unplanned(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the model's own forward, in eval mode or without gradients."""
-    if torch.is_grad_enabled() and not state.trained:
+    if not torch.is_grad_enabled() or state.warned_of_eval:
+        return state.original.forward(*args, **kwargs)
+    if not state.trained:
         state.trained = True
-        warnings.warn(
-            f"{type(state.original).__name__} is called in eval mode, with gradients: no plan is "
-            "followed, and no budget holds. Call train() to train it, or use torch.no_grad()",
-            BudgetWarning,
-            stacklevel=4,
-        )
-    return state.original.forward(*args, **kwargs)
+        _warn_of_eval(state, stacklevel=5)
+        return state.original.forward(*args, **kwargs)
+    returned = state.original.forward(*args, **kwargs)
+    if torch_compat.in_transform():
+        return returned
+    # An evaluation has no backward.
+    for leaf in pytree.tree_leaves(returned):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(lambda _: _warn_of_eval(state, stacklevel=3))  # type: ignore[no-untyped-call]
+    return returned
+
+
+def _warn_of_eval(state: _State, *, stacklevel: int) -> None:
+    """Warn once that a model is trained in eval mode."""
+    if state.warned_of_eval:
+        return
+    state.warned_of_eval = True
+    warnings.warn(
+        f"{type(state.original).__name__} is called in eval mode, with gradients: no plan is "
+        "followed, and no budget holds. Call train() to train it, or use torch.no_grad()",
+        BudgetWarning,
+        stacklevel=stacklevel,
+    )
 
 
 def _in_transform(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

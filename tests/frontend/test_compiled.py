@@ -382,6 +382,19 @@ def test_training_in_eval_mode_is_warned_of():
         compiled.eval()(X)
 
 
+def test_so_it_is_after_steps_that_were_planned_and_not_of_an_evaluation():
+    compiled = fxremat.compile(Net(), X, "min")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        compiled(X).sum().backward()
+        compiled.eval()(X)
+    with pytest.warns(fxremat.BudgetWarning, match="no budget holds"):
+        compiled(X).sum().backward()
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        compiled(X).sum().backward()
+
+
 class Particular(Net):
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 7:
