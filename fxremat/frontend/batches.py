@@ -330,19 +330,23 @@ class Batching:
         if context.sizes == self.planner.step.sizes.hints:
             return True
         try:
-            call_without_data(self.model, self._sample_at(context))
+            call_without_data(self.model, self._sample_at(context, torch.Tensor.new_empty))
         except Exception:  # the model's own
             return False
         return True
 
-    def _sample_at(self, context: StepContext) -> Sample:
-        """A sample of a call's sizes, all zeros: an index, a class and a mask everywhere."""
+    def _sample_at(
+        self, context: StepContext, make: Callable[..., torch.Tensor] = torch.Tensor.new_zeros
+    ) -> Sample:
+        """A sample of a call's sizes: zeros, which any index or class may be; or what ``make``
+        makes of a tensor and a shape.
+        """
         new = {(d.place, d.dim): context.sizes[d.symbol] for d in self.planner.step.dimensions}
         made: dict[int, torch.Tensor] = {}  # one tensor may be given in several places
         for place, tensor in places_of(self.sample.args, self.sample.kwargs):
             shape = [new.get((place, dim), size) for dim, size in enumerate(tensor.shape)]
             if id(tensor) not in made:
-                made[id(tensor)] = tensor.new_zeros(shape)
+                made[id(tensor)] = make(tensor, shape)
 
         def like(value: Any) -> Any:
             return made.get(id(value), value)

@@ -342,7 +342,7 @@ def _unplanned(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     # An evaluation has no backward.
     for leaf in pytree.tree_leaves(returned):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            leaf.register_hook(lambda _: _warn_of_eval(state, stacklevel=3))  # type: ignore[no-untyped-call]
+            leaf.grad_fn.register_prehook(lambda _: _warn_of_eval(state, stacklevel=3))
     return returned
 
 
