@@ -58,7 +58,8 @@ class Earlier:
     def wrap(self, model: nn.Module, sample: object, optimizers: object) -> None:
         """Note a network, and at the first one what exists."""
         if not self.trained:
-            found = (each for each in gc.get_objects() if isinstance(each, Tensor))
+            # By type: ``isinstance`` asks ``__class__``, and a lazy import raises or warns at that.
+            found = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
             self.tensors = [weakref.ref(each) for each in found]
         several = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.trained.append((weakref.ref(model), _storages(tree_leaves(sample)), several))
