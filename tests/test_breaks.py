@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import fxremat
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, BudgetWarning, GraphBreakWarning
+from fxremat.planner.context_bytes import SCALARS
+from fxremat.runtime.steps import SCALAR_BYTES
 from tests.models.zoo import seeded
 
 ROWS, WIDTH, LAYERS = 512, 32, 6
@@ -235,7 +237,7 @@ def held(name: str, budget: int | str) -> tuple[int, int]:
     """Train within ``budget``, or within the least that an error tells; peak and budget."""
     model, x = made(name)
     expected = step(model, model, x)
-    compiled = fxremat.compile(model, x, budget)
+    compiled = fxremat.compile(model, x, budget, strict=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -267,21 +269,17 @@ def test_the_budget_holds(name: str, share: float | str) -> None:
 
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["own function", "breaks in a loop", "lstm"])
-def test_a_refusal_tells_the_least_that_there_is(name: str) -> None:
+def test_a_refusal_names_the_least_that_trains(name: str) -> None:
+    """First that of one region, as it is before a step was watched, then that of the step."""
     model, x = made(name)
     compiled = fxremat.compile(model, x, "min")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(5):
             step(model, compiled, x)
-        least = compiled.plan.budget_bytes
-        torch._dynamo.reset()
-        model, x = made(name)
-        compiled = fxremat.compile(model, x, least // 2)
-        with pytest.raises(BudgetError) as caught:
-            for _ in range(5):
-                step(model, compiled, x)
-    assert caught.value.least_budget_bytes == least
+    least = compiled.plan.budget_bytes
+    _, budget = held(name, least // 2)
+    assert least <= budget <= least + x.nbytes + SCALARS * SCALAR_BYTES
 
 
 @pytest.mark.more
@@ -300,8 +298,11 @@ def test_what_was_planned_goes_with_the_compiled_module() -> None:
 @pytest.mark.more
 def test_a_hook_that_is_removed_leaves_one_graph_again() -> None:
     x = torch.randn(ROWS, WIDTH)
+    whole = fxremat.compile(Unbroken(), x, "min")
+    for _ in range(3):
+        whole(x).sum().backward()
+        whole.zero_grad()
     call = fxremat.compile(Unbroken(), x, "min")
-    whole = call.plan
     hook = call.blocks[1].register_full_backward_hook(lambda *_given: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GraphBreakWarning)
@@ -314,8 +315,8 @@ def test_a_hook_that_is_removed_leaves_one_graph_again() -> None:
         call(x).sum().backward()
         call.zero_grad()
     assert isinstance(call.plan, fxremat.Plan)
-    assert isinstance(whole, fxremat.Plan)
-    assert call.plan.least_budget_bytes == whole.least_budget_bytes
+    assert isinstance(whole.plan, fxremat.Plan)
+    assert call.plan.least_budget_bytes == whole.plan.least_budget_bytes
 
 
 @pytest.mark.more
@@ -382,7 +383,7 @@ def test_a_model_of_which_nothing_is_captured_runs_as_it_is_and_is_told_of() -> 
         for _ in range(3):
             assert same(step(model, compiled, x), expected)
     torch._dynamo.reset()
-    compiled = fxremat.compile(model, x, full // 2)
+    compiled = fxremat.compile(model, x, full // 2, strict=True)
     with pytest.raises(BudgetError) as caught, pytest.warns(BudgetWarning):
         for _ in range(5):
             step(model, compiled, x)

@@ -120,7 +120,7 @@ def test_a_limit_is_of_all_regions_together(way: str) -> None:
     needed = needed_bytes(way, budget)
     for host_limit, enough in ((needed, True), (needed // 2, False)):
         torch._dynamo.reset()
-        options = {"offload": "only", "host_limit": host_limit, "split": False}
+        options = {"offload": "only", "host_limit": host_limit, "split": False, "strict": True}
         model, x, call, limit = compiled_as(way, budget, **options)
         if not enough:
             with pytest.raises(BudgetError, match=r"host_limit= leaves them \d+ bytes .* would do"):
