@@ -168,6 +168,8 @@ class Planner:
             if self._peers is not None and self._host is not None:
                 self._link = agreed_link(self._peers, self._link_to(self._host))
             planned = self._shared(lambda: self._found(context, least=least))
+            if least and self._peers is not None:
+                self._look(context)  # each process plans later steps, from what the first one knows
         self.started = True
         self.budget.accepted |= not least
         if kept is None and rehearse:
