@@ -362,8 +362,8 @@ class Options:
     Attributes:
         budget: text: ``"6 GiB"``, ``"6GB"`` (decimal), ``"50%"`` of what the step takes with
             everything kept, or ``"min"``.
-        optimizer: name of a class of ``torch.optim``; ``"none"``: no state is counted, not even
-            that of a trainer's optimizer.
+        optimizer: name of a class of ``torch.optim``; ``"none"``: no state is counted before
+            it exists, not even that of a trainer's optimizer.
         loss: ``"own"``: the model returns its loss.
         offload: ``"auto"``, ``"only"`` or ``"conv"``; ``None``: nothing travels.
         split: ``"exact"``, ``"true"`` or ``"false"``.
