@@ -312,7 +312,7 @@ def _held(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            call = fxremat.compile(model, sample, budget)
+            call = fxremat.compile(model, sample, budget, strict=True)
     finally:
         after = State.of(model, sample)
         if not bitwise_equal(before, after):

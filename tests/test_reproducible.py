@@ -91,17 +91,18 @@ def refuse(*_args: object, **_options: object) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_another_budget_needs_no_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
-    full = fxremat.plan(model(), SAMPLE, 1.0)
+    whole = {"split": False}  # parts are cut for a budget, and measured then
+    full = fxremat.plan(model(), SAMPLE, 1.0, **whole)
     torch._dynamo.reset()
     monkeypatch.setattr(captured, "measure_line", refuse)
     monkeypatch.setattr(emission, "Rehearsal", refuse)
-    least = fxremat.plan(model(), SAMPLE, "min")
+    least = fxremat.plan(model(), SAMPLE, "min", **whole)
     assert least.measured == full.measured
     assert least.overhead_s == full.overhead_s
     assert least.predicted_peak_bytes < full.predicted_peak_bytes
     torch._dynamo.reset()
     with pytest.raises(AssertionError, match="the costs are there"):
-        fxremat.plan(model(), SAMPLE[:8], "min")
+        fxremat.plan(model(), SAMPLE[:8], "min", **whole)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

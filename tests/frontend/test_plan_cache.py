@@ -470,7 +470,7 @@ def test_a_refusal_comes_before_anything_runs_and_leaves_nothing_behind():
 
 @pytest.mark.more
 def test_room_for_others_never_forbids_a_step_alone():
-    call = fxremat.compile(model(), batch(), 1.0, loss=loss_of)
+    call = fxremat.compile(model(), batch(), 1.0, loss=loss_of, strict=True)
     for _ in range(3):
         with budget_warnings():
             backs(steps_at_once(call, 100))

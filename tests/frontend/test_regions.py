@@ -197,7 +197,7 @@ def test_named_modules_are_captured_once_for_all_that_are_alike(budget: float | 
     names = [f"layers.{place}" for place in range(LAYERS)]
     compiled = fxremat.compile(model, x, budget, regions=names)
     told = taught(model, compiled, x)
-    assert not told  # it was asked for
+    assert not [one for one in told if one.category is GraphBreakWarning]  # it was asked for
     assert len({plan.origin.operations for plan in compiled.plans if plan.origin}) <= 3
     assert all(map(torch.equal, gradients(model, compiled, x), expected))
     peak = peak_of(model, compiled, x)
@@ -208,19 +208,24 @@ def test_named_modules_are_captured_once_for_all_that_are_alike(budget: float | 
 
 @pytest.mark.more
 def test_a_budget_below_the_least_tells_what_would_do() -> None:
-    model, x = made(broken((6,)))
-    compiled = fxremat.compile(model, x, 1 << 20)
-    with pytest.raises(BudgetError) as caught, warnings.catch_warnings():
-        warnings.simplefilter("ignore", BudgetWarning)
-        for _ in range(LEARNED + 1):  # what one step has shown, another confirms
-            gradients(model, compiled, x)
-    least_bytes = caught.value.least_budget_bytes
-    assert least_bytes is not None
+    """First for a region, before any has run, then for the step."""
+    named = [1 << 20]
+    for _ in range(2):
+        torch._dynamo.reset()
+        model, x = made(broken((6,)))
+        compiled = fxremat.compile(model, x, named[-1], strict=True)
+        with pytest.raises(BudgetError) as caught, warnings.catch_warnings():
+            warnings.simplefilter("ignore", BudgetWarning)
+            for _ in range(LEARNED + 1):  # what one step has shown, another confirms
+                gradients(model, compiled, x)
+        assert caught.value.least_budget_bytes is not None
+        assert caught.value.least_budget_bytes > named[-1]
+        named.append(caught.value.least_budget_bytes)
     torch._dynamo.reset()
     model, x = made(broken((6,)))
-    compiled = fxremat.compile(model, x, least_bytes)
+    compiled = fxremat.compile(model, x, named[-1], strict=True)
     taught(model, compiled, x)
-    assert peak_of(model, compiled, x) <= least_bytes
+    assert peak_of(model, compiled, x) <= named[-1]
 
 
 @pytest.mark.more

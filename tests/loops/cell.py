@@ -218,11 +218,11 @@ def planned(name: str, subject: str, budget: int, *, regions: bool = False) -> R
             if regions:
                 inner = getattr(model, "module", model)
                 settings = {**settings, "regions": [name for name, _ in inner.named_children()]}
-            return fxremat.compile(model, sample, budget, **settings)
+            return fxremat.compile(model, sample, budget, strict=True, **settings)
         reserve = settings.pop("reserve", 0)
         if "optimizer" in settings:
             reserve += 2 * storage_bytes(model.parameters())  # two moments
-        options = {"budget": budget, "reserve": reserve}
+        options = {"budget": budget, "reserve": reserve, "strict": True}
         return torch.compile(model, backend="fxremat", fullgraph=loop.whole, options=options)
 
     return run(loop, subject, compile, teaching=TEACHING_REGIONS if regions else TEACHING)
