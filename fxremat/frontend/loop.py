@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Loop:
         host: what all graphs keep to together of host memory; ``None``: nothing travels.
         peers: processes that train the same model; ``None``: this one plans for itself.
         resident: tells the tensors that the step which is captured holds, used or not.
-        given_optimizers: those that ``optimizer=`` names.
+        given_optimizers: those that ``optimizer=`` names; they are not kept alive.
         state: that these keep, by parameter.
         model: that trains, while it is there.
         device: of the model.
@@ -67,7 +67,7 @@ class Loop:
 
     budget: TrainingBudget
     caller: Caller
-    given_optimizers: tuple[object, ...] = ()
+    given_optimizers: InitVar[tuple[object, ...]] = ()
     state: StateBytes = field(default_factory=dict)
     host: HostLimit | None = None
     peers: Peers | None = None
@@ -87,10 +87,10 @@ class Loop:
     _slack_bytes: int = 0  # the most that was found
     _all_slack_bytes: int = 0  # of all on the device, when it was found
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, given_optimizers: tuple[object, ...]) -> None:
         given_bytes = sum(self.caller.held_bytes)
         self.optimizers = Optimizers(
-            lambda: self.budget.nbytes, self.given_optimizers, given_bytes, self.watcher.end
+            lambda: self.budget.nbytes, given_optimizers, given_bytes, self.watcher.end
         )
 
     def join(self) -> None:

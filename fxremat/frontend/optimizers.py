@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class Optimizers:
 
     Attributes:
         budget_bytes: asked for when a step was seen; ``None``: there is no budget yet.
-        given: those that ``optimizer=`` names; a class stands for all of its instances.
+        given: those that ``optimizer=`` names, which are not kept alive; a class stands for all of
+            its instances.
         given_bytes: of the state that these keep.
         before_step: is called before each step: what a training step takes ends there.
         watcher: of what a step allocates. A step that raises ends with what is watched next, a
@@ -63,7 +64,7 @@ class Optimizers:
     """
 
     budget_bytes: Callable[[], int | None]
-    given: tuple[object, ...] = ()
+    given: InitVar[tuple[object, ...]] = ()
     given_bytes: int = 0
     before_step: Callable[[], None] = lambda: None
     watcher: Watcher = field(default_factory=Watcher)
@@ -71,9 +72,13 @@ class Optimizers:
     _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Optimizer] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    _given: tuple[Callable[[], object], ...] = ()
     _profiles: list[MemoryProfile] = field(default_factory=list)
     _model: Callable[[], nn.Module | None] = lambda: None
     _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self, given: tuple[object, ...]) -> None:
+        self._given = tuple(map(weakref.ref, given))
 
     @property
     def state_bytes(self) -> int:
@@ -109,7 +114,7 @@ class Optimizers:
                 own is given or (isinstance(given, type) and isinstance(own, given))
                 for own in stepped
             )
-            for given in self.given
+            for given in (kept() for kept in self._given)
         )
 
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -192,3 +193,26 @@ def test_the_steps_of_another_model_count_for_nothing():
         for _ in range(MOST_WATCHED):
             step(foreign)
         assert not optimizers.more_bytes
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_state_of_what_is_dropped_is_not_kept():
+    """Neither by a circle, which Python's collector would have to look for."""
+
+    def trained() -> weakref.ref[torch.optim.Optimizer]:
+        model, x = layer(), torch.randn(8, 100)
+        optimizer = torch.optim.AdamW(model.parameters())
+        call = fxremat.compile(model, x, 1.0, loss=torch.sum, optimizer=optimizer)
+        for _ in range(3):
+            call(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weakref.ref(optimizer)
+
+    trained()
+    gc.collect()
+    gc.disable()
+    try:
+        assert trained()() is None
+    finally:
+        gc.enable()
