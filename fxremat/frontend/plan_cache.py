@@ -667,6 +667,9 @@ class PlanCache:
     def _new(self, planned: Planned, context: StepContext) -> Compiled:
         compiled = Compiled(planned.with_overhead(self.loop.overhead_s), self, context)
         _tell(planned.plan)
+        arena = planned.graphs.arena
+        if self.loop.host is not None and arena is not None and not self.regions.several:
+            self.loop.host.drop_idle(but=arena)  # the plan before may be followed no more
         if self.loop.on_new is not None:
             self.loop.on_new(compiled)
         return compiled

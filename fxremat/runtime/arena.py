@@ -39,11 +39,12 @@ class HostLimit:
         """Bytes that steps use now."""
         return sum(arena.nbytes * arena.leases for arena in self.arenas)
 
-    def drop_idle(self) -> None:
-        """Give up what no step uses now; who needs it again allocates it again."""
+    def drop_idle(self, *, but: Arena | None = None) -> None:
+        """Give up what no step uses now, except of one arena; it is allocated again when needed."""
         with self.lock:
             for arena in self.arenas:
-                arena.drop_idle()
+                if arena is not but:
+                    arena.drop_idle()
 
     def make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit, at the cost of what no step uses now.

@@ -90,7 +90,7 @@ def test_steps_on_other_streams_and_in_other_threads_keep_to_the_budget():
     assert call.plan.budget_bytes > least
     for _ in range(2):
         assert peak_of(in_a_thread) <= call.plan.budget_bytes
-    fixed = fxremat.compile(model, x, call.plan.budget_bytes, loss=torch.sum)
+    fixed = fxremat.compile(model, x, call.plan.budget_bytes, loss=torch.sum, strict=True)
     with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(BudgetError, match="workspaces"):
         fixed(x)
 
