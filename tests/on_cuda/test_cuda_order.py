@@ -94,7 +94,7 @@ def test_no_accesses_of_training_steps_race(name: str, mode: Mode, share: Share)
     training = Training(entry, compiled(entry, mode, share))
     model = training.trained.model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for _ in range(1 + RESOLVED):  # libraries wait when they are loaded, and a new plan's host memory
+    for _ in range(1 + RESOLVED):  # libraries wait when they are loaded, and so do new plans
         training.step()
     with checked() as found:
         for _ in range(STEPS):
