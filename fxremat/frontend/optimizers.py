@@ -54,8 +54,8 @@ class Optimizers:
 
     Attributes:
         budget_bytes: asked for when a step was seen; ``None``: there is no budget yet.
-        given: those that ``optimizer=`` names, which are not kept alive; a class stands for all of
-            its instances.
+        given: those that ``optimizer=`` names; a class stands for all of its instances. They are
+            not kept alive; one that is gone counts as one that has not stepped.
         given_bytes: of the state that these keep.
         before_step: is called before each step: what a training step takes ends there.
         watcher: of what a step allocates. A step that raises ends with what is watched next, a

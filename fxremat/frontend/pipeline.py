@@ -169,7 +169,9 @@ class Planner:
                 self._link = agreed_link(self._peers, self._link_to(self._host))
             planned = self._shared(lambda: self._found(context, least=least))
             if least and self._peers is not None:
-                self._look(context)  # each process plans later steps, from what the first one knows
+                self._look(
+                    context
+                )  # later plans are each process's: all start from these schedules
         self.started = True
         self.budget.accepted |= not least
         if kept is None and rehearse:

@@ -356,8 +356,8 @@ class Regions:
             f"budget {budget.written.written!r} is {budget.nbytes} bytes "
             f"({format_bytes(budget.nbytes)}), but a region of this model needs at least "
             f"{least_bytes} bytes ({format_bytes(least_bytes)}) with what the model holds, "
-            f"whatever its plan. Give budget='min', or at least {least_bytes}: its other regions "
-            "may need more, which shows once they have run",
+            f"whatever its plan. Give budget='min', or at least {least_bytes}; what the model's "
+            "other regions need is not known before they have run, and may be more",
             least_budget_bytes=least_bytes,
         )
         if budget.may_raise and not walk.calls:

@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -39,12 +40,15 @@ class HostLimit:
         """Bytes that steps use now."""
         return sum(arena.nbytes * arena.leases for arena in self.arenas)
 
-    def drop_idle(self, *, but: Arena | None = None) -> None:
-        """Give up what no step uses now, except of one arena; it is allocated again when needed."""
+    def drop_idle(self, arenas: Iterable[Arena] | None = None) -> None:
+        """Give up what no step uses now; a step that needs it again allocates it again.
+
+        Args:
+            arenas: of which; ``None``: of all.
+        """
         with self.lock:
-            for arena in self.arenas:
-                if arena is not but:
-                    arena.drop_idle()
+            for arena in self.arenas if arenas is None else arenas:
+                arena.drop_idle()
 
     def make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit, at the cost of what no step uses now.

@@ -563,3 +563,16 @@ def test_what_is_found_is_explained():
     back(call)
     back(call)
     assert "gradients that exist" in call.plan.explain()
+
+
+def test_a_plan_from_before_a_correction_gives_up_its_host_memory():
+    layers = [nn.Linear(*sizes) for _ in range(4) for sizes in ((64, 256), (256, 64))]
+    own = nn.Sequential(*layers)
+    x = torch.randn(512, 64)
+    call = fxremat.compile(own, x, "min", loss=torch.sum, offload="only", split=False)
+    for _ in range(4):
+        call(x).sum().backward()
+        call.zero_grad()
+    plans, limit = call.plans, call._compiler.asked.host.limit
+    assert sum(plan.host_bytes > 0 for plan in plans) > 1, "it was not planned again"
+    assert sum(arena.allocated_bytes for arena in limit.arenas) == plans[-1].host_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -202,7 +203,9 @@ def _reference(loop: Loop, subject: str, teaching: int) -> Ran:
         return run(loop, subject, compile, teaching=teaching)
 
 
-def planned(name: str, subject: str, budget: int, *, regions: bool = False) -> Ran:
+def planned(
+    name: str, subject: str, budget: int, *, regions: bool = False, strict: bool = False
+) -> Ran:
     """The loop through fxremat.
 
     Args:
@@ -210,6 +213,7 @@ def planned(name: str, subject: str, budget: int, *, regions: bool = False) -> R
         subject: the model.
         budget: bytes.
         regions: each module of the model's is captured by itself.
+        strict: errors are raised in a running job, too.
     """
     loop = LOOPS[name]
 
@@ -218,11 +222,12 @@ def planned(name: str, subject: str, budget: int, *, regions: bool = False) -> R
             if regions:
                 inner = getattr(model, "module", model)
                 settings = {**settings, "regions": [name for name, _ in inner.named_children()]}
-            return fxremat.compile(model, sample, budget, strict=True, **settings)
+            how = {"strict": strict, "assume": loop.assume, **settings}
+            return fxremat.compile(model, sample, budget, **how)
         reserve = settings.pop("reserve", 0)
         if "optimizer" in settings:
             reserve += 2 * storage_bytes(model.parameters())  # two moments
-        options = {"budget": budget, "reserve": reserve, "strict": True}
+        options = {"budget": budget, "reserve": reserve, "strict": strict}
         return torch.compile(model, backend="fxremat", fullgraph=loop.whole, options=options)
 
     return run(loop, subject, compile, teaching=TEACHING_REGIONS if regions else TEACHING)
@@ -259,7 +264,7 @@ class Cell:
                 return ["refused although the loop fits as it is"]
             return []
         found = []
-        if self.over_bytes:
+        if self.over_bytes > self.warned_bytes:
             share = self.ran.peak_bytes / self.budget_bytes - 1
             found.append(f"{100 * share:.1f} % over, in {self.ran.peak_in}")
         difference = self.ran.differs_from(self.reference)
@@ -268,8 +273,25 @@ class Cell:
         if self.ran.plans is not None and self.ran.plans[0] + SETTLING < self.ran.plans[1]:
             found.append(f"planned anew: {self.ran.plans[1] - self.ran.plans[0]} times")
         known = set(self.reference.taught) | set(self.reference.warned)
-        found += [f"warned: {text}" for text in self.ran.warned if text not in known]
+        warned = (text for text in self.ran.warned if text not in known)
+        found += [f"warned: {text}" for text in warned if not (self.over_bytes and _more(text))]
         return found
+
+    @property
+    def warned_bytes(self) -> int:
+        """The most by which a warning says that the budget does not suffice.
+
+        What the loop holds outside its model is warned of once, a step that is too large each time.
+        """
+        assert self.ran is not None
+        outside = (text for text in self.ran.taught if "outside the model" in text)
+        return max(map(_more, (*outside, *self.ran.warned)), default=0)
+
+
+def _more(warning: str) -> int:
+    """Bytes by which a warning says that a step exceeds its budget; 0: it says something else."""
+    found = re.search(r"(\d+) (?:\([^)]*\) )?more than (?:the|its) budget", warning)
+    return int(found[1]) if found and warning.startswith("BudgetWarning") else 0
 
 
 def within(name: str, subject: str, share: float, *, regions: bool = False) -> Cell:
@@ -296,7 +318,7 @@ def at_least(name: str, subject: str) -> Cell:
     budget = 1
     for _ in range(TRIES):
         try:
-            return Cell(budget, planned(name, subject, budget), None, compared)
+            return Cell(budget, planned(name, subject, budget, strict=True), None, compared)
         except Exception as error:
             least = _refusal(error).least_budget_bytes
             if least is None or least <= budget:

@@ -142,6 +142,7 @@ class Loop:
         optimizer: made of the parameters.
         tells: of the optimizer and the loss those that ``fxremat.compile`` is told of.
         reserve_bytes: what the loop holds that no step knows of, from the model.
+        assume: as ``fxremat.compile`` takes it; ``"strict"``: other networks are not counted.
         context: where model and loop run.
         whole: the model can be captured whole.
         distributed: a process group is needed.
@@ -156,6 +157,7 @@ class Loop:
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = _adamw
     tells: frozenset[str] = frozenset({"optimizer"})
     reserve_bytes: Callable[[nn.Module], int] = nothing
+    assume: str = "usual"
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     whole: bool = True
     distributed: bool = False

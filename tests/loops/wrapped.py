@@ -118,7 +118,7 @@ def swa(job: Job) -> Iterator[None]:
         job.show(next(average.parameters()))
 
 
-@loop()
+@loop(assume="strict")  # what the other copy holds is not measured
 def second_thread(job: Job) -> Iterator[None]:
     """Another copy has its forward between this one's forward and backward, then its backward."""
     other = copy.deepcopy(job.module)
