@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel
 
 import fxremat
+from fxremat.costs import cache
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -433,6 +435,45 @@ class Convolutions(nn.Module):
         for layer in self.layers:
             x = torch.relu(layer(x))
         return x.square().mean()
+
+
+class Wide(nn.Module):
+    """One operation after another on a tensor that is wide only inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).softmax(-1).mul(3).tanh())
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_measuring_inside_a_step_that_takes_more_than_the_budget_is_warned_of(
+    sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages are measured whole; parts of them keep to a smaller budget."""
+    x = torch.randn(4096, 8)
+    with pytest.raises(fxremat.BudgetError) as refused:
+        fxremat.compile(Wide(), x, 1, split=True)
+    least = refused.value.least_budget_bytes
+    assert least is not None
+    monkeypatch.setattr(cache, "COSTS", defaultdict(cache.CostCache))  # nothing is known
+    model = fxremat.compile(Wide(), x if sampled else None, least, split=True)
+    texts = budget_warnings(lambda: model(x).sum().backward())
+    found = [text for text in texts if "Measuring its operations took at least" in text]
+    assert len(found) == (not sampled)
+    for text in found:
+        taken = int(re.findall(r"at least (\d+) bytes", text)[0])
+        assert least < taken < 6 * x.nbytes * 8  # below torch 5 398 588 are counted
+        assert __file__ in text
+    assert not budget_warnings(lambda: model(x).sum().backward())
+
+
+def test_measuring_inside_a_step_within_the_budget_is_not_warned_of() -> None:
+    x = torch.randn(4096, 8)
+    model = fxremat.compile(Wide(), budget=10**9)
+    assert not budget_warnings(lambda: model(x).sum().backward())
 
 
 def test_a_profiler_stops_no_job():

@@ -31,10 +31,13 @@ class Measured:
     Attributes:
         line: its storages as large as they really are.
         costs: of it, by index.
+        measuring_bytes: the most that measuring held at once, without parameters and inputs of the
+            step; 0 where nothing was run.
     """
 
     line: Line
     costs: RecordedCosts
+    measuring_bytes: int = 0
 
     @staticmethod
     def of(line: Line, costs: RecordedCosts) -> Measured:
@@ -177,7 +180,7 @@ def measure_line(
         CostError: an operation cannot be run.
     """
     library_workspaces(line.joint.device)  # or the first product would be charged with them
-    operations = Operations(cache, device=line.joint.device)
+    operations = Operations(cache, device=line.joint.device, given=real.values())
     stages = [_Stage.of(line, blocks, index) for index in range(len(line.stages))]
     walk = _Walk(line, Synthesizer(line.joint, real), operations, cache)
     new = [index for index, stage in enumerate(stages) if not walk.is_known(stage)]
@@ -187,7 +190,8 @@ def measure_line(
             if new and index <= new[-1]:
                 walk.measure(stage)
         progress(MEASURE, len(stages), len(stages))
-        return Measured.of(line, _recorded(line, stages, operations, cache))
+        measured = Measured.of(line, _recorded(line, stages, operations, cache))
+        return replace(measured, measuring_bytes=operations.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +269,9 @@ class _Walk:
         # What runs again reads states of generators, too, which may be of an earlier stage.
         others = frozenset(stage.whole.inputs).difference(first.nodes, first.inputs)
         inputs = self._values.of((*first.inputs, *sorted(others, key=self._line.rank)))
-        results = self._operations.run(first, inputs, keep=first.outputs, again=stage.whole)
+        results = self._operations.run(
+            first, inputs, keep=first.outputs, again=stage.whole, beside=self._values.held()
+        )
         return self._time(first, key, inputs, results)
 
     def _backward(self, backward: Block, key: Key | None) -> None:
@@ -273,7 +279,7 @@ class _Walk:
         new = key is not None and key not in self._cache.seconds
         if new or not self._is_logged(backward):
             inputs = self._values.of(backward.inputs)
-            self._operations.run(backward, inputs)
+            self._operations.run(backward, inputs, beside=self._values.held())
             self._time(backward, key, inputs, {})
 
     def _time(

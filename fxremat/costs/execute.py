@@ -92,17 +92,64 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
+class HeldBytes:
+    """Counts the bytes of distinct storages that values hold on one device.
+
+    Args:
+        device: other devices are not counted.
+        given: keys of storages that exist anyway, which are not counted.
+
+    Attributes:
+        nbytes: held now.
+    """
+
+    def __init__(self, device: torch.device, given: frozenset[int] = frozenset()) -> None:
+        self.nbytes = 0
+        self._device = device
+        self._given = given
+        self._holders: dict[int, int] = {}
+
+    def add(self, value: object) -> None:
+        """Count the storages of a value."""
+        for key, nbytes in self._counted(value):
+            holders = self._holders.get(key, 0)
+            self._holders[key] = holders + 1
+            self.nbytes += 0 if holders else nbytes
+
+    def drop(self, value: object) -> None:
+        """Count the storages of a value, added before, no more."""
+        for key, nbytes in self._counted(value):
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self.nbytes -= nbytes
+
+    def _counted(self, value: object) -> Iterator[tuple[int, int]]:
+        for tensor in _tensors(value):
+            key = torch_compat.storage_key(tensor)
+            if tensor.device == self._device and key not in self._given:
+                yield key, _allocated_bytes(tensor)
+
+
 class Operations:
     """Runs blocks operation by operation, and measures the operations that are new.
 
     Args:
         cache: measurements; new ones are added.
         device: whose memory is meant, that of the step.
+        given: tensors that exist whether or not something is measured.
+
+    Attributes:
+        peak_bytes: the most that :meth:`run` has held at once, without ``given``.
     """
 
-    def __init__(self, cache: CostCache, *, device: torch.device) -> None:
+    def __init__(
+        self, cache: CostCache, *, device: torch.device, given: Iterable[torch.Tensor] = ()
+    ) -> None:
+        self.peak_bytes = 0
         self._cache = cache
         self._device = device
+        self._given = frozenset(map(torch_compat.storage_key, given))
         self._keys: dict[tuple[fx.Node, Mode], Key] = {}
         self._clock = KernelClock(device)
 
@@ -124,12 +171,14 @@ class Operations:
         *,
         keep: Sequence[fx.Node] = (),
         again: Block | None = None,
+        beside: Iterable[torch.Tensor] = (),
     ) -> dict[fx.Node, torch.Tensor]:
         """Run each operation of ``block``; note workspace and results' sizes of new ones.
 
         Args:
             block: the operations.
             inputs: values of all that they read from outside.
+            beside: further tensors that the caller holds meanwhile.
             keep: results that are returned. Others are dropped after their last reader.
             again: a recomputation whose operations are among the block's and read what is there
                 when it runs them: they are timed, too.
@@ -140,11 +189,23 @@ class Operations:
         timed = {} if again is None else dict.fromkeys(again.nodes, again)
         values: dict[fx.Node, Any] = dict(inputs)
         dying = _last_read(block, timed, keep)
+        held = HeldBytes(self._device, self._given)
+        for value in (*inputs.values(), *beside):  # the caller holds them to the end
+            held.add(value)
         for node in block.nodes:
             values[node] = self._result(node, block, timed.get(node), values)
+            held.add(values[node])
+            workspace_bytes = 0 if is_getitem(node) else self._workspace_bytes(node, block)
+            self.peak_bytes = max(self.peak_bytes, held.nbytes + workspace_bytes)
             for dead in dying.get(node, ()):
+                if dead not in inputs:
+                    held.drop(values[dead])
                 del values[dead]
         return {node: values[node] for node in keep}
+
+    def _workspace_bytes(self, node: fx.Node, block: Block) -> int:
+        """Bytes that ``node``, which has run, takes beside its arguments and results."""
+        return self._cache.workspace_bytes[self._key(node, block)]
 
     def _result(
         self, node: fx.Node, block: Block, again: Block | None, values: Mapping[fx.Node, Any]

@@ -30,6 +30,10 @@ class Synthesizer:
         """Use ``values`` from now on."""
         self._held.update(values)
 
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """The values that :meth:`hold` was given and that were not forgotten."""
+        return tuple(self._held.values())
+
     def keep_only(self, nodes: Iterable[fx.Node]) -> None:
         """Forget all held values but those of ``nodes``."""
         wanted = set(nodes)

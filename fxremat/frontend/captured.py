@@ -105,6 +105,7 @@ class CapturedStep:
         inputs, caller, progress, peers: as given; no batch, silent and none once it is settled.
         optimizer_bytes: that the caller holds beside tensors of the model.
         late_bytes: left alone for buffers of collectives that go late.
+        measuring_bytes: the most that measuring held at once, beside parameters and inputs.
 
     Raises:
         CaptureError, GraphError: as the passes raise them.
@@ -154,7 +155,7 @@ class CapturedStep:
                 "fxremat.compile ranks=fxremat.Ranks() and a sample, and let all sizes be met at "
                 "the first call"
             )
-        self.late_bytes = self._more_bytes = 0
+        self.late_bytes = self._more_bytes = self.measuring_bytes = 0
         self._variants: list[Variant] = []
         self._expected: dict[str, Expected] = {}
         self._resized: dict[tuple[Values, Form, bool], Variant] = {}
@@ -336,6 +337,7 @@ class CapturedStep:
         origin, blocks = self.origin(), BlockCache(line)
         known = Measured.of(line, costs) if costs is not None else None
         measured = known or self._measured(origin, blocks, form)
+        self.measuring_bytes = max(self.measuring_bytes, measured.measuring_bytes)
         if self._variants:  # nothing that is around knows how norms are computed
             base = self._variants[0].base
         else:

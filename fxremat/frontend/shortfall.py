@@ -126,6 +126,24 @@ def _whose(file: str) -> str:
     return "installed" if _INSTALLED.intersection(Path(file).parts) else "the user's"
 
 
+def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
+    """Warn that a step in which a model was planned has taken more than its budget.
+
+    Args:
+        peak_bytes: while its operations were measured, with what the model holds.
+        budget_bytes: of the model.
+    """
+    over = peak_bytes - budget_bytes
+    line = user_line()
+    warn(
+        f"the step{f' at {line}' if line else ''} was planned when it began. Measuring its "
+        f"operations took at least {peak_bytes} bytes ({format_bytes(peak_bytes)}), {over} "
+        f"({format_bytes(over)}) more than the budget of {budget_bytes}. Later steps measure "
+        "nothing. To measure before training, give fxremat.compile a sample, and register hooks "
+        "before that"
+    )
+
+
 def warn(message: str) -> None:
     """Issue a :class:`BudgetWarning`: a step takes more than its budget."""
     warnings.warn(message, BudgetWarning, stacklevel=3)

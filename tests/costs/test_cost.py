@@ -188,6 +188,32 @@ def test_a_value_goes_with_its_last_reader():
     assert all(ref() is None for ref in alive)
 
 
+def test_the_most_that_measuring_holds_is_counted():
+    """Measured on a line whose tensors all have 4096 bytes: what is held is a number of these."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    a = graph.call_function(torch.ops.aten.mul.Tensor, (x, w))
+    b = graph.call_function(torch.ops.aten.exp.default, (a,))
+    c = graph.call_function(torch.ops.aten.view.default, (b, [32, 32]))  # in the memory of b
+    d = graph.call_function(torch.ops.aten.mul.Tensor, (b, b))
+    for node in graph.nodes:
+        node.meta["val"] = torch.zeros(1024)
+    c.meta["val"] = torch.zeros(32, 32)
+    nodes = (a, b, c, d)
+    inputs, nbytes = {x: torch.ones(1024), w: torch.ones(1024)}, 4096
+    for keep, given, beside, most in (
+        ((), (), (), 4),  # x, w; two of a, b, d
+        ((a, b), (), (), 5),
+        ((a, b), (w,), (), 4),
+        ((), (w,), (torch.ones(1024), inputs[x]), 4),
+    ):
+        block = Block(0, Mode.FIRST, nodes, (x, w), keep, frozenset())
+        values = [inputs[node] for node in given]
+        operations = Operations(CostCache(), device=CPU, given=values)
+        operations.run(block, inputs, keep=keep, beside=beside)
+        assert operations.peak_bytes == most * nbytes
+
+
 class Scripted(KernelClock):
     """Runs for real, and tells what was scripted; the last for ever after."""
 
