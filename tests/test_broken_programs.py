@@ -29,7 +29,7 @@ def hold(seed: int, budget: Budget) -> None:
 @pytest.mark.parametrize(
     "index",
     [
-        index if seed == 143 else pytest.param(index, marks=pytest.mark.more)
+        index if seed == 143 else pytest.param(index, marks=pytest.mark.slow)
         for index, seed in enumerate(QUICK)
     ],
     ids=lambda index: str(QUICK[index]),
@@ -38,9 +38,18 @@ def test_few_programs(index: int):
     hold(QUICK[index], BUDGETS[index % len(BUDGETS)])
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("seed", REGRESSIONS)
+@pytest.mark.parametrize(
+    ("seed", "budget"),
+    [
+        pytest.param(
+            seed,
+            budget,
+            marks=pytest.mark.more if at % len(BUDGETS) == i else pytest.mark.slow,
+        )
+        for at, seed in enumerate(REGRESSIONS)
+        for i, budget in enumerate(BUDGETS)
+    ],
+)
 def test_programs_that_failed_once(seed: int, budget: Budget):
     hold(seed, budget)
 

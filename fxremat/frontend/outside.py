@@ -13,6 +13,7 @@ import torch
 from fxremat import torch_compat
 from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.shortfall import warn
+from fxremat.planner.context_bytes import SCALARS
 from fxremat.runtime.profile import WATCH_EVERY
 from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import format_bytes
@@ -91,6 +92,7 @@ class Outside:
             reserve_bytes: that the user has set aside.
         """
         budget_bytes = budget.nbytes
+        peak_bytes -= SCALARS * SCALAR_BYTES  # which are given, and allocated again by the step
         if budget_bytes is None or peak_bytes > budget_bytes:  # which has a warning already
             return
         over = peak_bytes + self.nbytes - budget_bytes

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import warnings
+
+import pytest
 import torch
 
+from fxremat.errors import BudgetWarning
 from fxremat.frontend import outside
+from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.frontend.outside import Outside
 from fxremat.runtime.profile import WATCH_EVERY
 from fxremat.torch_compat import storage_key
@@ -48,3 +53,19 @@ def test_first_calls_are_looked_at_and_later_few_where_that_is_cheap():
     assert due == [*range(1, outside.FIRST + 1), WATCH_EVERY, 2 * WATCH_EVERY]
     loop.look(CPU, [], 0)
     assert not any(loop.is_due() for _ in range(WATCH_EVERY)), "a look takes more than its share"
+
+
+@pytest.mark.parametrize("peak_bytes", [9_700, 10_000, 10_008, 10_040])
+def test_a_step_within_its_budget_but_for_what_the_loop_holds_is_warned_of(peak_bytes: int):
+    """Up to 40 bytes above the budget are the step's own scalars, which the peak counts twice."""
+    loop = Outside(nbytes=512)
+    with pytest.warns(BudgetWarning, match="the loop held 512 bytes"):
+        loop.check(peak_bytes, TrainingBudget(Budget(1.0), 10_000), 0)
+
+
+@pytest.mark.parametrize(("peak_bytes", "nbytes"), [(10_000, 0), (9_400, 512), (10_400, 512)])
+def test_other_steps_are_not(peak_bytes: int, nbytes: int):
+    """They keep to the budget, or do not by themselves, which has a warning of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Outside(nbytes=nbytes).check(peak_bytes, TrainingBudget(Budget(1.0), 10_000), 0)
