@@ -627,7 +627,7 @@ class Regions:
         Raises:
             BudgetError: none fit.
         """
-        there_bytes += self._aside_bytes
+        there_bytes += self._aside_bytes + SCALARS * SCALAR_BYTES  # steps of an optimizer, a loss
         if self._leaves_room(known, there_bytes):
             return
         if not known.choices and self.loop.host is not None:
