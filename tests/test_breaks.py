@@ -203,6 +203,11 @@ FEW = ("nonzero",)
 """Models that are always tried."""
 
 
+def _marks(at: int) -> pytest.MarkDecorator:
+    """Of the others one in three is tried in the longer suite, all of them in the slow one."""
+    return pytest.mark.slow if at % 3 else pytest.mark.more
+
+
 def made(name: str) -> tuple[nn.Module, Tensor]:
     with seeded(0):
         return MODELS[name](), torch.randn(ROWS, WIDTH)
@@ -254,11 +259,11 @@ def held(name: str, budget: int | str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.more) for n in MODELS]
+    "name", [n if n in FEW else pytest.param(n, marks=_marks(at)) for at, n in enumerate(MODELS)]
 )
 @pytest.mark.parametrize(
     "share",
-    [pytest.param(0.8, marks=pytest.mark.slow), pytest.param(0.6, marks=pytest.mark.more), "min"],
+    [pytest.param(0.8, marks=pytest.mark.slow), pytest.param(0.6, marks=pytest.mark.slow), "min"],
 )
 def test_the_budget_holds(name: str, share: float | str) -> None:
     model, x = made(name)
@@ -267,8 +272,14 @@ def test_the_budget_holds(name: str, share: float | str) -> None:
     assert peak <= budget
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", ["own function", "breaks in a loop", "lstm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("own function", marks=pytest.mark.slow),
+        pytest.param("breaks in a loop", marks=pytest.mark.slow),
+        pytest.param("lstm", marks=pytest.mark.more),
+    ],
+)
 def test_a_refusal_names_the_least_that_trains(name: str) -> None:
     """First that of one region, as it is before a step was watched, then that of the step."""
     model, x = made(name)

@@ -29,11 +29,14 @@ modes = pytest.mark.parametrize("mode", ["auto", "only"])
 USUAL = ("gpt", "siamese", "buffers")
 """A line, a join and one with statistics: each time tried in both modes."""
 
+OTHERS = (("autocast_inside", "auto"), ("inplace", "auto"), ("wavenet", "auto"))
+"""Tried in the longer suite; what is left, in the slow one."""
+
 
 def _marks(name: str, mode: str) -> list[pytest.MarkDecorator]:
     if name in USUAL:
         return []
-    return [pytest.mark.more if mode == "auto" else pytest.mark.slow]
+    return [pytest.mark.more if (name, mode) in OTHERS else pytest.mark.slow]
 
 
 def attempt_all(name: str, mode: str, shares: tuple[float, ...]) -> list[Tried]:
@@ -126,7 +129,7 @@ def interleaved_in_the_least(name: str, mode: str) -> list[Any]:
         model, call = compiled(ZOO[name], budget, offload=mode, accumulate=True)
 
 
-MARKS: dict[tuple[str, str], Any] = {("siamese", "only"): (), ("gpt", "auto"): pytest.mark.more}
+MARKS: dict[tuple[str, str], Any] = {("siamese", "only"): ()}
 """Of models and modes; all others are slow."""
 
 

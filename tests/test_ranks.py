@@ -91,7 +91,7 @@ def test_every_process_has_its_share_of_a_nodes_host_memory() -> None:
         assert 0 < own.host_bytes <= limit // 2
 
 
-@pytest.mark.parametrize("offload", ["only", "auto"])
+@pytest.mark.parametrize("offload", [pytest.param("only", marks=pytest.mark.slow), "auto"])
 def test_sharded_blocks_travel_within_a_nodes_host_memory(offload: str) -> None:
     limit = 32 << 20
     for _, own in check("fsdp", [0.5], offload=offload, host_limit=limit):
@@ -125,7 +125,7 @@ def test_processes_that_differ_are_named_on_all(how: str) -> None:
             assert re.search(told, error), error
 
 
-@pytest.mark.parametrize("how", ["both", "broken"])
+@pytest.mark.parametrize("how", [pytest.param("both", marks=pytest.mark.slow), "broken"])
 def test_another_batch_in_a_later_step_is_refused_by_all(how: str) -> None:
     for (error,) in trained(how, [Case("min", "later")]):
         assert isinstance(error, str) and error.startswith("RankError: "), error

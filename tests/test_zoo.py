@@ -33,6 +33,9 @@ LARGE = (
 DENSE = ("gpt", "siamese", "wavenet")
 """A line, a join and one with skips: all budgets of these are tried each time."""
 
+IN_PARTS = ("siamese", "inplace", "hf_llama", "unet", "autocast_inside")
+"""These are tried in parts in the longer suite, and all models in the slow one."""
+
 every_model = pytest.mark.parametrize("name", ZOO)
 quick = pytest.mark.usefixtures("quick_search")
 
@@ -78,7 +81,9 @@ def test_same_bits_within_the_budget(name: str):
 
 @pytest.mark.more
 @quick
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gpt" else n for n in DENSE]
+)
 def test_memory_paid_for_is_used(name: str):
     """Within six budgets, all with the same bits."""
     tried = attempt_all(name, SHARES)
@@ -160,9 +165,11 @@ HALF = ("autocast_inside", "autocast_around")
 """Computed in bfloat16 in part, which no float64 tells anything of."""
 
 
-@pytest.mark.more
 @quick
-@every_model
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.more if n in IN_PARTS else pytest.mark.slow) for n in ZOO],
+)
 def test_parts_keep_to_the_least_budget_and_to_the_rounding_of_the_whole(name: str):
     """Gradients are as far from those in float64, but for two units in the last place."""
     entry = ZOO[name]

@@ -40,6 +40,12 @@ REGIONS = [f"layers.{place}" for place in range(LAYERS)]
 
 WAYS = ("breaks", "regions")
 
+one_way = pytest.mark.parametrize(
+    "way",
+    [pytest.param(WAYS[0], marks=pytest.mark.more), pytest.param(WAYS[1], marks=pytest.mark.slow)],
+)
+"""For tests of the longer suite; the slow one tries the other way, too."""
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _nobody_else_has_left_anything() -> None:
@@ -111,8 +117,7 @@ def test_the_same_bits_within_half_of_what_it_takes(way: str, offload: str) -> N
         assert not any(recomputes)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("way", WAYS)
+@one_way
 def test_a_limit_is_of_all_regions_together(way: str) -> None:
     """As little as it needs is enough, less says how much would do."""
     expected, full_bytes, _ = whole()
@@ -146,8 +151,7 @@ def test_where_little_may_travel_the_rest_is_computed_again() -> None:
     assert allocated(limit) <= limit_bytes
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("way", WAYS)
+@one_way
 def test_steps_that_overlap_share_the_limit(way: str) -> None:
     """The second one gets what the first one leaves; both backwards are right, in any order."""
     expected, full_bytes, _ = whole()

@@ -36,8 +36,8 @@ BENCH: dict[str, ZooModel] = {entry.name: entry for kind in _FAMILIES for entry 
 
 RARE = (
     "gpt_logits", "hf_gpt2", "hf_llama_states", "hf_t5", "hf_clip", "hf_vit", "densenet121",
-    "inception", "siamese_resnet", "triplet_resnet", "image_recipe", "coca", "two_texts",
-    "autocast_around",
+    "inception", "siamese_resnet", "triplet", "triplet_resnet", "image_recipe", "composed", "coca",
+    "two_texts", "autocast_around",
 )  # fmt: skip
 """Models of which the zoo has a smaller one of the kind: tests of these are slow ones."""
 
