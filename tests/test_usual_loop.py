@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.swa_utils import AveragedModel
 
 import fxremat
@@ -253,6 +253,25 @@ def test_predicted_peaks_are_those_of_the_loop_after_some_steps(given: bool, ord
     options = {"optimizer": optimizer, "loss": squares, "target": Y} if given else {}
     compiled = fxremat.compile(model, X, 1.0, **options)  # type: ignore[arg-type]
     train(compiled, optimizer, order, steps=5, loss_of=squares)
+    plan = compiled.plan
+    assert plan.measured_peak_bytes is not None
+    assert 0.99 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.01
+
+
+def test_a_plan_in_parts_is_replaced_once_gradients_are_seen_to_be_cleared() -> None:
+    """It was for gradients that stay; the least that an error names has room for those."""
+    x, y = torch.randn(1024, 512), torch.randint(0, 8, (1024,))
+
+    def made() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 8))
+
+    with pytest.raises(fxremat.BudgetError) as refused:
+        fxremat.compile(made(), x, 1, split=True)
+    least = refused.value.least_budget_bytes
+    assert least is not None
+    model = made()
+    compiled = fxremat.compile(model, x, least, split=True)
+    train(compiled, torch.optim.SGD(model.parameters()), "between", x=x, y=y, loss_of=cross_entropy)
     plan = compiled.plan
     assert plan.measured_peak_bytes is not None
     assert 0.99 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.01

@@ -625,7 +625,8 @@ class PlanCache:
                 now.backward_bytes - then.backward_bytes,
             )
             more_bytes = sum(max(0, n) for n in differences)
-            kept = not (compiled.planned.graphs.recomputes or compiled.planned.graphs.arena)
+            graphs = compiled.planned.graphs
+            kept = not (graphs.recomputes or graphs.arena or plan.form.has_parts)
             fits = plan.counted_bytes + more_bytes <= plan.budget_bytes
             if fits and (min(differences) >= 0 or kept):
                 return compiled
