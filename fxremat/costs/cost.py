@@ -270,7 +270,7 @@ class _Walk:
         others = frozenset(stage.whole.inputs).difference(first.nodes, first.inputs)
         inputs = self._values.of((*first.inputs, *sorted(others, key=self._line.rank)))
         results = self._operations.run(
-            first, inputs, keep=first.outputs, again=stage.whole, beside=self._values.held()
+            first, inputs, keep=first.outputs, again=stage.whole, also_held=self._values.held()
         )
         return self._time(first, key, inputs, results)
 
@@ -279,7 +279,7 @@ class _Walk:
         new = key is not None and key not in self._cache.seconds
         if new or not self._is_logged(backward):
             inputs = self._values.of(backward.inputs)
-            self._operations.run(backward, inputs, beside=self._values.held())
+            self._operations.run(backward, inputs, also_held=self._values.held())
             self._time(backward, key, inputs, {})
 
     def _time(

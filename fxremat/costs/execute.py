@@ -171,14 +171,14 @@ class Operations:
         *,
         keep: Sequence[fx.Node] = (),
         again: Block | None = None,
-        beside: Iterable[torch.Tensor] = (),
+        also_held: Iterable[torch.Tensor] = (),
     ) -> dict[fx.Node, torch.Tensor]:
         """Run each operation of ``block``; note workspace and results' sizes of new ones.
 
         Args:
             block: the operations.
             inputs: values of all that they read from outside.
-            beside: further tensors that the caller holds meanwhile.
+            also_held: further tensors that the caller holds meanwhile.
             keep: results that are returned. Others are dropped after their last reader.
             again: a recomputation whose operations are among the block's and read what is there
                 when it runs them: they are timed, too.
@@ -190,7 +190,7 @@ class Operations:
         values: dict[fx.Node, Any] = dict(inputs)
         dying = _last_read(block, timed, keep)
         held = HeldBytes(self._device, self._given)
-        for value in (*inputs.values(), *beside):  # the caller holds them to the end
+        for value in (*inputs.values(), *also_held):  # the caller holds them to the end
             held.add(value)
         for node in block.nodes:
             values[node] = self._result(node, block, timed.get(node), values)

@@ -201,7 +201,7 @@ def test_the_most_that_measuring_holds_is_counted():
     c.meta["val"] = torch.zeros(32, 32)
     nodes = (a, b, c, d)
     inputs, nbytes = {x: torch.ones(1024), w: torch.ones(1024)}, 4096
-    for keep, given, beside, most in (
+    for keep, given, also_held, most in (
         ((), (), (), 4),  # x, w; two of a, b, d
         ((a, b), (), (), 5),
         ((a, b), (w,), (), 4),
@@ -210,7 +210,7 @@ def test_the_most_that_measuring_holds_is_counted():
         block = Block(0, Mode.FIRST, nodes, (x, w), keep, frozenset())
         values = [inputs[node] for node in given]
         operations = Operations(CostCache(), device=CPU, given=values)
-        operations.run(block, inputs, keep=keep, beside=beside)
+        operations.run(block, inputs, keep=keep, also_held=also_held)
         assert operations.peak_bytes == most * nbytes
 
 
