@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,8 +28,18 @@ from tests.trials import captures
 pytestmark = [*needs_cuda, pytest.mark.usefixtures("same_bits_each_time")]
 
 models = pytest.mark.parametrize("name", ENTRIES)
-modes = pytest.mark.parametrize("mode", [False, "auto", "only"], ids=["recompute", "auto", "only"])
-budgets = pytest.mark.parametrize("share", ["min", 0.5, 1.0])
+MODES: dict[Mode, str] = {False: "recompute", "auto": "auto", "only": "only"}
+SHARES: tuple[Share, ...] = ("min", 0.5, 1.0)
+
+LARGE = {("resnet50", "auto", 0.5)}
+"""What is tried of the large model each time; the rest, and what has room for all, are slow tests."""
+
+
+def _cases() -> Iterator[Any]:
+    for name, mode, share in itertools.product(ENTRIES, MODES, SHARES):
+        is_slow = share == 1.0 or (name == "resnet50" and (name, mode, share) not in LARGE)
+        marks = [pytest.mark.slow] if is_slow else []
+        yield pytest.param(name, mode, share, marks=marks, id=f"{name}-{MODES[mode]}-{share}")
 
 
 @models
@@ -35,9 +49,7 @@ def test_without_a_plan_the_bits_are_the_same_each_time(name: str):
     assert_bitwise_equal(reference_steps(name, 1), first)
 
 
-@budgets
-@modes
-@models
+@pytest.mark.parametrize(("name", "mode", "share"), _cases())
 def test_the_peak_is_within_the_budget_and_the_bits_are_the_same(
     name: str, mode: Mode, share: Share
 ):
