@@ -32,7 +32,7 @@ MODES: dict[Mode, str] = {False: "recompute", "auto": "auto", "only": "only"}
 SHARES: tuple[Share, ...] = ("min", 0.5, 1.0)
 
 LARGE = {("resnet50", "auto", 0.5)}
-"""What is tried of the large model each time; the rest, and what has room for all, are slow tests."""
+"""What is tried of the large model each time. The rest, and full budgets, are slow tests."""
 
 
 def _cases() -> Iterator[Any]:
@@ -49,7 +49,7 @@ def test_without_a_plan_the_bits_are_the_same_each_time(name: str):
     assert_bitwise_equal(reference_steps(name, 1), first)
 
 
-@pytest.mark.parametrize(("name", "mode", "share"), _cases())
+@pytest.mark.parametrize(("name", "mode", "share"), list(_cases()))
 def test_the_peak_is_within_the_budget_and_the_bits_are_the_same(
     name: str, mode: Mode, share: Share
 ):
