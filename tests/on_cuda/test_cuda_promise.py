@@ -19,7 +19,7 @@ FAST = {
     "default": [
         Cell("gpt", "reserved", "no", "min"),  # a dropout asks for its mask before its output
         Cell("mlp", "allocated", "only", 0.6),
-        Cell("resnet", "allocated", "auto", "min"),
+        Cell("mlp", "allocated", "auto", "min"),
     ],
     "expandable": [
         Cell("llama", "reserved", "auto", 0.6),
