@@ -467,6 +467,11 @@ class Wide(nn.Module):
         return self.last(self.first(x).softmax(-1).mul(3).tanh())
 
 
+def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let operations be measured again that other tests of this process have measured."""
+    monkeypatch.setattr(cache, "COSTS", defaultdict(cache.CostCache))
+
+
 @pytest.mark.parametrize("sampled", [True, False])
 def test_measuring_inside_a_step_that_takes_more_than_the_budget_is_warned_of(
     sampled: bool, monkeypatch: pytest.MonkeyPatch
@@ -477,10 +482,10 @@ def test_measuring_inside_a_step_that_takes_more_than_the_budget_is_warned_of(
         fxremat.compile(Wide(), x, 1, split=True)
     least = refused.value.least_budget_bytes
     assert least is not None
-    monkeypatch.setattr(cache, "COSTS", defaultdict(cache.CostCache))  # nothing is known
+    nothing_measured(monkeypatch)
     model = fxremat.compile(Wide(), x if sampled else None, least, split=True)
     texts = budget_warnings(lambda: model(x).sum().backward())
-    found = [text for text in texts if "Measuring its operations took at least" in text]
+    found = [text for text in texts if "measuring its operations took at least" in text]
     assert len(found) == (not sampled)
     for text in found:
         taken = int(re.findall(r"at least (\d+) bytes", text)[0])
@@ -489,7 +494,25 @@ def test_measuring_inside_a_step_that_takes_more_than_the_budget_is_warned_of(
     assert not budget_warnings(lambda: model(x).sum().backward())
 
 
-def test_measuring_inside_a_step_within_the_budget_is_not_warned_of() -> None:
+def test_where_that_warning_is_an_error_the_job_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4096, 8)
+    with pytest.raises(fxremat.BudgetError) as refused:
+        fxremat.compile(Wide(), x, 1, split=True)
+    nothing_measured(monkeypatch)
+    least = refused.value.least_budget_bytes
+    model = fxremat.compile(Wide(), budget=least, split=True)
+    with no_warning():
+        with pytest.raises(fxremat.BudgetWarning, match="was planned as it began"):
+            model(x)
+        for _ in range(3):
+            model(x).sum().backward()
+            model.zero_grad()
+
+
+def test_measuring_inside_a_step_within_the_budget_is_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing_measured(monkeypatch)
     x = torch.randn(4096, 8)
     model = fxremat.compile(Wide(), budget=10**9)
     assert not budget_warnings(lambda: model(x).sum().backward())

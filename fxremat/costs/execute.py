@@ -107,22 +107,23 @@ class HeldBytes:
         self.nbytes = 0
         self._device = device
         self._given = given
-        self._holders: dict[int, int] = {}
+        self._holders: dict[int, tuple[int, int]] = {}  # of each storage, and its bytes
 
     def add(self, value: object) -> None:
         """Count the storages of a value."""
         for key, nbytes in self._counted(value):
-            holders = self._holders.get(key, 0)
-            self._holders[key] = holders + 1
+            holders, counted_bytes = self._holders.get(key, (0, nbytes))
+            self._holders[key] = holders + 1, counted_bytes
             self.nbytes += 0 if holders else nbytes
 
     def drop(self, value: object) -> None:
-        """Count the storages of a value, added before, no more."""
-        for key, nbytes in self._counted(value):
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                del self._holders[key]
-                self.nbytes -= nbytes
+        """Stop counting the storages of a value that was added."""
+        for key, _ in self._counted(value):
+            holders, counted_bytes = self._holders.pop(key, (1, 0))
+            if holders > 1:
+                self._holders[key] = holders - 1, counted_bytes
+            else:
+                self.nbytes -= counted_bytes
 
     def _counted(self, value: object) -> Iterator[tuple[int, int]]:
         for tensor in _tensors(value):
@@ -204,7 +205,7 @@ class Operations:
         return {node: values[node] for node in keep}
 
     def _workspace_bytes(self, node: fx.Node, block: Block) -> int:
-        """Bytes that ``node``, which has run, takes beside its arguments and results."""
+        """Bytes that ``node``, which has run, allocates besides its results while it runs."""
         return self._cache.workspace_bytes[self._key(node, block)]
 
     def _result(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, MappingProxyType
@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 
 from fxremat import torch_compat
-from fxremat.costs.execute import HeldBytes
 from fxremat.costs.overhead import call_s
 from fxremat.errors import BackwardError, CaptureError, SizesError
 from fxremat.frontend.arguments import Arguments
@@ -27,7 +26,6 @@ from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.plan_cache import Compiled, PlanCache, abandon
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.regions import Regions
-from fxremat.frontend.shortfall import warn_of_measuring
 from fxremat.frontend.store import Store
 from fxremat.frontend.surplus import LossNeeds
 from fxremat.planner.context_bytes import Caller
@@ -412,28 +410,10 @@ class StepCompiler:
             )
         if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
             plan_cache.know_overhead(self.loop.overhead_s)
-            self.check_measuring(traced, inputs.values())
         self.plan_caches.append(plan_cache)
         self.regions.captured = True
         (self.latest,) = plan_cache.plans.values()
         return plan_cache
-
-    def check_measuring(self, step: CapturedStep, inputs: Iterable[torch.Tensor]) -> None:
-        """Warn if measuring ``step`` as a training call began took more than the budget.
-
-        Args:
-            step: what that call captured.
-            inputs: tensors that the call was given.
-        """
-        budget_bytes = self.loop.budget.nbytes
-        if budget_bytes is None or not step.measuring_bytes:
-            return
-        held = HeldBytes(step.device)
-        for tensor in (*self.loop.held_tensors(), *inputs):
-            held.add(torch_compat.local_part(tensor))
-        peak_bytes = held.nbytes + step.measuring_bytes
-        if peak_bytes > budget_bytes:
-            warn_of_measuring(peak_bytes, budget_bytes)
 
 
 def _there(compiler: Callable[[], StepCompiler | None]) -> StepCompiler:

@@ -105,7 +105,8 @@ class CapturedStep:
         inputs, caller, progress, peers: as given; no batch, silent and none once it is settled.
         optimizer_bytes: that the caller holds beside tensors of the model.
         late_bytes: left alone for buffers of collectives that go late.
-        measuring_bytes: the most that measuring held at once, beside parameters and inputs.
+        measuring_bytes: the most that measuring has held at once since somebody took that number,
+            without parameters and inputs.
 
     Raises:
         CaptureError, GraphError: as the passes raise them.

@@ -227,7 +227,10 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
     """
     made = _wrapped(model, asked)
     if sample is not None:
-        made._state.take(_started(made._state, sample, hooked=True))
+        runner = _started(made._state, sample, hooked=True)
+        for plan_cache in runner.compiler.plan_caches:
+            plan_cache.planner.step.measuring_bytes = 0  # that was before training
+        made._state.take(runner)
     return made
 
 
@@ -376,7 +379,7 @@ def _runner(state: _State, call: Sample) -> Runner:
     """What runs the first training call and, until it may be another one, all others."""
     with state.starting:
         if state.runner is None:
-            state.take(_started_in_a_step(state, call))
+            state.take(_started(state, call, hooked=False))
         elif state.runner.may_be_whole:
             found = _whole(state, call) if state.runner.is_whole_now(call) else None
             if found is not None:
@@ -388,20 +391,11 @@ def _runner(state: _State, call: Sample) -> Runner:
 def _whole(state: _State, call: Sample) -> Runner | None:
     """What runs a model in pieces as one graph from now on; ``None``: it stays in pieces."""
     try:
-        found = _started_in_a_step(state, call)
+        found = _started(state, call, hooked=False)
     except FxrematError as error:  # pieces keep to the budget, or say why not
         LOG.info("the model stays in pieces: %s", error)
         return None
     return None if found.compiler.regions.several else found
-
-
-def _started_in_a_step(state: _State, call: Sample) -> Runner:
-    """Plan as a training call begins; warn if measuring for that took more than the budget."""
-    runner = _started(state, call, hooked=False)
-    for plan_cache in runner.compiler.plan_caches:
-        tensors = (tensor for _, tensor in call.tensors())
-        runner.compiler.check_measuring(plan_cache.planner.step, tensors)
-    return runner
 
 
 def _started(state: _State, sample: Sample, *, hooked: bool) -> Runner:

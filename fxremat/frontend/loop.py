@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from fxremat import torch_compat
+from fxremat.costs.execute import HeldBytes
 from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.optimizer_state import StateBytes, counted_state
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.outside import Outside
 from fxremat.frontend.ranks import Peers
+from fxremat.frontend.shortfall import warn_of_measuring
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
 from fxremat.runtime.arena import HostLimit
@@ -136,6 +138,24 @@ class Loop:
     def check_outside(self, peak_bytes: int) -> None:
         """Warn of a step that keeps to the budget only without what the loop holds outside."""
         self.outside.check(peak_bytes, self.budget, self.caller.reserve_bytes)
+
+    def check_measuring(self, measuring_bytes: int, inputs: Iterable[object]) -> None:
+        """Warn if measuring inside a training step took more than the budget.
+
+        Args:
+            measuring_bytes: the most that it held at once, without what the model holds.
+            inputs: of the call that was planned; what is no tensor is left out.
+        """
+        if self.budget.nbytes is None:
+            return
+        held = HeldBytes(self.device)
+        for tensor in self.held_tensors():
+            held.add(torch_compat.local_part(tensor))
+        for value in inputs:
+            held.add(value)
+        peak_bytes = held.nbytes + measuring_bytes
+        if peak_bytes > self.budget.nbytes:
+            warn_of_measuring(peak_bytes, self.budget.nbytes)
 
     def state_bytes_beside(self, parameters: Iterable[torch.Tensor]) -> int:
         """Bytes of optimizer state that is counted, of other tensors of the model than these."""

@@ -107,6 +107,7 @@ class Compiled:
                 found = replace(now.plan, measured_peak_bytes=plan.measured_peak_bytes)
                 now = replace(now, plan=found, graphs=self.planned.graphs)
                 self.planned, self.context = now.with_overhead(plan.overhead_s), followed
+        planner.step.measuring_bytes = 0  # that was for a reader, between steps
 
     def at(self, values: Values) -> tuple[torch_compat.BoxedCallable, ...]:
         """The forward and the backward where the symbols are ``values``."""
@@ -248,6 +249,10 @@ class PlanCache:
         values = self.planner.step.sizes.values(args) if self._is_sized else ()
         sizes = self._shaping(values) if values else values
         context, compiled, leaves = self._plan_at(args, sizes, ended_by)
+        captured = self.planner.step
+        if captured.measuring_bytes:
+            measuring_bytes, captured.measuring_bytes = captured.measuring_bytes, 0
+            loop.check_measuring(measuring_bytes, args)
         arena = None if compiled.plain else compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
@@ -601,7 +606,8 @@ class PlanCache:
         return context, planned, None
 
     def _as_good(self, context: StepContext) -> Compiled | None:
-        """A plan for a call that found less and still fits, or one that recomputes nothing.
+        """A plan for a call that found less and still fits, or one that recomputes nothing and
+        computes nothing in parts.
 
         No other is faster. Where the allocator's blocks are replayed, sums say nothing.
         """

@@ -451,8 +451,12 @@ class Regions:
 
     @property
     def _aside_bytes(self) -> int:
-        """Bytes of the budget that are set aside for what this process did not see."""
-        return self.late_bytes + self._late_bytes + self.known.elsewhere_bytes
+        """Bytes of the budget set aside for what this process did not see, and for scalars.
+
+        These are numbers of the loop: step counts of an optimizer, the last loss.
+        """
+        unseen_bytes = self.late_bytes + self._late_bytes + self.known.elsewhere_bytes
+        return unseen_bytes + SCALARS * SCALAR_BYTES
 
     def _host_bytes(self, later_bytes: int = 0) -> int | None:
         """Host memory that a call may take beside what is lent and what later ones are to take."""
@@ -627,7 +631,7 @@ class Regions:
         Raises:
             BudgetError: none fit.
         """
-        there_bytes += self._aside_bytes + SCALARS * SCALAR_BYTES  # steps of an optimizer, a loss
+        there_bytes += self._aside_bytes
         if self._leaves_room(known, there_bytes):
             return
         if not known.choices and self.loop.host is not None:

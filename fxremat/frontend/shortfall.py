@@ -136,11 +136,11 @@ def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
     over = peak_bytes - budget_bytes
     line = user_line()
     warn(
-        f"the step{f' at {line}' if line else ''} was planned when it began. Measuring its "
+        f"the step{f' at {line}' if line else ''} was planned as it began, and measuring its "
         f"operations took at least {peak_bytes} bytes ({format_bytes(peak_bytes)}), {over} "
-        f"({format_bytes(over)}) more than the budget of {budget_bytes}. Later steps measure "
-        "nothing. To measure before training, give fxremat.compile a sample, and register hooks "
-        "before that"
+        f"({format_bytes(over)}) more than the budget of {budget_bytes}. Steps that follow the "
+        "same plan measure nothing. To measure before training, give fxremat.compile a sample, and "
+        "register hooks before that"
     )
 
 
