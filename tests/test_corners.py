@@ -59,3 +59,46 @@ def test_sizes_that_depend_on_data_are_reported_even_with_a_loss():
 
     message = refused(Applied(forward, nn.Linear(4, 4)), torch.randn(3, 4))
     assert "x.flatten() > 0" in message
+
+
+class Convolved(nn.Module):
+    """A convolution over a graph whose edges are a sparse buffer, or an argument."""
+
+    def __init__(self, edges: Tensor | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.register_buffer("edges", edges)
+
+    def forward(self, x: Tensor, edges: Tensor | None = None) -> Tensor:
+        edges = self.edges if edges is None else edges
+        return torch.sparse.mm(edges, self.second(torch.sparse.mm(edges, self.first(x)).relu()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("as_buffer", [True, False])
+def test_sparse_inputs_and_buffers_train_with_the_same_bits(layout: torch.layout, as_buffer: bool):
+    edges = torch.eye(64).roll(1, 0).to_sparse(layout=layout)
+    x, given = torch.randn(64, 8), () if as_buffer else (edges,)
+    target = torch.randn(64, 4).relu().to_sparse()
+
+    def losses(budget: float | None) -> list[float]:
+        torch.manual_seed(0)
+        model = Convolved(edges if as_buffer else None)
+        call = model
+        if budget is not None:
+            call = fxremat.compile(model, None, budget, loss=squares, target=target)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = squares(call(x, *given), target)
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+        return seen
+
+    def squares(output: Tensor, expected: Tensor) -> Tensor:
+        return (output - expected.to_dense()).square().mean()
+
+    assert losses(0.8) == losses(None)

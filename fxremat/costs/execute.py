@@ -127,9 +127,9 @@ class HeldBytes:
 
     def _counted(self, value: object) -> Iterator[tuple[int, int]]:
         for tensor in _tensors(value):
-            key = torch_compat.storage_key(tensor)
-            if tensor.device == self._device and key not in self._given:
-                yield key, _allocated_bytes(tensor)
+            for key, nbytes in torch_compat.storages_of(tensor).items():
+                if tensor.device == self._device and key not in self._given:
+                    yield key, allocated_bytes(nbytes, tensor.device)
 
 
 class Operations:

@@ -130,7 +130,11 @@ class Loop:
             *(tensors_of(copy) for loop in loops for copy in loop.copies),
             arguments,
         )
-        keys = [torch_compat.storage_key(torch_compat.local_part(tensor)) for tensor in tensors]
+        keys = [
+            key
+            for tensor in tensors
+            for key in torch_compat.storages_of(torch_compat.local_part(tensor))
+        ]
         keys += [alive.key for loop in loops for alive in loop.in_flight.kept(())]
         given_bytes = sum(self.caller.target_bytes) + self.caller.reserve_bytes
         self.outside.look(self.device, keys, given_bytes)
@@ -181,14 +185,14 @@ class Loop:
         others = [own for own in _loops if own is not self and self._is_active(own)]
         if model is None or not (others or self.copies):
             return 0
-        counted = {torch_compat.storage_key(t) for t in self.held_tensors()}
+        counted = {key for t in self.held_tensors() for key in torch_compat.storages_of(t)}
         nbytes = 0
         copies = (tensors_of(copy) for copy in self.copies)
         for tensor in itertools.chain(*copies, *(other.held_tensors() for other in others)):
-            key = torch_compat.storage_key(tensor)
-            if key not in counted and tensor.device == self.device:
-                counted.add(key)
-                nbytes += allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
+            for key, own_bytes in torch_compat.storages_of(tensor).items():
+                if key not in counted and tensor.device == self.device:
+                    counted.add(key)
+                    nbytes += allocated_bytes(own_bytes, tensor.device)
         for other in others:
             waiting = other.in_flight.waiting()
             nbytes += sum(step.held_bytes for step in waiting)

@@ -147,13 +147,13 @@ def target_bytes(
         device: only what is there counts.
         step: device of the step, whose allocator asks for each storage; ``device`` if None.
     """
-    known = {torch_compat.storage_key(t) for t in _tensors((call.args, call.kwargs))}
-    known |= {torch_compat.storage_key(t) for t in torch_compat.tensors_of_module(model)}
+    others = (*_tensors((call.args, call.kwargs)), *torch_compat.tensors_of_module(model))
+    known = {key for tensor in others for key in torch_compat.storages_of(tensor)}
     found: dict[object, int] = {}
     for tensor in _tensors(loss.target if isinstance(loss, Compared) else None):
-        key = torch_compat.storage_key(tensor)
-        if tensor.device == device and key not in known:
-            found[key] = allocated_bytes(tensor.untyped_storage().nbytes(), step or device)
+        for key, nbytes in torch_compat.storages_of(tensor).items():
+            if tensor.device == device and key not in known:
+                found[key] = allocated_bytes(nbytes, step or device)
     return tuple(found.values())
 
 

@@ -164,9 +164,10 @@ class Optimizers:
 
     def _add_up(self, optimizer: torch.optim.Optimizer, known: _Optimizer) -> None:
         nbytes = sum(
-            allocated_bytes(own.untyped_storage().nbytes(), own.device)
+            allocated_bytes(nbytes, own.device)
             for own in map(torch_compat.local_part, _state_of(optimizer))
             if own.device == self._device
+            for nbytes in torch_compat.storages_of(own).values()
         )
         if nbytes > known.nbytes:
             known.line = user_line()

@@ -75,10 +75,10 @@ class Outside:
         self._before = {key: alive for key, alive in self._before.items() if alive}
         counted, nbytes = set(counted_keys), -given_bytes
         for tensor in _tensors_on(device):
-            key = torch_compat.storage_key(tensor)
-            if key not in counted and key not in self._before:
-                counted.add(key)
-                nbytes += tensor.untyped_storage().nbytes()
+            for key, own_bytes in torch_compat.storages_of(tensor).items():
+                if key not in counted and key not in self._before:
+                    counted.add(key)
+                    nbytes += own_bytes
         self.nbytes = max(0, nbytes)
         self._looked_at = perf_counter()
         self._seconds = self._looked_at - now
@@ -114,12 +114,13 @@ class Outside:
 
 
 def _tensors_on(device: torch.device) -> list[torch.Tensor]:
-    """Tensors on a device that Python holds, of more than one number."""
+    """Tensors on a device that Python holds, of more than one number; parts of sparse ones."""
     tensors = []
     for one in gc.get_objects():
         if type(one) not in _TYPES or one.device.type != device.type:
             continue
         with contextlib.suppress(RuntimeError):  # a wrapper of a transform has no storage
-            if one.layout is torch.strided and one.untyped_storage().nbytes() > SCALAR_BYTES:
-                tensors.append(one)
+            for part in torch_compat.dense_parts(one):
+                if part.untyped_storage().nbytes() > SCALAR_BYTES:
+                    tensors.append(part)
     return tensors

@@ -22,6 +22,7 @@ from fxremat.frontend.corrections import Corrections, Taken, warn_counted
 from fxremat.frontend.emission import Planned
 from fxremat.frontend.largest import advised
 from fxremat.frontend.loop import Loop
+from fxremat.frontend.outside import FIRST
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
 from fxremat.frontend.shortfall import Shortfall, warn
@@ -261,7 +262,8 @@ class PlanCache:
             self.regions.begin()
         else:
             teaches = together is None or number < AGREED
-            if number % WATCH_EVERY == 0 and not compiled.watches:
+            is_due = number % WATCH_EVERY == 0 or (loop.outside.nbytes and number <= FIRST)
+            if is_due and not compiled.watches:
                 compiled.watches = 1
             if compiled.watches and teaches and self.corrections.are_watched(sizes):
                 learn = functools.partial(

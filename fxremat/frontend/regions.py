@@ -500,7 +500,11 @@ class Regions:
         alive = {place: p for place, found in self.parameters.items() if (p := found()) is not None}
         others = [p for place, p in alive.items() if place not in own]
         gradients = [p.grad for p in others if p.grad is not None]
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*others, *gradients))
+        return sum(
+            nbytes
+            for tensor in (*others, *gradients)
+            for nbytes in torch_compat.storages_of(tensor).values()
+        )
 
     @property
     def _is_to_be_watched(self) -> bool:

@@ -219,12 +219,12 @@ def _unread_bytes(
     joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], caller: Caller
 ) -> Iterator[int]:
     """Of each resident tensor on the step's device that is none of its primals."""
-    counted = {torch_compat.storage_key(t) for t in real.values()}
+    counted = {key for t in real.values() for key in torch_compat.storages_of(t)}
     for tensor in map(torch_compat.local_part, caller.resident):
-        key = torch_compat.storage_key(tensor)
-        if key not in counted and tensor.device == joint.device:
-            counted.add(key)
-            yield allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
+        for key, nbytes in torch_compat.storages_of(tensor).items():
+            if key not in counted and tensor.device == joint.device:
+                counted.add(key)
+                yield allocated_bytes(nbytes, tensor.device)
 
 
 def tensor_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
@@ -244,7 +244,8 @@ def _unread_gradient_bytes(real: Mapping[fx.Node, torch.Tensor], caller: Caller)
     for tensor in caller.resident:
         spread = torch_compat.local_part(tensor) is not tensor
         if not spread and id(tensor) not in read and tensor.is_leaf and tensor.grad is not None:
-            yield allocated_bytes(tensor.grad.untyped_storage().nbytes(), tensor.device)
+            for nbytes in torch_compat.storages_of(tensor.grad).values():
+                yield allocated_bytes(nbytes, tensor.device)
 
 
 def spread_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
@@ -254,7 +255,11 @@ def spread_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
     """
     leaves = (t for t in resident if t.is_leaf and torch_compat.local_part(t) is not t)
     parts = [torch_compat.local_part(leaf.grad) for leaf in leaves if leaf.grad is not None]
-    return sum(allocated_bytes(part.untyped_storage().nbytes(), part.device) for part in parts)
+    return sum(
+        allocated_bytes(nbytes, part.device)
+        for part in parts
+        for nbytes in torch_compat.storages_of(part).values()
+    )
 
 
 def own_gradients(joint: JointGraph) -> frozenset[int]:

@@ -12,8 +12,32 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage while the tensor is alive."""
+    """The identity of a dense tensor's storage while the tensor is alive."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def storages_of(tensor: torch.Tensor) -> dict[int, int]:
+    """Bytes of each storage of a tensor, by its identity while the tensor is alive.
+
+    A sparse tensor has one for its values, and others for where these are. A tensor whose memory
+    torch does not show has none.
+    """
+    storages: list[Any] = [part.untyped_storage() for part in dense_parts(tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a tensor consists of: itself, or the values of a sparse one and where
+    they are.
+    """
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,) if torch._C._has_storage(tensor) else ()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,8 +55,11 @@ def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[i
     for tensor in tensors:
         own = tensor if type(tensor) in _PLAIN else local_part(tensor)
         if own.is_cpu if on_cpu else own.device == device:
-            storage: Any = own.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            if own.layout is torch.strided:
+                storage: Any = own.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+            else:
+                found |= storages_of(own)
     return list(found.values())
 
 
