@@ -61,7 +61,8 @@ class AllocationLog:
     """A log of what a device's allocator does between entering and leaving the context.
 
     On CUDA it has the blocks that are handed out, and no statistics are reset for it. It is
-    the profiler of its thread, which has one.
+    the profiler of its thread, which has one. Operators are not recorded meanwhile: a record of
+    each takes longer than most operators of a small step.
 
     Args:
         device: whose allocator.
@@ -95,6 +96,7 @@ class AllocationLog:
                 f"the allocator cannot be watched: {error}. Plan before the profiler starts: "
                 "compile with, or run once, the shapes of the step that is profiled"
             ) from error
+        _record_operators(False)
         if self._make_way is not None:
             _making_way[self] = self._make_way
             _let_profiles_begin()
@@ -102,8 +104,10 @@ class AllocationLog:
 
     def mark(self, name: str) -> None:
         """Name what follows."""
+        _record_operators(True)
         with torch.autograd.profiler.record_function(_MARK + name):
             pass
+        _record_operators(False)
 
     def forget(self) -> None:
         """Drop a log of a thread that is gone, and its profiler with it."""
@@ -112,6 +116,7 @@ class AllocationLog:
 
     def __exit__(self, *exc_info: object) -> None:
         self.forget()
+        _record_operators(True)
         threads: Any = torch._C._autograd._disable_profiler_legacy()
         start = threads[0][0]
         records = [r for thread in threads for r in thread]
@@ -132,6 +137,11 @@ class AllocationLog:
     def peak_bytes(self) -> int:
         """Most bytes at any instant, less those at the start; never negative."""
         return max(0, *accumulate(change for _mark, change in self.events), 0)
+
+
+def _record_operators(is_on: bool) -> None:
+    """Have observers of torch see operators that the current thread, or its backward, runs."""
+    torch._C._autograd._enable_record_function(is_on)
 
 
 _MARK = "fxremat mark "  # no operator's name begins so
