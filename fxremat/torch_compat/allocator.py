@@ -103,7 +103,10 @@ class AllocationLog:
         return self
 
     def mark(self, name: str) -> None:
-        """Name what follows."""
+        """Name what follows; nothing in a thread that is not watched."""
+        active: Any = torch._C._autograd._profiler_type
+        if active() != torch._C._profiler.ActiveProfilerType.LEGACY:
+            return
         _record_operators(True)
         with torch.autograd.profiler.record_function(_MARK + name):
             pass

@@ -329,6 +329,34 @@ def test_threads_do_not_stand_in_each_others_way():
     assert (len(told.seen), len(other.seen)) == (1, 1)
 
 
+def recorded() -> set[str]:
+    """Operators that a profile of this thread records."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        torch.ones(3).add(1)
+    return {event.key for event in found.key_averages()}
+
+
+def test_a_backward_in_another_thread_leaves_that_to_be_profiled():
+    watcher, told = Watcher(), Recorder()
+    step, kept = watched_forward(watcher, told)
+    keys: set[str] = set()
+
+    def run() -> None:
+        watched_backward(watcher, step)
+        keys.update(recorded())
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            watcher.done()  # of a backward that runs beside the profile
+            torch.ones(3).add(1)
+        keys.intersection_update(event.key for event in found.key_averages())
+
+    in_a_thread(run)
+    assert "aten::add" in keys
+    watcher.end()
+    assert kept
+    assert len(told.seen) == 1
+    assert "aten::add" in recorded()
+
+
 def test_a_thread_that_is_gone_takes_its_watch_along():
     watcher, told, other = Watcher(), Recorder(), Recorder()
     in_a_thread(lambda: watched_forward(watcher, told))
