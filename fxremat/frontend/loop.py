@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.outside import Outside
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.shortfall import warn_of_measuring
-from fxremat.passes.joint.graph import allocated_bytes
+from fxremat.passes.joint.graph import allocated_bytes, granule_of
 from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.profile import Watcher
@@ -33,12 +33,10 @@ _clock = itertools.count(1)
 """Numbers of calls, and of compilations, of all networks of this process."""
 
 
-def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """This process's parts of a model's parameters, buffers and gradients."""
-    for tensor in torch_compat.tensors_of_module(model):
-        yield torch_compat.local_part(tensor)
-        if tensor.is_leaf and tensor.grad is not None:
-            yield torch_compat.local_part(tensor.grad)
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """A model's parameters, buffers and gradients."""
+    tensors = torch_compat.tensors_of_module(model)
+    return tensors + [t.grad for t in tensors if t.is_leaf and t.grad is not None]
 
 
 @dataclass(eq=False)
@@ -103,12 +101,10 @@ class Loop:
         """Let nobody count what the network holds any more."""
         _loops.discard(self)
 
-    def held_tensors(self) -> Iterator[torch.Tensor]:
+    def held_tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers, gradients and optimizer state of the model, whoever calls."""
         model = self.model()
-        if model is not None:
-            yield from tensors_of(model)
-            yield from map(torch_compat.local_part, self.optimizers.tensors())
+        return [] if model is None else [*tensors_of(model), *self.optimizers.tensors()]
 
     def called(self) -> None:
         """Note that a call of the model begins."""
@@ -130,11 +126,7 @@ class Loop:
             *(tensors_of(copy) for loop in loops for copy in loop.copies),
             arguments,
         )
-        keys = [
-            key
-            for tensor in tensors
-            for key in torch_compat.storages_of(torch_compat.local_part(tensor))
-        ]
+        keys = [*torch_compat.storages_on(self.device, tensors)]
         keys += [alive.key for loop in loops for alive in loop.in_flight.kept(())]
         given_bytes = sum(self.caller.target_bytes) + self.caller.reserve_bytes
         self.outside.look(self.device, keys, given_bytes)
@@ -185,14 +177,12 @@ class Loop:
         others = [own for own in _loops if own is not self and self._is_active(own)]
         if model is None or not (others or self.copies):
             return 0
-        counted = {key for t in self.held_tensors() for key in torch_compat.storages_of(t)}
-        nbytes = 0
-        copies = (tensors_of(copy) for copy in self.copies)
-        for tensor in itertools.chain(*copies, *(other.held_tensors() for other in others)):
-            for key, own_bytes in torch_compat.storages_of(tensor).items():
-                if key not in counted and tensor.device == self.device:
-                    counted.add(key)
-                    nbytes += allocated_bytes(own_bytes, tensor.device)
+        counted = torch_compat.storages_on(self.device, self.held_tensors())
+        tensors = [tensor for copy in self.copies for tensor in tensors_of(copy)]
+        tensors += [tensor for other in others for tensor in other.held_tensors()]
+        found = torch_compat.storages_on(self.device, tensors)
+        granule = granule_of(self.device)  # of the same device each time
+        nbytes = sum([-(-found[key] // granule) * granule for key in found.keys() - counted])
         for other in others:
             waiting = other.in_flight.waiting()
             nbytes += sum(step.held_bytes for step in waiting)

@@ -138,7 +138,7 @@ class Regions:
         if not walk.watched or not self.loop.watcher.is_on:
             return
         tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-        walk.returned_bytes = sum(torch_compat.storages_on(self.loop.device, tensors))
+        walk.returned_bytes = sum(torch_compat.storages_on(self.loop.device, tensors).values())
         graph = _Graph()
         if torch_compat.before_each_backward(outputs, lambda: self._goes_back(graph, walk)):
             self.loop.watcher.close(graph)

@@ -189,7 +189,7 @@ def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.
     tensors = list(resident)
     leaves = [t for t in tensors if t.is_leaf]
     gradients = [t.grad for t in leaves if t.grad is not None]
-    each = torch_compat.storages_on(device, (*tensors, *gradients))
+    each = [*torch_compat.storages_on(device, (*tensors, *gradients)).values()]
     if caller.accumulate:
         made = [t for t in leaves if t.requires_grad and t.grad is None]
         each += [torch_compat.local_part(t).nbytes for t in made]

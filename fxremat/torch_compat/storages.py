@@ -46,21 +46,22 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Bytes of each storage on ``device`` that tensors have, once each; of the parts that this
-    process has.
+def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage on ``device`` that tensors have, by its identity while one of these is
+    alive; of the parts that this process has.
     """
     found: dict[int, int] = {}
     on_cpu = device.type == "cpu"
     for tensor in tensors:
         own = tensor if type(tensor) in _PLAIN else local_part(tensor)
         if own.is_cpu if on_cpu else own.device == device:
-            if own.layout is torch.strided:
+            try:
                 storage: Any = own.untyped_storage()
-                found[storage._cdata] = storage.nbytes()
-            else:
+            except NotImplementedError:  # as of a sparse tensor
                 found |= storages_of(own)
-    return list(found.values())
+            else:
+                found[storage._cdata] = storage.nbytes()
+    return found
 
 
 def meta_storage(nbytes: int) -> torch.UntypedStorage:
