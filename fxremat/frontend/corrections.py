@@ -218,13 +218,12 @@ class Corrections:
             gradients: gradients are.
         """
         if context.kept_bytes:
-            self._learn_held(context, _OUTPUTS, outputs, context.released, context.kept_bytes)
+            self._learn_held(context, _OUTPUTS, outputs, context.released)
         if context.existing and not self.loop.caller.accumulate:
-            more = sum(context.gradient_bytes(self.planner.step.joint))
-            self._learn_held(context, _GRADIENTS, gradients, context.cleared, more)
+            self._learn_held(context, _GRADIENTS, gradients, context.cleared)
 
     def _learn_held(
-        self, context: StepContext, what: str, held: bool, taken_for_gone: bool, nbytes: int
+        self, context: StepContext, what: str, held: bool, taken_for_gone: bool
     ) -> None:
         kind = context.kind
         gone, stayed = self.gone[what], self.stayed[what]
@@ -240,6 +239,8 @@ class Corrections:
                 gone.add(kind)
             self.changes += 1
         if held and taken_for_gone:
+            gradients = context.gradient_bytes(self.planner.step.joint)
+            nbytes = context.kept_bytes if what == _OUTPUTS else sum(gradients)
             warn(
                 f"this step may take {nbytes} bytes ({format_bytes(nbytes)}) more than its budget "
                 f"of {self.planner.budget.nbytes}: {what} that exist during its forward are still "
