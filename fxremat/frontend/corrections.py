@@ -59,6 +59,7 @@ class Corrections:
     scaled: bool = False
     checked: int = 0
     changes: int = 0
+    _came: tuple[StepContext, Sequence[Set[int]]] | None = None
 
     @staticmethod
     def of(planner: Planner, loop: Loop) -> Corrections:
@@ -123,8 +124,10 @@ class Corrections:
     def teach(self, context: StepContext, correction: Correction) -> None:
         """Let steps in contexts of this kind be planned for ``correction`` too from now on."""
         with self.loop.planning:
-            self.several[context.kind] = self.of_kind(context) | correction
-            self.changes += 1
+            known = self.of_kind(context)
+            if known | correction != known:
+                self.several[context.kind] = known | correction
+                self.changes += 1
 
     def teach_waiting(self, context: StepContext) -> bool:
         """Whether steps that wait could leave room for a further one; then they will."""
@@ -254,6 +257,9 @@ class Corrections:
             context: in which it ran.
             came: of which primals: those that have one, and those of which autograd holds another.
         """
+        if self._came == (context, came):  # as in the step before
+            return
+        self._came = context, came
         step = self.planner.step
         found = [replace(context, existing=frozenset(primals)) for primals in came]
         more = sum(sum(each.gradient_bytes(step.joint)) for each in found)
