@@ -181,7 +181,7 @@ class Loop:
         tensors = [tensor for copy in self.copies for tensor in tensors_of(copy)]
         tensors += [tensor for other in others for tensor in other.held_tensors()]
         found = torch_compat.storages_on(self.device, tensors)
-        granule = granule_of(self.device)  # of the same device each time
+        granule = granule_of(self.device)  # asked once: this runs at each call
         nbytes = sum([-(-found[key] // granule) * granule for key in found.keys() - counted])
         for other in others:
             waiting = other.in_flight.waiting()
