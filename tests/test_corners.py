@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -102,3 +104,40 @@ def test_sparse_inputs_and_buffers_train_with_the_same_bits(layout: torch.layout
         return (output - expected.to_dense()).square().mean()
 
     assert losses(0.8) == losses(None)
+
+
+def least_bytes(model: nn.Module, *sample: Tensor, **options: Any) -> int:
+    torch._dynamo.reset()
+    return fxremat.plan(model, sample, "min", assume="strict", **options).budget_bytes
+
+
+def test_a_sparse_buffer_that_no_graph_reads_counts():
+    edges = torch.eye(64).to_sparse()
+    model, x = nn.Linear(8, 4), torch.randn(3, 8)
+    without = least_bytes(model, x)
+    model.register_buffer("edges", edges)
+    assert least_bytes(model, x) - without == 64 * (2 * 8 + 4)
+
+
+def test_a_sparse_target_counts():
+    model, x = nn.Linear(8, 4), torch.randn(64, 8)
+
+    def squares(output: Tensor, expected: Tensor) -> Tensor:
+        return (output - expected.shape[0]).square().mean()
+
+    nbytes = [
+        least_bytes(model, x, loss=squares, target=torch.eye(64)[:rows].to_sparse())
+        for rows in (8, 64)
+    ]
+    assert nbytes[1] - nbytes[0] == 56 * (2 * 8 + 4)
+
+
+def test_gradients_of_a_sparse_parameter_accumulate():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.eye(8).to_sparse())
+    model.linear = nn.Linear(8, 8)
+    model.forward = lambda x: torch.sparse.mm(model.weight, model.linear(x))
+    call = fxremat.compile(model, None, "min", accumulate=True)
+    for _ in range(3):
+        call(torch.randn(8, 8)).sum().backward()
+    assert model.weight.grad is not None

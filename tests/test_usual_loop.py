@@ -568,3 +568,19 @@ def test_a_least_that_an_error_names_is_not_refused_in_its_place():
     torch._dynamo.reset()
     named = refused.value.least_budget_bytes
     assert fxremat.compile(trained(), x, named, **options).plan.predicted_peak_bytes <= named
+
+
+def test_what_comes_after_the_first_step_is_warned_of_in_the_step_that_it_comes_before():
+    call = fxremat.compile(network(), torch.randn(64, 64), 1.0, loss=torch.sum)
+    held: list[Tensor] = []
+    warned: list[int] = []
+    for number in range(4):
+        x = torch.randn(64, 64)
+        held += [torch.randn(4096, 64)] * (number == 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call(x).sum().backward()
+            call.zero_grad()
+        texts = [str(one.message) for one in caught if one.category is fxremat.BudgetWarning]
+        warned += [number for text in texts if "outside the model" in text]
+    assert warned == [2]

@@ -225,9 +225,7 @@ class Corrections:
         if context.existing and not self.loop.caller.accumulate:
             self._learn_held(context, _GRADIENTS, gradients, context.cleared)
 
-    def _learn_held(
-        self, context: StepContext, what: str, held: bool, taken_for_gone: bool
-    ) -> None:
+    def _learn_held(self, context: StepContext, what: str, held: bool, assumed_gone: bool) -> None:
         kind = context.kind
         gone, stayed = self.gone[what], self.stayed[what]
         if kind in stayed or (kind in gone and not held):
@@ -241,9 +239,9 @@ class Corrections:
             else:
                 gone.add(kind)
             self.changes += 1
-        if held and taken_for_gone:
-            gradients = context.gradient_bytes(self.planner.step.joint)
-            nbytes = context.kept_bytes if what == _OUTPUTS else sum(gradients)
+        if held and assumed_gone:
+            gradient_bytes = sum(context.gradient_bytes(self.planner.step.joint))
+            nbytes = gradient_bytes if what == _GRADIENTS else context.kept_bytes
             warn(
                 f"this step may take {nbytes} bytes ({format_bytes(nbytes)}) more than its budget "
                 f"of {self.planner.budget.nbytes}: {what} that exist during its forward are still "
@@ -257,7 +255,7 @@ class Corrections:
             context: in which it ran.
             came: of which primals: those that have one, and those of which autograd holds another.
         """
-        if self._came == (context, came):  # as in the step before
+        if self._came == (context, came):  # what that teaches is taught
             return
         self._came = context, came
         step = self.planner.step

@@ -20,7 +20,7 @@ from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.outside import Outside
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.shortfall import warn_of_measuring
-from fxremat.passes.joint.graph import allocated_bytes, granule_of
+from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.profile import Watcher
@@ -180,9 +180,8 @@ class Loop:
         counted = torch_compat.storages_on(self.device, self.held_tensors())
         tensors = [tensor for copy in self.copies for tensor in tensors_of(copy)]
         tensors += [tensor for other in others for tensor in other.held_tensors()]
-        found = torch_compat.storages_on(self.device, tensors)
-        granule = granule_of(self.device)  # asked once: this runs at each call
-        nbytes = sum([-(-found[key] // granule) * granule for key in found.keys() - counted])
+        held = torch_compat.storages_on(self.device, tensors)
+        nbytes = sum([allocated_bytes(held[key], self.device) for key in held.keys() - counted])
         for other in others:
             waiting = other.in_flight.waiting()
             nbytes += sum(step.held_bytes for step in waiting)

@@ -148,11 +148,11 @@ def target_bytes(
         step: device of the step, whose allocator asks for each storage; ``device`` if None.
     """
     others = (*_tensors((call.args, call.kwargs)), *torch_compat.tensors_of_module(model))
-    known = {key for tensor in others for key in torch_compat.storages_of(tensor)}
+    counted = {key for tensor in others for key in torch_compat.storages_of(tensor)}
     found: dict[object, int] = {}
     for tensor in _tensors(loss.target if isinstance(loss, Compared) else None):
         for key, nbytes in torch_compat.storages_of(tensor).items():
-            if tensor.device == device and key not in known:
+            if tensor.device == device and key not in counted:
                 found[key] = allocated_bytes(nbytes, step or device)
     return tuple(found.values())
 

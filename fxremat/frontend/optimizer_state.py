@@ -61,7 +61,7 @@ def optimizer_bytes(
                         known[key] = _tried(own, group, local)
                     sizes = list(_sizes_for(local, *known[key]))
                 else:
-                    sizes = [torch_compat.local_part(value).nbytes for value in state]
+                    sizes = [torch_compat.nbytes_of(torch_compat.local_part(v)) for v in state]
                 # One by one: each is asked of the allocator by itself.
                 found[id(parameter)] += tuple(
                     allocated_bytes(nbytes, parameter.device) for nbytes in sizes

@@ -182,7 +182,7 @@ class Optimizers:
         tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
         local = map(torch_compat.local_part, tensors)
-        held = sum(t.nbytes for t in local if t.device == self._device)
+        held = sum(torch_compat.nbytes_of(t) for t in local if t.device == self._device)
         held += self.state_bytes
         if bytes_meanwhile and held + bytes_meanwhile > budget:
             groups = optimizer.param_groups

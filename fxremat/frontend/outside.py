@@ -75,10 +75,10 @@ class Outside:
         self._before = {key: alive for key, alive in self._before.items() if alive}
         counted, nbytes = set(counted_keys), -given_bytes
         for tensor in _tensors_on(device):
-            for key, own_bytes in torch_compat.storages_of(tensor).items():
-                if key not in counted and key not in self._before:
-                    counted.add(key)
-                    nbytes += own_bytes
+            key = torch_compat.storage_key(tensor)
+            if key not in counted and key not in self._before:
+                counted.add(key)
+                nbytes += tensor.untyped_storage().nbytes()
         self.nbytes = max(0, nbytes)
         self._looked_at = perf_counter()
         self._seconds = self._looked_at - now
@@ -114,10 +114,12 @@ class Outside:
 
 
 def _tensors_on(device: torch.device) -> list[torch.Tensor]:
-    """Tensors on a device that Python holds, of more than one number; parts of sparse ones."""
+    """Dense tensors on a device that Python holds, or that are parts of sparse ones it holds, of
+    more than one number.
+    """
     tensors = []
     for one in gc.get_objects():
-        if type(one) not in _TYPES or one.device.type != device.type:
+        if type(one) not in _TYPES or one.device != device:
             continue
         with contextlib.suppress(RuntimeError):  # a wrapper of a transform has no storage
             for part in torch_compat.dense_parts(one):

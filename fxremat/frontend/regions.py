@@ -393,7 +393,7 @@ class Regions:
         found = (own() for own in self.parameters.values())
         known = {id(p): p for p in (*self.loop.resident(), *found) if p is not None}
         left = (p for own, p in known.items() if own not in read and p.requires_grad)
-        return sum(p.nbytes for p in left if p.is_leaf and p.grad is None)
+        return sum(torch_compat.nbytes_of(p) for p in left if p.is_leaf and p.grad is None)
 
     def begin(self) -> None:
         """The forward of the call that was entered last begins."""

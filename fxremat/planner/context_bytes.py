@@ -192,7 +192,7 @@ def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.
     each = [*torch_compat.storages_on(device, (*tensors, *gradients)).values()]
     if caller.accumulate:
         made = [t for t in leaves if t.requires_grad and t.grad is None]
-        each += [torch_compat.local_part(t).nbytes for t in made]
+        each += [torch_compat.nbytes_of(torch_compat.local_part(t)) for t in made]
     allocated = sum(allocated_bytes(nbytes, device) for nbytes in each)
     held = sum(caller.held_bytes) + sum(caller.target_bytes) + caller.reserve_bytes
     return allocated + held + sum(caller.library_bytes_on(device))

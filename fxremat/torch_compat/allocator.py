@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fxremat.errors import CostError
+from fxremat.torch_compat.storages import dense_parts
 
 
 def allocator_settings() -> dict[str, Any] | None:
@@ -46,7 +47,8 @@ def slack_bytes(device: torch.device) -> int:
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> list[tuple[int, int]]:
     """Bytes of each block of CUDA's allocator that has one of ``tensors``, and those asked for."""
-    own = {t.untyped_storage().data_ptr() for t in tensors if t.device == device}
+    parts = [part for t in tensors if t.device == device for part in dense_parts(t)]
+    own = {part.untyped_storage().data_ptr() for part in parts}
     snapshot: Any = torch.cuda.memory_snapshot
     segments = (s for s in snapshot() if s["device"] == device.index)
     return [
@@ -61,8 +63,10 @@ class AllocationLog:
     """A log of what a device's allocator does between entering and leaving the context.
 
     On CUDA it has the blocks that are handed out, and no statistics are reset for it. It is
-    the profiler of its thread, which has one. Operators are not recorded meanwhile: a record of
-    each takes longer than most operators of a small step.
+    the profiler of its thread, which has one. While it is open, its thread and the backwards that
+    this thread starts record no operators, since recording one takes longer than most operators of
+    a small step. An observer of the user's that is no profile, such as an
+    ``ExecutionTraceObserver``, does not see them either.
 
     Args:
         device: whose allocator.
@@ -103,7 +107,7 @@ class AllocationLog:
         return self
 
     def mark(self, name: str) -> None:
-        """Name what follows; nothing in a thread that is not watched."""
+        """Name what follows, in the log's thread or a backward that it started."""
         active: Any = torch._C._autograd._profiler_type
         if active() != torch._C._profiler.ActiveProfilerType.LEGACY:
             return
@@ -143,7 +147,7 @@ class AllocationLog:
 
 
 def _record_operators(is_on: bool) -> None:
-    """Have observers of torch see operators that the current thread, or its backward, runs."""
+    """Switch the recording of operators by torch's observers on or off, for this thread."""
     torch._C._autograd._enable_record_function(is_on)
 
 

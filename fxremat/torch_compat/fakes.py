@@ -135,16 +135,6 @@ def fake_log(adopt: Callable[[Any], Any]) -> Any:
     return FakeLog()
 
 
-@contextlib.contextmanager
-def real_execution() -> Iterator[None]:
-    """Run operations for real although a trace is going on."""
-    from torch._dispatch.python import no_python_dispatcher  # noqa: PLC0415
-    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
-
-    with _disable_current_modes(), no_python_dispatcher(), torch._C._DisableAutocast():
-        yield
-
-
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
     """Types of errors that a call without data raises when shapes or branches depend on data."""
     from torch._subclasses.fake_tensor import (  # noqa: PLC0415

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fxremat.torch_compat.modes import real_execution
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -16,28 +18,43 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def storages_of(tensor: torch.Tensor) -> dict[int, int]:
-    """Bytes of each storage of a tensor, by its identity while the tensor is alive.
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that hold the data of a tensor.
 
-    A sparse tensor has one for its values, and others for where these are. A tensor whose memory
-    torch does not show has none.
+    For a dense tensor that is the tensor itself; for a sparse one, its indices and its values. The
+    result is empty if torch does not expose the tensor's memory.
     """
+    accessors = _SPARSE.get(tensor.layout)
+    if accessors is None:
+        return (tensor,) if torch._C._has_storage(tensor) else ()
+    with real_execution(), torch.no_grad():  # a trace may be active, and these are operators
+        return tuple([access(tensor) for access in accessors])
+
+
+_Accessor = Callable[[torch.Tensor], torch.Tensor]
+
+_ROWS = torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values
+_COLUMNS = torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values
+
+_SPARSE: dict[torch.layout, tuple[_Accessor, ...]] = {
+    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+"""Accessors of the dense tensors of a sparse one, by its layout."""
+
+
+def storages_of(tensor: torch.Tensor) -> dict[int, int]:
+    """Return the bytes of each storage of a tensor, by its identity while the tensor is alive."""
     storages: list[Any] = [part.untyped_storage() for part in dense_parts(tensor)]
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that a tensor consists of: itself, or the values of a sparse one and where
-    they are.
-    """
-    layout = tensor.layout
-    if layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,) if torch._C._has_storage(tensor) else ()
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements; of a sparse one, of its indices and values."""
+    return sum([part.nbytes for part in dense_parts(tensor)])
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,21 +64,25 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each storage on ``device`` that tensors have, by its identity while one of these is
-    alive; of the parts that this process has.
+    """Return the bytes of each storage on a device that tensors have, once each.
+
+    Args:
+        device: other tensors are left out.
+        tensors: of one that several processes share, only this process's part counts.
+
+    Returns bytes by the storage's identity, which holds while one of the tensors is alive.
     """
-    found: dict[int, int] = {}
+    nbytes: dict[int, int] = {}
     on_cpu = device.type == "cpu"
     for tensor in tensors:
         own = tensor if type(tensor) in _PLAIN else local_part(tensor)
         if own.is_cpu if on_cpu else own.device == device:
-            try:
+            if torch._C._has_storage(own):  # without a dict for each: this runs at each call
                 storage: Any = own.untyped_storage()
-            except NotImplementedError:  # as of a sparse tensor
-                found |= storages_of(own)
+                nbytes[storage._cdata] = storage.nbytes()
             else:
-                found[storage._cdata] = storage.nbytes()
-    return found
+                nbytes |= storages_of(own)
+    return nbytes
 
 
 def meta_storage(nbytes: int) -> torch.UntypedStorage:

@@ -22,7 +22,9 @@ import fxremat
 from fxremat.errors import BudgetError, BudgetWarning
 from fxremat.frontend import plan_cache
 from fxremat.frontend.compiled import CompiledModule
+from fxremat.passes.joint.graph import JointGraph
 from fxremat.planner.bound import Relaxation
+from fxremat.planner.context import StepContext
 from fxremat.report.plan import Plan
 from tests.models.bits import assert_bitwise_equal
 from tests.models.zoo import seeded
@@ -576,3 +578,30 @@ def test_a_plan_from_before_a_correction_gives_up_its_host_memory():
     plans, limit = call.plans, call._compiler.asked.host.limit
     assert sum(plan.host_bytes > 0 for plan in plans) > 1, "it was not planned again"
     assert sum(arena.allocated_bytes for arena in limit.arenas) == plans[-1].host_bytes
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_steps_like_the_ones_before_add_up_no_gradients(
+    forwards: int, monkeypatch: pytest.MonkeyPatch
+):
+    call = roomy()
+
+    def step() -> None:
+        # Gradients exist when a forward begins, or come before its backward.
+        call.zero_grad(set_to_none=forwards == 2)
+        for loss in [loss_of(call(batch(seed))) for seed in range(forwards)]:
+            loss.backward()
+
+    for _ in range(6):
+        step()
+    asked: list[StepContext] = []
+    added_up = StepContext.gradient_bytes
+
+    def counted(context: StepContext, joint: JointGraph) -> tuple[int, ...]:
+        asked.append(context)
+        return added_up(context, joint)
+
+    monkeypatch.setattr(StepContext, "gradient_bytes", counted)
+    for _ in range(3):
+        step()
+    assert not asked

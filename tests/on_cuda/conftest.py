@@ -1,4 +1,4 @@
-"""What files of tests on CUDA begin with."""
+"""Fixtures of the tests on CUDA."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.on_cuda.stood_in import stood_in
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_workspaces_of_other_files() -> Iterator[None]:
-    """Free the workspaces that threads of earlier files had libraries take.
+    """Free the library workspaces that earlier files allocated in threads of their own.
 
-    torch holds them as long as the process lives, so every later budget counts them.
+    torch holds these for the rest of the process, so they would be part of every later budget.
     """
     if stood_in:
         forget_workspaces()
