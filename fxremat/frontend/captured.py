@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.bits import Whole, keeps_bits
+from fxremat.costs.bits import Whole, keeps_bits, same_bits_without_mask
 from fxremat.costs.cache import cost_cache
 from fxremat.costs.collectives import late_bytes, speeds_of, with_collectives
 from fxremat.costs.cost import Measured, measure_line
@@ -304,7 +304,11 @@ class CapturedStep:
             exact=exact,
             shared=shared,
             sizes=self.sizes,
+            same_bits=self._same_bits_without_mask if self._target is None else None,
         )
+
+    def _same_bits_without_mask(self, node: fx.Node) -> bool:
+        return same_bits_without_mask(node, cache=cost_cache())
 
     def _keeps_bits(self, parts: Parts, given: Sequence[torch.Tensor], whole: Whole) -> bool:
         """Whether an operation has the same bits in parts; for another device rules alone tell."""

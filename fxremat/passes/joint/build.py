@@ -11,7 +11,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError, SizesError
-from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint import batchnorm, masks, rng
 from fxremat.passes.joint.graph import (
     JointGraph,
     build_storage_table,
@@ -35,6 +35,7 @@ def build_joint_graph(
     exact: bool = True,
     shared: bool = True,
     sizes: Sizes | None = None,
+    same_bits: masks.SameBits | None = None,
 ) -> JointGraph:
     """Take over AOTAutograd's joint graph.
 
@@ -46,6 +47,8 @@ def build_joint_graph(
             from outputs, see :mod:`fxremat.passes.joint.batchnorm`.
         shared: equal operations are one also where their result is large and kept for the backward.
         sizes: the symbols that the graph follows, as found by settling it.
+        same_bits: whether attention has the same bits with ``is_causal`` in place of a causal mask;
+            ``None``: masks stay, as they do where sizes may change.
 
     Requires: ``module`` is functional; one with symbols in place of sizes was settled
         (:func:`fxremat.passes.joint.settle.settle`).
@@ -68,6 +71,8 @@ def build_joint_graph(
     owner = torch_compat.graph_module(module, graph)
     _return_gradients_alone(graph, forward_output_count)
     _erase_detach(graph)
+    if same_bits is not None and not sizes:
+        masks.replace_causal_masks(owner, same_bits)
     _gather_operations(graph)
     _eliminate_dead_code(graph)
     batchnorm.drop_running_statistics(graph)
