@@ -158,6 +158,20 @@ def test_a_mask_that_is_given_stays():
     assert reads_masks(joint) == 4 * [True]
 
 
+def test_a_constant_of_the_graph_stays():
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    step = step_of(Attention(lower))
+    step.traced.register_buffer("constant", mask)
+    graph = step.traced.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.tril.default):
+        with graph.inserting_before(node):
+            constant = graph.get_attr("constant")
+        constant.meta = dict(node.meta)
+        node.replace_all_uses_with(constant)
+        graph.erase_node(node)
+    assert reads_masks(replaced(step)) == 4 * [True]
+
+
 def test_masks_stay_where_bits_would_change_or_nobody_compares():
     step = step_of(Attention(lower))
     assert reads_masks(replaced(step, lambda node: node.target is BACKWARD)) == [

@@ -72,7 +72,7 @@ def build_joint_graph(
     _return_gradients_alone(graph, forward_output_count)
     _erase_detach(graph)
     if same_bits is not None and not sizes:
-        masks.replace_causal_masks(owner, same_bits)
+        masks.replace_causal_masks(graph, same_bits)
     _gather_operations(graph)
     _eliminate_dead_code(graph)
     batchnorm.drop_running_statistics(graph)

@@ -9,7 +9,6 @@ it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -30,15 +29,15 @@ SameBits = Callable[[fx.Node], bool]
 """Whether an operation gives the same bits with a causal mask and with ``is_causal``."""
 
 
-def replace_causal_masks(module: fx.GraphModule, same_bits: SameBits) -> None:
-    """Replace causal masks of attention by ``is_causal``; the graph of ``module`` is changed.
+def replace_causal_masks(graph: fx.Graph, same_bits: SameBits) -> None:
+    """Replace causal masks of attention by ``is_causal``, in place.
 
     Requires: all sizes are numbers.
     Ensures: results of finite queries, keys and values have the same bits. A number that is not
         finite also reaches the queries before it through a mask, but not with ``is_causal``.
     """
-    masks = _Masks(module)
-    for node in list(module.graph.nodes):
+    masks = _Masks()
+    for node in list(graph.nodes):
         mask = node.kwargs.get("attn_mask") if node.target in IS_CAUSAL else None
         if not isinstance(mask, fx.Node):
             continue
@@ -66,8 +65,7 @@ def causal_mask(mask: torch.Tensor) -> torch.Tensor:
 class _Masks:
     """Masks that depend on no input. Those that are computed alike are computed once."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._module = module
+    def __init__(self) -> None:
         self._numbers: dict[fx.Node, int | None] = {}
         self._number_of: dict[object, int] = {}
         self._causal: dict[int, bool] = {}
@@ -87,24 +85,23 @@ class _Masks:
     def _number(self, node: fx.Node) -> int | None:
         """A number that nodes share which are computed alike; ``None`` where an input is read."""
         sources = {source: self._numbers[source] for source in node.all_input_nodes}
-        reads_input = node.op not in ("call_function", "get_attr") or None in sources.values()
+        # A constant of the graph may be a tensor of the user, who can change it.
+        reads_input = node.op != "call_function" or None in sources.values()
         if reads_input or torch_compat.draws_random_numbers(node):
             return None
         written = fx.map_arg((node.args, node.kwargs), lambda source: f"%{sources[source]}")
         key = (node.target, repr(written))
         return self._number_of.setdefault(key, len(self._number_of))
 
-    def _value(self, mask: fx.Node) -> torch.Tensor:
-        """The value of a node that depends on no input. What is not read again is dropped."""
+    @staticmethod
+    def _value(mask: fx.Node) -> torch.Tensor:
+        """The value of a node that depends on no input. Values go after their last reader."""
         nodes = _with_sources(mask)
         last_reader = {source: node for node in nodes for source in node.all_input_nodes}
         values: dict[fx.Node, Any] = {}
         for node in nodes:
-            if node.op == "get_attr":
-                values[node] = operator.attrgetter(str(node.target))(self._module)
-            elif callable(node.target):
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             for source in node.all_input_nodes:
                 if last_reader[source] is node:
                     del values[source]
