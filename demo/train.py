@@ -37,7 +37,7 @@ class Run:
         peak_bytes: measured peak of a step.
         losses: one a step.
         parameters: at the end.
-        again: runs one more step.
+        step_s: median seconds of further steps.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Run:
     peak_bytes: int
     losses: tuple[float, ...]
     parameters: tuple[Tensor, ...]
-    again: Callable[[], float]
+    step_s: float
 
     def fits(self) -> bool:
         """Whether the peak is within the budget."""
@@ -58,9 +58,18 @@ class Run:
 
 
 def train(
-    name: str, batches: Sequence[tuple[Tensor, Tensor]], config: Config, budget_bytes: int | None
+    name: str,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    config: Config,
+    budget_bytes: int | None,
+    *,
+    rounds: int,
 ) -> Run:
-    """Train a new model on ``batches``, the same in every run but for the budget."""
+    """Train a new model on ``batches``, the same in every run but for the budget.
+
+    No model outlives its run: a budget also counts other networks of the process. ``rounds`` more
+    steps are timed.
+    """
     torch.manual_seed(0)
     model: nn.Module = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -76,7 +85,8 @@ def train(
     # One more step under the allocator's eye, once nothing is compared any more.
     again = functools.partial(step, model, optimizer, *batches[0])
     peak_bytes = fxremat.measure_step(model, again).peak_bytes
-    return Run(name, budget_bytes, peak_bytes, losses, parameters, again)
+    step_s = statistics.median(timed(again) for _ in range(rounds))
+    return Run(name, budget_bytes, peak_bytes, losses, parameters, step_s)
 
 
 def step(
@@ -99,29 +109,25 @@ def curves(runs: Sequence[Run]) -> Table:
     return table
 
 
-def step_seconds(runs: Sequence[Run], *, rounds: int) -> list[float]:
-    """Median seconds of a step of each run, taken in turns: all see the same machine."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for run, taken in zip(runs, seconds, strict=True):
-            began = time.perf_counter()
-            run.again()
-            taken.append(time.perf_counter() - began)
-    return [statistics.median(taken) for taken in seconds]
+def timed(run: Callable[[], object]) -> float:
+    """Seconds that ``run`` takes."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
-def summary(runs: Sequence[Run], seconds: Sequence[float]) -> Table:
+def summary(runs: Sequence[Run]) -> Table:
     """What each run took, and whether it computed the same as the first."""
     table = Table("", "budget", "peak", "of budget", "step", "× plain", "same bits")
     first = runs[0]
-    for run, step_s in zip(runs, seconds, strict=True):
+    for run in runs:
         table.add_row(
             run.name,
             "none" if run.budget_bytes is None else format_bytes(run.budget_bytes),
             format_bytes(run.peak_bytes),
             "" if run.budget_bytes is None else f"{run.peak_bytes / run.budget_bytes:.1%}",
-            format_seconds(step_s),
-            f"{step_s / seconds[0]:.2f}",
+            format_seconds(run.step_s),
+            f"{run.step_s / first.step_s:.2f}",
             "" if run is first else ("yes" if run.equals(first) else "NO"),
         )
     return table
@@ -144,11 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.steps} steps of\n{options.batch} × {config.context} characters of {ORIGIN}.\n"
         f"torch {torch.__version__}, threads: {torch.get_num_threads()}; plain: without fxremat"
     )
-    whole = train("plain", batches, config, None)
-    half = train("half", batches, config, whole.peak_bytes // 2)
-    quarter = train("a quarter", batches, config, whole.peak_bytes // 4)
+    run = functools.partial(train, batches=batches, config=config, rounds=options.rounds)
+    whole = run("plain", budget_bytes=None)
+    half = run("half", budget_bytes=whole.peak_bytes // 2)
+    quarter = run("a quarter", budget_bytes=whole.peak_bytes // 4)
     runs = (whole, half, quarter)
-    CONSOLE.print(curves(runs), summary(runs, step_seconds(runs, rounds=options.rounds)))
+    CONSOLE.print(curves(runs), summary(runs))
     same = all(run.equals(whole) for run in runs)
     fits = all(run.fits() for run in runs)
     CONSOLE.print(

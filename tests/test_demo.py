@@ -13,7 +13,7 @@ from demo.text import draw_batches, read_text
 
 
 def _run(**changes) -> train.Run:
-    run = train.Run("one", 100, 90, (1.0, 0.5), (torch.tensor([1.0, 2.0]),), float)
+    run = train.Run("one", 100, 90, (1.0, 0.5), (torch.tensor([1.0, 2.0]),), 0.5)
     return replace(run, **changes)
 
 
@@ -55,7 +55,7 @@ def test_a_difference_is_told_and_is_the_exit_status(monkeypatch, capsys, differ
     """Of three runs that are alike, spoil the last."""
     spoiled = {"losses": (2.0, 0.5), "parameters": (torch.zeros(2),), "peak_bytes": 101}
 
-    def fake(name, batches, config, budget_bytes):
+    def fake(name, *, batches, config, budget_bytes, rounds):
         changes = {different: spoiled[different]} if name == "a quarter" else {}
         return _run(name=name, **changes)
 
@@ -67,6 +67,7 @@ def test_a_difference_is_told_and_is_the_exit_status(monkeypatch, capsys, differ
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error::fxremat.BudgetWarning")
 def test_the_demonstration_holds_its_budgets_and_its_bits(capsys):
     status = train.main(["--steps", "3", "--rounds", "1"])
     printed = capsys.readouterr().out
