@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from fxremat.costs.cache import CostCache
 from fxremat.costs.execute import undisturbed
 from fxremat.costs.synthetic import made_up
-from fxremat.passes.joint.masks import BACKWARD, FORWARD, causal_arguments, causal_mask
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.split.rules import Result
 from fxremat.passes.stages.block import tensor_key
@@ -63,7 +61,7 @@ def keeps_bits(
 
         with undisturbed(parts.device):
             try:
-                cache.keeps_bits[key] = all(once() for _ in range(_draws(given)))
+                cache.keeps_bits[key] = all(once() for _ in range(comparisons(given)))
             except torch.OutOfMemoryError:
                 return False
             finally:
@@ -72,49 +70,7 @@ def keeps_bits(
     return cache.keeps_bits[key]
 
 
-def same_bits_without_mask(node: fx.Node, *, cache: CostCache) -> bool:
-    """Whether attention has the bits of a causal mask with ``is_causal``, of made-up numbers.
-
-    Args:
-        node: an operation of :data:`fxremat.passes.joint.masks.IS_CAUSAL`.
-        cache: answers; a new one is added.
-
-    Ensures: the random generators are as before.
-
-    Returns ``False`` also where memory does not suffice to compute it twice.
-    """
-    arguments = [n.meta["val"] if isinstance(n, fx.Node) else n for n in node.args]
-    options = {k: v.meta["val"] if isinstance(v, fx.Node) else v for k, v in node.kwargs.items()}
-    items = (*arguments, *options.values())
-    key = (str(node.target), *options, *map(tensor_key, items))
-    if key not in cache.keeps_bits:
-        tensors = [item for item in arguments if isinstance(item, torch.Tensor)]
-        with undisturbed(tensors[0].device):
-            try:
-                cache.keeps_bits[key] = all(
-                    _is_same_without_mask(node.target, arguments, options)
-                    for _ in range(_draws(tensors))
-                )
-            except torch.OutOfMemoryError:
-                return False
-    return cache.keeps_bits[key]
-
-
-def _is_same_without_mask(
-    operation: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> bool:
-    """Whether ``operation`` gives the same bits once, with a causal mask and without."""
-    args = [made_up(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-    mask = causal_mask(options["attn_mask"])
-    others = {name: value for name, value in options.items() if name != "attn_mask"}
-    if operation is BACKWARD:
-        args[4:6] = FORWARD(*args[1:4], attn_mask=mask, **others)
-    results = operation(*args, attn_mask=mask, **others)
-    of_causal = operation(*causal_arguments(operation, tuple(args)), **others)
-    return all(map(_are_equal, results, of_causal))
-
-
-def _draws(given: Sequence[torch.Tensor]) -> int:
+def comparisons(given: Sequence[torch.Tensor]) -> int:
     """How often a run that takes such tensors is compared."""
     numbers = sum(tensor.numel() for tensor in given)
     return min(MOST_DRAWS, max(LEAST_DRAWS, ENOUGH // max(1, numbers)))
@@ -127,7 +83,7 @@ def _are_same(parts: Parts, expected: Any, found: Any) -> bool:
     """
     one, other = (list(r) if isinstance(r, (tuple, list)) else [r] for r in (expected, found))
     return all(
-        output.way is Result.UNREAD or (_is_told(_some(a).isfinite().any()) and _are_equal(a, b))
+        output.way is Result.UNREAD or (_is_told(_some(a).isfinite().any()) and are_equal(a, b))
         for output, a, b in zip(parts.outputs, one, other, strict=True)
     )
 
@@ -138,7 +94,7 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, len(flat) // SOME)]
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors have the same bits."""
     pair = [torch.view_as_real(t) if t.is_complex() else t for t in (one, other)]
     pair = [t.contiguous().view(INTEGERS[t.itemsize]) for t in pair]

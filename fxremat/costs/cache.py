@@ -28,6 +28,7 @@ class CostCache:
         as_traced: whether an operation's results lie as the trace says.
         asked: what an operation asks for, where an allocator rounds.
         keeps_bits: whether operations have the same bits when they are computed in parts.
+        causal: whether a mask is causal, or attention has the same bits with ``is_causal``.
     """
 
     seconds: dict[Key, float] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class CostCache:
     as_traced: dict[Key, bool] = field(default_factory=dict)
     asked: dict[Key, tuple[Request, ...]] = field(default_factory=dict)
     keeps_bits: dict[Key, bool] = field(default_factory=dict)
+    causal: dict[Key, bool] = field(default_factory=dict)
 
 
 COSTS: dict[Key, CostCache] = defaultdict(CostCache)

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.bits import Whole, keeps_bits, same_bits_without_mask
+from fxremat.costs.bits import Whole, keeps_bits
 from fxremat.costs.cache import cost_cache
+from fxremat.costs.causal import CausalMasks
 from fxremat.costs.collectives import late_bytes, speeds_of, with_collectives
 from fxremat.costs.cost import Measured, measure_line
 from fxremat.costs.devices import Device
@@ -297,18 +298,18 @@ class CapturedStep:
         return self._built(exact=True)
 
     def _built(self, *, exact: bool, shared: bool = True) -> JointGraph:
-        return build_joint_graph(
+        masks = CausalMasks(cost_cache())
+        joint = build_joint_graph(
             self._module,
             forward_output_count=self._output_count,
             mutated_primals=self._mutated,
             exact=exact,
             shared=shared,
             sizes=self.sizes,
-            same_bits=self._same_bits_without_mask if self._target is None else None,
+            can_replace=masks.can_replace if self._target is None else None,
         )
-
-    def _same_bits_without_mask(self, node: fx.Node) -> bool:
-        return same_bits_without_mask(node, cache=cost_cache())
+        self.measuring_bytes = max(self.measuring_bytes, masks.measuring_bytes)
+        return joint
 
     def _keeps_bits(self, parts: Parts, given: Sequence[torch.Tensor], whole: Whole) -> bool:
         """Whether an operation has the same bits in parts; for another device rules alone tell."""

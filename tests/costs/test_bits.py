@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxremat.costs import bits
-from fxremat.costs.bits import keeps_bits, same_bits_without_mask
+from fxremat.costs.bits import keeps_bits
 from fxremat.costs.cache import CostCache
-from fxremat.passes.joint.masks import BACKWARD, FORWARD
 from fxremat.passes.joint.sizes import Layout
 from fxremat.passes.split.parts import Output, Parts
 from fxremat.passes.split.rules import Result, Rows
@@ -129,52 +127,3 @@ def test_they_are_one_where_bits_of_any_call_would_change():
     for keeps, parts_now in ((True, 4), (False, 1), (True, 1)):
         parts.settle((), keeps_bits=keeps)
         assert parts.count({}) == parts_now
-
-
-def attention(operation: Any, *, tokens: int, dtype: torch.dtype) -> fx.Node:
-    """A node of attention that reads a mask of as many keys as queries."""
-    graph = fx.Graph()
-    shape = (2, 2, tokens, 8)
-
-    def given(*sizes: int, of: torch.dtype = dtype) -> fx.Node:
-        node = graph.placeholder("x")
-        node.meta["val"] = torch.empty(sizes, dtype=of)
-        return node
-
-    args = [given(*shape) for _ in range(3)]
-    if operation is BACKWARD:
-        logsumexp = given(2, tokens, 2, of=torch.float32)
-        logsumexp.meta["val"] = logsumexp.meta["val"].transpose(1, 2)
-        args = [given(*shape), *args, given(*shape), logsumexp, 0.0, False]
-    return graph.call_function(operation, tuple(args), {"attn_mask": given(tokens, tokens)})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 33, 300])
-@pytest.mark.parametrize("operation", [FORWARD, BACKWARD])
-def test_attention_without_its_causal_mask_is_compared(
-    operation: Any, tokens: int, dtype: torch.dtype
-):
-    node = attention(operation, tokens=tokens, dtype=dtype)
-    state = torch.get_rng_state()
-    found = same_bits_without_mask(node, cache=CostCache())
-    assert torch.equal(torch.get_rng_state(), state)
-    query, key, value = torch.randn(3, 2, 2, tokens, 8, dtype=dtype)
-    mask = torch.full((tokens, tokens), -torch.inf, dtype=dtype).triu(1)
-    results = list(FORWARD(query, key, value, 0.0, False, attn_mask=mask))
-    of_causal = list(FORWARD(query, key, value, 0.0, True))
-    if operation is BACKWARD:
-        read = (torch.ones_like(query), query, key, value, *results, 0.0)
-        results, of_causal = (
-            list(BACKWARD(*read, False, attn_mask=mask)),
-            list(BACKWARD(*read, True)),
-        )
-    assert all(map(torch.equal, results, of_causal)) or not found
-
-
-def test_attention_that_differs_without_its_mask_keeps_it(monkeypatch: pytest.MonkeyPatch):
-    node, cache = attention(FORWARD, tokens=33, dtype=torch.float32), CostCache()
-    monkeypatch.setattr(bits, "causal_arguments", lambda operation, args: args)
-    assert not same_bits_without_mask(node, cache=cache)
-    monkeypatch.undo()
-    assert not same_bits_without_mask(node, cache=cache), "compared once"

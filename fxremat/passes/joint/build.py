@@ -35,7 +35,7 @@ def build_joint_graph(
     exact: bool = True,
     shared: bool = True,
     sizes: Sizes | None = None,
-    same_bits: masks.SameBits | None = None,
+    can_replace: masks.CanReplace | None = None,
 ) -> JointGraph:
     """Take over AOTAutograd's joint graph.
 
@@ -47,8 +47,8 @@ def build_joint_graph(
             from outputs, see :mod:`fxremat.passes.joint.batchnorm`.
         shared: equal operations are one also where their result is large and kept for the backward.
         sizes: the symbols that the graph follows, as found by settling it.
-        same_bits: whether attention has the same bits with ``is_causal`` in place of a causal mask;
-            ``None``: masks stay, as they do where sizes may change.
+        can_replace: whether ``is_causal`` can replace a mask of attention; ``None``: no mask is
+            replaced. None is where sizes are symbols either: a mask may be causal at one size only.
 
     Requires: ``module`` is functional; one with symbols in place of sizes was settled
         (:func:`fxremat.passes.joint.settle.settle`).
@@ -71,8 +71,8 @@ def build_joint_graph(
     owner = torch_compat.graph_module(module, graph)
     _return_gradients_alone(graph, forward_output_count)
     _erase_detach(graph)
-    if same_bits is not None and not sizes:
-        masks.replace_causal_masks(graph, same_bits)
+    if can_replace is not None and not sizes:
+        masks.replace_causal_masks(graph, can_replace)
     _gather_operations(graph)
     _eliminate_dead_code(graph)
     batchnorm.drop_running_statistics(graph)

@@ -1,4 +1,4 @@
-"""Causal masks that depend on no input: attention is causal without them, to the last bit."""
+"""Causal masks that depend on no input: attention without them has the same bits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxremat
-from fxremat.costs.bits import same_bits_without_mask
+from fxremat.costs import causal
 from fxremat.costs.cache import CostCache
+from fxremat.costs.causal import CausalMasks
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.masks import BACKWARD, FORWARD
+from fxremat.passes.joint.masks import BACKWARD, FORWARD, CanReplace
 from fxremat.passes.joint.settle import settle
 from tests.harness import SEED, Captured, capture, run_traced
 from tests.models.bits import assert_bitwise_equal, first_difference
@@ -55,24 +56,26 @@ class Attention(nn.Module):
         return x
 
 
-def step_of(model: nn.Module, *more: Tensor) -> Captured:
+def step_of(model: nn.Module, *more: Tensor, dtype: torch.dtype = torch.float32) -> Captured:
     torch.manual_seed(SEED)
-    return capture(model.train(), (torch.randn(3, TOKENS, WIDTH), *more))
+    return capture(model.train(), (torch.randn(3, TOKENS, WIDTH, dtype=dtype), *more))
 
 
-def agree(node: fx.Node) -> bool:
-    return True
-
-
-def replaced(step: Captured, same_bits: Callable[[fx.Node], bool] = agree) -> JointGraph:
+def replaced(step: Captured, can_replace: CanReplace | None = None) -> JointGraph:
     module, sizes = settle(step.traced)
     return build_joint_graph(
         module,
         forward_output_count=step.output_count,
         mutated_primals=step.mutated,
         sizes=sizes,
-        same_bits=same_bits,
+        can_replace=can_replace or CausalMasks(CostCache()).can_replace,
     )
+
+
+@pytest.fixture
+def same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the processor: kernels give the same bits."""
+    monkeypatch.setattr(causal, "are_equal", lambda one, other: True)
 
 
 def attention(joint: JointGraph) -> list[fx.Node]:
@@ -80,10 +83,8 @@ def attention(joint: JointGraph) -> list[fx.Node]:
 
 
 def skip_unless_bits_are_kept(step: Captured) -> None:
-    nodes = attention(step.joint)
-    assert nodes
-    if not all(same_bits_without_mask(node, cache=CostCache()) for node in nodes):
-        pytest.skip("kernels of this processor keep no bits without the mask")
+    if reads_masks(replaced(step)) != [False] * len(attention(step.joint)):
+        pytest.skip("kernels of this processor do not keep bits without the mask")
 
 
 def reads_masks(joint: JointGraph) -> list[bool]:
@@ -91,6 +92,7 @@ def reads_masks(joint: JointGraph) -> list[bool]:
 
 
 @pytest.mark.parametrize("mask", [lower, positions, added])
+@pytest.mark.usefixtures("same_bits")
 def test_no_operation_reads_or_computes_it(mask: Mask):
     step = step_of(Attention(mask))
     assert reads_masks(step.joint) == 4 * [True]
@@ -98,12 +100,18 @@ def test_no_operation_reads_or_computes_it(mask: Mask):
     assert reads_masks(joint) == 4 * [False]
     square = [n for n in joint.forward if n.meta["val"] is not None and _is_square(n)]
     assert not square, "what computes the mask is gone"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [lower, positions, added])
+def test_the_step_has_the_same_bits(mask: Mask, dtype: torch.dtype):
+    step = step_of(Attention(mask).to(dtype), dtype=dtype)
+    skip_unless_bits_are_kept(step)
     truth = run_traced(step)
     with torch.no_grad():
-        results = fx.Interpreter(joint.module).run(
+        results = fx.Interpreter(replaced(step).module).run(
             *step.primals, *step.tangents, enable_io_processing=False
         )
-    skip_unless_bits_are_kept(step)
     assert_bitwise_equal(list(results), [*truth.outputs, *truth.gradients])
 
 
@@ -143,21 +151,51 @@ def drawn(x: Tensor) -> Tensor:
     return lower(x) & (torch.rand(TOKENS, TOKENS) >= 0)
 
 
+def allocated(x: Tensor) -> Tensor:
+    """What lies in memory by chance may be a causal mask."""
+    return torch.empty(TOKENS, TOKENS, dtype=torch.bool)
+
+
+ran: list[int] = []
+
+
+@torch.library.custom_op("test_causal::mask", mutates_args=())
+def of_an_operation(tokens: int) -> Tensor:
+    ran.append(tokens)
+    return torch.ones(tokens, tokens, dtype=torch.bool).tril()
+
+
+@of_an_operation.register_fake
+def _(tokens: int) -> Tensor:
+    return torch.empty(tokens, tokens, dtype=torch.bool)
+
+
+def of_the_user(x: Tensor) -> Tensor:
+    return of_an_operation(TOKENS)
+
+
 @pytest.mark.parametrize(
     "mask",
-    [sliding, strict_but_for_the_first, finite, one_item_sees_all, slopes, of_data, drawn],
+    [
+        *(sliding, strict_but_for_the_first, finite, one_item_sees_all, slopes, of_data, drawn),
+        *(allocated, of_the_user),
+    ],
 )
+@pytest.mark.usefixtures("same_bits")
 def test_any_other_stays(mask: Mask):
     joint = replaced(step_of(Attention(mask)))
     assert reads_masks(joint) == 4 * [True]
+    assert not ran, "operations of the user may do anything"
 
 
+@pytest.mark.usefixtures("same_bits")
 def test_a_mask_that_is_given_stays():
     model = Attention(lambda mask: mask)
     joint = replaced(step_of(model, torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()))
     assert reads_masks(joint) == 4 * [True]
 
 
+@pytest.mark.usefixtures("same_bits")
 def test_a_constant_of_the_graph_stays():
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     step = step_of(Attention(lower))
@@ -172,15 +210,14 @@ def test_a_constant_of_the_graph_stays():
     assert reads_masks(replaced(step)) == 4 * [True]
 
 
-def test_masks_stay_where_bits_would_change_or_nobody_compares():
+def test_only_nodes_that_may_be_replaced_are():
     step = step_of(Attention(lower))
-    assert reads_masks(replaced(step, lambda node: node.target is BACKWARD)) == [
-        *(2 * [True]),
-        *(2 * [False]),
-    ]
-    assert reads_masks(step.joint) == 4 * [True]
+    joint = replaced(step, lambda node: node.target is BACKWARD)
+    assert reads_masks(joint) == [True, True, False, False]
+    assert reads_masks(step.joint) == 4 * [True], "nobody compares"
 
 
+@pytest.mark.usefixtures("same_bits")
 def test_masks_stay_where_sizes_may_change():
     x = torch.randn(3, TOKENS, WIDTH)
     torch._dynamo.mark_dynamic(x, 0)
@@ -190,38 +227,75 @@ def test_masks_stay_where_sizes_may_change():
     assert reads_masks(joint) == 4 * [True]
 
 
-def test_masks_that_are_computed_alike_are_computed_once():
-    calls = 0
+def test_masks_and_kernels_are_run_once(monkeypatch: pytest.MonkeyPatch):
+    masks, step = CausalMasks(CostCache()), step_of(Attention(lower))
+    first = reads_masks(replaced(step, masks.can_replace))
+    monkeypatch.setattr(CausalMasks, "_is_causal", None)
+    monkeypatch.setattr(CausalMasks, "_is_same", None)
+    assert reads_masks(replaced(step, masks.can_replace)) == first
 
-    def tril(*args):
-        nonlocal calls
-        calls += 1
-        return torch.ops.aten.tril.default(*args)
+
+def test_what_is_held_meanwhile_is_counted():
+    masks = CausalMasks(CostCache())
+    replaced(step_of(Attention(positions)), masks.can_replace)
+    mask_bytes = 3 * TOKENS * TOKENS * 4
+    assert mask_bytes < masks.measuring_bytes < 10 * mask_bytes
+
+
+def test_a_step_warns_of_what_masks_took_while_it_was_planned():
+    tokens = 1024
+    torch.manual_seed(SEED)
+    model, x = Projected(tokens), torch.randn(2, tokens, WIDTH)
+    skip_unless_bits_are_kept(capture(model, (x,)))
+    compiled = fxremat.compile(model, budget=4 << 20)
+    with pytest.warns(fxremat.BudgetWarning, match="measuring its operations took at least"):
+        compiled(x).square().sum().backward()
+
+
+@pytest.mark.usefixtures("same_bits")
+def test_masks_stay_where_they_or_kernels_cannot_be_run(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: object, **_: object) -> Tensor:
+        raise RuntimeError("you tried to allocate 1 byte")
 
     step = step_of(Attention(lower))
-    nodes = step.traced.graph.find_nodes(op="call_function", target=torch.ops.aten.tril.default)
-    for node in nodes:
-        node.target = tril
-    assert reads_masks(replaced(step)) == 4 * [False]
-    assert (len(nodes), calls) == (2, 1)
+    for name in ("made_up", "_causal_like"):
+        with monkeypatch.context() as patched:
+            patched.setattr(causal, name, refuse)
+            assert reads_masks(replaced(step)) == 4 * [True]
+    assert reads_masks(replaced(step)) == 4 * [False], "memory may suffice later"
+
+
+def test_masks_stay_where_bits_differ(monkeypatch: pytest.MonkeyPatch):
+    step = step_of(Attention(lower))
+    monkeypatch.setattr(causal, "causal_arguments", lambda operation, args: args)
+    assert reads_masks(replaced(step)) == 4 * [True]
+
+
+def test_generators_stay_where_they_were():
+    step = step_of(Attention(lower))
+    state = torch.get_rng_state()
+    replaced(step)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Projected(nn.Module):
+    """One layer of attention, with a mask of numbers of positions for each item."""
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self.tokens, self.project = tokens, nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        rows = torch.arange(self.tokens)
+        mask = (rows[None, :] <= rows[:, None]).expand(len(x), 1, -1, -1)
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask)
 
 
 def test_a_step_holds_no_mask():
     tokens = 512
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project = nn.Linear(WIDTH, 3 * WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.project(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-            rows = torch.arange(tokens)
-            mask = (rows[None, :] <= rows[:, None]).expand(len(x), 1, -1, -1)
-            return nn.functional.scaled_dot_product_attention(q, k, v, mask)
-
     torch.manual_seed(SEED)
-    model, x = Net(), torch.randn(2, tokens, WIDTH)
+    model, x = Projected(tokens), torch.randn(2, tokens, WIDTH)
     torch.compile(model, backend="aot_eager")(x).square().sum().backward()
     expected = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
