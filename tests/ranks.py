@@ -234,7 +234,9 @@ class Trained:
         gathers: how often they gathered something, each.
         budget_bytes: what they had to keep to; ``None``: nothing is planned.
         host_bytes: most that a plan takes of the host.
-        codes: what each plan emits, without comments, which tell peaks of this process.
+        first_code: what the first step's plan emits, without comments, which have peaks of this
+            process; empty where steps of several graphs are planned at their first call.
+        codes: the same of each plan after the last step.
         schedules: in which order each plan computes what, and what is kept.
         warned: what fxremat has said.
     """
@@ -244,6 +246,7 @@ class Trained:
     gathers: list[int]
     budget_bytes: int | None
     host_bytes: int
+    first_code: str
     codes: list[str]
     schedules: list[str]
     warned: list[str]
@@ -387,15 +390,16 @@ class _Job:
             called = fxremat.compile(model, sample, self._budget(before), ranks=ranks, **options)
         elif not self.shards:
             called = torch.compile(model, backend="aot_eager")
+        first_code = "".join(map(_code, _plans(called)))
         peaks, gathers = map(list, zip(*self._steps(called, model), strict=True))
         whole = [_whole(p).detach().clone() for p in model.parameters()]
-        plans = called.plans if isinstance(called, fxremat.CompiledModule) else ()
-        codes = [_uncommented(plan.forward_code + plan.backward_code) for plan in plans]
+        plans = _plans(called)
+        codes = [_code(plan) for plan in plans]
         schedules = [f"{plan.schedule} {plan.decision}" for plan in plans]
         if not plans:
-            return Trained(whole, peaks, gathers, None, 0, [], [], [])
+            return Trained(whole, peaks, gathers, None, 0, "", [], [], [])
         taken = plans[-1].budget_bytes, max(plan.host_bytes for plan in plans)
-        return Trained(whole, peaks, gathers, *taken, codes, schedules, [])
+        return Trained(whole, peaks, gathers, *taken, first_code, codes, schedules, [])
 
     def _spread(self, model: nn.Module) -> nn.Module:
         if self.how == "ddp_inside":
@@ -466,8 +470,14 @@ class _Job:
         return seen
 
 
-def _uncommented(code: str) -> str:
-    return "\n".join(line.partition("  # ")[0] for line in code.splitlines())
+def _plans(called: Any) -> Sequence[fxremat.Plan]:
+    return called.plans if isinstance(called, fxremat.CompiledModule) else ()
+
+
+def _code(plan: fxremat.Plan) -> str:
+    """What a plan emits, without comments."""
+    lines = (plan.forward_code + plan.backward_code).splitlines()
+    return "\n".join(line.partition("  # ")[0] for line in lines)
 
 
 def _whole(parameter: Tensor) -> Tensor:
