@@ -70,6 +70,7 @@ def compile(
     in_flight: int = 1,
     strict: bool = False,
     assume: Assume = "usual",
+    verify_bits: int = 0,
     ranks: Ranks | None = None,
     generators: Iterable[str] = DEFAULT_GENERATORS,
 ) -> CompiledModule:
@@ -159,6 +160,11 @@ def compile(
             steps of the usual loop from the second one on, in which the previous outputs are still
             held and gradients may exist, set to zero. ``"strict"``: one step, before which there is
             neither; other networks of the process are not counted either.
+        verify_bits: ``n``: in every ``n``-th step one run of operations that ``split="exact"``
+            computes in parts is computed at once as well, on the numbers of the step, where the
+            budget has room for that above the plan's peak. If bits differ, the step has those of
+            the operations at once, a ``BudgetWarning`` names the run, and later plans do without
+            it. ``0``: never.
         ranks: processes that train the model together, and what they do where they differ: the
             first of them plans, by the most that any measures, and all follow. ``None``: those of
             the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s; where nothing

@@ -650,13 +650,13 @@ def test_bits_are_asked_for_at_few_sizes_and_at_the_answer(
 ):
     asked: set[int] = set()
 
-    def watched(parts: Any, given: Any, sizes: tuple[int, ...], **options: Any) -> bool:
+    def watched(parts: Any, given: Any, sizes: tuple[int, ...], **options: Any) -> set[int]:
         asked.add(sizes[0])
-        return sizes[0] <= kept_to
+        return set() if sizes[0] <= kept_to else {0}
 
-    monkeypatch.setattr(scaled, "keeps_bits", watched)
+    monkeypatch.setattr(scaled, "other_bits", watched)
     # At the size of a capture: of which the kernels of some processors keep fewer.
-    monkeypatch.setattr(captured, "keeps_bits", lambda _, given, *__, **___: True)
+    monkeypatch.setattr(captured, "other_bits", lambda _, given, *__, **___: set())
     torch._dynamo.reset()
     model, budget = made(), least_bytes
     largest = fxremat.max_batch(model, batch(), budget, loss="own").largest.size

@@ -2,72 +2,185 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxremat.costs.cache import CostCache
 from fxremat.costs.execute import undisturbed
 from fxremat.costs.synthetic import made_up
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.joint.graph import is_tensor
+from fxremat.passes.split.parts import Parts, Witness, are_equal, is_true, same_bits
 from fxremat.passes.split.rules import Result
 from fxremat.passes.stages.block import tensor_key
 
 LEAST_DRAWS, MOST_DRAWS, ENOUGH = 2, 16, 1 << 20
-"""How often an operation is compared, each time with other numbers: at least twice, and until so
-many numbers were. Where a kernel of a product rounds otherwise in parts, most numbers show it; a
-pointwise one may differ in the few at the end of a part, and not each number shows it."""
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""As large as a number, by its bytes."""
+"""How often a run is compared, each time with other random numbers: at least twice, and until so
+many numbers were. Where a kernel of a product rounds otherwise in parts, most numbers show it."""
 
 SOME = 4096
 """Numbers among which a finite one is looked for, at the least where there are so many."""
 
-Whole = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-"""Computes at once what a run computes in parts, of the tensors that it takes."""
+NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
+
+ZEROS, OTHERS = 1 / 4, 1 / 256
+"""Shares of one comparison's numbers that are zeros of either sign, and that are not finite."""
+
+SINGLE = (0.5, 0.0, -0.0, float("nan"), float("inf"))
+"""What a tensor without dimensions may be."""
+
+CANDIDATES, CONTRASTS = 1 << 14, 4
+"""Among so many random numbers those are looked for that show in which places a pointwise kernel
+computes by which formula, and so many of them are used."""
 
 
-def keeps_bits(
-    parts: Parts,
-    given: Sequence[torch.Tensor],
-    sizes: tuple[int, ...],
-    *,
-    whole: Whole | None,
-    cache: CostCache,
-) -> bool:
-    """Whether a run gives the bits that it gives at once, of made-up numbers, each time.
+def other_bits(
+    parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...], *, cache: CostCache
+) -> frozenset[int]:
+    """Return the places of a run's results whose bits differ from those of its operations at once.
+
+    The run is compared as it is emitted, with random numbers and with some that are zeros of either
+    sign, infinite or NaN. Its witnesses are given numbers of which a pointwise kernel computes
+    another value in a vector than one by one: these show each place where it does so in the parts
+    and not at once, or the other way round.
 
     Args:
         parts: the run.
         given: tensors that lie as those that it takes; their numbers do not matter.
         sizes: that it follows.
-        whole: computes it at once; ``None``: as ``parts`` does in one part.
         cache: answers; new ones are added.
 
     Ensures: the random generators are as before.
 
-    Returns ``False``, too, where there is no memory to compute it twice.
+    All places are returned where there is no memory to compute the run twice.
     """
-    key = (str(parts), whole is None, *sizes, *map(tensor_key, given))
-    if key not in cache.keeps_bits:
-
-        def once() -> bool:
-            tensors = [made_up(tensor) for tensor in given]
-            args = [*tensors, *sizes]
-            expected = parts.run(args, part_rows=None) if whole is None else whole(tensors)
-            return _are_same(parts, expected, parts.run(args, part_rows=parts.part_rows))
-
+    key = (str(parts), *sizes, *map(tensor_key, given))
+    if key not in cache.other_bits:
         with undisturbed(parts.device):
             try:
-                cache.keeps_bits[key] = all(once() for _ in range(comparisons(given)))
+                cache.other_bits[key] = _other_bits(parts, given, sizes)
             except torch.OutOfMemoryError:
-                return False
+                return frozenset(range(len(parts.outputs)))
             finally:
                 if parts.device.type == "cuda":  # blocks left over would be handed out whole
                     torch.cuda.empty_cache()
-    return cache.keeps_bits[key]
+    return cache.other_bits[key]
+
+
+def _other_bits(
+    parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...]
+) -> frozenset[int]:
+    """Places of results that differ in one of several comparisons."""
+    places = frozenset(range(len(parts.outputs)))
+    if any(_shows(witness, parts, given, sizes) for witness in parts.witnesses):
+        return places
+    found: frozenset[int] = frozenset()
+    for number in range(comparisons(given) + 1):
+        special = not number
+        tensors = [_with_special(made_up(t)) if special else made_up(t) for t in given]
+        for i, (one, other) in enumerate(_both(parts, [*tensors, *sizes])):
+            # Without a finite number a result says nothing.
+            speaks = special or is_true(_some(one).isfinite().any())
+            if parts.outputs[i].way is not Result.UNREAD and not (speaks and are_equal(one, other)):
+                found |= {i}
+        if found == places:
+            break
+    return found
+
+
+def _both(parts: Parts, args: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Results of a run, computed at once and in parts."""
+    whole, changed = (parts.run(args, part_rows=rows) for rows in (None, parts.part_rows))
+    return zip(_listed(whole), _listed(changed), strict=True)
+
+
+def _shows(
+    witness: Witness, parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...]
+) -> bool:
+    """Whether a pointwise operation computes a number by another formula than at once."""
+    named = dict(zip(parts.hints, sizes, strict=True))
+    own = [named[name] for name in witness.parts.hints]
+    for numbers in contrasts(witness.node):
+        args = [*(made_up(given[place]) for place in witness.taken), *numbers, *own]
+        if not all(are_equal(one, other) for one, other in _both(witness.parts, args)):
+            return True
+    return False
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All that is in the storage of a tensor."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+
+
+def _with_special(
+    tensor: torch.Tensor, zeros: float = ZEROS, others: float = OTHERS
+) -> torch.Tensor:
+    """A tensor some numbers of which are made zeros of either sign, infinite or NaN."""
+    if not tensor.is_floating_point():
+        return tensor
+    every = _storage_of(tensor)
+    drawn = torch.rand(every.shape, device=every.device)
+    every.masked_fill_(drawn < zeros, 0.0).masked_fill_(drawn < zeros / 2, -0.0)
+    for i, number in enumerate(NOT_FINITE):
+        from_, to = (1 - others * (i + end) / len(NOT_FINITE) for end in (1, 0))
+        every.masked_fill_((drawn >= from_) & (drawn < to), number)
+    return tensor
+
+
+def contrasts(node: fx.Node) -> list[list[torch.Tensor]]:
+    """Find numbers of which a pointwise operation's kernel computes another value in a vector than
+    one by one.
+
+    Returns some lists, each of a number for each tensor that it reads; none where it computes all
+    candidates alike, or is not for a CPU.
+    """
+    tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+    if not all(n.meta["val"].device.type == "cpu" for n in tensors):
+        return []
+    has_single = not all(n.meta["val"].dim() for n in tensors)
+    for single in SINGLE if has_single else SINGLE[:1]:
+        one_by_one = [_candidates(n.meta["val"], single) for n in tensors]
+        dense = [t.clone(memory_format=torch.contiguous_format) for t in one_by_one]
+        try:
+            results = [_computed(node, tensors, values) for values in (dense, one_by_one)]
+        except RuntimeError:  # it does not take a single dimension
+            return []
+        differs = torch.stack([~same_bits(a, b) for a, b in zip(*results, strict=True)]).any(0)
+        chosen = differs.nonzero().flatten()[:CONTRASTS]
+        if len(chosen):
+            return [[t[i] if t.dim() else t for t in dense] for i in chosen]
+    return []
+
+
+def _computed(
+    node: fx.Node, tensors: Sequence[fx.Node], values: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Results of an operation for ``values`` in place of the tensors that it reads."""
+    given = dict(zip(tensors, values, strict=True))
+
+    def value_of(read: fx.Node) -> Any:
+        return given[read] if read in given else read.meta["val"]
+
+    target: Any = node.target
+    args: Any = fx.node.map_arg(node.args, value_of)
+    kwargs: Any = fx.node.map_arg(node.kwargs, value_of)
+    return _listed(target(*args, **kwargs))
+
+
+def _candidates(tensor: torch.Tensor, single: float) -> torch.Tensor:
+    """Numbers for a tensor, every second one in memory: so a kernel computes them one by one; for
+    one without dimensions the number ``single``.
+    """
+    if not tensor.dim():
+        return torch.full((), single).to(tensor.dtype)
+    made = torch.empty(2 * CANDIDATES, dtype=tensor.dtype)
+    if tensor.is_floating_point() or tensor.is_complex():
+        made.normal_()
+    else:
+        made.random_(2)
+    return _with_special(made, zeros=1 / 4, others=1 / 4)[::2]
 
 
 def comparisons(given: Sequence[torch.Tensor]) -> int:
@@ -76,31 +189,11 @@ def comparisons(given: Sequence[torch.Tensor]) -> int:
     return min(MOST_DRAWS, max(LEAST_DRAWS, ENOUGH // max(1, numbers)))
 
 
-def _are_same(parts: Parts, expected: Any, found: Any) -> bool:
-    """Whether results of a run have the same bits, but for those that nobody reads.
-
-    Those without a finite number say nothing.
-    """
-    one, other = (list(r) if isinstance(r, (tuple, list)) else [r] for r in (expected, found))
-    return all(
-        output.way is Result.UNREAD or (_is_told(_some(a).isfinite().any()) and are_equal(a, b))
-        for output, a, b in zip(parts.outputs, one, other, strict=True)
-    )
+def _listed(results: Any) -> list[torch.Tensor]:
+    return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
     """Numbers of a tensor, from all over it."""
     flat = tensor.flatten()
     return flat[:: max(1, len(flat) // SOME)]
-
-
-def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors have the same bits."""
-    pair = [torch.view_as_real(t) if t.is_complex() else t for t in (one, other)]
-    pair = [t.contiguous().view(INTEGERS[t.itemsize]) for t in pair]
-    return torch.equal(*pair) if one.device.type == "cpu" else _is_told(torch.eq(*pair).all())
-
-
-def _is_told(answer: torch.Tensor) -> bool:
-    """An answer that a device has: ``bool`` alone would lock host memory for it."""
-    return bool(answer.cpu())

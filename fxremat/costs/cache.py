@@ -27,7 +27,7 @@ class CostCache:
         result_bytes: of the storages of an operation's results.
         as_traced: whether an operation's results lie as the trace says.
         asked: what an operation asks for, where an allocator rounds.
-        keeps_bits: whether operations have the same bits when they are computed in parts.
+        other_bits: results of runs whose bits differ when they are computed in parts, by place.
         causal: whether a mask is causal, or attention has the same bits with ``is_causal``.
     """
 
@@ -37,7 +37,7 @@ class CostCache:
     result_bytes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
     as_traced: dict[Key, bool] = field(default_factory=dict)
     asked: dict[Key, tuple[Request, ...]] = field(default_factory=dict)
-    keeps_bits: dict[Key, bool] = field(default_factory=dict)
+    other_bits: dict[Key, frozenset[int]] = field(default_factory=dict)
     causal: dict[Key, bool] = field(default_factory=dict)
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.bits import are_equal, comparisons
+from fxremat.costs.bits import comparisons
 from fxremat.costs.cache import CostCache
 from fxremat.costs.execute import HeldBytes, undisturbed
 from fxremat.costs.synthetic import made_up
 from fxremat.passes.joint.masks import BACKWARD, FORWARD, causal_arguments
+from fxremat.passes.split.parts import are_equal
 from fxremat.passes.stages.block import Key, tensor_key
 
 CPU = torch.device("cpu")

@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from fxremat.costs.bits import keeps_bits
+from fxremat.costs.bits import other_bits
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import stage_blocks
 from fxremat.costs.execute import Operations, undisturbed
@@ -205,7 +205,7 @@ def with_workspaces(
         CostError: one of them cannot be run.
     """
     lawless = [_is_lawless(node) for node in line.joint.module.graph.nodes]
-    if not any(lawless) and not any(map(_is_exact, line.joint.module.graph.nodes)):
+    if not any(lawless) and not any(map(_is_measured, line.joint.module.graph.nodes)):
         return costs
     line = resize(line, values)
     nodes, device = tuple(line.joint.module.graph.nodes), line.joint.device
@@ -230,12 +230,12 @@ def with_workspaces(
 
     for place, node in enumerate(nodes):
         parts = parts_of(node)
-        if parts is not None and parts.exact:
+        if parts is not None and _is_measured(node):
             count = len(parts.inputs)
             args: Any = node.args
             given = [n.meta["val"] for n in args[:count]]
             own = tuple(map(int, args[count : count + len(parts.hints)]))
-            kept = keeps_bits(parts, given, own, whole=None, cache=cache)
+            kept = not other_bits(parts, given, own, cache=cache)
             parts.settle(own, keeps_bits=kept)
             lawless[place] |= not kept  # it is one part then
     with undisturbed(device):
@@ -277,9 +277,10 @@ def _resized(
     )
 
 
-def _is_exact(node: fx.Node) -> bool:
+def _is_measured(node: fx.Node) -> bool:
+    """Whether only a comparison can show that an operation in parts keeps its bits."""
     parts = parts_of(node)
-    return parts is not None and parts.exact
+    return parts is not None and parts.exact and not parts.certain
 
 
 def _is_steady(node: fx.Node) -> bool:

@@ -117,6 +117,7 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
             "generators",
             "strict",
             "assume",
+            "verify_bits",
         )
     ]
     options.append(f"offload={host and (host.only, host.conv, host.limit_bytes)!r}")

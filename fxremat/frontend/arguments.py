@@ -7,6 +7,7 @@ in ``_READERS`` or in :meth:`Arguments.read`, and, where text can say it, its fi
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -36,7 +37,7 @@ Split = Literal["exact"] | bool
 BACKEND_OPTIONS = (
     "budget", "reserve", "optimizer", "loss", "target", "accumulate", "offload", "host_limit",
     "host_dir", "exact", "split", "effort", "budget_on", "executor", "in_flight", "strict",
-    "assume",
+    "assume", "verify_bits",
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 
@@ -77,6 +78,7 @@ class Arguments:
     ranks: Ranks | None = None
     strict: bool = False
     assume: Assume = "usual"
+    verify_bits: int = 0
     generators: tuple[str, ...] = DEFAULT_GENERATORS
 
     @property
@@ -262,9 +264,9 @@ def _read_generators(argument: str, value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _read_count(argument: str, value: object) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-        refuse(argument, value, "a number, at least 1")
+def _read_count(argument: str, value: object, *, least: int = 1) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        refuse(argument, value, f"a number, at least {least}")
     return int(value)
 
 
@@ -347,6 +349,7 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "ranks": _read_ranks,
     "strict": read_bool,
     "assume": _one_of("usual", "strict"),
+    "verify_bits": functools.partial(_read_count, least=0),
     "generators": _read_generators,
 }
 """Arguments that are read by themselves."""
@@ -390,6 +393,7 @@ class Options:
     in_flight: int = 1
     strict: bool = False
     assume: str = "usual"
+    verify_bits: int = 0
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Options:

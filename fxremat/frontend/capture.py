@@ -19,6 +19,7 @@ from fxremat.errors import BackwardError, CaptureError, SizesError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.captured import CapturedStep
+from fxremat.frontend.comparison import Comparison
 from fxremat.frontend.loop import Loop
 from fxremat.frontend.notices import NOT_CAPTURED
 from fxremat.frontend.optimizer_state import counted_state, optimizer_bytes
@@ -155,6 +156,7 @@ class StepCompiler:
             host=host,
             peers=peers,
             state=state,
+            comparison=Comparison(asked.verify_bits),
         )
         return StepCompiler(loop, asked, progress, kept=asked.kept)
 
@@ -384,6 +386,7 @@ class StepCompiler:
                 fused=asked.fused,
                 peers=peers,
                 model=self.model,
+                from_data=self.regions.several,
             )
             planner = Planner(
                 traced,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.bits import Whole, keeps_bits
+from fxremat.costs.bits import other_bits
 from fxremat.costs.cache import cost_cache
 from fxremat.costs.causal import CausalMasks
 from fxremat.costs.collectives import late_bytes, speeds_of, with_collectives
@@ -35,6 +35,7 @@ from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.split.beside import parts_of
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.run import Looks
@@ -98,6 +99,7 @@ class CapturedStep:
         fused: operations run as units that Inductor compiles.
         peers: processes that agree on what it costs, until it is settled.
         model: its class, for people.
+        from_data: its sizes may follow from data: each may be met once only.
         roles: of primals; ``None``: as ``inputs`` and the caller's tensors tell.
 
     Attributes:
@@ -128,6 +130,7 @@ class CapturedStep:
         fused: bool = False,
         peers: Peers | None = None,
         model: str = "",
+        from_data: bool = False,
         roles: Mapping[int, Kind] | None = None,
     ) -> None:
         self._module, self.sizes = settle(module)
@@ -141,7 +144,8 @@ class CapturedStep:
         self.inputs, self.caller, self.progress, self.peers = inputs, caller, progress, peers
         self.roles = roles or roles_of(inputs, caller.resident, self.places)
         self.optimizer_bytes = sum(caller.held_bytes)
-        self.model = model
+        self.model, self._from_data = model, from_data
+        self._refused: set[str] = set()
         self.costs = costs
         self.store = store or Store(None)
         self._output_count = forward_output_count
@@ -254,6 +258,13 @@ class CapturedStep:
         assert self._variants[-1] is variant
         self._variants.pop()
 
+    def refuse(self, run: Parts) -> list[Form]:
+        """Let no form compute a run in parts any more; returns the forms that have."""
+        self._refused.add(str(run))
+        has_run = [own for own in self._variants if any(parts_of(n) is run for n in own.line.nodes)]
+        self._variants = [own for own in self._variants if own not in has_run]
+        return [own.form for own in has_run]
+
     @property
     def correction_key(self) -> str:
         """The key by which corrections of the step are kept."""
@@ -277,11 +288,11 @@ class CapturedStep:
         if not (exact and form.shared):
             joint = self._built(exact=exact, shared=form.shared)
         if form.has_parts:
-            same_bits = self._keeps_bits if form.exact else None
+            other = self._other_bits if form.exact else None
             found = split(
                 joint,
                 large_in(form),
-                same_bits,
+                other,
                 beside=form.beside,
                 expected=self._expected,
                 looks=looks or Looks(),
@@ -311,12 +322,17 @@ class CapturedStep:
         self.measuring_bytes = max(self.measuring_bytes, masks.measuring_bytes)
         return joint
 
-    def _keeps_bits(self, parts: Parts, given: Sequence[torch.Tensor], whole: Whole) -> bool:
-        """Whether an operation has the same bits in parts; for another device rules alone tell."""
-        if self._target is not None:
-            return False
-        sizes = tuple(parts.hints.values())
-        return keeps_bits(parts, given, sizes, whole=whole, cache=cost_cache())
+    def _other_bits(self, parts: Parts, given: Sequence[torch.Tensor]) -> Set[int]:
+        """Results of a run that have other bits in parts.
+
+        Only rules say it for another device, and where sizes follow from data.
+        """
+        every = {*range(len(parts.outputs))}
+        if str(parts) in self._refused:
+            return every
+        if self._target is not None or (self._from_data and self.sizes):
+            return set() if parts.certain else every
+        return other_bits(parts, given, tuple(parts.hints.values()), cache=cost_cache())
 
     def _fused(self, line: Line, units: Units) -> Line:
         """``line`` with units, their kernels made.

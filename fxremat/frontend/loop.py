@@ -15,6 +15,7 @@ from torch import nn
 from fxremat import torch_compat
 from fxremat.costs.execute import HeldBytes
 from fxremat.frontend.budget import TrainingBudget
+from fxremat.frontend.comparison import Comparison
 from fxremat.frontend.optimizer_state import StateBytes, counted_state
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.outside import Outside
@@ -58,6 +59,7 @@ class Loop:
         watcher: of what a step really takes, one at a time.
         optimizers: that step the model.
         outside: what the loop holds outside the model.
+        comparison: of runs in parts with their operations at once.
         planning: one thread at a time plans: evaluators of one step share their room.
         born: when it was made, and ``last_call``, when the model was called last, 0 if never, as
             numbers of one count in the process.
@@ -80,6 +82,7 @@ class Loop:
     outside: Outside = field(default_factory=Outside)
     planning: threading.RLock = field(default_factory=threading.RLock)
     copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    comparison: Comparison = field(default_factory=lambda: Comparison(0))
     born: int = field(default_factory=lambda: next(_clock))
     last_call: int = 0
     overhead_s: float = 0.0

@@ -35,6 +35,7 @@ from fxremat.ir import TRACED, Form, MeasuredLink, Origin
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.losses import largest_gradient_bytes
+from fxremat.passes.split.parts import Parts
 from fxremat.planner.allocations import settings_of
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.candidates import Candidate
@@ -693,6 +694,13 @@ class Planner:
         """Let schedules be known of one more form of the step, if there is one."""
         self._look(context)
         return self._unshared(context) or self._grown(context)
+
+    def refuse(self, run: Parts) -> None:
+        """Let no later plan compute a run in parts."""
+        forms = self.step.refuse(run)
+        self._known = [own for own in self._known if own.form not in forms]
+        self._forms = [*forms, *(self._forms or [])]  # without the run
+        self.sent.clear()
 
     def look_at_all(self, context: StepContext) -> list[Schedules]:
         """Schedules that are known, of all forms of the step."""

@@ -18,6 +18,7 @@ from fxremat import torch_compat
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import BudgetError, CostError
 from fxremat.frontend.agreed import AGREED, agreed_corrections
+from fxremat.frontend.comparison import runs_in
 from fxremat.frontend.corrections import Corrections, Taken, warn_counted
 from fxremat.frontend.emission import Planned
 from fxremat.frontend.largest import advised
@@ -29,6 +30,7 @@ from fxremat.frontend.shortfall import Shortfall, warn
 from fxremat.passes.emit.code import Emitted
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import computed_anew
+from fxremat.passes.split.parts import Parts
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import made_outputs, own_gradients
 from fxremat.progress import LOG
@@ -224,6 +226,26 @@ class PlanCache:
         for compiled in self.plans.values():
             compiled.planned = compiled.planned.with_overhead(seconds)
 
+    def _compare(self, compiled: Compiled, number: int, values: Values) -> None:
+        """Let a run of a plan be compared with its operations at once, where that is asked for."""
+        comparison, planner, plan = self.loop.comparison, self.planner, compiled.planned.plan
+        form = plan.form
+        if not comparison.every or number % comparison.every or not form.has_parts:
+            return
+        targets = [node.target for node in planner.step.variant(form).line.nodes]
+        room_bytes = plan.budget_bytes - plan.counted_bytes
+        sizes = planner.step.sizes.named(values)
+        comparison.begin(runs_in(form, targets), number, sizes, room_bytes)
+
+    def _refuse(self, runs: Sequence[Parts]) -> None:
+        """Plan without runs that have other bits in parts."""
+        with self.loop.planning:
+            for run in runs:
+                self.planner.refuse(run)
+            self.plans.clear()
+            self._followed, self._latest = (), None
+            self.corrections.changes += 1
+
     def begin(
         self, args: list[Any], *, ended_by: str = ""
     ) -> tuple[Step, torch_compat.BoxedCallable]:
@@ -247,6 +269,8 @@ class PlanCache:
         together = self.planner.together
         if together is not None and 1 < number <= AGREED:
             self.corrections.take(agreed_corrections(together, self.corrections.seen))
+        if loop.comparison.changed:
+            self._refuse(loop.comparison.take())
         values = self.planner.step.sizes.values(args) if self._is_sized else ()
         sizes = self._shaping(values) if values else values
         context, compiled, leaves = self._plan_at(args, sizes, ended_by)
@@ -273,6 +297,7 @@ class PlanCache:
             if self._counts:
                 count = self._count(context)
         forward, backward = compiled.at(values)
+        self._compare(compiled, number, values)
         step = Step(
             compiled,
             backward,

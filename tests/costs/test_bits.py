@@ -8,22 +8,30 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxremat.costs.bits import keeps_bits
+from fxremat.costs.bits import contrasts, other_bits
 from fxremat.costs.cache import CostCache
 from fxremat.passes.joint.sizes import Layout
-from fxremat.passes.split.parts import Output, Parts
+from fxremat.passes.split.parts import Output, Parts, are_equal
 from fxremat.passes.split.rules import Result, Rows
 
 ROWS, WIDTH = 8, 4
 
 
-def parts_of(*operations: Any, name: str, part_rows: int = 2, sums: bool = False) -> Parts:
-    """A run of operations of one matrix each, rows of it or a sum over them."""
+def graph_of(*operations: Any) -> fx.Graph:
+    """One part, and all parts at once."""
     graph = fx.Graph()
     value = graph.placeholder("x")
     for operation in operations:
         value = graph.call_function(operation, (value,))
     graph.output((value,))
+    return graph
+
+
+def parts_of(
+    *operations: Any, name: str, part_rows: int = 2, sums: bool = False, at_once: Any = None
+) -> Parts:
+    """A run of operations of one matrix each, rows of it or a sum over them."""
+    graph = graph_of(*operations)
     shape = (WIDTH,) if sums else (ROWS, WIDTH)
     stride = (1,) if sums else (WIDTH, 1)
     way = Result.SUM if sums else Rows(0, 1)
@@ -38,14 +46,15 @@ def parts_of(*operations: Any, name: str, part_rows: int = 2, sums: bool = False
         {},
         torch.device("cpu"),
         exact=True,
+        certain=False,
         part_bytes=0,
         whole=(),
+        at_once=graph_of(at_once) if at_once else graph,
     )
 
 
-def answer(parts: Parts, cache: CostCache | None = None, **options: Any) -> bool:
-    options = {"whole": None, **options}
-    return keeps_bits(parts, [torch.empty(ROWS, WIDTH)], (), cache=cache or CostCache(), **options)
+def answer(parts: Parts, cache: CostCache | None = None) -> bool:
+    return not other_bits(parts, [torch.empty(ROWS, WIDTH)], (), cache=cache or CostCache())
 
 
 def uneven(x: Tensor) -> Tensor:
@@ -70,9 +79,8 @@ def test_sums_over_rows_that_are_added_up_otherwise_do_not():
 
 
 def test_it_is_compared_with_the_operation_itself():
-    parts = parts_of(torch.neg, name="neg")
-    assert answer(parts, whole=lambda given: [-given[0]])
-    assert not answer(parts, whole=lambda given: [given[0].exp()])
+    assert answer(parts_of(torch.neg, name="neg", at_once=lambda x: -x))
+    assert not answer(parts_of(torch.neg, name="neg", at_once=torch.exp))
 
 
 def test_an_answer_is_known_the_second_time():
@@ -127,3 +135,30 @@ def test_they_are_one_where_bits_of_any_call_would_change():
     for keeps, parts_now in ((True, 4), (False, 1), (True, 1)):
         parts.settle((), keeps_bits=keeps)
         assert parts.count({}) == parts_now
+
+
+def test_zeros_of_another_sign_are_other_bits():
+    assert not answer(parts_of(lambda x: x + 0.0, name="zeros", at_once=lambda x: x.clone()))
+
+
+def test_nan_of_any_bits_are_equal():
+    negated = parts_of(lambda x: torch.where(x.isnan(), -x, x), name="nan", at_once=torch.clone)
+    assert answer(negated)
+
+
+def call_of(target: Any, *tensors: Tensor) -> fx.Node:
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"x{i}") for i in range(len(tensors))]
+    for node, tensor in zip(nodes, tensors, strict=True):
+        node.meta["val"] = tensor
+    return graph.call_function(target, tuple(nodes))
+
+
+def test_numbers_that_a_vector_computes_otherwise():
+    aten = torch.ops.aten
+    assert not contrasts(call_of(aten.neg.default, torch.empty(3, 4)))
+    for numbers in contrasts(call_of(aten.gelu.default, torch.empty(3, 4))):
+        (number,) = numbers
+        dense = number.repeat(256)
+        apart = number.repeat(512)[::2]
+        assert not are_equal(aten.gelu(dense), aten.gelu(apart))

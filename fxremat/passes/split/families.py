@@ -20,10 +20,10 @@ from fxremat.passes.split.labels import (
 EVEN = (
     "_to_copy abs add addcdiv addcmul alias bitwise_and bitwise_left_shift bitwise_not "
     "bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clone copy cos "
-    "detach div eq erf exp floor ge gt hardswish hardtanh hardtanh_backward isfinite isinf "
-    "isnan le leaky_relu leaky_relu_backward lerp lift_fresh_copy log log1p logical_and "
-    "logical_not logical_or logical_xor lt masked_fill maximum minimum mul "
-    "native_dropout_backward ne neg reciprocal relu remainder round sgn sigmoid_backward sign "
+    "detach div eq erf exp floor ge gt hardswish hardtanh isfinite isinf "
+    "isnan le leaky_relu leaky_relu_backward lift_fresh_copy log log1p logical_and "
+    "logical_not logical_or logical_xor lt masked_fill mul "
+    "native_dropout_backward ne neg reciprocal relu round sgn sigmoid_backward sign "
     "sin sqrt square sub tanh tanh_backward threshold threshold_backward trunc where"
 )
 """Pointwise operators whose kernels compute a number alike wherever it is. Others compute what does

@@ -15,6 +15,10 @@ from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.joint.sizes import Layout, evaluated, names_in
 from fxremat.passes.split.labels import Shape
 from fxremat.passes.split.rules import Result, Rows, part_of
+from fxremat.runtime import cuda_graph
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""As large as a number, by its bytes."""
 
 ROWS = "ROWS"
 """The number of rows of a part, in the arguments of its operations."""
@@ -46,6 +50,26 @@ class Output:
     is_product: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """Shows by which formula a pointwise operation of a run computes each of its numbers.
+
+    Kernels compute what does not fill a vector of a CPU by another formula, so that a number's bits
+    may depend on its place. Given numbers of which both formulas give other values, ``parts`` gives
+    the same results in parts as at once if, and only if, each place is computed by the same one.
+
+    Attributes:
+        node: the operation.
+        parts: the run up to it, where it reads given numbers in place of tensors. It takes some of
+            what the run takes, then a number for each tensor that the operation reads.
+        taken: places of what it takes among what the run takes.
+    """
+
+    node: fx.Node
+    parts: Parts
+    taken: tuple[int, ...]
+
+
 class Parts:
     """A run of operations, computed in parts of its rows, one after the other.
 
@@ -61,13 +85,17 @@ class Parts:
         part_rows: at most so many rows are in a part.
         hints: sizes that the run follows, by name, and their values at the capture.
         device: of all tensors.
-        exact: its results must have the bits that they have where it is one part.
+        exact: its results must have the bits of the operations at once.
+        certain: they have them at any sizes, by the rules of its operations.
         part_bytes: that a part holds beside inputs and results, as traced.
         whole: the step's operations that it computes, but those that only look at a tensor.
+        at_once: the operations as they were traced; placeholders and results are those of
+            ``graph``.
+        witnesses: of its pointwise operations that are not certain to keep their bits.
 
     It takes the inputs, and the sizes in their order; it returns a tensor, or a list of several.
-    Where it is to be exact, it is one part at sizes of which :meth:`settle` was not told that parts
-    keep the bits.
+    Where it is to be exact and that is not certain, it runs ``at_once`` at sizes of which
+    :meth:`settle` has not said that parts keep the bits.
     """
 
     def __init__(
@@ -82,17 +110,24 @@ class Parts:
         device: torch.device,
         *,
         exact: bool,
+        certain: bool,
         part_bytes: int,
         whole: Sequence[fx.Node],
+        at_once: fx.Graph,
+        witnesses: Sequence[Witness] = (),
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = "fxremat.parts"
         self.graph, self.rows, self.part_rows = graph, rows, part_rows
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self.hints, self.device, self.exact = dict(hints), device, exact
-        self.part_bytes, self.whole = part_bytes, tuple(whole)
+        self.hints, self.device = dict(hints), device
+        self.exact, self.certain = exact, certain
+        self.part_bytes, self.whole, self.at_once = part_bytes, tuple(whole), at_once
+        self.witnesses = tuple(witnesses)
         self._keeps_bits: dict[tuple[int, ...], bool] = {}
-        self._bodies: dict[tuple[int, ...], Body] = {}
+        self._refused = False
+        self._report: Callable[[bool], None] | None = None
+        self._bodies: dict[tuple[int | None, ...], Body] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -164,7 +199,9 @@ class Parts:
         return [*(target_name(n.target) for n in called), *products]
 
     def _is_split(self, sizes: tuple[int, ...]) -> bool:
-        return not self.exact or self._keeps_bits.get(sizes, False)
+        if not self.exact:
+            return True
+        return not self._refused and (self.certain or self._keeps_bits.get(sizes, False))
 
     def settle(self, sizes: tuple[int, ...], *, keeps_bits: bool) -> None:
         """Let it be known whether parts keep the bits, at ``sizes`` in the order of ``hints``.
@@ -173,18 +210,43 @@ class Parts:
         """
         self._keeps_bits[sizes] = keeps_bits and self._keeps_bits.get(sizes, True)
 
+    def compare_next(self, report: Callable[[bool], None]) -> None:
+        """Run the operations at once as well when it is called next.
+
+        Args:
+            report: called with whether the results have the same bits. If they do not, it returns
+                those of the operations at once, and is not in parts any more.
+        """
+        self._report = report
+
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         sizes = tuple(map(int, args[len(self.inputs) :]))
-        return self.run(args, part_rows=self.part_rows if self._is_split(sizes) else None)
+        is_split = self._is_split(sizes)
+        made = self.run(args, part_rows=self.part_rows if is_split else None)
+        report, self._report = self._report, None
+        if report is None or not is_split or cuda_graph.is_captured():
+            return made
+        whole = self.run(args, part_rows=None)
+        pairs = [(whole, made)] if len(self.outputs) == 1 else zip(whole, made, strict=True)
+        same = all(
+            output.way is Result.UNREAD or are_equal(one, other)
+            for output, (one, other) in zip(self.outputs, pairs, strict=True)
+        )
+        self._refused = not same
+        report(same)
+        return made if same else whole
 
     def run(self, args: Sequence[Any], *, part_rows: int | None) -> Any:
-        """Run it with ``args``, so many rows at a time; ``None``: all at once."""
+        """Run it with ``args``, so many rows at a time; ``None``: its operations at once."""
         given, sizes = args[: len(self.inputs)], tuple(map(int, args[len(self.inputs) :]))
         named = dict(zip(self.hints, sizes, strict=True))
+        if part_rows is None:
+            whole = self._body(sizes, None, named)(*given)
+            return whole[0] if len(whole) == 1 else list(whole)
         total = int(evaluated(self.rows, named))
         made: list[Any] = [None] * len(self.outputs)
-        for start, rows in parts_of(total, part_rows or total):
+        for start, rows in parts_of(total, part_rows):
             pieces = [
                 tensor if way is None else part(tensor, way, start, rows)
                 for tensor, way in zip(given, self.inputs, strict=True)
@@ -197,13 +259,14 @@ class Parts:
                 made[i] = made[i].to(output.dtype)
         return made[0] if len(made) == 1 else made
 
-    def _body(self, sizes: tuple[int, ...], rows: int, named: Mapping[str, int]) -> Body:
+    def _body(self, sizes: tuple[int, ...], rows: int | None, named: Mapping[str, int]) -> Body:
+        """The function of a part of so many rows; ``None``: of all operations at once."""
         key = (rows, *sizes)
         found = self._bodies.get(key)
         if found is None:
             graph = fx.Graph()
-            graph.output(graph.graph_copy(self.graph, {}))
-            numbers = {**named, ROWS: rows}
+            graph.output(graph.graph_copy(self.at_once if rows is None else self.graph, {}))
+            numbers = {**named, ROWS: rows or 0}
             for node in graph.nodes:
                 node.args = fx.node.map_aggregate(node.args, lambda x: evaluated(x, numbers))
                 node.kwargs = fx.node.map_aggregate(node.kwargs, lambda x: evaluated(x, numbers))
@@ -250,6 +313,34 @@ class Parts:
             else:
                 made[i] += value
             del value
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors have the same bits; a NaN may have any."""
+    return is_true(same_bits(one, other).all())
+
+
+def same_bits(one: Tensor, other: Tensor) -> Tensor:
+    """Whether each number has the same bits, or is NaN in both."""
+    pair = [torch.view_as_real(t) if t.is_complex() else t for t in (one, other)]
+    bits = [t.contiguous().view(INTEGERS[t.itemsize]) for t in pair]
+    same = bits[0] == bits[1]
+    if pair[0].is_floating_point() and not is_true(same.all()):
+        same |= pair[0].isnan() & pair[1].isnan()
+    return same
+
+
+def is_true(answer: Tensor) -> bool:
+    """An answer that a device has: ``bool`` alone would lock host memory for it."""
+    return bool(answer.cpu())
+
+
+def filled(tensor: Tensor, number: Tensor) -> Tensor:
+    """A tensor that lies as ``tensor``, all of its numbers being ``number``."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    count = 1 + sum((size - 1) * stride for size, stride in pairs)
+    every = number.repeat(0 if 0 in tensor.shape else count)
+    return every.as_strided(tensor.shape, tensor.stride())
 
 
 def parts_of(total: int, part_rows: int) -> Iterator[tuple[int, int]]:

@@ -23,6 +23,7 @@ from fxremat.passes.split.labels import (
     Call,
     Dims,
     Labels,
+    Rule,
     Shape,
     call_of,
     name_of,
@@ -97,12 +98,20 @@ def ways(node: fx.Node, count: int) -> tuple[Way, ...]:
         return ()
     if call.name in VIEWS:
         return tuple(_views(call, count))
-    tags = node.target.tags  # type: ignore[union-attr]
-    rule = families.RULES.get(call.name)
-    if rule is None and torch.Tag.pointwise in tags and SEEDED not in tags:
-        rule = families.pointwise
+    rule = _rule_of(node)
     dims = rule(call) if rule else None
     return tuple(dict.fromkeys(_ways(node, call, dims, count))) if dims else ()
+
+
+def _rule_of(node: fx.Node) -> Rule | None:
+    tags = node.target.tags  # type: ignore[union-attr]
+    is_pointwise = torch.Tag.pointwise in tags and SEEDED not in tags
+    return families.RULES.get(name_of(node), families.pointwise if is_pointwise else None)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether an operator of aten computes each number from the numbers in its place."""
+    return _rule_of(node) is families.pointwise
 
 
 def for_rows(node: fx.Node, way: Way, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

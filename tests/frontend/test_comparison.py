@@ -1,0 +1,101 @@
+"""Runs in parts are compared with their operations at once while a model trains."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+
+ROWS, WIDTH = 64, 32
+
+
+class Model(nn.Module):
+    """What is large is computed from one row of what is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 40 * WIDTH), nn.Linear(40 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)).neg()).sum()
+
+
+class Kernel:
+    """The kernel of ``neg``, which gives other bits of few rows once it is ``broken``."""
+
+    broken = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * (-1.0001 if self.broken and len(x) < ROWS else -1.0)
+
+    def out(self, x: Tensor, *, out: Tensor) -> Tensor:
+        return out.copy_(self(x))
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    made = Kernel()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is another one
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("neg", made, "CPU")
+        library.impl("neg.out", made.out, "CPU")
+    yield made
+    library._destroy()
+
+
+def trained(
+    kernel: Kernel, *, verify_bits: int, breaks: bool
+) -> tuple[fxremat.CompiledModule, list[str], list[bool]]:
+    """The model after some steps whose budget has room for the forward's run at once, what it has
+    warned of, and which steps had eager's bits.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(ROWS, WIDTH)
+    called = fxremat.compile(model, x, 1_350_000, loss="own", verify_bits=verify_bits)
+    same = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(4):
+            model.zero_grad()
+            kernel.broken = breaks and number > 0
+            loss = called(x)
+            kernel.broken = False
+            loss.backward()
+            found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+            expected = model(x)
+            expected.backward()
+            pairs = zip(
+                [loss, *found], [expected, *(p.grad for p in model.parameters())], strict=True
+            )
+            same.append(all(torch.equal(one, other) for one, other in pairs))
+    of_bits = [str(w.message) for w in said if "bits" in str(w.message)]
+    return called, of_bits, same
+
+
+def test_a_run_that_changes_bits_is_not_in_parts_any_more(kernel: Kernel) -> None:
+    before, said, same = trained(kernel, verify_bits=0, breaks=True)
+    names = {run.name for run in before.plan.fused}
+    assert same == [True, False, False, False] and not said
+    called, (warning,), same = trained(kernel, verify_bits=1, breaks=True)
+    assert all(same)
+    (name,) = (name for name in names if name in warning)
+    assert name not in {run.name for run in called.plan.fused}
+
+
+def test_runs_that_keep_their_bits_stay(kernel: Kernel) -> None:
+    called, said, same = trained(kernel, verify_bits=2, breaks=False)
+    assert called.plan.fused and all(same) and not said
+
+
+@pytest.mark.parametrize("value", [-1, True, 0.5, "1"])
+def test_what_is_no_number_of_steps_is_refused(value: object) -> None:
+    with pytest.raises(fxremat.ArgumentError, match="verify_bits"):
+        fxremat.compile(Model(), torch.randn(ROWS, WIDTH), "min", verify_bits=value)
