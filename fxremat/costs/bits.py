@@ -54,15 +54,19 @@ def other_bits(
 
     Ensures: the random generators are as before.
 
-    All places are returned where there is no memory to compute the run twice.
+    All places are returned where there is no memory to compute the run twice, or a kernel refuses
+    made-up numbers, as a binary cross entropy does those outside of 0 to 1.
     """
     key = (str(parts), *sizes, *map(tensor_key, given))
     if key not in cache.other_bits:
+        every = frozenset(range(len(parts.outputs)))
         with undisturbed(parts.device):
             try:
                 cache.other_bits[key] = _other_bits(parts, given, sizes)
             except torch.OutOfMemoryError:
-                return frozenset(range(len(parts.outputs)))
+                return every
+            except (RuntimeError, ValueError, IndexError):
+                cache.other_bits[key] = every
             finally:
                 if parts.device.type == "cuda":  # blocks left over would be handed out whole
                     torch.cuda.empty_cache()

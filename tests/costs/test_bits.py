@@ -106,6 +106,13 @@ def test_no_memory_to_compare_is_no_promise():
     assert not answer(parts_of(large, name="large"))
 
 
+def test_what_takes_no_made_up_numbers_is_no_promise():
+    def picky(x: Tensor) -> Tensor:
+        raise RuntimeError("all elements should be between 0 and 1")
+
+    assert not answer(parts_of(picky, name="picky"))
+
+
 def test_generators_are_left_as_they_were():
     torch.manual_seed(3)
     expected = torch.rand(3)

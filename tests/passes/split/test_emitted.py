@@ -7,22 +7,33 @@ import torch
 from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
+import tests.passes.split.layers  # noqa: F401
 from fxremat.passes.split.parts import Parts
 from tests.examples import examples
 from tests.passes.split.cases import CASES, STAND_INS, Draws, drawn, operator_of
 from tests.passes.split.emitted import BEFORE, in_parts, other_bits, step_of
 
-NAMES = [name for name in CASES if operator_of(name) is not None and name not in STAND_INS]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+DECOMPOSED = ("_fused_rms_norm.default",)
+"""There is no such operator in a step that was traced here."""
+
+NAMES = [
+    name
+    for name in CASES
+    if operator_of(name) is not None and name not in STAND_INS and name not in DECOMPOSED
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@examples(0.5)
+@pytest.mark.more
+@examples(0.2)
 @given(data=st.data())
 def test_emitted_parts_have_the_bits_of_the_whole(name: str, data: st.DataObject) -> None:
     d = Draws.of(data)
-    d.dtype = d.one_of(torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    d.dtype = d.one_of(*DTYPES)
     op = drawn(name, d)
-    before = d.one_of(*BEFORE)
+    before = d.one_of(*BEFORE) if "binary_cross" not in name else "given"
     joint, tensors = step_of(op, before)
     split_graph = in_parts(joint)
     assume(split_graph is not None)

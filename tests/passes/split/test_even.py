@@ -1,0 +1,56 @@
+"""Pointwise operators whose kernels compute a number alike wherever it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tests.passes.split.layers  # noqa: F401
+from fxremat.costs.bits import contrasts
+from fxremat.passes.split.families import EXACT
+from fxremat.passes.split.parts import same_bits
+from fxremat.passes.split.rules import is_pointwise, ways
+from tests.examples import examples
+from tests.passes.split.cases import CASES, Draws, drawn, operator_of
+from tests.passes.split.parts import alone
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+NAMES = [name for name in CASES if name.partition(".")[0] in EXACT and operator_of(name)]
+
+OF_ONE = [
+    name for name in NAMES if len(operator_of(name)._schema.arguments) == 1 and "bit" not in name
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@examples(0.2)
+@given(data=st.data())
+def test_no_number_depends_on_its_place(name: str, data: st.DataObject) -> None:
+    d = Draws.of(data)
+    for dtype in DTYPES:
+        d.dtype = dtype
+        op = drawn(name, d)
+        if is_pointwise(op.node) and any(
+            way.same_bits for n in op.counts() for way in ways(op.node, n)
+        ):
+            assert not contrasts(op.node)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OF_ONE)
+def test_no_half_depends_on_its_place(name: str, dtype: torch.dtype) -> None:
+    run = operator_of(name)
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    apart: Tensor = torch.empty(2 * len(every), dtype=dtype)[::2].copy_(every)
+    assert same_bits(run(every), run(apart)).all()
+
+
+@pytest.mark.parametrize("name", ["gelu", "maximum", "hardtanh_backward"])
+def test_numbers_that_do_are_seen(name: str) -> None:
+    x = torch.randn(4, 3)
+    more = {"gelu": [x], "maximum": [x, x.clone()], "hardtanh_backward": [x, x.clone(), -0.5, 0.5]}
+    assert contrasts(alone(operator_of(f"{name}.default"), *more[name]).node)
