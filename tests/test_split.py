@@ -18,6 +18,7 @@ import fxremat
 from fxremat.costs import scaled
 from fxremat.costs.execute import Operations
 from fxremat.frontend import captured, pipeline, schedules
+from fxremat.passes.split.parts import Changed
 from fxremat.passes.stages.block import Block
 from tests.models import ZOO
 
@@ -650,13 +651,13 @@ def test_bits_are_asked_for_at_few_sizes_and_at_the_answer(
 ):
     asked: set[int] = set()
 
-    def watched(parts: Any, given: Any, sizes: tuple[int, ...], **options: Any) -> set[int]:
+    def watched(parts: Any, given: Any, sizes: tuple[int, ...], **options: Any) -> bool:
         asked.add(sizes[0])
-        return set() if sizes[0] <= kept_to else {0}
+        return sizes[0] > kept_to
 
     monkeypatch.setattr(scaled, "other_bits", watched)
     # At the size of a capture: of which the kernels of some processors keep fewer.
-    monkeypatch.setattr(captured, "other_bits", lambda _, given, *__, **___: set())
+    monkeypatch.setattr(captured, "other_bits", lambda _, given, *__, **___: Changed())
     torch._dynamo.reset()
     model, budget = made(), least_bytes
     largest = fxremat.max_batch(model, batch(), budget, loss="own").largest.size

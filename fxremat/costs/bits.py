@@ -12,7 +12,7 @@ from fxremat.costs.cache import CostCache
 from fxremat.costs.execute import undisturbed
 from fxremat.costs.synthetic import made_up
 from fxremat.passes.joint.graph import is_tensor
-from fxremat.passes.split.parts import Parts, Witness, are_equal, is_true, same_bits
+from fxremat.passes.split.parts import Changed, Parts, Witness, are_equal, is_true, same_bits
 from fxremat.passes.split.rules import Result
 from fxremat.passes.stages.block import tensor_key
 
@@ -31,15 +31,15 @@ ZEROS, OTHERS = 1 / 4, 1 / 256
 SINGLE = (0.5, 0.0, -0.0, float("nan"), float("inf"))
 """What a tensor without dimensions may be."""
 
-CANDIDATES, CONTRASTS = 1 << 14, 4
-"""Among so many random numbers those are looked for that show in which places a pointwise kernel
-computes by which formula, and so many of them are used."""
+CANDIDATES = 1 << 14
+"""Among so many random numbers some are looked for that show in which places a pointwise kernel
+computes by which formula."""
 
 
 def other_bits(
     parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...], *, cache: CostCache
-) -> frozenset[int]:
-    """Return the places of a run's results whose bits differ from those of its operations at once.
+) -> Changed:
+    """Return which bits of a run differ from those of its operations at once.
 
     The run is compared as it is emitted, with random numbers and with some that are zeros of either
     sign, infinite or NaN. Its witnesses are given numbers of which a pointwise kernel computes
@@ -54,12 +54,12 @@ def other_bits(
 
     Ensures: the random generators are as before.
 
-    All places are returned where there is no memory to compute the run twice, or a kernel refuses
+    All results are returned where there is no memory to compute the run twice, or a kernel refuses
     made-up numbers, as a binary cross entropy does those outside of 0 to 1.
     """
     key = (str(parts), *sizes, *map(tensor_key, given))
     if key not in cache.other_bits:
-        every = frozenset(range(len(parts.outputs)))
+        every = Changed(frozenset(range(len(parts.outputs))))
         with undisturbed(parts.device):
             try:
                 cache.other_bits[key] = _other_bits(parts, given, sizes)
@@ -73,25 +73,29 @@ def other_bits(
     return cache.other_bits[key]
 
 
-def _other_bits(
-    parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...]
-) -> frozenset[int]:
-    """Places of results that differ in one of several comparisons."""
-    places = frozenset(range(len(parts.outputs)))
-    if any(_shows(witness, parts, given, sizes) for witness in parts.witnesses):
-        return places
+def _other_bits(parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Changed:
+    """What differs in one of several comparisons."""
+    shown = (i for i, own in enumerate(parts.witnesses) if _shows(own, parts, given, sizes))
+    witnesses = frozenset(shown)
+    if witnesses:
+        return Changed(witnesses=witnesses)
+    places = frozenset(i for i, o in enumerate(parts.outputs) if o.way is not Result.UNREAD)
     found: frozenset[int] = frozenset()
-    for number in range(comparisons(given) + 1):
-        special = not number
+    # Each operation of a run was compared by itself before, as often as it takes.
+    is_single = len(parts.whole) == 1
+    draws = [False] * (comparisons(given) if is_single else LEAST_DRAWS) + [True] * (not is_single)
+    for special in draws:
         tensors = [_with_special(made_up(t)) if special else made_up(t) for t in given]
-        for i, (one, other) in enumerate(_both(parts, [*tensors, *sizes])):
+        pairs = [*_both(parts, [*tensors, *sizes])]
+        for i in places - found:
+            one, other = pairs[i]
             # Without a finite number a result says nothing.
             speaks = special or is_true(_some(one).isfinite().any())
-            if parts.outputs[i].way is not Result.UNREAD and not (speaks and are_equal(one, other)):
+            if not (speaks and are_equal(one, other)):
                 found |= {i}
         if found == places:
             break
-    return found
+    return Changed(found)
 
 
 def _both(parts: Parts, args: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -106,11 +110,11 @@ def _shows(
     """Whether a pointwise operation computes a number by another formula than at once."""
     named = dict(zip(parts.hints, sizes, strict=True))
     own = [named[name] for name in witness.parts.hints]
-    for numbers in contrasts(witness.node):
-        args = [*(made_up(given[place]) for place in witness.taken), *numbers, *own]
-        if not all(are_equal(one, other) for one, other in _both(witness.parts, args)):
-            return True
-    return False
+    numbers = contrast(witness.node)
+    args = [*(made_up(given[place]) for place in witness.taken), *numbers, *own]
+    return bool(numbers) and not all(
+        are_equal(one, other) for one, other in _both(witness.parts, args)
+    )
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,12 +137,12 @@ def _with_special(
     return tensor
 
 
-def contrasts(node: fx.Node) -> list[list[torch.Tensor]]:
+def contrast(node: fx.Node) -> list[torch.Tensor]:
     """Find numbers of which a pointwise operation's kernel computes another value in a vector than
     one by one.
 
-    Returns some lists, each of a number for each tensor that it reads; none where it computes all
-    candidates alike, or is not for a CPU.
+    Returns one for each tensor that it reads; none where it computes all candidates alike, or is
+    not for a CPU.
     """
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     if not all(n.meta["val"].device.type == "cpu" for n in tensors):
@@ -152,9 +156,9 @@ def contrasts(node: fx.Node) -> list[list[torch.Tensor]]:
         except RuntimeError:  # it does not take a single dimension
             return []
         differs = torch.stack([~same_bits(a, b) for a, b in zip(*results, strict=True)]).any(0)
-        chosen = differs.nonzero().flatten()[:CONTRASTS]
-        if len(chosen):
-            return [[t[i] if t.dim() else t for t in dense] for i in chosen]
+        if differs.any():
+            first = int(differs.nonzero()[0])
+            return [t[first] if t.dim() else t for t in dense]
     return []
 
 

@@ -9,6 +9,7 @@ import torch
 
 from fxremat import torch_compat
 from fxremat.ir import Request
+from fxremat.passes.split.parts import Changed
 from fxremat.passes.stages.block import Key
 
 
@@ -27,7 +28,7 @@ class CostCache:
         result_bytes: of the storages of an operation's results.
         as_traced: whether an operation's results lie as the trace says.
         asked: what an operation asks for, where an allocator rounds.
-        other_bits: results of runs whose bits differ when they are computed in parts, by place.
+        other_bits: what differs where runs are computed in parts.
         causal: whether a mask is causal, or attention has the same bits with ``is_causal``.
     """
 
@@ -37,7 +38,7 @@ class CostCache:
     result_bytes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
     as_traced: dict[Key, bool] = field(default_factory=dict)
     asked: dict[Key, tuple[Request, ...]] = field(default_factory=dict)
-    other_bits: dict[Key, frozenset[int]] = field(default_factory=dict)
+    other_bits: dict[Key, Changed] = field(default_factory=dict)
     causal: dict[Key, bool] = field(default_factory=dict)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,7 +36,7 @@ from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import parts_of
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.split.parts import Changed, Parts
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.run import Looks
 from fxremat.passes.stages.block import BlockCache
@@ -322,16 +322,16 @@ class CapturedStep:
         self.measuring_bytes = max(self.measuring_bytes, masks.measuring_bytes)
         return joint
 
-    def _other_bits(self, parts: Parts, given: Sequence[torch.Tensor]) -> Set[int]:
-        """Results of a run that have other bits in parts.
+    def _other_bits(self, parts: Parts, given: Sequence[torch.Tensor]) -> Changed:
+        """What differs where a run is computed in parts.
 
         Only rules say it for another device, and where sizes follow from data.
         """
-        every = {*range(len(parts.outputs))}
+        every = Changed(frozenset(range(len(parts.outputs))))
         if str(parts) in self._refused:
             return every
         if self._target is not None or (self._from_data and self.sizes):
-            return set() if parts.certain else every
+            return Changed() if parts.certain else every
         return other_bits(parts, given, tuple(parts.hints.values()), cache=cost_cache())
 
     def _fused(self, line: Line, units: Units) -> Line:

@@ -70,6 +70,22 @@ class Witness:
     taken: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What differs where a run is computed in parts; it is true if anything does.
+
+    Attributes:
+        results: places of results that have other bits.
+        witnesses: places of witnesses that show another formula.
+    """
+
+    results: frozenset[int] = frozenset()
+    witnesses: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.results or self.witnesses)
+
+
 class Parts:
     """A run of operations, computed in parts of its rows, one after the other.
 

@@ -28,7 +28,7 @@ from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of, names_in, symb
 from fxremat.passes.split.beside import gathered
 from fxremat.passes.split.losses import by_rows, gradients_beside, has_losses
 from fxremat.passes.split.memory import Memory
-from fxremat.passes.split.parts import ROWS, Output, Parts, Witness, filled
+from fxremat.passes.split.parts import ROWS, Changed, Output, Parts, Witness, filled
 from fxremat.passes.split.rules import Way, for_rows, is_pointwise
 from fxremat.passes.split.run import Looks, Run, place_of
 from fxremat.passes.split.runs import Large, Ways, is_sum_of_products, runs_of
@@ -36,9 +36,9 @@ from fxremat.runtime.expected import Expected
 
 Tensors = Sequence[torch.Tensor]
 
-OtherBits = Callable[[Parts, Tensors], Set[int]]
-"""Places of a run's results that differ from those of its operations at once: the run, and tensors
-that lie as those that it takes.
+OtherBits = Callable[[Parts, Tensors], Changed]
+"""What differs where a run is computed in parts: the run, and tensors that lie as those that it
+takes.
 """
 
 
@@ -106,23 +106,26 @@ def _refused(
         yield from ((target, own.run.ways[target]) for target in own.run.targets)
     elif other_bits is not None:
         for node, way in own.run.ways.items():
-            if not way.same_bits and other_bits(*_alone(node, way, own, joint)):
+            if way.same_bits or is_pointwise(node):  # the run has a witness
+                continue
+            if other_bits(*_alone(node, way, own, joint)):
                 yield node, way
 
 
 def _changed(
     own: _Sized, joint: JointGraph, other_bits: OtherBits
 ) -> Iterator[tuple[fx.Node, Way]]:
-    """Operations that a run is computed for, and how, of which the run as emitted has other bits.
+    """Operations of a run, and how it computes them, of which the run as emitted has other bits.
 
     Each of its operations may keep its bits by itself, and not where it reads what another left.
     """
     sources = sorted(own.run.sources)
     parts = _parts(own, sources, joint, exact=True)
     changed = other_bits(parts, [n.meta["val"] for n in sources])
-    for place, (target, _, _) in enumerate(_results_of(own.run)):
-        if place in changed:
-            yield target, own.run.ways[target]
+    nodes = [parts.witnesses[place].node for place in changed.witnesses]
+    targets = [target for target, _, _ in _results_of(own.run)]
+    for node in (*nodes, *(targets[place] for place in changed.results)):
+        yield node, own.run.ways[node]
 
 
 @dataclass(frozen=True, slots=True)

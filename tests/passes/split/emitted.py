@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +13,7 @@ from fxremat.costs.bits import other_bits as changed_places
 from fxremat.costs.cache import CostCache
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.split.parts import Changed, Parts
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.run import Looks
 from fxremat.passes.split.runs import Large
@@ -71,7 +71,7 @@ def in_parts(joint: JointGraph) -> fx.GraphModule | None:
     """The step with all that can keep its bits in parts."""
     cache = CostCache()
 
-    def changed(parts: Parts, given: Sequence[Tensor]) -> Set[int]:
+    def changed(parts: Parts, given: Sequence[Tensor]) -> Changed:
         return changed_places(parts, given, tuple(parts.hints.values()), cache=cache)
 
     return split(joint, Large(1), changed, beside=False, expected={}, looks=Looks())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tests.passes.split.layers  # noqa: F401
-from fxremat.costs.bits import contrasts
+from fxremat.costs.bits import contrast
 from fxremat.passes.split.families import EXACT
 from fxremat.passes.split.parts import same_bits
 from fxremat.passes.split.rules import is_pointwise, ways
@@ -37,7 +37,7 @@ def test_no_number_depends_on_its_place(name: str, data: st.DataObject) -> None:
         if is_pointwise(op.node) and any(
             way.same_bits for n in op.counts() for way in ways(op.node, n)
         ):
-            assert not contrasts(op.node)
+            assert not contrast(op.node)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -53,4 +53,4 @@ def test_no_half_depends_on_its_place(name: str, dtype: torch.dtype) -> None:
 def test_numbers_that_do_are_seen(name: str) -> None:
     x = torch.randn(4, 3)
     more = {"gelu": [x], "maximum": [x, x.clone()], "hardtanh_backward": [x, x.clone(), -0.5, 0.5]}
-    assert contrasts(alone(operator_of(f"{name}.default"), *more[name]).node)
+    assert contrast(alone(operator_of(f"{name}.default"), *more[name]).node)
