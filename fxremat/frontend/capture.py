@@ -220,6 +220,7 @@ class StepCompiler:
             except SizesError:
                 raise
             except Exception as error:
+                own.regions.raised()
                 refused = own.refused(error)
                 if refused is error:
                     raise  # from itself it would be in a circle
@@ -324,7 +325,7 @@ class StepCompiler:
         self, joint: fx.GraphModule, example_inputs: Sequence[Any], output_count: int
     ) -> PlanCache:
         """Plan a graph for the call that it was captured from."""
-        together = any(map(torch_compat.is_collective, joint.graph.nodes))
+        together = any(map(torch_compat.is_shared, joint.graph.nodes))
         if self.regions.several:
             together |= any(
                 plan_cache.planner.step.has_collectives for plan_cache in self.plan_caches
@@ -433,14 +434,15 @@ def _forward(
         if own.dry:
             raise PlannedOnly
         plan_cache = own.plan_caches[place]
-        step, run = plan_cache.begin(args, ended_by=ended_by)
         try:
+            step, run = plan_cache.begin(args, ended_by=ended_by)
             if plan_cache.on_cuda:
                 with torch_compat.without_autotuning():
                     results = list(run(args))
             else:  # nothing is tried out
                 results = run(args)  # type: ignore[assignment]
         except BaseException as error:
+            own.regions.raised()
             abandon(args, error)
             raise
         own.latest = step.plan

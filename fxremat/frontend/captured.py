@@ -185,7 +185,7 @@ class CapturedStep:
     @functools.cached_property
     def has_collectives(self) -> bool:
         """Whether all processes must run the same graphs."""
-        return any(map(torch_compat.is_collective, self._module.graph.nodes))
+        return any(map(torch_compat.is_shared, self._module.graph.nodes))
 
     @property
     def has_units(self) -> bool:

@@ -151,6 +151,13 @@ class Regions:
             walk.unseen = "it runs in another thread than the forward"
         torch_compat.after_backward(self.loop.watcher.done)
 
+    def raised(self) -> None:
+        """A graph has raised, or could not be planned: where nobody tells of calls of the model,
+        that ends its step.
+        """
+        if not self.called:
+            self.fail()
+
     def fail(self) -> None:
         """A call of the model has raised."""
         walk: Walk | None = getattr(self._now, "walk", None)
@@ -193,7 +200,9 @@ class Regions:
             if not self.called:
                 self._begin_watch(walk, planner.step.joint.device)
         elif not walk.calls:  # what else was found, beside what the model holds
-            walk.base_bytes += context.kept_bytes + sum(context.bucket_bytes)
+            found_bytes = context.kept_bytes + sum(context.bucket_bytes)
+            walk.base_bytes += found_bytes - walk.found_bytes
+            walk.found_bytes = found_bytes
         self.known.number(planner)
         if not walk.calls:
             self._agree_on_begin(called, walk.base_bytes + context.waiting_bytes)

@@ -312,6 +312,7 @@ class Runner:
             return outputs
         except torch_compat.capture_failures() as error:
             failed = error
+            regions.fail()
         except BaseException as error:
             let_go(error)
             regions.fail()

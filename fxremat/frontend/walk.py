@@ -17,6 +17,7 @@ class Walk:
 
     Attributes:
         base_bytes: what is there when the step begins.
+        found_bytes: of that, what its first call has found beside what the model holds.
         calls: so far.
         steps: what their forwards have left, while it is there; each knows its place.
         begun: known steps that begin with the same calls.
@@ -37,6 +38,7 @@ class Walk:
     """
 
     base_bytes: int | None = None
+    found_bytes: int = 0
     calls: list[Called] = field(default_factory=list)
     steps: list[weakref.ref[Step]] = field(default_factory=list)
     begun: list[KnownStep] = field(default_factory=list)

@@ -5,11 +5,13 @@ import gc
 import io
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 
 import fxremat
 from tests.models import ZOO
@@ -229,6 +231,42 @@ def test_models_that_log_or_install_hooks_are_captured_whole(name: str):
     assert type(outputs).__name__.endswith("Output") or hasattr(outputs, "loss")
     assert len(compiled._compiler.plan_caches) == 1
     assert isinstance(compiled.plan, fxremat.Plan)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process only."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Gathering(nn.Module):
+    """Layers whose outputs are gathered from all processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            group: Any = torch.distributed.group.WORLD
+            x = functional.all_gather_tensor_autograd(layer(x).relu(), 0, group)
+        return x
+
+
+@pytest.mark.usefixtures("group_of_one", "fresh_dynamo")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("ranks", [None, fxremat.Ranks()])
+def test_a_group_of_one_process_needs_no_ranks(ranks: fxremat.Ranks | None) -> None:
+    x, model, plain = torch.randn(64, 64), Gathering(), Gathering()
+    compiled = fxremat.compile(model, x, "min", ranks=ranks)
+    compiled(x).square().sum().backward()
+    torch.compile(plain, backend="aot_eager")(x).square().sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(own.grad, other.grad) for own, other in pairs)
 
 
 def test_plans_for_other_shapes_share_the_host_limit():
