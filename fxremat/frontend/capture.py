@@ -85,6 +85,7 @@ class StepCompiler:
         no_symbols: a graph with symbols in place of sizes could not be followed, and runs as it is.
         again: numbers of the steps in which code was captured though its graph was known.
         model: class of the model, where known.
+        trained: tensors that graphs compute a gradient of, by ``id``.
     """
 
     loop: Loop
@@ -101,6 +102,7 @@ class StepCompiler:
     no_symbols: bool = False
     again: dict[CodeType, set[int]] = field(default_factory=dict)
     model: str = ""
+    trained: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.regions = Regions(self.loop)
@@ -373,6 +375,7 @@ class StepCompiler:
         inputs, asked = _real_inputs(joint, example_inputs), self.asked
         made = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
         gradients = [inputs[primal] for primal in made if primal in inputs]
+        self.trained.update((id(own), weakref.ref(own)) for own in gradients)
         with torch_compat.without_autotuning():
             traced = CapturedStep(
                 joint,

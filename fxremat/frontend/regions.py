@@ -72,6 +72,7 @@ class Regions:
         called: calls of the model are told.
         known: steps that were watched.
         parameters: that calls have read, by ``id``, where nobody tells of calls of the model.
+        trained: tensors that backwards have computed a gradient of, by ``id``.
         late_bytes: are left free beside what was seen: it may come, or go, at another moment.
         together: graphs have collectives: all processes must follow the same plans at all calls.
         steps: that have begun.
@@ -87,6 +88,7 @@ class Regions:
     called: bool = False
     known: KnownSteps = field(init=False)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    trained: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     late_bytes: int = 0
     together: bool = False
     steps: int = 0

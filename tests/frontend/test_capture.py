@@ -5,7 +5,7 @@ import gc
 import io
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -144,6 +144,44 @@ def test_what_a_first_call_alone_does_leaves_the_others_whole():
         assert compiled._compiler.regions.several == (step == 0)
     assert isinstance(compiled.plan, fxremat.Plan)
     assert len(compiled.plans) == 1
+
+
+class WithSpare(nn.Module):
+    """Returns what a layer of its own makes as well, after something that it does once."""
+
+    def __init__(self, once: Callable[[], object] | None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.spare = nn.Linear(16, 4), nn.Linear(16, 4)
+        self.once = once
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.once is not None:
+            once, self.once = self.once, None
+            once()
+        return self.layer(x).tanh(), self.spare(x)
+
+
+def locked() -> None:
+    with LOCK:
+        pass
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("once", [None, torch._dynamo.graph_break, locked])
+def test_what_no_loss_uses_is_decayed_as_in_its_first_step(once: Callable[[], object] | None):
+    """It gets zeros from the first step on, or nothing: optimizers pass by what has nothing."""
+    model = WithSpare(once)
+    compiled = fxremat.compile(model, X, 1.0, loss=lambda out: out[0].square().sum())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
+    found = set[bool]()
+    for _ in range(4):
+        optimizer.zero_grad()
+        compiled(X)[0].square().sum().backward()
+        optimizer.step()
+        found.add(model.spare.weight.grad is None)
+    assert len(found) == 1
+    assert isinstance(compiled.plan, fxremat.Plan)  # it is captured whole by now
 
 
 def test_what_cannot_be_planned_whole_stays_in_pieces(monkeypatch: pytest.MonkeyPatch):
