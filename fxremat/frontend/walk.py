@@ -33,6 +33,7 @@ class Walk:
         line: of the user's code that calls the model.
         kept_bytes: outputs of earlier steps that somebody holds when it begins.
         returned_bytes: outputs of the model, which the usual loop holds into the next step.
+        short: it was said that no plans of it fit.
         unended: nothing that the model returned leads to a backward, so the step is watched until
             the next call, or the optimizer's step.
     """
@@ -54,6 +55,7 @@ class Walk:
     line: str = ""
     kept_bytes: int = 0
     returned_bytes: int = 0
+    short: bool = False
     unended: bool = False
 
     @property

@@ -228,6 +228,40 @@ def test_a_budget_below_the_least_tells_what_would_do() -> None:
     assert peak_of(model, compiled, x) <= named[-1]
 
 
+class Repeated(nn.Module):
+    """What comes after the break is as large as it is asked to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.times = nn.Linear(64, 256), nn.Linear(256, 64), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).relu()
+        torch._dynamo.graph_break()
+        return self.down(x.repeat(self.times, 1)).sin().sum()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_step_that_does_not_fit_leaves_those_that_begin_alike(strict: bool) -> None:
+    model, x = Repeated(), torch.randn(128, 64)
+    compiled = fxremat.compile(model, budget="2 MiB", split=False, strict=strict)
+    found: dict[int, list[bool]] = {1: [], 40: []}
+    for times in (40, 40, 40, 40, 40, 1, 1, 1, 1, 40, 1):
+        model.times = times
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                gradients(model, compiled, x)
+                refused = False
+            except BudgetError:
+                refused = True
+        found[times].append(refused or any(w.category is BudgetWarning for w in told))
+        assert not refused or (strict and times == 40)
+    assert found == {1: [False] * 5, 40: [True] * 6}
+    assert refused is False and peak_of(model, compiled, x) <= 2 << 20
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("loops", [False, True])
 def test_graphs_of_one_backend_share_its_budget(loops: bool) -> None:
