@@ -400,9 +400,7 @@ def _whole(state: _State, call: Sample) -> Runner | None:
     return None if found.compiler.regions.several else found
 
 
-def _started(
-    state: _State, sample: Sample, *, hooked: bool, detaches: bool = True
-) -> Runner:
+def _started(state: _State, sample: Sample, *, hooked: bool, detaches: bool = True) -> Runner:
     """Plan the first step: a copy's by the plan it was copied with, if that is one of this step.
 
     Args:

@@ -71,7 +71,7 @@ def _traced_again(node: fx.Node, mode: Any) -> Any:
             raise
     (source,) = node.all_input_nodes[:1]
     with node.graph.inserting_before(node):
-        options = {"memory_format": torch.contiguous_format}
+        options: dict[str, Any] = {"memory_format": torch.contiguous_format}
         dense = node.graph.call_function(aten.clone.default, (source,), options)
     copy_origin(node, dense)
     dense.meta["val"] = fake_result((dense.target, dense.args, dense.kwargs), mode)
@@ -89,7 +89,11 @@ def _as_left(node: fx.Node, value: Any, left: Left, mode: Any) -> Any:
     if layouts is None or len(layouts) != len(tensors):
         return value
     each = iter(layouts)
-    found = [_laid(t, next(each), mode) if isinstance(t, torch.Tensor) else t for t in _items(value)]
+
+    def laid(item: Any) -> Any:
+        return _laid(item, next(each), mode) if isinstance(item, torch.Tensor) else item
+
+    found = list(map(laid, _items(value)))
     if all(one is other for one, other in zip(found, _items(value), strict=True)):
         return value
     return type(value)(found) if isinstance(value, (tuple, list)) else found[0]
