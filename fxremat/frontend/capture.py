@@ -222,7 +222,6 @@ class StepCompiler:
             except SizesError:
                 raise
             except Exception as error:
-                own.regions.raised()
                 refused = own.refused(error)
                 if refused is error:
                     raise  # from itself it would be in a circle
@@ -256,6 +255,9 @@ class StepCompiler:
             self.no_symbols = True
             LOG.info("a graph runs as it is: %s", error)
             return module
+        except BaseException:
+            self.regions.raised()
+            raise
         finally:
             given.clear()
         return run if place is None else backward_checked(run)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -26,6 +27,7 @@ from fxremat.errors import (
     CaptureError,
     GraphBreakWarning,
 )
+from fxremat.frontend.backend import _compilers
 from tests.models.zoo import seeded
 
 LAYERS, ROWS, WIDTH = 12, 256, 64
@@ -260,6 +262,41 @@ def test_a_step_that_does_not_fit_leaves_those_that_begin_alike(strict: bool) ->
         assert not refused or (strict and times == 40)
     assert found == {1: [False] * 5, 40: [True] * 6}
     assert refused is False and peak_of(model, compiled, x) <= 2 << 20
+
+
+@torch.compiler.allow_in_graph
+def failing(x: Tensor) -> Tensor:
+    """Cannot be captured as long as it fails, though Dynamo takes it."""
+    if failing.fails and isinstance(x, FunctionalTensor):  # type: ignore[attr-defined]
+        raise ValueError("not now")
+    return x.sin()
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).relu()
+        torch._dynamo.graph_break()
+        return self.down(failing(x)).sum()
+
+
+def test_what_cannot_be_captured_in_a_step_ends_it() -> None:
+    """Its first graphs are no calls of the next step, whoever keeps the error."""
+    failing.fails = True  # type: ignore[attr-defined]
+    model, x = Failing(), torch.randn(128, 64)
+    options: dict[str, Any] = {"budget": "64 MiB"}
+    compiled = torch.compile(model, backend="fxremat", options=options)
+    with pytest.raises(Exception, match="not now") as caught:
+        compiled(x)
+    failing.fails = False  # type: ignore[attr-defined]
+    regions = _compilers[id(options)].regions
+    before = regions.steps
+    gradients(model, compiled, x)
+    assert regions.steps == before + 1
+    assert caught.value is not None
 
 
 @pytest.mark.more

@@ -8,7 +8,6 @@ measured by the trace is not what runs.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,18 +38,21 @@ def as_kernels_leave(module: fx.GraphModule, left: Left) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.output_node().meta = dict(module.graph.output_node().meta)
-    mode = torch_compat.fake_mode_of(t for n in graph.nodes for t in tensors_of(n))
+    given = graph.find_nodes(op="placeholder")
+    mode = torch_compat.fake_mode_of(t for n in given for t in tensors_of(n))
     moved: set[fx.Node] = set()
     for node in graph.nodes:
+        reads_moved = not moved.isdisjoint(node.all_input_nodes)
+        if not (reads_moved or isinstance(node.target, torch._ops.OpOverload)):
+            continue  # what else there is may have no value
         if node.op != "call_function":
             continue
         try:
-            reads_moved = not moved.isdisjoint(node.all_input_nodes)
             value = node.meta["val"]
             if reads_moved:
                 value = _traced_again(node, mode)
             now = _as_left(node, value, left, mode)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        except (RuntimeError, ValueError, TypeError, KeyError):
             return module
         if reads_moved or now is not value:
             node.meta["val"] = now
@@ -81,7 +83,7 @@ def _traced_again(node: fx.Node, mode: Any) -> Any:
 
 def _as_left(node: fx.Node, value: Any, left: Left, mode: Any) -> Any:
     """``value``, what ``node`` returns without data, as its kernel leaves it."""
-    if node.target is operator.getitem:
+    if not isinstance(node.target, torch._ops.OpOverload):
         return value
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     layouts = left(node.target, args, kwargs)
