@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import Case, Trained, trained
+import fxremat
+from tests.ranks import MODELS, Case, Trained, trained
 
 pytestmark = pytest.mark.more
 
@@ -138,6 +140,20 @@ def test_who_does_not_come_is_named() -> None:
     (first,), second = trained("ddp_inside", [Case(0.6, "late")])
     assert not second
     assert re.search("RankError: rank 1 did not come within 15 s", first)
+
+
+def test_a_plan_that_one_process_has_stored_is_none_of_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in parts, which several do not look at: they would agree on other things."""
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
+    entry = MODELS["mlp"].entry
+    torch.set_num_threads(1)
+    sample = fxremat.Sample(*entry.sample(0))
+    compiled = fxremat.compile(entry.build().train(), sample, "min")
+    assert compiled.plan.form.has_parts
+    for found in trained("ddp_around", [Case("min")]):
+        assert not isinstance(found[0], str), found
 
 
 @pytest.mark.slow

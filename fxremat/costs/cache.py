@@ -9,6 +9,7 @@ import torch
 
 from fxremat import torch_compat
 from fxremat.ir import Request
+from fxremat.passes.joint.sizes import Layout
 from fxremat.passes.split.parts import Changed
 from fxremat.passes.stages.block import Key
 
@@ -29,6 +30,7 @@ class CostCache:
         as_traced: whether an operation's results lie as the trace says.
         asked: what an operation asks for, where an allocator rounds.
         other_bits: what differs where runs are computed in parts.
+        left: how kernels leave results; ``None``: that is not known.
         causal: whether a mask is causal, or attention has the same bits with ``is_causal``.
     """
 
@@ -39,6 +41,7 @@ class CostCache:
     as_traced: dict[Key, bool] = field(default_factory=dict)
     asked: dict[Key, tuple[Request, ...]] = field(default_factory=dict)
     other_bits: dict[Key, Changed] = field(default_factory=dict)
+    left: dict[Key, tuple[Layout, ...] | None] = field(default_factory=dict)
     causal: dict[Key, bool] = field(default_factory=dict)
 
 

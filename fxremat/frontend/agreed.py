@@ -86,6 +86,7 @@ class Chosen:
         besides: what is beside each.
         budget_bytes: what they keep to.
         least_bytes, full_bytes: peak of those that take least, and that keep everything.
+        fitting: none fit, but there are some for so many of its first calls.
     """
 
     choices: tuple[Choice, ...]
@@ -93,6 +94,7 @@ class Chosen:
     budget_bytes: int
     least_bytes: int
     full_bytes: int
+    fitting: int = 0
 
 
 def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:

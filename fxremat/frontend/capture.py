@@ -86,6 +86,7 @@ class StepCompiler:
         no_symbols: a graph with symbols in place of sizes could not be followed, and runs as it is.
         again: numbers of the steps in which code was captured though its graph was known.
         model: class of the model, where known.
+        trained: tensors that graphs compute a gradient of, by ``id``.
     """
 
     loop: Loop
@@ -102,6 +103,7 @@ class StepCompiler:
     no_symbols: bool = False
     again: dict[CodeType, set[int]] = field(default_factory=dict)
     model: str = ""
+    trained: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.regions = Regions(self.loop)
@@ -255,6 +257,9 @@ class StepCompiler:
             self.no_symbols = True
             LOG.info("a graph runs as it is: %s", error)
             return module
+        except BaseException:
+            self.regions.raised()
+            raise
         finally:
             given.clear()
         return run if place is None else backward_checked(run)
@@ -326,7 +331,7 @@ class StepCompiler:
         self, joint: fx.GraphModule, example_inputs: Sequence[Any], output_count: int
     ) -> PlanCache:
         """Plan a graph for the call that it was captured from."""
-        together = any(map(torch_compat.is_collective, joint.graph.nodes))
+        together = any(map(torch_compat.is_shared, joint.graph.nodes))
         if self.regions.several:
             together |= any(
                 plan_cache.planner.step.has_collectives for plan_cache in self.plan_caches
@@ -374,6 +379,7 @@ class StepCompiler:
         inputs, asked = _real_inputs(joint, example_inputs), self.asked
         made = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
         gradients = [inputs[primal] for primal in made if primal in inputs]
+        self.trained.update((id(own), weakref.ref(own)) for own in gradients)
         with torch_compat.without_autotuning():
             traced = CapturedStep(
                 joint,
@@ -436,14 +442,15 @@ def _forward(
         if own.dry:
             raise PlannedOnly
         plan_cache = own.plan_caches[place]
-        step, run = plan_cache.begin(args, ended_by=ended_by)
         try:
+            step, run = plan_cache.begin(args, ended_by=ended_by)
             if plan_cache.on_cuda:
                 with torch_compat.without_autotuning():
                     results = list(run(args))
             else:  # nothing is tried out
                 results = run(args)  # type: ignore[assignment]
         except BaseException as error:
+            own.regions.raised()
             abandon(args, error)
             raise
         own.latest = step.plan

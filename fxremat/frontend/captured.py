@@ -16,6 +16,7 @@ from fxremat.costs.causal import CausalMasks
 from fxremat.costs.collectives import late_bytes, speeds_of, with_collectives
 from fxremat.costs.cost import Measured, measure_line
 from fxremat.costs.devices import Device
+from fxremat.costs.layouts import KernelLayouts
 from fxremat.costs.roofline import aside_bytes, estimate_line
 from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.errors import ArgumentError, CaptureError, CostError, PlanError
@@ -33,6 +34,7 @@ from fxremat.passes.fuse.unit import Units
 from fxremat.passes.joint.build import build_joint_graph, rebuilt
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
+from fxremat.passes.joint.layouts import as_kernels_leave
 from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import parts_of
@@ -133,6 +135,11 @@ class CapturedStep:
         from_data: bool = False,
         roles: Mapping[int, Kind] | None = None,
     ) -> None:
+        self.measuring_bytes = 0
+        if not fused and target is None:  # else Inductor lays them, or nothing is run
+            layouts = KernelLayouts(cost_cache())
+            module = as_kernels_leave(module, layouts.left)
+            self.measuring_bytes = layouts.measuring_bytes
         self._module, self.sizes = settle(module)
         if fused:
             self._module = with_channels_last(self._module)
@@ -161,7 +168,7 @@ class CapturedStep:
                 "fxremat.compile ranks=fxremat.Ranks() and a sample, and let all sizes be met at "
                 "the first call"
             )
-        self.late_bytes = self._more_bytes = self.measuring_bytes = 0
+        self.late_bytes = self._more_bytes = 0
         self._variants: list[Variant] = []
         self._expected: dict[str, Expected] = {}
         self._resized: dict[tuple[Values, Form, bool], Variant] = {}
@@ -189,7 +196,7 @@ class CapturedStep:
     @functools.cached_property
     def has_collectives(self) -> bool:
         """Whether all processes must run the same graphs."""
-        return any(map(torch_compat.is_collective, self._module.graph.nodes))
+        return any(map(torch_compat.is_shared, self._module.graph.nodes))
 
     @property
     def has_units(self) -> bool:

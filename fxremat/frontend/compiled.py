@@ -392,28 +392,39 @@ def _whole(state: _State, call: Sample) -> Runner | None:
     """What runs a model in pieces as one graph from now on; ``None``: it stays in pieces."""
     try:
         found = _started(state, call, hooked=False)
+        if found.detaches_more_than(state.runner):
+            found = _started(state, call, hooked=False, detaches=False)
     except FxrematError as error:  # pieces keep to the budget, or say why not
         LOG.info("the model stays in pieces: %s", error)
         return None
     return None if found.compiler.regions.several else found
 
 
-def _started(state: _State, sample: Sample, *, hooked: bool) -> Runner:
+def _started(state: _State, sample: Sample, *, hooked: bool, detaches: bool = True) -> Runner:
     """Plan the first step: a copy's by the plan it was copied with, if that is one of this step.
 
     Args:
         state: of the module.
         sample: of a call.
         hooked: hooks of the model are still to run on it.
+        detaches: see :meth:`Runner.of`.
     """
     with Peers.told_of_refusals(state.original, state.asked.ranks):
         cuda_graph.refuse_planning()
         check_sample(state.original, sample)
+    start = functools.partial(
+        Runner.of,
+        state.original,
+        sample,
+        hooked=hooked,
+        needs=state.needs,
+        detaches=detaches,
+    )
     kept = state.kept
     if kept is not None:
         asked = replace(state.asked, kept=kept)
         try:
-            return Runner.of(state.original, sample, asked, hooked=hooked, needs=state.needs)
+            return start(asked)
         except PlanError:
             state.kept = None
-    return Runner.of(state.original, sample, state.asked, hooked=hooked, needs=state.needs)
+    return start(state.asked)

@@ -101,6 +101,7 @@ class KnownStep:
         there_bytes: for what is there when the step begins they were chosen.
         least_bytes, full_bytes: peak of the least plans, and of those that keep everything.
         host_bytes: for so much host memory they were chosen; ``None``: as much as they take.
+        fitting: so many first calls that fit where all do not, and for what that was found.
         later_host_bytes: of it, what the calls after each are to take.
         watches: so many further steps of it are watched.
         contexts: what a call was planned for at each place when it came last, and for what it found
@@ -122,6 +123,7 @@ class KnownStep:
     least_bytes: int = 0
     full_bytes: int = 0
     host_bytes: int | None = None
+    fitting: tuple[int, tuple[object, ...]] | None = None
     later_host_bytes: list[int] = field(default_factory=list)
     watches: int = WATCHED
     contexts: dict[int, tuple[object, tuple[object, ...], StepContext]] = field(

@@ -222,6 +222,7 @@ class Planner:
                 budget=(budget.nbytes, budget.share, self.budget.usual),
                 host_dir=self._host.folder if self._host else None,
                 ortools=version_of("ortools"),
+                ranks=self._peers is not None,  # which look at other forms
             )
             kept = self._kept(key)
             found = kept or self._made(context, origin, budget).completed()

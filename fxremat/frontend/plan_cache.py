@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -166,6 +167,7 @@ class PlanCache:
     _without: tuple[int, ...] = ()  # primals that get no gradient
     _latest: tuple[Any, StepContext, Compiled] | None = None  # and what was found at that call
     _resolved: int = 0
+    _trained: bool = False  # the tensors that it computes a gradient of are known to the regions
     _counts: bool = True  # the allocator does
     _is_sized: bool = True
     _found: tuple[tuple[Any, ...], StepContext] | None = None  # at a call of a region, and in it
@@ -385,6 +387,10 @@ class PlanCache:
                 self.regions.choose_again()
         if self.regions.several:
             self.regions.done(step)
+            if not self._trained:
+                self._trained = True
+                leaves = (leaf for i in self.gradients if (leaf := step.leaves[i]) is not None)
+                self.regions.trained.update((id(leaf), weakref.ref(leaf)) for leaf in leaves)
         elif watcher.is_on and any(in_flight):
             watcher.after(step)  # what follows is another step's
         if beside:

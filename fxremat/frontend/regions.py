@@ -13,6 +13,7 @@ import functools
 import gc
 import threading
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -42,7 +43,7 @@ from fxremat.planner.context_bytes import SCALARS
 from fxremat.runtime.counted import Count
 from fxremat.runtime.profile import WATCH_EVERY, MemoryProfile
 from fxremat.runtime.steps import SCALAR_BYTES, Step
-from fxremat.solvers.knapsack import Call, Choice
+from fxremat.solvers.knapsack import Call, Choice, least
 from fxremat.units import format_bytes
 
 MUCH = 0.02
@@ -72,6 +73,7 @@ class Regions:
         called: calls of the model are told.
         known: steps that were watched.
         parameters: that calls have read, by ``id``, where nobody tells of calls of the model.
+        trained: tensors that backwards have computed a gradient of, by ``id``.
         late_bytes: are left free beside what was seen: it may come, or go, at another moment.
         together: graphs have collectives: all processes must follow the same plans at all calls.
         steps: that have begun.
@@ -87,6 +89,7 @@ class Regions:
     called: bool = False
     known: KnownSteps = field(init=False)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    trained: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     late_bytes: int = 0
     together: bool = False
     steps: int = 0
@@ -151,6 +154,13 @@ class Regions:
             walk.unseen = "it runs in another thread than the forward"
         torch_compat.after_backward(self.loop.watcher.done)
 
+    def raised(self) -> None:
+        """A graph has raised, or could not be planned: where nobody tells of calls of the model,
+        that ends its step.
+        """
+        if not self.called:
+            self.fail()
+
     def fail(self) -> None:
         """A call of the model has raised."""
         walk: Walk | None = getattr(self._now, "walk", None)
@@ -193,7 +203,9 @@ class Regions:
             if not self.called:
                 self._begin_watch(walk, planner.step.joint.device)
         elif not walk.calls:  # what else was found, beside what the model holds
-            walk.base_bytes += context.kept_bytes + sum(context.bucket_bytes)
+            found_bytes = context.kept_bytes + sum(context.bucket_bytes)
+            walk.base_bytes += found_bytes - walk.found_bytes
+            walk.found_bytes = found_bytes
         self.known.number(planner)
         if not walk.calls:
             self._agree_on_begin(called, walk.base_bytes + context.waiting_bytes)
@@ -273,26 +285,33 @@ class Regions:
         plans chosen together.
 
         Raises:
-            BudgetError: it is one of some steps that are known, and no plans fit any of them.
+            BudgetError: it is one of some steps that are known, and of each the calls that have
+                begun fit by no plans.
         """
         first = walk.calls[0] if walk.calls else called
         there_bytes = (walk.base_bytes or 0) + first.context.waiting_bytes
-        found, failed = [], None
+        found, failed, goes_on = [], None, False
         for known, place in walk.follow(called.key):
             if self.together and known not in walk.begun:
                 continue  # ranks know of the same steps, but not of the same sizes
             try:
-                if not (walk.calls and known.besides):  # as chosen when the step began
-                    self._choose(known, there_bytes)
+                # As chosen when the step began.
+                fits = bool(walk.calls and known.besides)
+                fits = fits or self._choose(known, there_bytes, begun=place + 1)
             except BudgetError as error:
                 failed = failed or error.with_traceback(None)  # with frames it would hold the step
                 continue
-            found.append((known, place))
-        sure = self.together or all(known.is_sure for known in walk.begun)
-        if failed is not None and not found and walk.begun and sure:
+            if fits:
+                found.append((known, place))
+            else:
+                goes_on = True
+        seen = [known for known in walk.begun if not known.envelope] or walk.begun
+        sure = self.together or all(known.is_sure for known in seen)
+        if failed is not None and not (found or goes_on) and walk.begun and sure:
             if self.loop.budget.may_raise:
                 raise failed
-            if not walk.calls:
+            if not walk.short:
+                walk.short = True
                 self.notices.short(failed, walk.line)
         return found
 
@@ -625,32 +644,49 @@ class Regions:
             if not known.choices or there_bytes + known.planned_bytes > budget_bytes:
                 known.besides = []
 
-    def _choose(self, known: KnownStep, there_bytes: int) -> None:
+    def _choose(self, known: KnownStep, there_bytes: int, *, begun: int) -> bool:
         """Choose plans for all calls of a step together, if that is to be done.
+
+        A step that begins with the same calls may end before those that do not fit.
 
         Args:
             known: the step.
             there_bytes: what is there at its begin.
+            begun: so many of its calls have.
+
+        Returns whether some fit; else some do that are of the calls which have begun.
 
         Raises:
-            BudgetError: none fit.
+            BudgetError: none do.
         """
         there_bytes += self._aside_bytes
         if self._leaves_room(known, there_bytes):
-            return
+            return True
+        asked = there_bytes, self.loop.budget.nbytes, known.rows
+        if known.fitting is not None and known.fitting[1] == asked and begun <= known.fitting[0]:
+            return False
         if not known.choices and self.loop.host is not None:
             self.loop.host.drop_idle()  # first steps took it for plans that none follows again
         host_bytes = self._host_bytes()
-        if self.loop.peers is None or not self.together:
-            found = self._chosen(known, there_bytes, host_bytes)
-        else:
-            made: list[Chosen] = []
+        made: list[Chosen] = []
 
-            def make() -> Chosen:
+        def make() -> Chosen:
+            try:
                 made.append(self._chosen(known, there_bytes, host_bytes))
-                return made[0]
+            except BudgetError:
+                fitting = self._fitting(known, there_bytes, host_bytes)
+                if fitting < begun:
+                    raise
+                made.append(Chosen((), (), 0, 0, 0, fitting))
+            return made[0]
 
+        if self.loop.peers is None or not self.together:
+            found = make()
+        else:
             found = self.loop.peers.follow("plans of regions", Chosen, make) or made[0]
+        if not found.choices:
+            known.fitting = found.fitting, asked
+            return False
         known.peak_bytes = None
         known.there_bytes, known.host_bytes = there_bytes, host_bytes
         known.least_bytes, known.full_bytes = found.least_bytes, found.full_bytes
@@ -658,6 +694,24 @@ class Regions:
         takes = [choice.host_bytes for choice in found.choices]
         self._set_budget(found)
         known.later_host_bytes = [sum(takes[place + 1 :]) for place in range(len(takes))]
+        return True
+
+    def _fitting(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> int:
+        """So many first calls of a step, not all, that keep to the budget by some plans."""
+        budget_bytes = self.loop.budget.nbytes
+        if budget_bytes is None or self.loop.budget.grows:
+            return 0
+        calls = [
+            Call(self._choices_of(call), *profiles)
+            for call, profiles in zip(known.calls, known.profiles, strict=True)
+        ]
+
+        def is_over(count: int) -> bool:
+            last = replace(calls[count - 1], after_bytes=0, before_bytes=0)  # what follows may not
+            found = least([*calls[: count - 1], last], host_bytes=host_bytes)
+            return there_bytes + max(known.first_bytes, found.peak_bytes) > budget_bytes
+
+        return bisect_left(range(1, len(calls)), True, key=is_over)
 
     def _set_budget(self, found: Chosen) -> None:
         """Let the budget be what plans were chosen for; ``"min"``: what known steps need."""

@@ -107,6 +107,7 @@ class Runner:
         *,
         hooked: bool,
         needs: LossNeeds | None = None,
+        detaches: bool = True,
     ) -> Runner:
         """Plan the step of one call, as asked; the model is not changed.
 
@@ -116,6 +117,8 @@ class Runner:
             asked: of :func:`fxremat.compile`.
             hooked: hooks of the model are still to run on the arguments.
             needs: what a loss was seen to take that is no longer told of.
+            detaches: outputs that a loss does not use get no gradient. Where steps before gave
+                them zeros, later ones must too: an optimizer passes a parameter by that has none.
 
         Raises:
             BudgetError, PlanError, ArgumentError, SampleError, CaptureError, CostError,
@@ -124,10 +127,10 @@ class Runner:
         peers = Peers.of(model, asked.ranks)
         with shortened():
             if peers is None:
-                return Runner._of(model, call, asked, None, hooked=hooked, needs=needs)
+                return Runner._of(model, call, asked, None, hooked, needs, detaches)
             with peers.telling():
                 asked = agreed_arguments(peers, asked)
-                return Runner._of(model, call, asked, peers, hooked=hooked, needs=needs)
+                return Runner._of(model, call, asked, peers, hooked, needs, detaches)
 
     @staticmethod
     def _of(
@@ -135,9 +138,9 @@ class Runner:
         call: Sample,
         asked: Arguments,
         peers: Peers | None,
-        *,
         hooked: bool,
         needs: LossNeeds | None,
+        detaches: bool,
     ) -> Runner:
         """As :meth:`of`, with what all processes have agreed to be asked for."""
         regions = asked.modules(torch_compat.wrapped_by(model))
@@ -151,6 +154,8 @@ class Runner:
         ):
             progress(CAPTURE)
             needs = _needs_of_loss(torch_compat.wrapped_by(model), call, asked, needs)
+            if needs is not None and not detaches:
+                needs = replace(needs, unused=None)
             compiler = StepCompiler.of(
                 asked,
                 model,
@@ -259,6 +264,14 @@ class Runner:
             raise why from error
         return why
 
+    def detaches_more_than(self, before: Runner | None) -> bool:
+        """Whether a tensor gets no gradient, as its output is detached, that had one in steps by
+        ``before``: zeros, which an optimizer does not pass by.
+        """
+        if before is None or self.needs is None or self.needs.unused is None:
+            return False
+        return not before.compiler.regions.trained.keys() <= self.compiler.trained.keys()
+
     def is_whole_now(self, call: Sample) -> bool:
         """Whether a model in pieces can be one graph by now; see :attr:`may_be_whole`."""
         self._tried = list(map(len, self._hooks or ()))
@@ -312,6 +325,7 @@ class Runner:
             return outputs
         except torch_compat.capture_failures() as error:
             failed = error
+            regions.fail()
         except BaseException as error:
             let_go(error)
             regions.fail()

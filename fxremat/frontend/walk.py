@@ -17,6 +17,7 @@ class Walk:
 
     Attributes:
         base_bytes: what is there when the step begins.
+        found_bytes: of that, what its first call has found beside what the model holds.
         calls: so far.
         steps: what their forwards have left, while it is there; each knows its place.
         begun: known steps that begin with the same calls.
@@ -32,11 +33,13 @@ class Walk:
         line: of the user's code that calls the model.
         kept_bytes: outputs of earlier steps that somebody holds when it begins.
         returned_bytes: outputs of the model, which the usual loop holds into the next step.
+        short: it was said that no plans of it fit.
         unended: nothing that the model returned leads to a backward, so the step is watched until
             the next call, or the optimizer's step.
     """
 
     base_bytes: int | None = None
+    found_bytes: int = 0
     calls: list[Called] = field(default_factory=list)
     steps: list[weakref.ref[Step]] = field(default_factory=list)
     begun: list[KnownStep] = field(default_factory=list)
@@ -52,6 +55,7 @@ class Walk:
     line: str = ""
     kept_bytes: int = 0
     returned_bytes: int = 0
+    short: bool = False
     unended: bool = False
 
     @property

@@ -32,6 +32,17 @@ def is_collective(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "namespace", "") in _NAMESPACES
 
 
+def is_shared(node: fx.Node) -> bool:
+    """Whether other processes take part in it: a group may be of this process only."""
+    if not is_collective(node):
+        return False
+    group = group_of(awaited(node) if is_wait(node) else node)
+    if group is None:  # what began it is not in the graph
+        return torch.distributed.get_world_size() > 1
+    distributed_c10d: Any = torch.distributed.distributed_c10d
+    return int(distributed_c10d._resolve_process_group(group).size()) > 1
+
+
 def is_wait(node: fx.Node) -> bool:
     """Whether it returns what it is given, once others have sent their parts."""
     return is_collective(node) and _name(node.target) == "wait_tensor"

@@ -5,11 +5,13 @@ import gc
 import io
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 
 import fxremat
 from tests.models import ZOO
@@ -144,6 +146,44 @@ def test_what_a_first_call_alone_does_leaves_the_others_whole():
     assert len(compiled.plans) == 1
 
 
+class WithSpare(nn.Module):
+    """Returns what a layer of its own makes as well, after something that it does once."""
+
+    def __init__(self, once: Callable[[], object] | None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.spare = nn.Linear(16, 4), nn.Linear(16, 4)
+        self.once = once
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.once is not None:
+            once, self.once = self.once, None
+            once()
+        return self.layer(x).tanh(), self.spare(x)
+
+
+def locked() -> None:
+    with LOCK:
+        pass
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("once", [None, torch._dynamo.graph_break, locked])
+def test_what_no_loss_uses_is_decayed_as_in_its_first_step(once: Callable[[], object] | None):
+    """It gets zeros from the first step on, or nothing: optimizers pass by what has nothing."""
+    model = WithSpare(once)
+    compiled = fxremat.compile(model, X, 1.0, loss=lambda out: out[0].square().sum())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
+    found = set[bool]()
+    for _ in range(4):
+        optimizer.zero_grad()
+        compiled(X)[0].square().sum().backward()
+        optimizer.step()
+        found.add(model.spare.weight.grad is None)
+    assert len(found) == 1
+    assert isinstance(compiled.plan, fxremat.Plan)  # it is captured whole by now
+
+
 def test_what_cannot_be_planned_whole_stays_in_pieces(monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
     model = Prepared()
@@ -229,6 +269,42 @@ def test_models_that_log_or_install_hooks_are_captured_whole(name: str):
     assert type(outputs).__name__.endswith("Output") or hasattr(outputs, "loss")
     assert len(compiled._compiler.plan_caches) == 1
     assert isinstance(compiled.plan, fxremat.Plan)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process only."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Gathering(nn.Module):
+    """Layers whose outputs are gathered from all processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            group: Any = torch.distributed.group.WORLD
+            x = functional.all_gather_tensor_autograd(layer(x).relu(), 0, group)
+        return x
+
+
+@pytest.mark.usefixtures("group_of_one", "fresh_dynamo")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("ranks", [None, fxremat.Ranks()])
+def test_a_group_of_one_process_needs_no_ranks(ranks: fxremat.Ranks | None) -> None:
+    x, model, plain = torch.randn(64, 64), Gathering(), Gathering()
+    compiled = fxremat.compile(model, x, "min", ranks=ranks)
+    compiled(x).square().sum().backward()
+    torch.compile(plain, backend="aot_eager")(x).square().sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(own.grad, other.grad) for own, other in pairs)
 
 
 def test_plans_for_other_shapes_share_the_host_limit():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -26,6 +27,7 @@ from fxremat.errors import (
     CaptureError,
     GraphBreakWarning,
 )
+from fxremat.frontend.backend import _compilers
 from tests.models.zoo import seeded
 
 LAYERS, ROWS, WIDTH = 12, 256, 64
@@ -226,6 +228,94 @@ def test_a_budget_below_the_least_tells_what_would_do() -> None:
     compiled = fxremat.compile(model, x, named[-1], strict=True)
     taught(model, compiled, x)
     assert peak_of(model, compiled, x) <= named[-1]
+
+
+class Repeated(nn.Module):
+    """What comes after the break is as large as it is asked to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.times = nn.Linear(64, 256), nn.Linear(256, 64), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).relu()
+        torch._dynamo.graph_break()
+        return self.down(x.repeat(self.times, 1)).sin()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_step_that_does_not_fit_leaves_those_that_begin_alike(strict: bool) -> None:
+    model, x = Repeated(), torch.randn(128, 64)
+    compiled = fxremat.compile(model, budget="2 MiB", split=False, strict=strict)
+    found: dict[int, list[bool]] = {1: [], 40: []}
+    for times in (40, 40, 40, 40, 40, 1, 1, 1, 1, 40, 1):
+        model.times = times
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                gradients(model, lambda x: compiled(x).sum(), x)
+                refused = False
+            except BudgetError:
+                refused = True
+        found[times].append(refused or any(w.category is BudgetWarning for w in told))
+        assert not refused or (strict and times == 40)
+    assert found == {1: [False] * 5, 40: [True] * 6}
+    assert refused is False and peak_of(model, lambda x: compiled(x).sum(), x) <= 2 << 20
+
+
+@torch.compiler.allow_in_graph
+def failing(x: Tensor) -> Tensor:
+    """Cannot be captured as long as it fails, though Dynamo takes it."""
+    if failing.fails and isinstance(x, FunctionalTensor):  # type: ignore[attr-defined]
+        raise ValueError("not now")
+    return x.sin()
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).relu()
+        torch._dynamo.graph_break()
+        return self.down(failing(x)).sum()
+
+
+def test_what_cannot_be_captured_in_a_step_ends_it() -> None:
+    """Its first graphs are no calls of the next step, whoever keeps the error."""
+    failing.fails = True  # type: ignore[attr-defined]
+    model, x = Failing(), torch.randn(128, 64)
+    options: dict[str, Any] = {"budget": "64 MiB"}
+    compiled = torch.compile(model, backend="fxremat", options=options)
+    with pytest.raises(Exception, match="not now") as caught:
+        compiled(x)
+    failing.fails = False  # type: ignore[attr-defined]
+    regions = _compilers[id(options)].regions
+    before = regions.steps
+    gradients(model, compiled, x)
+    assert regions.steps == before + 1
+    assert caught.value is not None
+
+
+@pytest.mark.more
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning")
+def test_a_refused_step_that_is_tried_again_needs_no_more() -> None:
+    """The outputs that somebody holds are counted once."""
+    model, x = Repeated(), torch.randn(1024, 64)
+    options = {"budget": "2200 KiB", "strict": True}
+    compiled = torch.compile(model, backend="fxremat", options=options)
+    held: list[Tensor] = []
+    least: list[int | None] = []
+    for _ in range(8):
+        model.zero_grad()
+        try:
+            held[:] = [compiled(x)]
+            held[0].sum().backward()
+        except BudgetError as error:
+            least.append(error.least_budget_bytes)
+    assert len(least) > 3 and len(set(least[1:])) == 1
 
 
 @pytest.mark.more

@@ -181,6 +181,8 @@ class _Writer:
                 self._copy(item)
                 for value in values_of(item):
                     self._copy(value)
+                for wait in _waits(item):
+                    self._copy(wait)
         output = old.output_node()
         new = self._graph.output(fx.node.map_arg(output.args[0], self._values.__getitem__))
         new.meta = dict(output.meta)
@@ -407,6 +409,12 @@ def _add(
 def _results_of(run: Run) -> list[tuple[fx.Node, fx.Node, int]]:
     """Operations that a run is computed for, with each tensor that is read, and its place."""
     return [(target, value, i) for target in sorted(run.targets) for i, value in _results(target)]
+
+
+def _waits(node: fx.Node) -> list[fx.Node]:
+    """The waits for what an operation returns, if it is a collective."""
+    users = (user for own in (node, *values_of(node)) for user in own.users)
+    return [user for user in users if torch_compat.is_wait(user)]
 
 
 def _results(target: fx.Node) -> list[tuple[int, fx.Node]]:
