@@ -34,7 +34,6 @@ from fxremat.planner.context_bytes import made_outputs, own_gradients
 from fxremat.progress import LOG
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
-from fxremat.runtime.arena import Arena
 from fxremat.runtime.counted import Count
 from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_among, with_gradients
 from fxremat.runtime.profile import WATCH_EVERY, MemoryProfile
@@ -677,21 +676,21 @@ class PlanCache:
     def _new(self, planned: Planned, context: StepContext) -> Compiled:
         compiled = Compiled(planned.with_overhead(self.loop.overhead_s), self, context)
         _tell(planned.plan)
-        if self.loop.host is not None and not self.regions.several:  # each call has a correction
-            self.loop.host.drop_idle(self._superseded(context))
+        # Of several regions each call has a correction.
+        if self.loop.host is not None and not self.regions.several and self._supersedes(context):
+            self.loop.host.drop_idle()
         if self.loop.on_new is not None:
             self.loop.on_new(compiled)
         return compiled
 
-    def _superseded(self, context: StepContext) -> list[Arena]:
-        """Host memory of plans for the same sizes from before a correction that ``context`` has."""
-        return [
-            own.planned.graphs.arena
-            for made_for, own in self.plans.items()
-            if made_for.sizes == context.sizes
+    def _supersedes(self, context: StepContext) -> bool:
+        """Whether a plan for the same sizes, from before a correction, has host memory."""
+        return any(
+            made_for.sizes == context.sizes
             and made_for.correction != context.correction
             and own.planned.graphs.arena is not None
-        ]
+            for made_for, own in self.plans.items()
+        )
 
     def _known(self, context: StepContext) -> Compiled | None:
         """The plan that was made for a context, unless the budget has another value by now."""
