@@ -17,6 +17,10 @@ def check_plan(plan: PlanFacts) -> None:
     Raises:
         ValueError: they do not go together; the message says where.
     """
+    if plan.budget_bytes < 1:
+        raise ValueError(f"budget_bytes: {plan.budget_bytes}")
+    if not plan.frontier.points:
+        raise ValueError("frontier: no points")
     _check_chain(plan)
     _check_schedule(plan)
     _check_moves(plan)
