@@ -25,7 +25,7 @@ from fxremat.frontend.loop import Loop
 from fxremat.frontend.outside import FIRST
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
-from fxremat.frontend.shortfall import Shortfall, warn
+from fxremat.frontend.shortfall import Shortfall, excess_bytes, warn
 from fxremat.passes.emit.code import Emitted
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import computed_anew
@@ -597,13 +597,14 @@ class PlanCache:
         planned = self.planner.again(context, least=True)
         plan = planned.plan
         budget_bytes = self.loop.budget.nbytes or 0
-        over = plan.counted_bytes - budget_bytes
-        warn(
-            f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more than "
-            f"its budget of {budget_bytes}: {context.waiting} earlier ones hold "
-            f"{context.waiting_bytes} bytes for their backward, and were planned without "
-            "knowing of this one. From now on they leave room for it"
-        )
+        over = excess_bytes(plan.counted_bytes, budget_bytes)
+        if over:
+            warn(
+                f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more "
+                f"than its budget of {budget_bytes}: {context.waiting} earlier ones hold "
+                f"{context.waiting_bytes} bytes for their backward, and were planned without "
+                "knowing of this one. From now on they leave room for it"
+            )
         return context, planned, None
 
     def _as_good(self, context: StepContext) -> Compiled | None:

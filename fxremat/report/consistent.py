@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from fxremat.ir import Compute, Copy, Forward, Lane
@@ -81,7 +82,7 @@ def _check_memory(plan: PlanFacts) -> None:
     _inside("memory.end", [memory.end], most)
     _inside("memory.turn", [memory.turn], memory.end + 1)
     instants = (*memory.calls, memory.end)
-    if any(first >= after for first, after in zip(instants, instants[1:], strict=False)):
+    if any(first >= after for first, after in itertools.pairwise(instants)):
         raise ValueError("memory.calls: not in order")
     _inside("memory.calls", memory.calls, memory.end + 1)
     _inside("memory.tensors", (1 + tensor.stage for tensor in memory.tensors), len(plan.chain) + 1)

@@ -111,7 +111,7 @@ def test_what_stays_on_the_device_can_be_prefetched(seed: int):
 
 
 def test_copies_wait_for_those_that_overlap_and_no_others():
-    """Slots of other sizes in the same bytes: a stream that waits for a copy waits for all before."""
+    """Slots of other sizes in the same bytes: to wait for a copy is to wait for all before it."""
     with fake_device(0) as device:
         traffic = Traffic()
         ranges = {(0, 128): "whole", (192, 256): "apart", (64, 128): "part"}
