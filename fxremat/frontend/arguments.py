@@ -40,6 +40,9 @@ BACKEND_OPTIONS = (
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
 
+MOST_IN_FLIGHT = 1 << 12
+"""More steps than any pipeline has between their forwards and backwards."""
+
 MOST_BYTES = 1 << 60
 """The largest reserve: sums of bytes are 64-bit integers."""
 
@@ -262,9 +265,12 @@ def _read_generators(argument: str, value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _read_count(argument: str, value: object) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-        refuse(argument, value, "a number, at least 1")
+def _read_in_flight(argument: str, value: object) -> int:
+    must_be = f"from 1 to {MOST_IN_FLIGHT}: so many forwards run before the first one's backward"
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        refuse(argument, value, must_be)
+    if not 1 <= value <= MOST_IN_FLIGHT:
+        refuse(argument, value, must_be)
     return int(value)
 
 
@@ -343,7 +349,7 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "dynamic": _read_dynamic,
     "fullgraph": read_bool,
     "regions": _read_names,
-    "in_flight": _read_count,
+    "in_flight": _read_in_flight,
     "ranks": _read_ranks,
     "strict": read_bool,
     "assume": _one_of("usual", "strict"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
@@ -227,11 +228,21 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
     """
     made = _wrapped(model, asked)
     if sample is not None:
-        runner = _started(made._state, sample, hooked=True)
+        # Whoever calls may be in it; planning differentiates.
+        inside = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if inside else contextlib.nullcontext():
+            runner = _started(made._state, sample.map(_differentiable), hooked=True)
         for plan_cache in runner.compiler.plan_caches:
             plan_cache.planner.step.measuring_bytes = 0  # that was before training
         made._state.take(runner)
     return made
+
+
+def _differentiable(value: Any) -> Any:
+    """A value of a sample, of which autograd saves nothing if it was made in inference mode."""
+    if isinstance(value, torch.Tensor) and value.is_inference():
+        return value.clone()
+    return value
 
 
 def original_of(model: nn.Module) -> nn.Module:

@@ -17,6 +17,8 @@ _NOT_THE_USERS = (
     "<",
 )
 
+_PYTHONS = str(Path(os.__file__).parent) + os.sep
+
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
@@ -59,4 +61,6 @@ def _user_frame() -> tuple[FrameType | None, int]:
 def _whose(file: str) -> str:
     if file.startswith(_NOT_THE_USERS):
         return "ours"
-    return "installed" if _INSTALLED.intersection(Path(file).parts) else "the user's"
+    if _INSTALLED.intersection(Path(file).parts):
+        return "installed"
+    return "ours" if file.startswith(_PYTHONS) else "the user's"
