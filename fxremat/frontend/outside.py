@@ -93,8 +93,8 @@ class Outside:
         """
         budget_bytes = budget.nbytes
         peak_bytes -= SCALARS * SCALAR_BYTES  # which are given, and allocated again by the step
-        if budget_bytes is None or peak_bytes > budget_bytes:  # which has a warning already
-            return
+        if budget_bytes is None or excess_bytes(peak_bytes, budget_bytes):
+            return  # it has a warning already
         over = excess_bytes(peak_bytes + self.nbytes, budget_bytes)
         if not self.nbytes or not over or (budget.is_relative and self._has_warned):
             return
