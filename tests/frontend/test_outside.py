@@ -65,7 +65,9 @@ def test_a_step_within_its_budget_but_for_what_the_loop_holds_is_warned_of(peak_
         loop.check(peak_bytes, TrainingBudget(Budget(1.0), 10_000), 0)
 
 
-@pytest.mark.parametrize(("peak_bytes", "nbytes"), [(10_000, 0), (9_400, 512), (10_000, 512), (10_600, 1024)])
+@pytest.mark.parametrize(
+    ("peak_bytes", "nbytes"), [(10_000, 0), (9_400, 512), (10_000, 512), (10_600, 1024)]
+)
 def test_other_steps_are_not(peak_bytes: int, nbytes: int):
     """They keep to the budget, or do not by themselves, which has a warning of its own."""
     with warnings.catch_warnings():
