@@ -36,9 +36,10 @@ def show(what: RenderableType, *, width: int) -> str:
     Returns what was printed, without colours.
     """
     if not _is_ascii(sys.stdout):
-        return _print(Console(record=True), what, width)
+        return _print(Console(record=True, markup=False), what, width)
     # The same table as in Unicode, written in ASCII.
-    console = Console(record=True, file=io.StringIO(), force_terminal=sys.stdout.isatty())
+    terminal = sys.stdout.isatty()
+    console = Console(record=True, file=io.StringIO(), force_terminal=terminal, markup=False)
     text = _print(console, what, width)
     sys.stdout.write(_in_ascii(cast(io.StringIO, console.file).getvalue()))
     return _in_ascii(text)

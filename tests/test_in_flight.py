@@ -233,7 +233,7 @@ def test_the_least_budget_holds_while_a_loop_holds_its_last_loss() -> None:
     assert len(called.plans) == 1
 
 
-@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2", None, 10**9, 10**30, float("nan")])
 def test_counts_that_cannot_be_read(count: Any) -> None:
     with pytest.raises(fxremat.ArgumentError, match="in_flight"):
         fxremat.compile(torch.nn.Linear(2, 2), torch.randn(2, 2), 1.0, in_flight=count)

@@ -17,7 +17,7 @@ import fxremat
 PACKAGE = Path(fxremat.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "console", "optional", "ir"),
+    ("errors", "units", "console", "optional", "jit", "ir"),
     ("progress",),
     ("torch_compat", "report", "solvers"),
     ("runtime",),
@@ -35,7 +35,17 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 other. Within a room, too, imports go one way."""
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-TORCH_FREE = ("errors", "units", "console", "optional", "ir", "progress", "report", "solvers")
+TORCH_FREE = (
+    "errors",
+    "units",
+    "console",
+    "optional",
+    "jit",
+    "ir",
+    "progress",
+    "report",
+    "solvers",
+)
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 

@@ -231,6 +231,15 @@ def _slowest_each(told: Mapping[int, _AllSpeeds]) -> _AllSpeeds:
     return tuple((max(m for m, _ in one), max(b for _, b in one)) for one in each)
 
 
+_SAME_STEP = "All have to train the same model, with batches of one size in the first step"
+
+_REMEDIES = {
+    "setting": "Set it alike on all of them before they compile, as with torch.set_num_threads(n)",
+    "version": "Install the same one on all of them",
+}
+"""By what a difference begins with."""
+
+
 def _slowest(told: Mapping[int, _Step]) -> _Step:
     first, *others = told
     one = told[first]
@@ -241,7 +250,7 @@ def _slowest(told: Mapping[int, _Step]) -> _Step:
         for difference in differences(then, own, of=f"rank {first}'s"):
             raise RankError(
                 f"rank {rank} has captured another step than rank {first}: on it {difference}. "
-                "All have to train the same model, with batches of one size in the first step",
+                + _REMEDIES.get(difference.partition(" ")[0], _SAME_STEP),
                 ranks=(rank,),
             )
     costs = RecordedCosts.slowest([own.costs for own in told.values()])

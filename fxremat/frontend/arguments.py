@@ -7,7 +7,6 @@ in ``_READERS`` or in :meth:`Arguments.read`, and, where text can say it, its fi
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -40,6 +39,9 @@ BACKEND_OPTIONS = (
     "assume", "verify_bits",
 )  # fmt: skip
 """What ``torch.compile(options=...)`` may say to the backend."""
+
+MOST_IN_FLIGHT = 1 << 12
+"""More steps than any pipeline has between their forwards and backwards."""
 
 MOST_BYTES = 1 << 60
 """The largest reserve: sums of bytes are 64-bit integers."""
@@ -264,9 +266,18 @@ def _read_generators(argument: str, value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _read_count(argument: str, value: object, *, least: int = 1) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        refuse(argument, value, f"a number, at least {least}")
+def _read_steps(argument: str, value: object) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
+        refuse(argument, value, "a number of steps, or 0")
+    return int(value)
+
+
+def _read_in_flight(argument: str, value: object) -> int:
+    must_be = f"from 1 to {MOST_IN_FLIGHT}: so many forwards run before the first one's backward"
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        refuse(argument, value, must_be)
+    if not 1 <= value <= MOST_IN_FLIGHT:
+        refuse(argument, value, must_be)
     return int(value)
 
 
@@ -345,11 +356,11 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "dynamic": _read_dynamic,
     "fullgraph": read_bool,
     "regions": _read_names,
-    "in_flight": _read_count,
+    "in_flight": _read_in_flight,
     "ranks": _read_ranks,
     "strict": read_bool,
     "assume": _one_of("usual", "strict"),
-    "verify_bits": functools.partial(_read_count, least=0),
+    "verify_bits": _read_steps,
     "generators": _read_generators,
 }
 """Arguments that are read by themselves."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
 from fxremat.costs.measure import device_of
-from fxremat.errors import BudgetWarning, FxrematError, PlanError
+from fxremat.errors import FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.losses import own_loss
@@ -26,6 +26,7 @@ from fxremat.frontend.raised import shorten
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample, check_sample
+from fxremat.frontend.shortfall import warn
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds
 from fxremat.frontend.trace import trace_step
@@ -187,7 +188,7 @@ class CompiledModule(nn.Module):
         needs = state.runner.needs if state.runner is not None else state.needs
         if asked.loss not in (None, own_loss):
             if state.runner is None:
-                warnings.warn(_unsaved_loss(state.original), BudgetWarning, stacklevel=2)
+                warn(_unsaved_loss(state.original))
             asked = replace(asked, loss=None)
         return _restored, (state.original, asked, kept, state.assigned, needs)
 
@@ -227,11 +228,21 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
     """
     made = _wrapped(model, asked)
     if sample is not None:
-        runner = _started(made._state, sample, hooked=True)
+        # Whoever calls may be in it; planning differentiates.
+        inside = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if inside else contextlib.nullcontext():
+            runner = _started(made._state, sample.map(_differentiable), hooked=True)
         for plan_cache in runner.compiler.plan_caches:
             plan_cache.planner.step.measuring_bytes = 0  # that was before training
         made._state.take(runner)
     return made
+
+
+def _differentiable(value: Any) -> Any:
+    """A value of a sample, of which autograd saves nothing if it was made in inference mode."""
+    if isinstance(value, torch.Tensor) and value.is_inference():
+        return value.clone()
+    return value
 
 
 def original_of(model: nn.Module) -> nn.Module:
@@ -337,7 +348,7 @@ def _unplanned(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return state.original.forward(*args, **kwargs)
     if not state.trained:
         state.trained = True
-        _warn_of_eval(state, stacklevel=5)
+        _warn_of_eval(state)
         return state.original.forward(*args, **kwargs)
     returned = state.original.forward(*args, **kwargs)
     if torch_compat.in_transform():
@@ -345,20 +356,18 @@ def _unplanned(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     # An evaluation has no backward.
     for leaf in pytree.tree_leaves(returned):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            leaf.grad_fn.register_prehook(lambda _: _warn_of_eval(state, stacklevel=3))
+            leaf.grad_fn.register_prehook(lambda _: _warn_of_eval(state))
     return returned
 
 
-def _warn_of_eval(state: _State, *, stacklevel: int) -> None:
+def _warn_of_eval(state: _State) -> None:
     """Warn once that a model is trained in eval mode."""
     if state.warned_of_eval:
         return
     state.warned_of_eval = True
-    warnings.warn(
+    warn(
         f"{type(state.original).__name__} is called in eval mode, with gradients: no plan is "
-        "followed, and no budget holds. Call train() to train it, or use torch.no_grad()",
-        BudgetWarning,
-        stacklevel=stacklevel,
+        "followed, and no budget holds. Call train() to train it, or use torch.no_grad()"
     )
 
 
@@ -366,11 +375,9 @@ def _in_transform(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Run the model's own forward, whose gradients a transform of ``torch.func`` computes."""
     if not state.in_transform:
         state.in_transform = True
-        warnings.warn(
+        warn(
             f"{type(state.original).__name__} is called inside a transform of torch.func, as "
-            "torch.func.grad or vmap: no plan is followed there, and no budget holds",
-            BudgetWarning,
-            stacklevel=4,
+            "torch.func.grad or vmap: no plan is followed there, and no budget holds"
         )
     return state.original.forward(*args, **kwargs)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from fxremat.frontend.loop import Loop
 from fxremat.frontend.pipeline import Planner
-from fxremat.frontend.shortfall import warn
+from fxremat.frontend.shortfall import excess_bytes, warn
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 from fxremat.planner.context_bytes import SCALARS, ContextBytes
@@ -242,6 +242,8 @@ class Corrections:
         if held and assumed_gone:
             gradient_bytes = sum(context.gradient_bytes(self.planner.step.joint))
             nbytes = gradient_bytes if what == _GRADIENTS else context.kept_bytes
+            if not excess_bytes(nbytes, 0):
+                return
             warn(
                 f"this step may take {nbytes} bytes ({format_bytes(nbytes)}) more than its budget "
                 f"of {self.planner.budget.nbytes}: {what} that exist during its forward are still "
@@ -306,7 +308,8 @@ class Corrections:
             format_bytes(planned.peak_bytes),
             what,
         )
-        if over > 0 and peak_bytes > planned.peak_bytes:
+        over = excess_bytes(peak_bytes - slack, self.planner.budget.nbytes or peak_bytes)
+        if over and peak_bytes > planned.peak_bytes:
             warn(
                 f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its "
                 f"budget of {self.planner.budget.nbytes}: "
@@ -391,7 +394,9 @@ def _described(correction: Correction, around: ContextBytes) -> str:
 
 def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
     """Warn of a step over its budget that was counted by the allocator, but not watched."""
-    over = peak_bytes - budget_bytes
+    over = excess_bytes(peak_bytes, budget_bytes)
+    if not over:
+        return
     warn(
         f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its budget of "
         f"{budget_bytes}, as CUDA's allocator has counted with what other threads took meanwhile. "

@@ -20,7 +20,7 @@ from fxremat.frontend.optimizer_state import StateBytes, counted_state
 from fxremat.frontend.optimizers import Optimizers
 from fxremat.frontend.outside import Outside
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.shortfall import warn_of_measuring
+from fxremat.frontend.shortfall import excess_bytes, warn_of_measuring
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
 from fxremat.runtime.arena import HostLimit
@@ -153,7 +153,7 @@ class Loop:
         for value in inputs:
             held.add(value)
         peak_bytes = held.nbytes + measuring_bytes
-        if peak_bytes > self.budget.nbytes:
+        if excess_bytes(peak_bytes, self.budget.nbytes):
             warn_of_measuring(peak_bytes, self.budget.nbytes)
 
     def state_bytes_beside(self, parameters: Iterable[torch.Tensor]) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from dataclasses import dataclass, field
 
+from fxremat import torch_compat
 from fxremat.errors import BudgetError, GraphBreakWarning
 from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.known import KnownStep
-from fxremat.frontend.shortfall import warn
+from fxremat.frontend.shortfall import excess_bytes, warn
 from fxremat.frontend.walk import Walk
 from fxremat.units import format_bytes, format_seconds, plural
 
@@ -76,8 +76,8 @@ class Notices:
         budget_bytes = budget.nbytes or budget.written.bytes_of(
             full_bytes=peak_bytes, least_bytes=peak_bytes
         )
-        over = peak_bytes - budget_bytes
-        if over <= 0:
+        over = excess_bytes(peak_bytes, budget_bytes)
+        if not over:
             self._over = 0
             return False
         self._over += 1
@@ -190,4 +190,4 @@ class Notices:
             self._break(message)
 
     def _break(self, message: str) -> None:
-        warnings.warn(message, GraphBreakWarning, stacklevel=4)
+        torch_compat.warn(message, GraphBreakWarning)

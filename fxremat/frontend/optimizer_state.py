@@ -169,8 +169,8 @@ def _tried(
     trial.state = defaultdict(dict)
     trial.param_groups = [{**group, "params": [probe]}]
     try:
-        trial.step()
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        torch_compat.step_unseen(trial)
+    except Exception as error:  # of the user's class
         name = type(optimizer).__name__
         raise _refused(
             optimizer, f"the state of {name} cannot be found by a trial step ({error})"

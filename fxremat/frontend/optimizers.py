@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
@@ -13,8 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
-from fxremat.errors import BudgetWarning
-from fxremat.frontend.shortfall import user_line
+from fxremat.frontend.shortfall import excess_bytes, user_line, warn
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.runtime.profile import MemoryProfile, Watcher
 from fxremat.units import format_bytes
@@ -184,17 +182,15 @@ class Optimizers:
         local = map(torch_compat.local_part, tensors)
         held = sum(torch_compat.nbytes_of(t) for t in local if t.device == self._device)
         held += self.state_bytes
-        if bytes_meanwhile and held + bytes_meanwhile > budget:
+        if bytes_meanwhile and excess_bytes(held + bytes_meanwhile, budget):
             groups = optimizer.param_groups
             may_fuse = any("fused" in group and not group["fused"] for group in groups)
             other = ", or an optimizer with fused=True, which allocates less" if may_fuse else ""
-            warnings.warn(
+            warn(
                 f"a step of {type(optimizer).__name__} allocates {bytes_meanwhile} bytes "
                 f"({format_bytes(bytes_meanwhile)}) beside {held} for parameters, gradients and "
                 f"state: more than the budget of {budget}, whatever the plan. Give at least "
-                f"{held + bytes_meanwhile}{other}",
-                BudgetWarning,
-                stacklevel=2,
+                f"{held + bytes_meanwhile}{other}"
             )
 
     def _steps(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from fxremat import torch_compat
 from fxremat.frontend.budget import TrainingBudget
-from fxremat.frontend.shortfall import warn
+from fxremat.frontend.shortfall import excess_bytes, warn
 from fxremat.planner.context_bytes import SCALARS
 from fxremat.runtime.profile import WATCH_EVERY
 from fxremat.runtime.steps import SCALAR_BYTES
@@ -93,10 +93,10 @@ class Outside:
         """
         budget_bytes = budget.nbytes
         peak_bytes -= SCALARS * SCALAR_BYTES  # which are given, and allocated again by the step
-        if budget_bytes is None or peak_bytes > budget_bytes:  # which has a warning already
-            return
-        over = peak_bytes + self.nbytes - budget_bytes
-        if not self.nbytes or over <= 0 or (budget.is_relative and self._has_warned):
+        if budget_bytes is None or excess_bytes(peak_bytes, budget_bytes):
+            return  # it has a warning already
+        over = excess_bytes(peak_bytes + self.nbytes, budget_bytes)
+        if not self.nbytes or not over or (budget.is_relative and self._has_warned):
             return
         self._has_warned = True
         remedy = f"reserve={reserve_bytes + self.nbytes} sets them aside"

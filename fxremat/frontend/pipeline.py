@@ -406,7 +406,10 @@ class Planner:
         now = replace(self.step.origin(), options=kept.origin.options, held=kept.origin.held)
         variant = None
         if now == kept.origin:
-            variant = self.step.take(line, kept.form, costs=kept.measured)
+            try:
+                variant = self.step.take(line, kept.form, costs=kept.measured)
+            except CostError as error:
+                raise PlanError(f"the plan cannot be followed: {error}") from error
             now = self._origin(variant, context)
         told = tuple(differences(kept.origin, now))
         if told or variant is None:

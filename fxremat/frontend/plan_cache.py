@@ -27,7 +27,7 @@ from fxremat.frontend.loop import Loop
 from fxremat.frontend.outside import FIRST
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
-from fxremat.frontend.shortfall import Shortfall, warn
+from fxremat.frontend.shortfall import Shortfall, excess_bytes, warn
 from fxremat.passes.emit.code import Emitted
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import computed_anew
@@ -37,7 +37,6 @@ from fxremat.planner.context_bytes import made_outputs, own_gradients
 from fxremat.progress import LOG
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
-from fxremat.runtime.arena import Arena
 from fxremat.runtime.counted import Count
 from fxremat.runtime.gradients import Contributors, Gradients, adds, leaves_among, with_gradients
 from fxremat.runtime.profile import WATCH_EVERY, MemoryProfile
@@ -629,13 +628,14 @@ class PlanCache:
         planned = self.planner.again(context, least=True)
         plan = planned.plan
         budget_bytes = self.loop.budget.nbytes or 0
-        over = plan.counted_bytes - budget_bytes
-        warn(
-            f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more than "
-            f"its budget of {budget_bytes}: {context.waiting} earlier ones hold "
-            f"{context.waiting_bytes} bytes for their backward, and were planned without "
-            "knowing of this one. From now on they leave room for it"
-        )
+        over = excess_bytes(plan.counted_bytes, budget_bytes)
+        if over:
+            warn(
+                f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more "
+                f"than its budget of {budget_bytes}: {context.waiting} earlier ones hold "
+                f"{context.waiting_bytes} bytes for their backward, and were planned without "
+                "knowing of this one. From now on they leave room for it"
+            )
         return context, planned, None
 
     def _as_good(self, context: StepContext) -> Compiled | None:
@@ -708,21 +708,21 @@ class PlanCache:
     def _new(self, planned: Planned, context: StepContext) -> Compiled:
         compiled = Compiled(planned.with_overhead(self.loop.overhead_s), self, context)
         _tell(planned.plan)
-        if self.loop.host is not None and not self.regions.several:  # each call has a correction
-            self.loop.host.drop_idle(self._superseded(context))
+        # Of several regions each call has a correction.
+        if self.loop.host is not None and not self.regions.several and self._supersedes(context):
+            self.loop.host.drop_idle()
         if self.loop.on_new is not None:
             self.loop.on_new(compiled)
         return compiled
 
-    def _superseded(self, context: StepContext) -> list[Arena]:
-        """Host memory of plans for the same sizes from before a correction that ``context`` has."""
-        return [
-            own.planned.graphs.arena
-            for made_for, own in self.plans.items()
-            if made_for.sizes == context.sizes
+    def _supersedes(self, context: StepContext) -> bool:
+        """Whether a plan for the same sizes, from before a correction, has host memory."""
+        return any(
+            made_for.sizes == context.sizes
             and made_for.correction != context.correction
             and own.planned.graphs.arena is not None
-        ]
+            for made_for, own in self.plans.items()
+        )
 
     def _known(self, context: StepContext) -> Compiled | None:
         """The plan that was made for a context, unless the budget has another value by now."""

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
-from fxremat.errors import NoGradientError, SampleError
+from fxremat.errors import CaptureError, NoGradientError, SampleError
 from fxremat.frontend.raised import let_go
 from fxremat.frontend.untouched import attributes_replaced, generators_restored
 
@@ -90,13 +90,33 @@ def check_sample(model: nn.Module, sample: Sample) -> None:
     """Refuse a sample or a model that no step can be captured of.
 
     Raises:
-        SampleError: a tensor is not where the model is.
+        SampleError: a tensor is not where the model is, or there is no data.
+        CaptureError: autograd refuses a tensor of the model.
         NoGradientError: nothing requires a gradient.
     """
+    name = type(model).__name__
+    for place, parameter in model.named_parameters():
+        if parameter.is_meta and not torch_compat.is_fake(parameter):
+            raise SampleError(
+                f"parameter {place} of {name} is on meta, without data, so that nothing can be "
+                "measured or trained: model.to_empty(device='cpu') makes room for its weights. "
+                "fxremat.estimate() takes a model on meta"
+            )
+        if parameter.is_inference():
+            raise CaptureError(
+                f"parameter {place} of {name} was made in torch.inference_mode(), and autograd "
+                "saves no such tensor for a backward: make the model outside of that, or compile "
+                "copy.deepcopy(model)"
+            )
     homes = {t.device for t in (*model.parameters(), *model.buffers())}
     for place, tensor in sample.tensors():
         if homes and tensor.device not in homes:
             home = min(map(str, homes))
+            if tensor.is_meta:
+                raise SampleError(
+                    f"{place} of shape {tuple(tensor.shape)} is on meta, without data, but the "
+                    f"model is on {home}: give torch.zeros_like({place}, device={home!r})"
+                )
             raise SampleError(
                 f"{place} of shape {tuple(tensor.shape)} is on {tensor.device}, but the model is "
                 f"on {home}: move it with .to({home!r})"

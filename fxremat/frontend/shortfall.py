@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
-import torch
-
+from fxremat import torch_compat
 from fxremat.errors import BudgetError, BudgetWarning
 from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.captured import CapturedStep
 from fxremat.planner.context import StepContext
 from fxremat.units import format_bytes
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+TOLERATED_BYTES = 512
+"""So much more than its budget may a step take before anybody hears of it: the smallest block of an
+allocator, as one number of the loop needs that nobody sees, such as its last loss."""
 
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
+user_line = torch_compat.user_line
 
 OTHER = "sizes, or a graph, that the budget was not resolved for"
 
@@ -85,8 +81,9 @@ class Shortfall:
         )
 
     def warn(self) -> None:
-        """Issue the warning."""
-        warn(str(self))
+        """Issue the warning, unless it is of next to nothing."""
+        if excess_bytes(self.least_bytes, self.budget_bytes):
+            warn(str(self))
 
 
 def growth(before: Mapping[str, int], now: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -99,31 +96,6 @@ def _most_of(grown: tuple[tuple[str, int], ...], over: int) -> tuple[tuple[str, 
     """The first of them, up to those that together are more than what is ``over``."""
     sums = [0, *itertools.accumulate(nbytes for _, nbytes in grown)]
     return tuple(one for one, before in zip(grown, sums, strict=False) if before <= over)
-
-
-def user_line() -> str:
-    """Return the innermost line outside this package and installed ones, as ``"train.py:12"``.
-
-    Where there is none, that outside this package and torch; or ``""``.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    installed = ""
-    while frame is not None:
-        whose = _whose(frame.f_code.co_filename)
-        if whose != "ours":
-            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if whose == "the user's":
-                return line
-            installed = installed or line
-        frame = frame.f_back
-    return installed
-
-
-@functools.cache
-def _whose(file: str) -> str:
-    if file.startswith(_NOT_THE_USERS):
-        return "ours"
-    return "installed" if _INSTALLED.intersection(Path(file).parts) else "the user's"
 
 
 def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
@@ -144,6 +116,12 @@ def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
     )
 
 
+def excess_bytes(nbytes: int, budget_bytes: int) -> int:
+    """Bytes by which a step takes more than its budget; 0 for what is tolerated."""
+    over = nbytes - budget_bytes
+    return over if over > TOLERATED_BYTES else 0
+
+
 def warn(message: str) -> None:
     """Issue a :class:`BudgetWarning`: a step takes more than its budget."""
-    warnings.warn(message, BudgetWarning, stacklevel=3)
+    torch_compat.warn(message, BudgetWarning)

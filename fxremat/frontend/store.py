@@ -52,7 +52,8 @@ class Store:
     """Entries of a folder by kind and key; nothing that goes wrong with them is an error.
 
     An entry is a file of JSON. It is written whole or not at all, so that any number of
-    processes may share the folder. One that cannot be read is ignored, and written anew.
+    processes may share the folder. One that cannot be read, or is not as it was written, is
+    ignored, and written anew.
 
     Attributes:
         folder: where they are; ``None``: nothing is found and nothing kept.
@@ -92,7 +93,10 @@ class Store:
             contents = unpack(name, data)
             if contents.get("key") != key:
                 raise FormatError("it is of another key")
-            found = decode(kind, contents.get("value"))
+            value = contents.get("value")
+            if contents.get("digest") != _digest(key, value):
+                raise FormatError("it was changed")
+            found = decode(kind, value)
         except FormatError as error:
             LOG.warning("%s is ignored, and will be written anew: %s", file, error)
             return None
@@ -105,7 +109,9 @@ class Store:
         if self.folder is None:
             return
         try:
-            data = pack(name, {"key": key, "value": encode(kind, value)}, packed=True)
+            own = encode(kind, value)
+            contents = {"key": key, "value": own, "digest": _digest(key, own)}
+            data = pack(name, contents, packed=True)
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_whole(self._file(name, key), data)
             self._make_room()
@@ -133,10 +139,16 @@ class Store:
         if total <= MOST_BYTES:
             return
         for _, size, path in sorted(found):
-            path.unlink(missing_ok=True)
-            total -= size
+            with contextlib.suppress(OSError):  # gone already, or a folder
+                path.unlink()
+                total -= size
             if total <= LEFT_SHARE * MOST_BYTES:
                 break
+
+
+def _digest(key: str, value: object) -> str:
+    """Of an entry: nobody checks whether the numbers in one go together."""
+    return hashlib.sha256(json.dumps([key, value], allow_nan=False).encode()).hexdigest()
 
 
 @functools.cache

@@ -20,9 +20,9 @@ it and its backward vanishes.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from fxremat.ir.schedule import BACKWARD, KINDS
+from fxremat.jit import njit
 from fxremat.planner.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
 from fxremat.planner.places import COLUMNS, At, Flags, Floats, Ints, Packed
 from fxremat.planner.replay import (

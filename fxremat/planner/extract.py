@@ -11,8 +11,7 @@ what is done with it. Loops that are called from Python, rather than by another,
 
 from __future__ import annotations
 
-from numba import njit
-
+from fxremat.jit import njit
 from fxremat.planner.places import (
     AGAIN,
     BACK,

@@ -6,8 +6,7 @@ operation frees what it reads last. It is found once for each set of storages th
 
 from __future__ import annotations
 
-from numba import njit
-
+from fxremat.jit import njit
 from fxremat.planner.extract import (
     END,
     FAILED,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from fxremat.jit import njit
 from fxremat.passes.stages.block import Mode
 
 Ints = NDArray[np.int64]

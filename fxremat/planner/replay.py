@@ -8,9 +8,9 @@ calls are what is emitted (``planner.evaluator.program_of``).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from fxremat.ir.schedule import ALL, BACKWARD, KINDS
+from fxremat.jit import njit
 from fxremat.planner.extract import (
     ASKED,
     DIRECT,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import io
 import json
 import operator
 import os
@@ -32,12 +33,33 @@ TAG = "is"
 VERSION = 4
 """Of all that is written. Raised when the form of any of it changes."""
 
+LARGEST = 2**53
+"""No number is larger: compiled loops add bytes up in 64 bits."""
+
+MOST_TIMES, MOST_MORE = 50, 1 << 20
+"""So many times its size, and so many bytes more, may a packed file have unpacked; a plan has some
+5 to 20 times."""
+
 _GZIP = b"\x1f\x8b"
 _LEVEL = 1
 """Of gzip: files are a fifth of their size, higher levels are five times as slow."""
 
 PARTIAL = ".part"
 """How names of files end that are being written."""
+
+
+class Checked:
+    """What may be of the right form and hold values that do not go together."""
+
+    __slots__ = ()
+
+    def check_read(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: it was not written so; the message says where.
+        """
+        raise NotImplementedError
 
 
 class FormatError(ValueError):
@@ -90,7 +112,13 @@ def _read(kind: Any, data: Any) -> Any:
             names = [name for name, _ in parts]
             raise FormatError(f": {kind.__name__} has {names}, {odd} differs")
         found = {name: _inside(f".{name}", own, data[name]) for name, own in parts}
-        return _checked(lambda: kind(**found))
+        made = _checked(lambda: kind(**found))
+        if isinstance(made, Checked):
+            try:
+                made.check_read()
+            except ValueError as error:
+                raise FormatError(f".{error}") from error
+        return made
     if form in (list, tuple):
         _exactly(list, data)
         kinds = parts * len(data) if form is list else parts
@@ -104,7 +132,21 @@ def _read(kind: Any, data: Any) -> Any:
         return _checked(lambda: kind(data))
     if parts and (type(data) is not str or data not in parts):
         raise FormatError(f": expected one of {parts}")
+    if form is str:
+        return _harmless(_exactly(str, data))
+    if form in (int, float) and type(data) in (int, float) and not abs(data) <= LARGEST:
+        raise FormatError(f": a number beyond {LARGEST}")
     return float(data) if form is float and type(data) is int else _exactly(form, data)
+
+
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+} | {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+"""What a terminal obeys in place of showing it, and how it is written."""
+
+
+def _harmless(text: str) -> str:
+    return text.translate(_CONTROLS)
 
 
 def _read_union(kind: Any, classes: dict[str, Any], data: Any) -> Any:
@@ -182,8 +224,10 @@ def unpack(kind: str, data: bytes) -> dict[str, Any]:
         FormatError: it was not given that, or the data is damaged.
     """
     try:
-        text = gzip.decompress(data) if data.startswith(_GZIP) else data
+        text = _unzipped(data) if data.startswith(_GZIP) else data
         found = json.loads(text, parse_constant=_refuse_constant)
+    except FormatError:
+        raise
     except (OSError, EOFError, zlib.error) as error:
         raise FormatError(f"it is damaged: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -192,8 +236,23 @@ def unpack(kind: str, data: bytes) -> dict[str, Any]:
         raise FormatError(f"it is no {kind} of fxremat")
     version = found.pop("version", None)
     if version != VERSION:
-        raise FormatError(f"it is of format {version}, this fxremat reads format {VERSION}")
+        raise FormatError(f"it is of format {version!r:.20}, this fxremat reads format {VERSION}")
     return found
+
+
+def _unzipped(data: bytes) -> bytes:
+    """What was packed, of which no more is made than a plan can be.
+
+    Raises:
+        FormatError: it is more.
+        OSError, EOFError, zlib.error: it is damaged.
+    """
+    most = MOST_TIMES * len(data) + MOST_MORE
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise FormatError(f"{len(data)} bytes unpack to more than {most}, which no plan does")
+    return text
 
 
 def _refuse_constant(name: str) -> None:

@@ -127,7 +127,8 @@ class Frontier:
         """
         figure, axes = _figure()
         mib = [point.peak_bytes / 2**20 for point in self.points]
-        more = [100 * (p.predicted_s / self.baseline.predicted_s - 1) for p in self.points]
+        kept_s = self.baseline.predicted_s or 1.0
+        more = [100 * (p.predicted_s / kept_s - 1) for p in self.points]
         axes.step(mib, more, where="post")
         axes.plot(mib[-1:], more[-1:], "o", label="nothing recomputed")
         axes.axvline(mib[0], linestyle=":", color="gray")

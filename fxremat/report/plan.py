@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fxremat.errors import PlanError
-from fxremat.report.codec import FormatError, decode, encode, pack, path_of, unpack, write_made
+from fxremat.report.codec import (
+    Checked,
+    FormatError,
+    decode,
+    encode,
+    pack,
+    path_of,
+    unpack,
+    write_made,
+)
+from fxremat.report.consistent import check_plan
 from fxremat.report.facts import AnyPlan, PlanFacts, StepFacts
 
 if TYPE_CHECKING:
@@ -81,8 +91,16 @@ def _facts(plan: Shown) -> AnyPlan:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Plan(Shown, PlanFacts):
+class Plan(Shown, PlanFacts, Checked):
     """The schedule of a training step under a byte budget: its facts, and what to do with them."""
+
+    def check_read(self) -> None:
+        """Check that the parts of a plan that was read go together.
+
+        Raises:
+            ValueError: they do not; the message says where.
+        """
+        check_plan(self)
 
     def with_overhead(self, seconds: float) -> Plan:
         """The plan of a step that takes ``seconds`` beside its calls."""

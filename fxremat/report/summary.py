@@ -154,8 +154,8 @@ def _compared(plan: AnyPlan) -> str:
 
 def _bound(plan: PlanFacts) -> str:
     """How much better any plan could be, and what local search did."""
-    if plan.predicted_s == 0:
-        return format_seconds(0.0)
+    if 0 in (plan.predicted_s, plan.lower_bound_s):
+        return format_seconds(plan.lower_bound_s)
     above = plan.predicted_s / plan.lower_bound_s - 1
     text = f"{format_seconds(plan.lower_bound_s)}: this plan is at most {above:.1%} above any other"
     if plan.lower_bound_s == plan.baseline_s < plan.predicted_s:

@@ -8,49 +8,109 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fxremat.errors import HostMemoryError, TransferError
 from fxremat.runtime.lease import Lease
-from fxremat.runtime.memory import Block, file_memory, folder_of, pinned_memory
+from fxremat.runtime.memory import Block, Lent, file_memory, folder_of, pinned_memory
 from fxremat.runtime.streams import PinnedBlock, StreamLease
 from fxremat.runtime.worker import WorkerLease
 from fxremat.units import format_bytes
 
 
 class HostLimit:
-    """The most host memory that all arenas of a module may have allocated together.
+    """The host memory that all arenas of a module share, and the most that it may be.
+
+    Its blocks are lent to one step each. One that came back is lent to any step that needs at
+    least half of it; where no such block is there, one is allocated in place of the next smaller
+    one. So what steps leave that do not overlap is at most twice what the largest of them needs.
 
     Attributes:
-        nbytes: how much; ``None``: as much as it takes.
-        arenas: that keep to it.
+        nbytes: the most that may be allocated; ``None``: as much as it takes.
+        arenas: that are lent its blocks.
+        blocks: that are allocated, lent or not.
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
         self.nbytes = nbytes
         self.arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+        self.blocks: list[Block] = []
         # Taken again by a finalizer that runs meanwhile in the same thread.
         self.lock = threading.RLock()
+        self._overlaps = False
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that are allocated, lent or not."""
+        return sum(block.nbytes for block in self.blocks)
 
     @property
     def lent_bytes(self) -> int:
         """Bytes that steps use now."""
-        return sum(arena.nbytes * arena.leases for arena in self.arenas)
+        return sum(block.nbytes for block in self.blocks if not block.free)
 
-    def drop_idle(self, arenas: Iterable[Arena] | None = None) -> None:
-        """Give up what no step uses now; a step that needs it again allocates it again.
+    def drop_idle(self) -> None:
+        """Give up what no step uses now; a step that needs it again allocates it again."""
+        with self.lock:
+            self.blocks = [block for block in self.blocks if not block.free]
 
-        Args:
-            arenas: of which; ``None``: of all.
+    def lend(self, arena: Arena) -> tuple[Block, Lent]:
+        """A block for a step of ``arena``, and the view of it that is the step's.
+
+        Raises:
+            HostMemoryError: one more is needed, and cannot be had.
         """
         with self.lock:
-            for arena in self.arenas if arenas is None else arenas:
-                arena.drop_idle()
+            self._overlaps |= self.lent_bytes > 0
+            block = self.idle_for(arena) or self.grow(arena)
+            block.lent_by, block.lent_last = arena.id, next(_numbers)
+            return block, block.lend()
 
-    def make_room(self, nbytes: int) -> None:
+    def idle_for(self, arena: Arena) -> Block | None:
+        """The smallest block that a step of ``arena`` may have, of those that no step uses."""
+        # Where steps overlap within a limit, what one of them has too much another may lack.
+        exact = self._overlaps and self.nbytes is not None
+        most = arena.nbytes * (1 if exact else 2)
+        return self._next_block(arena, lambda nbytes: arena.nbytes <= nbytes <= most, min)
+
+    def grow(self, arena: Arena) -> Block:
+        """Allocate a block for ``arena``, in place of the next smaller one that no step uses.
+
+        Raises:
+            HostMemoryError: it cannot be had, or would exceed the limit.
+        """
+        with self.lock:
+            self._drop(self._next_block(arena, lambda nbytes: nbytes < arena.nbytes, max))
+            self._make_room(arena.nbytes)
+            try:
+                block = arena.allocate()
+            except HostMemoryError:
+                gc.collect()
+                if not any(block.free for block in self.blocks):
+                    raise
+                self.drop_idle()  # in its place
+                block = arena.allocate()
+            block.place = arena.place
+            self.blocks.append(block)
+            return block
+
+    def _next_block(
+        self,
+        arena: Arena,
+        fits: Callable[[int], bool],
+        choose: Callable[..., Block | None],
+    ) -> Block | None:
+        idle = (own for own in self.blocks if own.free and own.place == arena.place)
+        fitting = (own for own in idle if fits(own.nbytes))
+        return choose(fitting, key=lambda own: own.nbytes, default=None)
+
+    def _drop(self, block: Block | None) -> None:
+        self.blocks = [own for own in self.blocks if own is not block]
+
+    def _make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit, at the cost of what no step uses now.
 
         Raises:
@@ -60,22 +120,19 @@ class HostLimit:
         if limit is None:
             return
         # What was lent longest ago first: what every step takes is not given up in turn.
-        for arena in sorted(self.arenas, key=lambda arena: arena.lent_last):
-            if self._allocated_bytes() + nbytes > limit:
-                arena.drop_idle()
-        if self._allocated_bytes() + nbytes > limit:
+        for block in sorted(self.blocks, key=lambda block: block.lent_last):
+            if block.free and self.allocated_bytes + nbytes > limit:
+                self._drop(block)
+        if self.allocated_bytes + nbytes > limit:
             # A step that was dropped in a circle of references holds its memory until then.
             gc.collect()
             self.drop_idle()
-        asked = self._allocated_bytes() + nbytes
+        asked = self.allocated_bytes + nbytes
         if asked > limit:
             raise HostMemoryError(self._over_limit(asked, limit), asked_bytes=asked)
 
-    def _allocated_bytes(self) -> int:
-        return sum(arena.allocated_bytes for arena in self.arenas)
-
     def _over_limit(self, asked: int, limit: int) -> str:
-        others = sum(len(arena.blocks) for arena in self.arenas)
+        others = len(self.blocks)
         if not others:
             return (
                 f"the plan needs {format_bytes(asked)} ({asked} bytes) of host memory, "
@@ -90,26 +147,25 @@ class HostLimit:
 
 
 class Arena:
-    """Host memory that a compiled module owns, in blocks that are lent to one step each.
+    """Host memory for the steps of one plan, in blocks that all plans of a module share.
 
     Pinned memory for a CUDA device; for the CPU a memory-mapped temporary file.
 
     A block is free exactly when the view that was lent of it is dead. So nothing has to be
     done for it to come back, and no interrupt can prevent that. Memory is given up with the
-    arena, and what a step that is not finished still uses with that step's lease.
+    last arena, and what a step that is not finished still uses with that step's lease.
 
     Args:
         nbytes: what one step needs.
         device: from where tensors are moved.
         host_dir: folder of the file, by default the system's for temporary files.
-        limit: the most host memory, which other arenas may keep to as well; ``None``: a limit
-            of its own that refuses nothing.
+        limit: the memory, of which other arenas may have blocks as well; ``None``: memory of
+            its own, without a limit.
 
     Attributes:
         id: by which :meth:`find` finds it.
         nbytes: what one step may use.
-        blocks: for all steps that overlapped so far.
-        lent_last: larger than that of an arena whose blocks were lent before.
+        place: from where tensors are moved, and the folder of the file.
         closed: whether no step may begin any more.
 
     Raises:
@@ -129,14 +185,15 @@ class Arena:
             raise ValueError(f"an arena of {nbytes} bytes: must be at least 1")
         self.id = next(_numbers)
         self.nbytes = nbytes
-        self.blocks: list[Block] = []
-        self.lent_last = 0
         self.closed = self._forked = False
         self._device = _supported(torch.device(device))
         self._folder = folder_of(host_dir)
+        self.place = self._device, self._folder
         self._limit = limit or HostLimit()
-        self._limit.arenas.add(self)
-        self._grow()
+        with self._limit.lock:
+            if self._limit.idle_for(self) is None:
+                self._limit.grow(self)
+            self._limit.arenas.add(self)
         _arenas[self.id] = self
 
     @staticmethod
@@ -157,17 +214,14 @@ class Arena:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that are allocated for all steps that overlapped so far."""
-        return self.nbytes * len(self.blocks)
+        """Bytes that are allocated of the memory that it shares with other arenas."""
+        return self._limit.allocated_bytes
 
     @property
     def leases(self) -> int:
-        """How many steps use host memory now."""
-        return sum(not block.free for block in self.blocks)
-
-    def drop_idle(self) -> None:
-        """Give up what no step uses."""
-        self.blocks = [block for block in self.blocks if not block.free]
+        """How many of its steps use host memory now."""
+        blocks = self._limit.blocks
+        return sum(not block.free and block.lent_by == self.id for block in blocks)
 
     def open(self, nbytes: int | None = None) -> Tensor:
         """Host memory for one step: a uint8 tensor of ``nbytes``, by default all of it.
@@ -191,10 +245,7 @@ class Arena:
                 f"{self._device}: CUDA does not work there. Start workers by 'spawn', or compile "
                 "the model in the child"
             )
-        with self._limit.lock:
-            self.lent_last = next(_numbers)
-            block = next((block for block in self.blocks if block.free), None) or self._grow()
-            view = block.lend()
+        block, view = self._limit.lend(self)
         # What is under way when a lease ends goes on: the next one's copies come after it.
         lease: Lease
         if isinstance(block, PinnedBlock):
@@ -206,32 +257,32 @@ class Arena:
         return torch.from_numpy(view)[:nbytes]
 
     def close(self) -> None:
-        """Give the memory up, what is lent as soon as it comes back. Idempotent."""
-        self.closed = True
-        self.blocks = []
+        """Let no step begin any more. Idempotent.
 
-    def _grow(self) -> Block:
-        """Allocate one more block.
+        The memory is given up with the last arena, what is lent as soon as it comes back.
+        """
+        self.closed = True
+        with self._limit.lock:
+            self._limit.arenas.discard(self)
+            if not self._limit.arenas:
+                self._limit.blocks = []
+
+    def allocate(self) -> Block:
+        """A new block for a step.
 
         Raises:
-            HostMemoryError: it cannot be had, or would exceed the limit.
+            HostMemoryError: it cannot be had.
         """
-        with self._limit.lock:
-            self._limit.make_room(self.nbytes)
-            block: Block
-            if self._device.type == "cuda":
-                block = PinnedBlock(pinned_memory(self.nbytes, device=self._device))
-            else:
-                block = Block(file_memory(self.nbytes, folder=self._folder))
-            self.blocks.append(block)
-            return block
+        if self._device.type == "cuda":
+            return PinnedBlock(pinned_memory(self.nbytes, device=self._device))
+        return Block(file_memory(self.nbytes, folder=self._folder))
 
     def _forget(self) -> None:
         """This is a forked child: the blocks are those of its parent, and so may the lock be."""
-        for block in self.blocks:
+        self._forked = True
+        for block in self._limit.blocks:
             block.disown()
-        self.blocks, self._forked = [], True
-        self._limit.lock = threading.RLock()
+        self._limit.blocks, self._limit.lock = [], threading.RLock()
 
 
 _numbers = itertools.count(1)

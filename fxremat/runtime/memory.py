@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import sys
@@ -43,12 +44,19 @@ class Block:
 
     Attributes:
         bytes: the memory as an array, ``None`` once it is given up.
+        nbytes: how much it is.
+        place: from where tensors are moved to it, and the folder of its file.
+        lent_by: the number of the arena for which it was lent last.
+        lent_last: larger than that of a block that was lent before.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         # Views keep this array alive, and it the mapping: what a tensor still reads stays
         # mapped, whoever closes what.
         self.bytes: Bytes | None = np.frombuffer(memory, dtype=np.uint8)
+        self.nbytes = self.bytes.nbytes
+        self.place: tuple[torch.device, str] | None = None
+        self.lent_by = self.lent_last = 0
         self._user: weakref.ref[Lent] | None = None
 
     @property
@@ -96,9 +104,15 @@ def file_memory(nbytes: int, *, folder: str) -> mmap.mmap:
             _take_space(file, nbytes)
             return mmap.mmap(file.fileno(), nbytes)
     except (OSError, ValueError, OverflowError) as error:
+        many = getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+        remedy = (
+            "Let the process open more files (ulimit -n), or close some"
+            if many
+            else "Choose a folder with host_dir=, or keep less there with host_limit="
+        )
         raise HostMemoryError(
             f"host memory of {format_bytes(nbytes)} cannot be had as a file in {folder}: {error}. "
-            "Choose a folder with host_dir=, or keep less there with host_limit=",
+            + remedy,
             asked_bytes=nbytes,
         ) from error
 

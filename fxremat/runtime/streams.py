@@ -83,10 +83,13 @@ class Traffic:
         """
         event = self._events.get((begin, end)) or _new_event()
         event.record(stream)
-        # Only now: should that fail, the copies before it are still known.
-        covered = [key for key in self._events if begin <= key[0] and key[1] <= end]
-        for key in covered:
-            del self._events[key]
+        # Only now: should that fail, the copies before it are still known. Of a range that this
+        # one meets what is outside of it stays, so that there are no more than parts of a block.
+        met = [key for key in self._events if key[0] < end and begin < key[1]]
+        for key in met:
+            before, after = (key[0], begin), (end, key[1])
+            own = self._events.pop(key)
+            self._events |= {part: own for part in (before, after) if part[0] < part[1]}
         self._events[begin, end] = event
         return event
 

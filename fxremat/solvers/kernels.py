@@ -16,9 +16,9 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from fxremat.ir.schedule import ALL, BACKWARD, INPUT, KINDS, NONE
+from fxremat.jit import njit
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 from fxremat.solvers.quantize import slots_up
 from fxremat.solvers.threads import Crew
@@ -72,7 +72,7 @@ def last_filled(table: Table, numbers: Numbers) -> Table:
     own = table._replace(numbers=numbers, values=table.values.copy(), first=table.first.copy())
     count, end = numbers.gradient.size, table.values.shape[1]
     for s in range(count - 2, -1, -1):
-        row = row_of.py_func(s, count - 1, count)
+        row = row_of.py_func(s, count - 1, count)  # type: ignore[attr-defined]
         own.values[row] = np.inf
         begin = _try_all(own, s, count - 1, end)
         begin = _try_cuts(own, s, count - 1, s + 1, count, begin)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 import numpy as np
-from numba import njit
 
+from fxremat.jit import njit
 from fxremat.solvers.kernels import NO_CHOICE, all_bytes, ck_bytes, leaf_way, leaf_ways
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 

@@ -7,6 +7,7 @@ something, the repair belongs here.
 
 from fxremat.torch_compat.allocator import *  # noqa: F403
 from fxremat.torch_compat.autograd import *  # noqa: F403
+from fxremat.torch_compat.callers import *  # noqa: F403
 from fxremat.torch_compat.collectives import *  # noqa: F403
 from fxremat.torch_compat.dynamo import *  # noqa: F403
 from fxremat.torch_compat.fakes import *  # noqa: F403

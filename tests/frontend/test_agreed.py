@@ -193,6 +193,19 @@ def test_other_steps_are_refused() -> None:
         assert "on it input 0 is float32[3], rank 3's was float32[2]" in str(error)
 
 
+def test_other_numbers_of_threads_are_refused_with_what_sets_them() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        settings = (("torch.get_num_threads", str(1 + (rank == 5))),)
+        return agreed_costs(
+            peers, replace(ORIGIN, settings=settings), "digest", costs(1), ContextBytes(0, 0, 0, 0)
+        )
+
+    for error in outcomes(run).values():
+        assert isinstance(error, RankError) and error.ranks == (5,)
+        assert "torch.get_num_threads is 2, rank 3's was 1" in str(error)
+        assert "torch.set_num_threads" in str(error)
+
+
 def test_graphs_that_differ_in_more_than_places_of_shards_are_refused() -> None:
     def run(peers: Peers, rank: int) -> Any:
         return agreed_costs(peers, ORIGIN, f"{rank == 8}", costs(1), ContextBytes(0, 0, 0, 0))

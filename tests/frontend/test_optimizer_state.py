@@ -1,9 +1,18 @@
 """State of optimizers before it exists, and of which parameters it is counted."""
 
+import copy
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+import fxremat
 from fxremat.frontend import optimizer_state
 from fxremat.frontend.optimizer_state import counted_state, optimizer_bytes
 
@@ -139,3 +148,73 @@ def test_optimizers_of_several_parts_add_up():
 def test_a_parameter_without_a_gradient_keeps_no_state():
     state = optimizer_bytes([torch.optim.AdamW], MODEL)
     assert counted_state(state, MODEL, [MODEL.bias]) == state[id(MODEL.bias)]
+
+
+class Twice(torch.optim.Adam):
+    """Its step makes one of its base class."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adadelta, Twice])
+def test_a_trial_step_is_seen_by_nobody(kind: Any):
+    """Hooks of all optimizers and of this one, a scheduler's count of steps, a profiler."""
+    model = nn.Linear(8, 8)
+    optimizer = kind(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    seen: list[object] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before any")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after any")),
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    before = copy.deepcopy((scheduler.state_dict(), [*vars(optimizer)]))
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert state_bytes(optimizer, model)
+        assert not seen
+        assert (scheduler.state_dict(), [*vars(optimizer)]) == before
+        assert not optimizer.state
+        if kind is not Twice:
+            assert not [e for e in profile.events() if e.name.startswith("Optimizer.step")]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert {*seen} == {"before any", "before", "after", "after any"}
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_other_threads_are_heard_during_a_trial_step():
+    other = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    seen: list[object] = []
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            thread = threading.Thread(target=other.step)
+            thread.start()
+            thread.join()
+            return super().step(closure)
+
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    try:
+        state_bytes(Slow(MODEL.parameters(), 0.1, momentum=0.9), MODEL)
+        assert seen and {id(optimizer) for optimizer in seen} == {id(other)}
+    finally:
+        handle.remove()
+
+
+def test_an_optimizer_whose_step_needs_more_than_its_groups_is_refused():
+    class Own(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, 0.1)
+            self.scale = 2
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return self.scale and super().step(closure)
+
+    with pytest.raises(fxremat.ArgumentError, match=r"Own.*scale.*reserve="):
+        state_bytes(Own(MODEL.parameters()), MODEL)

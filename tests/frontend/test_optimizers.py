@@ -95,7 +95,7 @@ def test_a_step_that_is_too_much_is_told_with_remedies_that_work():
     with watched(model := layer(), least), warnings.catch_warnings():
         warnings.simplefilter("error")
         step(torch.optim.AdamW(model.parameters(), foreach=False))
-    with watched(model := layer(), least - 1), pytest.warns(BudgetWarning, match="fused=True"):
+    with watched(model := layer(), least - 1024), pytest.warns(BudgetWarning, match="fused=True"):
         step(torch.optim.AdamW(model.parameters()))
     with watched(model := layer(), least - 1), warnings.catch_warnings():
         warnings.simplefilter("error")

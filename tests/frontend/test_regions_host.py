@@ -78,17 +78,12 @@ def learned(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> No
         taught(model, call, x)
 
 
-def allocated(limit: HostLimit) -> int:
-    """Host memory that is there, lent or not."""
-    return sum(arena.allocated_bytes for arena in limit.arenas)
-
-
 @functools.cache
 def needed_bytes(way: str, budget: int) -> int:
     """Host memory that steps take where nothing limits it; found once a process."""
     model, x, call, limit = compiled_as(way, budget, offload="only")
     learned(model, call, x)
-    needed = allocated(limit)
+    needed = limit.allocated_bytes
     torch._dynamo.reset()
     return needed
 
@@ -112,7 +107,7 @@ def test_the_same_bits_within_half_of_what_it_takes(way: str, offload: str) -> N
     assert peak_of(model, call, x) <= full_bytes // 2
     assert limit.lent_bytes == 0
     if offload == "only":
-        assert allocated(limit) > 0
+        assert limit.allocated_bytes > 0
         recomputes = (c.planned.graphs.recomputes for c in call._compiler.compiled)
         assert not any(recomputes)
 
@@ -135,7 +130,7 @@ def test_a_limit_is_of_all_regions_together(way: str) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", BudgetWarning)
                 assert all(map(torch.equal, gradients(model, call, x), expected))
-            assert allocated(limit) <= host_limit
+            assert limit.allocated_bytes <= host_limit
         assert peak_of(model, call, x) <= budget
 
 
@@ -148,7 +143,7 @@ def test_where_little_may_travel_the_rest_is_computed_again() -> None:
     learned(model, call, x)
     assert all(map(torch.equal, gradients(model, call, x), expected))
     assert peak_of(model, call, x) <= call.plan.budget_bytes < 1.1 * least_bytes
-    assert allocated(limit) <= limit_bytes
+    assert limit.allocated_bytes <= limit_bytes
 
 
 @one_way
@@ -165,7 +160,7 @@ def test_steps_that_overlap_share_the_limit(way: str) -> None:
             with seeded(1), warnings.catch_warnings():
                 warnings.simplefilter("ignore", BudgetWarning)
                 losses.append(call(x))
-            assert allocated(limit) <= options["host_limit"]
+            assert limit.allocated_bytes <= options["host_limit"]
         for loss in losses[::-1] if last_first else losses:
             model.zero_grad(set_to_none=True)
             loss.backward()

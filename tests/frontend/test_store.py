@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,7 +69,21 @@ def entry(store: Store) -> Path:
     return file
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "of another key", "a folder"])
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda data: data[:-9],
+    "empty": lambda data: b"",
+    "foreign": lambda data: b"PK\3\4",
+    "a number": lambda data: gzip.compress(gzip.decompress(data).replace(b":3,", b":4,")),
+    "a large number": lambda data: gzip.compress(
+        gzip.decompress(data).replace(b":3,", b":%d," % 10**30)
+    ),
+    "no value": lambda data: gzip.compress(gzip.decompress(data).replace(b'"value"', b'"other"')),
+    "a list": lambda data: gzip.compress(gzip.decompress(data).replace(b":3,", b":[],")),
+    "spaces": lambda data: gzip.compress(b" " * (64 << 20)),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "of another key", "a folder"])
 def test_what_cannot_be_read_is_ignored_and_written_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ):
@@ -82,7 +98,7 @@ def test_what_cannot_be_read_is_ignored_and_written_anew(
         file.unlink()
         file.mkdir()
     else:
-        file.write_bytes({"truncated": data[:-9], "empty": b"", "foreign": b"PK\3\4"}[damage])
+        file.write_bytes(DAMAGES[damage](data))
     with caplog.at_level(logging.WARNING, logger="fxremat"):
         assert found(store) is None
     assert caplog.records

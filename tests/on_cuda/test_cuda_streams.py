@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxremat.runtime.arena import Arena
+from fxremat.runtime.arena import Arena, HostLimit
 from fxremat.runtime.watch import record_transfers
 from tests.moving import ops, there_and_back
 
@@ -62,6 +62,27 @@ def test_on_cuda_slots_and_memory_are_reused_behind_a_busy_device():
         del back
     assert int(wrong) == 0
     assert arena.allocated_bytes == nbytes
+
+
+def test_on_cuda_steps_of_other_sizes_share_memory():
+    """Also while copies of earlier steps are still to run: no step waits for another's."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sizes = [1024 * n for n in (16, 9, 12, 20, 15, 64, 33, 40, 128, 100)]
+    limit = HostLimit(2 * max(sizes))
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for number, nbytes in enumerate([*sizes, *sizes[::-1]]):
+        host = Arena(nbytes, device=device, limit=limit).open()
+        x = torch.full((nbytes,), number, dtype=torch.uint8, device=device)
+        ops.offload(x, host, 0)
+        ops.release(x, host, 0)
+        del x
+        back = ops.prefetch(host, 0, nbytes, device)
+        del host
+        ops.wait(back)
+        wrong += (back != number).sum()
+        del back
+        assert limit.allocated_bytes <= 2 * max(sizes)
+    assert int(wrong) == 0
 
 
 def test_on_cuda_memory_is_released_when_told():

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pickle
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.ir import Backward, Copy, Event, Forward, Keep, Lane, Schedule, Storage, Timeline
-from fxremat.report.codec import VERSION, FormatError, decode, encode, pack, unpack, write_whole
+from fxremat.report.codec import (
+    LARGEST,
+    VERSION,
+    FormatError,
+    decode,
+    encode,
+    pack,
+    unpack,
+    write_whole,
+)
 from tests.examples import examples
 
 
@@ -32,14 +42,16 @@ class Sizes:
     kept: bool = False
 
 
-finite = st.floats(allow_nan=False, allow_infinity=False)
+finite = st.floats(-LARGEST, LARGEST)
+whole = st.integers(-LARGEST, LARGEST)
+text = st.text(st.characters(exclude_categories=["C"]) | st.sampled_from("\n\t"), max_size=5)
 sizes = st.builds(
     Sizes,
-    st.text(max_size=5),
+    text,
     st.lists(finite, max_size=4).map(tuple),
-    st.lists(st.tuples(st.integers(), st.text(max_size=3)), max_size=3).map(tuple),
+    st.lists(st.tuples(whole, text), max_size=3).map(tuple),
     st.sampled_from(["a", "b"]),
-    st.none() | st.builds(Storage, st.integers(0), st.text(max_size=3)),
+    st.none() | st.builds(Storage, whole, text),
     st.booleans(),
 )
 
@@ -85,6 +97,12 @@ GOOD = encode(Sizes, Sizes("x", (1.0,), ((1, "y"),), last=Storage(3, "z")))
         ({"kind": ["a"]}, ".kind"),
         ({"last": {"nbytes": 1.5, "name": ""}}, ".last.nbytes"),
         ({"kept": 0}, ".kept"),
+        ({"pairs": [[10**30, "y"]]}, ".pairs[0][0]"),
+        ({"pairs": [[-(10**400), "y"]]}, ".pairs[0][0]"),
+        ({"seconds": [1e300]}, ".seconds[0]"),
+        ({"seconds": [float("inf")]}, ".seconds[0]"),
+        ({"seconds": [float("nan")]}, ".seconds[0]"),
+        ({"last": {"nbytes": 2 * LARGEST, "name": ""}}, ".last.nbytes"),
         ({"more": 0}, "more"),
     ],
 )
@@ -113,6 +131,13 @@ def test_what_is_no_object_of_these_fields_is_refused(data: object):
 def test_other_classes_and_members_are_refused(op: object):
     with pytest.raises(FormatError):
         decode(Schedule, {"ops": [op]})
+
+
+def test_text_is_shown_and_never_obeyed():
+    """Codes of terminals, and marks that turn text around, are written out."""
+    hostile = "a\x1b[31mred\x07\x9b2J\x7f\r\u202eb\n\tc"
+    found = decode(Storage, {"nbytes": 1, "name": hostile})
+    assert found.name == r"a\x1b[31mred\x07\x9b2J\x7f\x0d\u202eb" + "\n\tc"
 
 
 def test_values_that_a_class_refuses_are_refused():
@@ -155,6 +180,7 @@ BAD = {
     "another format": pack("thing", {}, packed=False).replace(b":%d" % VERSION, b":99"),
     "a constant": b'{"format":"fxremat thing","version":%d,"a":NaN}' % VERSION,
     "too deep": b"[" * 200_000,
+    "text as a version": b'{"format":"fxremat thing","version":"\\u001b[31m"}',
     "packed text": gzip.compress(b"hello"),
     "a pickle": pickle.dumps({"a": 1}),
 }
@@ -164,6 +190,17 @@ BAD = {
 def test_anything_else_is_refused(data: bytes):
     with pytest.raises(FormatError):
         unpack("thing", data)
+
+
+def test_a_small_file_that_unpacks_to_much_is_refused_at_once():
+    packed = gzip.compress(b" " * (64 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match=rf"^{len(packed)} bytes unpack to more than \d+"):
+            unpack("thing", packed)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path):

@@ -11,20 +11,26 @@ import pytest
 import fxremat
 from fxremat.errors import PlanError
 from fxremat.ir import (
+    Copy,
     Decision,
+    Event,
+    Lane,
     MeasuredLink,
     Move,
     Origin,
     RecordedCosts,
     StageSeconds,
+    Timeline,
 )
 from fxremat.report.codec import VERSION
 from fxremat.report.plan import Plan
 from fxremat.units import format_bytes
 from tests.plans import everything_kept, plan_of
 
+KEPT = plan_of(everything_kept(3), stages=3)
 PLAN = replace(
-    plan_of(everything_kept(3), stages=3),
+    KEPT,
+    timeline=Timeline((*KEPT.timeline.events, Event(Copy("x", 0, 8), 0.0, 0.1, 8, 8, Lane.D2H))),
     forward_code="def forward(self, args):\n    return []\n",
     decision=Decision(((1, (4, 5)),), ((0, (2,)),), (Move(1, 8, (3,), 1, 2, 3, 4),)),
     origin=Origin("o", "c", ("float32[2]",), "a CPU", (("torch", "'2'"),), (), (), ()),

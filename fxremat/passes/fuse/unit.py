@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any
@@ -150,10 +149,9 @@ class Unit:
             self.eager = True
             self.__qualname__ += "_as_it_is"  # costs of its kernels are not its own
             LOG.debug("why %s is not compiled", self, exc_info=True)
-            warnings.warn(
+            torch_compat.warn(
                 f"{self} ({', '.join(self.operations)}) could not be compiled and runs operation "
-                f"by operation: {type(error).__name__}: {error}",
-                stacklevel=2,
+                f"by operation: {type(error).__name__}: {error}"
             )
         module = fx.GraphModule(torch.nn.Module(), self._graph_at(sizes))
         return lambda args: module(*args)

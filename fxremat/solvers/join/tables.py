@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from fxremat.jit import njit
 from fxremat.solvers.join.numbers import JoinNumbers
 from fxremat.solvers.kernels import in_slots, lower, row_of
 from fxremat.solvers.least import ANY_BYTES, is_better

@@ -44,10 +44,10 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from fxremat.ir import Problem, Solution
+from fxremat.jit import njit
 from fxremat.solvers.numbers import Floats, Ints
 from fxremat.solvers.offload.greedy import eager
 from fxremat.solvers.offload.line import OffloadChain

@@ -13,8 +13,8 @@ slots) alone. It is solved for some pairs ``(p, q)``, and the greatest bound cou
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from fxremat.jit import njit
 from fxremat.solvers.kernels import row_of
 from fxremat.solvers.pofo.sweep import Limits, Sweep
 

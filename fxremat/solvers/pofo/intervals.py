@@ -22,8 +22,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from fxremat.jit import njit
 from fxremat.solvers.kernels import all_bytes, ck_bytes, in_slots, row_of
 from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Floats, Ints, Numbers

@@ -21,8 +21,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from fxremat.jit import njit
 from fxremat.solvers.kernels import row_of
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 from fxremat.solvers.pofo.intervals import Fronts

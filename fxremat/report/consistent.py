@@ -1,0 +1,103 @@
+"""Whether the parts of a plan that was read go together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from fxremat.ir import Compute, Copy, Forward, Lane
+from fxremat.report.facts import PlanFacts
+from fxremat.report.memory import StepMemory
+
+
+def check_plan(plan: PlanFacts) -> None:
+    """Check that whatever a part names is there, and that parts for the same things are as many.
+
+    So all that shows a plan can show it. Whether a step follows it is decided when it is compiled.
+
+    Raises:
+        ValueError: they do not go together; the message says where.
+    """
+    if plan.budget_bytes < 1:
+        raise ValueError(f"budget_bytes: {plan.budget_bytes}")
+    if not plan.frontier.points:
+        raise ValueError("frontier: no points")
+    _check_chain(plan)
+    _check_schedule(plan)
+    _check_moves(plan)
+    if plan.memory != StepMemory():
+        _check_memory(plan)
+    if plan.kept is not None:
+        _as_many("kept", plan.kept.peaks_bytes, "its calls", len(plan.kept.seconds))
+        _inside("kept.turn", [plan.kept.turn], len(plan.kept.seconds) + 1)
+
+
+def _check_chain(plan: PlanFacts) -> None:
+    chain, count = plan.chain, len(plan.chain)
+    _as_many("chain.boundaries", chain.boundaries, "stages and one", count + 1)
+    _as_many("costs.stages", plan.costs.stages, "stages", count)
+    _as_many("held_bytes", plan.held_bytes, "stages", count)
+    storages = len(chain.storages)
+    for boundary in chain.boundaries:
+        _inside("chain.boundaries", boundary, storages)
+    for stage, costs in zip(chain.stages, plan.costs.stages, strict=True):
+        _inside("chain.stages", stage.saved, storages)
+        for option in costs.options:
+            _inside("costs.stages", option.kept, storages)
+    _inside("branch_ends", plan.branch_ends, count + 1)
+
+
+def _check_schedule(plan: PlanFacts) -> None:
+    count = len(plan.chain)
+    events = [event.op for event in plan.timeline.events]
+    computed = [op for op in (*plan.schedule, *events) if isinstance(op, Compute)]
+    _inside("schedule", (op.stage for op in computed), count)
+    _inside("timeline", (op.stage for op in events if isinstance(op, Copy)), count)
+    for op in computed:
+        if isinstance(op, Forward):
+            _inside("option", [op.option], len(plan.costs.stages[op.stage].options) + 1)
+    forwards = {op.stage for op in plan.schedule if isinstance(op, Forward)}
+    if len(forwards) < count:
+        raise ValueError(f"schedule: forwards of {len(forwards)} of {count} stages")
+    calls = [event.op for event in plan.timeline.events if event.lane is Lane.COMPUTE]
+    if not all(isinstance(op, Compute) for op in calls):
+        raise ValueError("timeline: calls that compute nothing")
+
+
+def _check_moves(plan: PlanFacts) -> None:
+    copies = [e for e in plan.timeline.events if e.lane is Lane.D2H and isinstance(e.op, Copy)]
+    moves = plan.decision.moves
+    _as_many("decision.moves", moves, "copies", len(copies))
+    if len({move.storage for move in moves}) < len(moves):
+        raise ValueError("decision.moves: a storage travels twice")
+
+
+def _check_memory(plan: PlanFacts) -> None:
+    memory, events = plan.memory, plan.timeline.events
+    calls = sum(event.lane is Lane.COMPUTE for event in events)
+    _as_many("memory.calls", memory.calls, "calls", calls)
+    _as_many("memory.modules", memory.modules, "stages", len(plan.chain))
+    # An instant begins with a call or an allocation, and ends with a call.
+    most = 2 * (calls + len(memory.lives) + 1)
+    _inside("memory.end", [memory.end], most)
+    _inside("memory.turn", [memory.turn], memory.end + 1)
+    instants = (*memory.calls, memory.end)
+    if any(first >= after for first, after in itertools.pairwise(instants)):
+        raise ValueError("memory.calls: not in order")
+    _inside("memory.calls", memory.calls, memory.end + 1)
+    _inside("memory.tensors", (1 + tensor.stage for tensor in memory.tensors), len(plan.chain) + 1)
+    for life in memory.lives:
+        _inside("memory.lives", [life.tensor], len(memory.tensors))
+        if not 0 <= life.begin < life.end <= memory.end + 1:
+            raise ValueError(f"memory.lives: from {life.begin} to {life.end} of {memory.end}")
+
+
+def _as_many(place: str, found: Sequence[object], what: str, expected: int) -> None:
+    if len(found) != expected:
+        raise ValueError(f"{place}: {len(found)}, not {expected} as {what}")
+
+
+def _inside(place: str, found: Iterable[int], end: int) -> None:
+    for number in found:
+        if not 0 <= number < end:
+            raise ValueError(f"{place}: {number} is not among {end}")

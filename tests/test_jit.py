@@ -1,0 +1,92 @@
+"""Compiled loops where numba can keep none: each process compiles them, and that is said once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fxremat
+
+LOOP = """
+import logging
+from fxremat.jit import njit
+import fxremat.solvers.kernels
+
+@njit(cache=True, nogil=True)
+def total(count):
+    found = 0
+    for number in range(count):
+        found += number
+    return found
+
+print(total(10))
+"""
+
+STEP = """
+import logging, torch, fxremat
+from torch import nn
+logging.basicConfig()
+x = torch.randn(64, 16)
+model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+call = fxremat.compile(model, x, "min")
+call(x).sum().backward()
+print(call.plan.budget_bytes > 0)
+"""
+
+
+@pytest.fixture
+def nowhere_to_write(tmp_path: Path) -> dict[str, str]:
+    """The environment of a package, and of a home, in which nothing can be written.
+
+    Whoever runs this, root as well: files are where folders would have to be.
+    """
+    source = Path(fxremat.__file__).parent
+    package = tmp_path / "installed" / "fxremat"
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in {file.parent for file in package.rglob("*.py")}:
+        (folder / "__pycache__").touch()
+    kept = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    return {**kept, "PYTHONPATH": str(package.parent), "HOME": os.devnull}
+
+
+def run(code: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    file = folder / "script.py"
+    (folder / "__pycache__").touch()
+    file.write_text(code)
+    command = [sys.executable, str(file)]
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_loops_are_compiled_where_none_can_be_kept(
+    tmp_path: Path, nowhere_to_write: dict[str, str]
+):
+    done = run(LOOP, tmp_path, nowhere_to_write)
+    assert done.stdout == "45\n", done.stderr
+    assert done.stderr.count("NUMBA_CACHE_DIR") == 1
+
+
+def test_with_a_folder_of_numbas_they_are_kept(tmp_path: Path, nowhere_to_write: dict[str, str]):
+    kept = tmp_path / "kept"
+    done = run(LOOP, tmp_path, {**nowhere_to_write, "NUMBA_CACHE_DIR": str(kept)})
+    assert done.stdout == "45\n", done.stderr
+    assert "NUMBA_CACHE_DIR" not in done.stderr
+    assert any(kept.rglob("*.nbi"))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("cache", [None, "0"])
+def test_a_model_is_compiled_where_nothing_can_be_written(
+    tmp_path: Path, nowhere_to_write: dict[str, str], cache: str | None
+):
+    more = {} if cache is None else {"FXREMAT_CACHE": cache}
+    done = run(STEP, tmp_path, {**nowhere_to_write, **more})
+    assert done.stdout == "True\n", done.stderr
+    assert done.stderr.count("NUMBA_CACHE_DIR") == 1
+    assert ("FXREMAT_CACHE" in done.stderr) == (cache is None)
