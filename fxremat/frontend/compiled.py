@@ -48,7 +48,7 @@ class _State:
         needs: what the loss of that was seen to take, where this was pickled.
         trained: a step was run as planned, or its user was told that none is.
         warned_of_eval: that was said of steps in eval mode.
-        in_transform: it was called inside a transform of ``torch.func``, and its user warned.
+        as_it_is: under what it was called that leaves nothing to plan, and its user warned.
         starting: one thread plans the first step, others wait.
         copies: of the module that were made by ``copy.deepcopy``, and still exist.
     """
@@ -61,7 +61,7 @@ class _State:
     needs: LossNeeds | None = None
     trained: bool = False
     warned_of_eval: bool = False
-    in_transform: bool = False
+    as_it_is: set[str] = field(default_factory=set)
     starting: threading.Lock = field(default_factory=threading.Lock)
     copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -227,7 +227,8 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
     """
     made = _wrapped(model, asked)
     if sample is not None:
-        runner = _started(made._state, sample, hooked=True)
+        with torch_compat.without_dispatch_modes():
+            runner = _started(made._state, sample, hooked=True)
         for plan_cache in runner.compiler.plan_caches:
             plan_cache.planner.step.measuring_bytes = 0  # that was before training
         made._state.take(runner)
@@ -293,8 +294,9 @@ class _Forward:
             state = module._state
             if not (state.original.training and torch.is_grad_enabled()):
                 return _unplanned(state, args, kwargs)
-            if torch_compat.in_transform():
-                return _in_transform(state, args, kwargs)
+            unplanned = _unplanned_here(state)
+            if unplanned:
+                return _as_it_is(state, args, kwargs, unplanned)
             runner = state.runner
             if runner is None or (state.trained and runner.may_be_whole):
                 runner = _runner(state, Sample(args, kwargs))
@@ -362,13 +364,24 @@ def _warn_of_eval(state: _State, *, stacklevel: int) -> None:
     )
 
 
-def _in_transform(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the model's own forward, whose gradients a transform of ``torch.func`` computes."""
-    if not state.in_transform:
-        state.in_transform = True
+def _unplanned_here(state: _State) -> str:
+    """Under what the model is called that leaves nothing to plan; empty: under nothing such."""
+    if torch_compat.in_transform():
+        return "inside a transform of torch.func, as torch.func.grad or vmap"
+    if torch_compat.in_dispatch_mode():
+        return "under a TorchDispatchMode, as FlopCounterMode, which sees each operation"
+    if torch_compat.runs_eagerly(captured=state.runner is not None):
+        return "under a stance of torch.compiler that has it run eagerly"
+    return ""
+
+
+def _as_it_is(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+    """Run the model's own forward, as nothing of it is planned where it is called."""
+    if where not in state.as_it_is:
+        state.as_it_is.add(where)
         warnings.warn(
-            f"{type(state.original).__name__} is called inside a transform of torch.func, as "
-            "torch.func.grad or vmap: no plan is followed there, and no budget holds",
+            f"{type(state.original).__name__} is called {where}: no plan is followed there, and no "
+            "budget holds",
             BudgetWarning,
             stacklevel=4,
         )
