@@ -77,7 +77,6 @@ class StepCompiler:
         plan_caches: of all graphs captured so far, in order.
         latest: the plan of the step that ran last.
         dry: compiled graphs raise :class:`PlannedOnly` instead of running.
-        arguments: tensors of the call being captured, and their places in it, where known.
         asked_by: whoever asked for it, which stays as long as it does.
         kept: a plan that the first graph follows.
         store: costs and plans that other processes have found.
@@ -93,7 +92,6 @@ class StepCompiler:
     plan_caches: list[PlanCache] = field(default_factory=list)
     latest: Compiled | None = None
     dry: bool = False
-    arguments: Callable[[], tuple[tuple[str, torch.Tensor], ...]] = tuple
     asked_by: object = None
     kept: Plan | None = None
     store: Store = field(default_factory=Store.of_environment)
@@ -216,6 +214,7 @@ class StepCompiler:
             nonlocal place
             own = _there(me)
             try:
+                places = results_of(joint, num_fwd_outputs)
                 plan_cache = own._plan_cache(joint, given[0], num_fwd_outputs)
             except SizesError:
                 raise
@@ -227,7 +226,10 @@ class StepCompiler:
             place = next(i for i, known in enumerate(own.plan_caches) if known is plan_cache)
             if broken is not None:
                 own.regions.notices.broken_at(broken)
-            return torch_compat.stub_graphs(joint, forward_output_count=num_fwd_outputs)
+            plan_cache.returned = places
+            return torch_compat.stub_graphs(
+                joint, forward_output_count=num_fwd_outputs, places=places
+            )
 
         def compile_forward(_stub: object, _inputs: object) -> Callable[..., Any]:
             torch_compat.allow_retained_graphs()
@@ -356,7 +358,7 @@ class StepCompiler:
                 caller = replace(caller, held_bytes=held_bytes)
             if self.plan_caches:
                 first = self.plan_caches[0].planner.step.caller.outputs_bytes
-        return replace(caller, resident=self.loop.resident(), outputs_bytes=first)
+        return replace(caller, resident=self.loop.call.resident(), outputs_bytes=first)
 
     def _first_step(self) -> bool:
         """Whether what is captured is part of a step that all processes run."""
@@ -379,7 +381,7 @@ class StepCompiler:
                 inputs=inputs,
                 caller=self._caller(gradients),
                 progress=self.progress,
-                places=_places(inputs, self.arguments()),
+                places=_places(inputs, self.loop.call.arguments()),
                 store=self.store,
                 fused=asked.fused,
                 peers=peers,
@@ -414,6 +416,21 @@ class StepCompiler:
         self.regions.captured = True
         (self.latest,) = plan_cache.plans.values()
         return plan_cache
+
+
+def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int, ...]:
+    """Let the backward of ``joint`` have a result for each primal; places of those that it had.
+
+    Raises:
+        CaptureError: they cannot be told apart.
+    """
+    places = torch_compat.spread_results(joint, forward_output_count=output_count)
+    if places is None:
+        raise CaptureError(
+            "an operation has effects that are ordered, such as printing: fxremat plans graphs "
+            "whose operations may run in another order. Take it out of the forward"
+        )
+    return places
 
 
 def _there(compiler: Callable[[], StepCompiler | None]) -> StepCompiler:

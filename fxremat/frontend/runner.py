@@ -294,8 +294,10 @@ class Runner:
             CaptureError: new shapes or flags lead to code that cannot be captured.
         """
         compiler, loop, regions = self.compiler, self.compiler.loop, self.compiler.regions
-        loop.resident = lambda: _resident(self.original, args, kwargs)
-        compiler.arguments = lambda: places_of(args, kwargs)
+        call = loop.call
+        before = call.resident, call.arguments
+        call.resident = lambda: _resident(self.original, args, kwargs)
+        call.arguments = lambda: places_of(args, kwargs)
         try:
             if not compiler.dry:
                 if loop.outside.is_due():
@@ -317,7 +319,7 @@ class Runner:
             regions.fail()
             raise
         finally:
-            loop.resident = compiler.arguments = tuple  # a batch must not outlive its step
+            call.resident, call.arguments = before  # a batch must not outlive its step
         failure = self._failure(failed, Sample(args, kwargs))
         try:
             let_go(failed)

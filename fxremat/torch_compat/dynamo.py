@@ -414,8 +414,18 @@ def may_be_the_models(cause: BaseException) -> bool:
     """Whether Dynamo's error may be one that the function itself raises, and not only its own."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError  # noqa: PLC0415
 
-    ours = not isinstance(cause, TorchDynamoException)
-    return ours or isinstance(cause, TorchRuntimeError) or "Observed exception" in str(cause)
+    if not isinstance(cause, TorchDynamoException) or isinstance(cause, TorchRuntimeError):
+        return True
+    return any(sign in str(cause).lower() for sign in _OF_THE_MODEL)
+
+
+_OF_THE_MODEL = (
+    "observed exception",
+    "failed to bind arguments",
+    "typeerror when making fake tensor call",
+    "failed to convert args/kwargs to proxy",
+)
+"""What Dynamo says where a line of the function itself raises, or would."""
 
 
 def leading_to(error: BaseException) -> list[BaseException]:

@@ -653,8 +653,7 @@ def test_few_frames_lie_between_a_call_and_emitted_code(pair):
         return stage
 
     forward = call._compiler.latest.planned.graphs.forward
-    for name, run in list(forward.calls()):
-        forward.call_by(name, counted(run))
+    forward.call_through(counted)
     call(X)
     assert counts
     assert max(counts) <= 7
