@@ -246,6 +246,7 @@ class StepCompiler:
             partition=partition,
             decompositions=torch_compat.decompositions() if self.asked.fused else None,
         )
+        left = False
         try:
             with torch_compat.without_donated_buffers():
                 run: Callable[..., Any] = backend(module, example_inputs)
@@ -255,9 +256,25 @@ class StepCompiler:
             self.no_symbols = True
             LOG.info("a graph runs as it is: %s", error)
             return module
+        except CaptureError as error:
+            if not self._may_be_left:
+                raise
+            self.regions.notices.left(error)
+            left = True
         finally:
             given.clear()
+        if left:
+            return torch_compat.as_it_is(module, example_inputs)
         return run if place is None else backward_checked(run)
+
+    @property
+    def _may_be_left(self) -> bool:
+        """Whether a graph that cannot be planned may run as it is: not where it is to be tried in
+        pieces, nor where other processes would have to leave it as well.
+        """
+        if self.asked.fullgraph or self.loop.peers is not None or self.kept is not None:
+            return False
+        return self.asked_by is not None or (self.regions.called and self.regions.several)
 
     def _seen_by_graphs(self) -> Callable[[], StepCompiler | None]:
         """How what is compiled reaches this: without holding it, unless nobody else owns it."""
@@ -271,6 +288,8 @@ class StepCompiler:
 
     def refused(self, error: Exception) -> BaseException:
         """What a capture raises for ``error``."""
+        if isinstance(error, CaptureError) and self._may_be_left:
+            return error
         in_pieces = self.regions.called and self.regions.several
         return RefusedError(error) if in_pieces else error
 

@@ -396,7 +396,9 @@ class PlanCache:
         return [
             torch_compat.StorageAlive(tangent)
             for node, tangent in zip(joint.tangents, args[1:], strict=True)
-            if joint.released.issuperset(joint.storages.of_node[node]) and tangent.numel() > 1
+            if isinstance(tangent, Tensor)
+            and joint.released.issuperset(joint.storages.of_node[node])
+            and tangent.numel() > 1
         ]
 
     def _counted(self, step: Step, peak_bytes: int | None) -> None:

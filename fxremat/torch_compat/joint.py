@@ -40,6 +40,14 @@ def aot_autograd_backend(
     return backend
 
 
+def as_it_is(module: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+    """What ``torch.compile(backend="aot_eager")`` runs for a graph of Dynamo's."""
+    from torch._dynamo.backends.debugging import aot_eager  # noqa: PLC0415
+
+    run: Callable[..., Any] = aot_eager(module, inputs)
+    return run
+
+
 def opaque_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, one operation in Dynamo's graphs: AOTAutograd traces what it does, hooks of
     tensors among it.
