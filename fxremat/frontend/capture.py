@@ -246,26 +246,31 @@ class StepCompiler:
             partition=partition,
             decompositions=torch_compat.decompositions() if self.asked.fused else None,
         )
-        left = False
         try:
             with torch_compat.without_donated_buffers():
                 run: Callable[..., Any] = backend(module, example_inputs)
-        except SizesError as error:
+        except CaptureError as error:
+            return self._as_it_is(error, module, example_inputs)
+        finally:
+            given.clear()
+        return run if place is None else backward_checked(run)
+
+    def _as_it_is(
+        self, error: CaptureError, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """What runs for a graph that cannot be planned, as ``error`` says; raises that where there
+        is another way.
+        """
+        if isinstance(error, SizesError):
             if not self.regions.several:
-                raise
+                raise error
             self.no_symbols = True
             LOG.info("a graph runs as it is: %s", error)
             return module
-        except CaptureError as error:
-            if not self._may_be_left:
-                raise
-            self.regions.notices.left(error)
-            left = True
-        finally:
-            given.clear()
-        if left:
-            return torch_compat.as_it_is(module, example_inputs)
-        return run if place is None else backward_checked(run)
+        if not self._may_be_left:
+            raise error
+        self.regions.notices.left(error)
+        return torch_compat.as_it_is(module, example_inputs)
 
     @property
     def _may_be_left(self) -> bool:

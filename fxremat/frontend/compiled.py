@@ -24,7 +24,7 @@ from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.losses import own_loss
 from fxremat.frontend.raised import shorten
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.runner import Runner
+from fxremat.frontend.runner import Runner, initialize
 from fxremat.frontend.sample import Sample, check_sample
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds
@@ -226,7 +226,15 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
         FxrematError: see :func:`fxremat.compile`.
     """
     made = _wrapped(model, asked)
-    if sample is not None:
+    if sample is not None and torch_compat.is_uninitialized(model):
+        warnings.warn(
+            f"{type(model).__name__} has parameters that its first call makes: the sample is not "
+            "looked at, the first training call is planned, and the budget is not compared with "
+            "anything before. Call the model once before fxremat.compile to have it planned there",
+            BudgetWarning,
+            stacklevel=3,
+        )
+    elif sample is not None:
         with torch_compat.without_dispatch_modes():
             runner = _started(made._state, sample, hooked=True)
         for plan_cache in runner.compiler.plan_caches:
@@ -269,13 +277,15 @@ _classes = weakref.WeakKeyDictionary()
 def _class_of(model: type[nn.Module]) -> type[CompiledModule]:
     """The class of compiled modules that are of class ``model``."""
     if model not in _classes:
-        own = {
+        own: dict[str, object] = {
             "__slots__": (),
             "__module__": model.__module__,
             "__qualname__": model.__qualname__,
             "__doc__": model.__doc__,
             "forward": _Forward(model.forward),
         }
+        if torch_compat.becomes_another_class(model):
+            own["cls_to_become"] = None  # it stays what it is
         bases = (CompiledModule, model)
         _classes[model] = types.new_class(model.__name__, bases, {}, lambda body: body.update(own))
     return _classes[model]
@@ -298,6 +308,8 @@ class _Forward:
             if unplanned:
                 return _as_it_is(state, args, kwargs, unplanned)
             runner = state.runner
+            if runner is None and not _is_initialized(state, args, kwargs):
+                return _as_it_is(state, args, kwargs, "before its parameters are made")
             if runner is None or (state.trained and runner.may_be_whole):
                 runner = _runner(state, Sample(args, kwargs))
             state.trained = True
@@ -386,6 +398,15 @@ def _as_it_is(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any], wher
             stacklevel=4,
         )
     return state.original.forward(*args, **kwargs)
+
+
+def _is_initialized(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model's parameters are there; those that Dynamo can make, it makes now."""
+    model = state.original
+    with state.starting:
+        if torch_compat.is_uninitialized(model):
+            initialize(model, Sample(args, kwargs))
+        return not torch_compat.is_uninitialized(model)
 
 
 def _runner(state: _State, call: Sample) -> Runner:

@@ -373,7 +373,7 @@ class PlanCache:
             watcher.after(step)  # what follows is another step's
         if beside:
             self.corrections.foresaw(is_so=anew == computed_anew())
-        returned = gradients.finish()
+        returned: list[Any] = gradients.finish()
         if step.count is not None:
             self._counted(step, step.count.peak_bytes())
         self.loop.budget.trained = True

@@ -417,6 +417,14 @@ def _traced(forward: Callable[..., Any], call: Sample, dynamic: bool | None) -> 
     return CaptureError("nothing of it is captured")
 
 
+def initialize(model: nn.Module, call: Sample) -> None:
+    """Have Dynamo make parameters that a call makes, as it does where it captures one."""
+    inner = torch_compat.wrapped_by(model)
+    error = _traced(inner.forward, call, dynamic=None)
+    if error is not None:
+        let_go(error)
+
+
 def _of_sharded(
     model: nn.Module, asked: Arguments, regions: Sequence[nn.Module], peers: Peers | None
 ) -> Runner:

@@ -155,7 +155,9 @@ def context_bytes_of(
     caller = caller.of_outputs(sum(tangents))
     loss_bytes = caller.loss_bytes
     if loss_bytes is None:
-        loss_bytes = sum(_unknown_loss_bytes(node, sizes) for node in joint.tangents if is_tensor(node))
+        loss_bytes = sum(
+            _unknown_loss_bytes(node, sizes) for node in joint.tangents if is_tensor(node)
+        )
     given = (
         *_each(table, table.of(joint.given)),
         *_unread_bytes(joint, real, caller),

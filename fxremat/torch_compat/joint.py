@@ -40,11 +40,11 @@ def aot_autograd_backend(
     return backend
 
 
-def as_it_is(module: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+def as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """What ``torch.compile(backend="aot_eager")`` runs for a graph of Dynamo's."""
     from torch._dynamo.backends.debugging import aot_eager  # noqa: PLC0415
 
-    run: Callable[..., Any] = aot_eager(module, inputs)
+    run: Callable[..., Any] = aot_eager(module, list(inputs))
     return run
 
 
@@ -156,9 +156,7 @@ def _value_of(described: Any, inputs: Sequence[object]) -> object:
     return None
 
 
-def spread_results(
-    joint: fx.GraphModule, *, forward_output_count: int
-) -> tuple[int, ...] | None:
+def spread_results(joint: fx.GraphModule, *, forward_output_count: int) -> tuple[int, ...] | None:
     """Let the backward have a result for each primal; the graph is changed.
 
     AOTAutograd has one for all parts of a tensor without a gradient, as a nested one's.
@@ -234,8 +232,8 @@ def stub_graphs(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Graphs that tell AOTAutograd what goes in and out, and are never run.
 
-    ``places`` are those that :func:`spread_results` has returned. The forward returns its outputs and a token, one number on the CPU, for all that is saved; the
-    backward takes the token and the tangents.
+    The forward returns its outputs and a token, one number on the CPU, for all that is saved; the
+    backward takes the token and the tangents, and returns what :func:`spread_results` has told.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     results = _results(joint)
