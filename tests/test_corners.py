@@ -199,6 +199,7 @@ def steps_of(model: nn.Module, call: Callable[..., Any], batches: list[Tensor]) 
 
 
 @pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning", "ignore::fxremat.GraphBreakWarning")
+@pytest.mark.more
 @pytest.mark.parametrize("door", ["sample", "first call", "torch"])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_what_aot_eager_trains_is_trained(name: str, door: str):
@@ -255,6 +256,7 @@ def spread(mesh: Any, whole: bool) -> tuple[nn.Module, Tensor]:
     return model, distribute_tensor(torch.randn(32, 16), mesh, [Replicate()])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("door", ["sample", "torch"])
 def test_spread_tensors_in_one_process_are_planned(mesh: Any, door: str, whole: bool):
