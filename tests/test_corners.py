@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -141,3 +142,138 @@ def test_gradients_of_a_sparse_parameter_accumulate():
     for _ in range(3):
         call(torch.randn(8, 8)).sum().backward()
     assert model.weight.grad is not None
+
+
+class Jagged(nn.Sequential):
+    """Takes rows of different lengths, and returns their numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).values()
+
+
+def grouped(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """Sizes of the groups depend on data, and an operation takes all groups at once."""
+    values, chosen = layers[0](x).softmax(-1).max(-1)
+    order = chosen.argsort(stable=True)
+    ends = torch.bincount(chosen, minlength=4).cumsum(0).to(torch.int32)
+    weights = layers[1].weight.view(4, 16, 16).bfloat16()
+    y = torch._grouped_mm(x[order].bfloat16(), weights, offs=ends)
+    return y.float() * values[order, None]
+
+
+def chosen(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (layers[0](x),))
+
+
+def rows(*lengths: int) -> Tensor:
+    return torch.nested.nested_tensor([torch.randn(n, 16) for n in lengths], layout=torch.jagged)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(
+        nn.LazyLinear(16), nn.Dropout(0.2), nn.LazyBatchNorm1d(), nn.GELU(), nn.LazyLinear(4)
+    )
+
+
+UNUSUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "jagged": (
+        lambda: Jagged(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), lambda: rows(5, 9),
+    ),
+    "grouped": (
+        lambda: Applied(grouped, nn.Linear(16, 4), nn.Linear(16, 64)), lambda: torch.randn(64, 16),
+    ),
+    "cond": (lambda: Applied(chosen, nn.Linear(16, 16)), lambda: torch.randn(64, 16)),
+    "lazy": (lazy, lambda: torch.randn(8, 16)),
+    "lazy root": (lambda: nn.LazyLinear(4), lambda: torch.randn(8, 16)),
+}  # fmt: skip
+
+
+def steps_of(model: nn.Module, call: Callable[..., Any], batches: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(2)
+    found = []
+    for x in batches:
+        call(x).square().sum().backward()
+        found += [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning", "ignore::fxremat.GraphBreakWarning")
+@pytest.mark.more
+@pytest.mark.parametrize("door", ["sample", "first call", "torch"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_aot_eager_trains_is_trained(name: str, door: str):
+    build, make = UNUSUAL[name]
+    found = []
+    for ours in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, batches = build(), [make() for _ in range(3)]
+        if not ours:
+            call = torch.compile(model, backend="aot_eager")
+        elif door == "torch":
+            call = torch.compile(model, backend="fxremat", options={"budget": 1.0})
+        else:
+            call = fxremat.compile(model, batches[0] if door == "sample" else None, 1.0)
+        found.append(steps_of(model, call, batches))
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("door", ["sample", "torch"])
+def test_what_cannot_be_planned_says_so(door: str):
+    model, x = Applied(chosen, nn.Linear(16, 16)), torch.randn(64, 16)
+    if door == "torch":
+        call = torch.compile(model, backend="fxremat", options={"budget": 1.0})
+    else:
+        call = fxremat.compile(model, x, 1.0)
+    with pytest.warns(fxremat.GraphBreakWarning, match="cond runs a graph of its own"):
+        call(x).sum().backward()
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no processes")
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def spread(mesh: Any, whole: bool) -> tuple[nn.Module, Tensor]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    place = Replicate() if whole else Shard(0)
+    for layer in model:
+        for name, own in list(layer.named_parameters()):
+            spread_out = distribute_tensor(own.detach(), mesh, [place])
+            layer.register_parameter(name, nn.Parameter(spread_out))
+    return model, distribute_tensor(torch.randn(32, 16), mesh, [Replicate()])
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("door", ["sample", "torch"])
+def test_spread_tensors_in_one_process_are_planned(mesh: Any, door: str, whole: bool):
+    """Inputs and outputs are spread as well as parameters."""
+    found: list[list[Tensor]] = []
+    for ours in (False, True):
+        torch._dynamo.reset()
+        model, x = spread(mesh, whole)
+        if not ours:
+            call = torch.compile(model, backend="aot_eager")
+        elif door == "torch":
+            call = torch.compile(model, backend="fxremat", options={"budget": 1.0})
+        else:
+            call = fxremat.compile(model, x, "min")
+        for _ in range(2):
+            call(x).to_local().square().sum().backward()
+        found.append([parameter.grad.to_local() for parameter in model.parameters()])
+        if ours:
+            assert fxremat.plan_of(call).budget_bytes > 0
+    assert all(map(torch.equal, *found))

@@ -14,6 +14,7 @@ from fxremat.errors import ArgumentError, FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.compiled import CompiledModule
+from fxremat.frontend.entry import keep_compiled
 from fxremat.frontend.losses import target_bytes
 from fxremat.frontend.sample import Sample
 from fxremat.frontend.step_plan import latest_plan
@@ -57,6 +58,8 @@ def backend(
     except FxrematError as error:
         raise torch_compat.not_wrapped(error) from error.__cause__
 
+
+keep_compiled()  # torch loads this when it is asked for the backend, and calls it much later
 
 _compilers: weakref.WeakValueDictionary[int, StepCompiler] = weakref.WeakValueDictionary()
 """Compilers of the backend, by the identity of their options, as long as a graph is there."""

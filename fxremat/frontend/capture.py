@@ -78,7 +78,6 @@ class StepCompiler:
         plan_caches: of all graphs captured so far, in order.
         latest: the plan of the step that ran last.
         dry: compiled graphs raise :class:`PlannedOnly` instead of running.
-        arguments: tensors of the call being captured, and their places in it, where known.
         asked_by: whoever asked for it, which stays as long as it does.
         kept: a plan that the first graph follows.
         store: costs and plans that other processes have found.
@@ -95,7 +94,6 @@ class StepCompiler:
     plan_caches: list[PlanCache] = field(default_factory=list)
     latest: Compiled | None = None
     dry: bool = False
-    arguments: Callable[[], tuple[tuple[str, torch.Tensor], ...]] = tuple
     asked_by: object = None
     kept: Plan | None = None
     store: Store = field(default_factory=Store.of_environment)
@@ -220,6 +218,7 @@ class StepCompiler:
             nonlocal place
             own = _there(me)
             try:
+                places = results_of(joint, num_fwd_outputs)
                 plan_cache = own._plan_cache(joint, given[0], num_fwd_outputs)
             except SizesError:
                 raise
@@ -231,7 +230,10 @@ class StepCompiler:
             place = next(i for i, known in enumerate(own.plan_caches) if known is plan_cache)
             if broken is not None:
                 own.regions.notices.broken_at(broken)
-            return torch_compat.stub_graphs(joint, forward_output_count=num_fwd_outputs)
+            plan_cache.returned = places
+            return torch_compat.stub_graphs(
+                joint, forward_output_count=num_fwd_outputs, places=places
+            )
 
         def compile_forward(_stub: object, _inputs: object) -> Callable[..., Any]:
             torch_compat.allow_retained_graphs()
@@ -249,20 +251,43 @@ class StepCompiler:
             decompositions=torch_compat.decompositions() if self.asked.fused else None,
         )
         try:
-            with torch_compat.without_donated_buffers():
-                run: Callable[..., Any] = backend(module, example_inputs)
-        except SizesError as error:
-            if not self.regions.several:
-                raise
-            self.no_symbols = True
-            LOG.info("a graph runs as it is: %s", error)
-            return module
+            try:
+                with torch_compat.without_donated_buffers():
+                    run: Callable[..., Any] = backend(module, example_inputs)
+            except CaptureError as error:
+                return self._as_it_is(error, module, example_inputs)
         except BaseException:
             self.regions.raised()
             raise
         finally:
             given.clear()
         return run if place is None else backward_checked(run)
+
+    def _as_it_is(
+        self, error: CaptureError, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """What runs for a graph that cannot be planned, as ``error`` says; raises that where there
+        is another way.
+        """
+        if isinstance(error, SizesError):
+            if not self.regions.several:
+                raise error
+            self.no_symbols = True
+            LOG.info("a graph runs as it is: %s", error)
+            return module
+        if not self._may_be_left:
+            raise error
+        self.regions.notices.left(error)
+        return torch_compat.as_it_is(module, example_inputs)
+
+    @property
+    def _may_be_left(self) -> bool:
+        """Whether a graph that cannot be planned may run as it is: not where it is to be tried in
+        pieces, nor where other processes would have to leave it as well.
+        """
+        if self.asked.fullgraph or self.loop.peers is not None or self.kept is not None:
+            return False
+        return self.asked_by is not None or (self.regions.called and self.regions.several)
 
     def _seen_by_graphs(self) -> Callable[[], StepCompiler | None]:
         """How what is compiled reaches this: without holding it, unless nobody else owns it."""
@@ -276,6 +301,8 @@ class StepCompiler:
 
     def refused(self, error: Exception) -> BaseException:
         """What a capture raises for ``error``."""
+        if isinstance(error, CaptureError) and self._may_be_left:
+            return error
         in_pieces = self.regions.called and self.regions.several
         return RefusedError(error) if in_pieces else error
 
@@ -363,7 +390,7 @@ class StepCompiler:
                 caller = replace(caller, held_bytes=held_bytes)
             if self.plan_caches:
                 first = self.plan_caches[0].planner.step.caller.outputs_bytes
-        return replace(caller, resident=self.loop.resident(), outputs_bytes=first)
+        return replace(caller, resident=self.loop.call.resident(), outputs_bytes=first)
 
     def _first_step(self) -> bool:
         """Whether what is captured is part of a step that all processes run."""
@@ -387,7 +414,7 @@ class StepCompiler:
                 inputs=inputs,
                 caller=self._caller(gradients),
                 progress=self.progress,
-                places=_places(inputs, self.arguments()),
+                places=_places(inputs, self.loop.call.arguments()),
                 store=self.store,
                 fused=asked.fused,
                 peers=peers,
@@ -423,6 +450,21 @@ class StepCompiler:
         self.regions.captured = True
         (self.latest,) = plan_cache.plans.values()
         return plan_cache
+
+
+def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int, ...]:
+    """Let the backward of ``joint`` have a result for each primal; places of those that it had.
+
+    Raises:
+        CaptureError: they cannot be told apart.
+    """
+    places = torch_compat.spread_results(joint, forward_output_count=output_count)
+    if places is None:
+        raise CaptureError(
+            "an operation has effects that are ordered, such as printing: fxremat plans graphs "
+            "whose operations may run in another order. Take it out of the forward"
+        )
+    return places
 
 
 def _there(compiler: Callable[[], StepCompiler | None]) -> StepCompiler:

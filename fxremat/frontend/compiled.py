@@ -24,7 +24,7 @@ from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.losses import own_loss
 from fxremat.frontend.raised import shorten
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.runner import Runner
+from fxremat.frontend.runner import Runner, initialize
 from fxremat.frontend.sample import Sample, check_sample
 from fxremat.frontend.shortfall import warn
 from fxremat.frontend.step_plan import latest_plan
@@ -49,7 +49,7 @@ class _State:
         needs: what the loss of that was seen to take, where this was pickled.
         trained: a step was run as planned, or its user was told that none is.
         warned_of_eval: that was said of steps in eval mode.
-        in_transform: it was called inside a transform of ``torch.func``, and its user warned.
+        as_it_is: under what it was called that leaves nothing to plan, and its user warned.
         starting: one thread plans the first step, others wait.
         copies: of the module that were made by ``copy.deepcopy``, and still exist.
     """
@@ -62,7 +62,7 @@ class _State:
     needs: LossNeeds | None = None
     trained: bool = False
     warned_of_eval: bool = False
-    in_transform: bool = False
+    as_it_is: set[str] = field(default_factory=set)
     starting: threading.Lock = field(default_factory=threading.Lock)
     copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -227,10 +227,19 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
         FxrematError: see :func:`fxremat.compile`.
     """
     made = _wrapped(model, asked)
-    if sample is not None:
+    if sample is not None and torch_compat.is_uninitialized(model):
+        warn(
+            f"{type(model).__name__} has parameters that its first call makes: the sample is not "
+            "looked at, the first training call is planned, and the budget is not compared with "
+            "anything before. Call the model once before fxremat.compile to have it planned there"
+        )
+    elif sample is not None:
         # Whoever calls may be in it; planning differentiates.
         inside = torch.is_inference_mode_enabled()
-        with torch.inference_mode(False) if inside else contextlib.nullcontext():
+        with (
+            torch_compat.without_dispatch_modes(),
+            torch.inference_mode(False) if inside else contextlib.nullcontext(),
+        ):
             runner = _started(made._state, sample.map(_differentiable), hooked=True)
         for plan_cache in runner.compiler.plan_caches:
             plan_cache.planner.step.measuring_bytes = 0  # that was before training
@@ -279,13 +288,15 @@ _classes = weakref.WeakKeyDictionary()
 def _class_of(model: type[nn.Module]) -> type[CompiledModule]:
     """The class of compiled modules that are of class ``model``."""
     if model not in _classes:
-        own = {
+        own: dict[str, object] = {
             "__slots__": (),
             "__module__": model.__module__,
             "__qualname__": model.__qualname__,
             "__doc__": model.__doc__,
             "forward": _Forward(model.forward),
         }
+        if torch_compat.becomes_another_class(model):
+            own["cls_to_become"] = None  # it stays what it is
         bases = (CompiledModule, model)
         _classes[model] = types.new_class(model.__name__, bases, {}, lambda body: body.update(own))
     return _classes[model]
@@ -304,9 +315,12 @@ class _Forward:
             state = module._state
             if not (state.original.training and torch.is_grad_enabled()):
                 return _unplanned(state, args, kwargs)
-            if torch_compat.in_transform():
-                return _in_transform(state, args, kwargs)
+            unplanned = _unplanned_here(state)
+            if unplanned:
+                return _as_it_is(state, args, kwargs, unplanned)
             runner = state.runner
+            if runner is None and not _is_initialized(state, args, kwargs):
+                return _as_it_is(state, args, kwargs, "before its parameters are made")
             if runner is None or (state.trained and runner.may_be_whole):
                 runner = _runner(state, Sample(args, kwargs))
             state.trained = True
@@ -371,15 +385,35 @@ def _warn_of_eval(state: _State) -> None:
     )
 
 
-def _in_transform(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the model's own forward, whose gradients a transform of ``torch.func`` computes."""
-    if not state.in_transform:
-        state.in_transform = True
+def _unplanned_here(state: _State) -> str:
+    """Under what the model is called that leaves nothing to plan; empty: under nothing such."""
+    if torch_compat.in_transform():
+        return "inside a transform of torch.func, as torch.func.grad or vmap"
+    if torch_compat.in_dispatch_mode():
+        return "under a TorchDispatchMode, as FlopCounterMode, which sees each operation"
+    if torch_compat.runs_eagerly(captured=state.runner is not None):
+        return "under a stance of torch.compiler that has it run eagerly"
+    return ""
+
+
+def _as_it_is(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+    """Run the model's own forward, as nothing of it is planned where it is called."""
+    if where not in state.as_it_is:
+        state.as_it_is.add(where)
         warn(
-            f"{type(state.original).__name__} is called inside a transform of torch.func, as "
-            "torch.func.grad or vmap: no plan is followed there, and no budget holds"
+            f"{type(state.original).__name__} is called {where}: no plan is followed there, and no "
+            "budget holds"
         )
     return state.original.forward(*args, **kwargs)
+
+
+def _is_initialized(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model's parameters are there; those that Dynamo can make, it makes now."""
+    model = state.original
+    with state.starting:
+        if torch_compat.is_uninitialized(model):
+            initialize(model, Sample(args, kwargs))
+        return not torch_compat.is_uninitialized(model)
 
 
 def _runner(state: _State, call: Sample) -> Runner:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, SizesError
 from fxremat.frontend.capture import StepCompiler
+from fxremat.frontend.shortfall import user_line, warn
 
 
 class Backend:
@@ -61,6 +62,7 @@ class Entry:
         failures: Callable[[], tuple[type[Exception], ...]] = torch_compat.capture_failures,
         instead: Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
+        keep_compiled()
         self._dynamic = dynamic
         self._first: list[object] | None = None
         self._given = forward, backend, whole
@@ -203,4 +205,17 @@ def _runs_as_it_is(found: object, code: CodeType) -> bool:
     return compiler is not None and compiler.runs_as_it_is(code)
 
 
-torch_compat.never_uncompiled(_is_ours, _captured_too_often, _runs_as_it_is)
+def _in_mode() -> None:
+    line = user_line()
+    warn(
+        f"the step{f' at {line}' if line else ''} is called under a TorchDispatchMode, as "
+        "FlopCounterMode, which sees each operation: no plan is followed there, and no budget holds"
+    )
+
+
+_RULES = torch_compat.Rules(_is_ours, _captured_too_often, _runs_as_it_is, _in_mode)
+
+
+def keep_compiled() -> None:
+    """Have Dynamo never leave code of ours to Python in silence, from the first time on."""
+    torch_compat.never_uncompiled(_RULES)

@@ -110,6 +110,7 @@ class KnownStep:
         seconds: between calls, as a step that was not watched has taken them.
         peak_bytes: the peak of the one that was watched last.
         seen: so many were watched.
+        mixed: some of its calls have sizes that no call had, each the largest of several calls'.
     """
 
     calls: tuple[Called, ...]
@@ -133,6 +134,7 @@ class KnownStep:
     seconds: tuple[float, ...] = ()
     peak_bytes: int | None = None
     seen: int = 1
+    mixed: bool = False
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -149,7 +151,7 @@ class KnownStep:
 
         The first one may have taken what none takes again: libraries set themselves up.
         """
-        if self.is_sure:
+        if self.seen > 1:
             pairs = zip(self.profiles, profiles, strict=True)
             self.profiles = [tuple(map(max, *pair)) for pair in pairs]
         else:
@@ -159,8 +161,8 @@ class KnownStep:
 
     @property
     def is_sure(self) -> bool:
-        """Whether it was watched often enough for a budget to be refused."""
-        return self.seen > 1
+        """Whether it is a step that was watched often enough for a budget to be refused."""
+        return self.seen > 1 and not self.mixed
 
     def see(self, rows: Sequence[Row]) -> None:
         """Take what was seen: plans are to be chosen for it."""
@@ -197,7 +199,7 @@ class KnownStep:
         own = [(call.key[0], call.key[2]) for call in self.calls]
         others = [(call.key[0], call.key[2]) for call in calls]
         found: list[tuple[Called, Row]] = []
-        at, then = 0, 0
+        at, then, mixed = 0, 0, self.mixed
         for begin, other_begin, size in SequenceMatcher(
             None, own, others, autojunk=False
         ).get_matching_blocks():
@@ -206,11 +208,15 @@ class KnownStep:
             at, then = begin + size, other_begin + size
             for i, k in zip(range(begin, at), range(other_begin, then), strict=True):
                 row = tuple(map(max, self.profiles[i], profiles[k]))
-                found.append((self.calls[i].or_larger(calls[k]), row))
+                larger = self.calls[i].or_larger(calls[k])
+                mixed |= larger.key not in (self.calls[i].key, calls[k].key)
+                found.append((larger, row))
         if len(found) > LONGEST * max(len(own), len(others)):
             return None
         merged, rows = zip(*found, strict=True)
-        return KnownStep(tuple(merged), list(rows), True, self.first_bytes, self.more_bytes)
+        return KnownStep(
+            tuple(merged), list(rows), True, self.first_bytes, self.more_bytes, mixed=mixed
+        )
 
 
 def _found_by(calls: Sequence[Called]) -> dict[int, set[frozenset[int]]]:

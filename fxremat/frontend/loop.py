@@ -40,6 +40,19 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
     return tensors + [t.grad for t in tensors if t.is_leaf and t.grad is not None]
 
 
+class CurrentCall(threading.local):
+    """The call of the model that goes on in this thread; nothing where none does.
+
+    Attributes:
+        resident: tensors of the model, and those of the call.
+        arguments: tensors of the call, and their places in it.
+    """
+
+    def __init__(self) -> None:
+        self.resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
+        self.arguments: Callable[[], tuple[tuple[str, torch.Tensor], ...]] = tuple
+
+
 @dataclass(eq=False)
 class Loop:
     """The training loop around one model: its budget, and what it holds between steps.
@@ -55,6 +68,7 @@ class Loop:
         model: that trains, while it is there.
         device: of the model.
         copies: of the compiled model, as for an average of its weights.
+        call: of the model, that goes on.
         in_flight: steps whose backward has not run.
         watcher: of what a step really takes, one at a time.
         optimizers: that step the model.
@@ -73,7 +87,7 @@ class Loop:
     state: StateBytes = field(default_factory=dict)
     host: HostLimit | None = None
     peers: Peers | None = None
-    resident: Callable[[], tuple[torch.Tensor, ...]] = tuple
+    call: CurrentCall = field(default_factory=CurrentCall)
     model: Callable[[], nn.Module | None] = lambda: None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     in_flight: InFlight = field(default_factory=InFlight)
@@ -201,7 +215,7 @@ class Loop:
         total_bytes = torch_compat.slack_bytes(device)
         if total_bytes > self._all_slack_bytes:
             self._all_slack_bytes = total_bytes
-            tensors = (*self.resident(), *self.optimizers.tensors())
+            tensors = (*self.call.resident(), *self.optimizers.tensors())
             blocks = torch_compat.blocks_of(map(torch_compat.local_part, tensors), device)
             nbytes = sum(size - allocated_bytes(asked, device) for size, asked in blocks)
             self._slack_bytes = max(self._slack_bytes, nbytes)
@@ -209,4 +223,4 @@ class Loop:
 
     def spread_bytes(self) -> int:
         """Of gradients that exist of tensors that several processes share."""
-        return spread_gradient_bytes(self.resident())
+        return spread_gradient_bytes(self.call.resident())

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from fxremat import torch_compat
-from fxremat.errors import BudgetError, GraphBreakWarning
+from fxremat.errors import BudgetError, CaptureError, GraphBreakWarning
 from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.known import KnownStep
 from fxremat.frontend.shortfall import excess_bytes, warn
@@ -48,6 +48,13 @@ class Notices:
         """Note the user's line after which a step leaves a graph, and why."""
         if self.breaks is not None:
             self.breaks[why] = None
+
+    def left(self, error: CaptureError) -> None:
+        """Say that a graph of the model cannot be planned, and runs as it is."""
+        self._once(
+            f"left {error}",
+            f"a graph of this model is not planned and runs as it is, with what it takes: {error}",
+        )
 
     def captured_again(self, function: str, times: int) -> None:
         """Say that a function is not captured any more, as each step captured it again."""

@@ -28,7 +28,7 @@ from fxremat.frontend.outside import FIRST
 from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
 from fxremat.frontend.shortfall import Shortfall, excess_bytes, warn
-from fxremat.passes.emit.code import Emitted
+from fxremat.passes.emit.code import Around, Emitted
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import computed_anew
 from fxremat.passes.split.parts import Parts
@@ -123,6 +123,12 @@ class Compiled:
             runs = self._runs = values, tuple(graph.forward for graph in graphs)
         return runs[1]
 
+    def call_through(self, around: Around | None) -> None:
+        """Have calls of stages made by what ``around`` makes of them; ``None``: as ever."""
+        for graph in self.planned.graphs.both:
+            graph.call_through(around)
+        self._runs = None  # of other sizes
+
     def held_bytes(self, context: StepContext) -> int:
         """Device memory of what a forward leaves, beside what others hold, at a call."""
         held = self._held  # another thread may put that of another call there
@@ -144,6 +150,7 @@ class PlanCache:
         gradients: primals that get a gradient, and which of the tensors that go in each is.
         passed: places of the backward's results that are inputs of the forward, and these.
         corrections: that its steps have taught.
+        returned: places of the gradients that the backward's caller asks for, all or a few.
         plans: by context, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
         calls: their numbers, from the first on; no two threads get the same.
@@ -157,6 +164,7 @@ class PlanCache:
     gradients: dict[int, int]
     passed: dict[int, int]
     corrections: Corrections
+    returned: tuple[int, ...] = ()
     plans: dict[StepContext, Compiled] = field(default_factory=dict)
     contributors: Contributors = field(default_factory=Contributors)
     calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -347,7 +355,8 @@ class PlanCache:
             step: of which.
             args: its token and the tangents; emptied.
 
-        Returns the gradients, by primal; ``None`` for those that are handed over.
+        Returns the gradients, by primal; ``None`` for those that are handed over. Of primals that
+        are parts of a tensor without one, the first stands for all.
 
         Raises:
             BackwardError: what the step needs is gone, or was written to.
@@ -394,15 +403,17 @@ class PlanCache:
             watcher.after(step)  # what follows is another step's
         if beside:
             self.corrections.foresaw(is_so=anew == computed_anew())
-        returned = gradients.finish()
+        returned: list[Any] = gradients.finish()
         if step.count is not None:
             self._counted(step, step.count.peak_bytes())
         self.loop.budget.trained = True
         if gradients.asked_for:
             in_flight.returned(returned)
-        if not step.passed:
+        if step.passed:
+            returned = [step.passed.get(place, own) for place, own in enumerate(returned)]
+        if len(self.returned) == len(returned):
             return returned
-        return [step.passed.get(place, own) for place, own in enumerate(returned)]
+        return [returned[place] for place in self.returned]
 
     def _tangents(self, step: Step, args: Sequence[Any]) -> list[torch_compat.StorageAlive] | None:
         """Gradients of outputs that a backward is to release; ``None``: nobody asks.
@@ -415,7 +426,9 @@ class PlanCache:
         return [
             torch_compat.StorageAlive(tangent)
             for node, tangent in zip(joint.tangents, args[1:], strict=True)
-            if joint.released.issuperset(joint.storages.of_node[node]) and tangent.numel() > 1
+            if isinstance(tangent, Tensor)
+            and joint.released.issuperset(joint.storages.of_node[node])
+            and tangent.numel() > 1
         ]
 
     def _counted(self, step: Step, peak_bytes: int | None) -> None:

@@ -410,7 +410,7 @@ class Regions:
         """
         read = {own for call in walk.calls for own in call.parameters}
         found = (own() for own in self.parameters.values())
-        known = {id(p): p for p in (*self.loop.resident(), *found) if p is not None}
+        known = {id(p): p for p in (*self.loop.call.resident(), *found) if p is not None}
         left = (p for own, p in known.items() if own not in read and p.requires_grad)
         return sum(torch_compat.nbytes_of(p) for p in left if p.is_leaf and p.grad is None)
 

@@ -307,8 +307,10 @@ class Runner:
             CaptureError: new shapes or flags lead to code that cannot be captured.
         """
         compiler, loop, regions = self.compiler, self.compiler.loop, self.compiler.regions
-        loop.resident = lambda: _resident(self.original, args, kwargs)
-        compiler.arguments = lambda: places_of(args, kwargs)
+        call = loop.call
+        before = call.resident, call.arguments
+        call.resident = lambda: _resident(self.original, args, kwargs)
+        call.arguments = lambda: places_of(args, kwargs)
         try:
             if not compiler.dry:
                 if loop.outside.is_due():
@@ -331,7 +333,7 @@ class Runner:
             regions.fail()
             raise
         finally:
-            loop.resident = compiler.arguments = tuple  # a batch must not outlive its step
+            call.resident, call.arguments = before  # a batch must not outlive its step
         failure = self._failure(failed, Sample(args, kwargs))
         try:
             let_go(failed)
@@ -427,6 +429,14 @@ def _traced(forward: Callable[..., Any], call: Sample, dynamic: bool | None) -> 
     except Exception as error:
         return error
     return CaptureError("nothing of it is captured")
+
+
+def initialize(model: nn.Module, call: Sample) -> None:
+    """Have Dynamo make parameters that a call makes, as it does where it captures one."""
+    inner = torch_compat.wrapped_by(model)
+    error = _traced(inner.forward, call, dynamic=None)
+    if error is not None:
+        let_go(error)
 
 
 def _of_sharded(

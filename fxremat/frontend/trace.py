@@ -13,7 +13,6 @@ import torch
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.plan_cache import Compiled
 from fxremat.ir import Copy, Event, Lane, Timeline
-from fxremat.passes.emit.code import Emitted
 from fxremat.report.trace import StepTrace
 from fxremat.runtime.watch import TransferRecord, record_transfers, timed_event
 from fxremat.torch_compat import BoxedCallable
@@ -101,9 +100,9 @@ class _Clock:
 @contextmanager
 def _calls_noted(compiler: StepCompiler, clock: _Clock) -> Iterator[None]:
     """Mark begin and end of every call of a stage, in plans that are made meanwhile as well."""
-    calls: list[tuple[Emitted, str, BoxedCallable]] = []
+    noted: list[Compiled] = []
 
-    def noted(run: BoxedCallable) -> BoxedCallable:
+    def around(run: BoxedCallable) -> BoxedCallable:
         def call(args: list[Any]) -> Sequence[Any]:
             clock.mark()
             results = run(args)
@@ -113,10 +112,8 @@ def _calls_noted(compiler: StepCompiler, clock: _Clock) -> Iterator[None]:
         return call
 
     def note(compiled: Compiled) -> None:
-        for graph in compiled.planned.graphs.both:
-            for name, call in graph.calls():
-                calls.append((graph, name, call))
-                graph.call_by(name, noted(call))
+        noted.append(compiled)
+        compiled.call_through(around)
 
     try:
         for compiled in compiler.compiled:
@@ -125,5 +122,5 @@ def _calls_noted(compiler: StepCompiler, clock: _Clock) -> Iterator[None]:
         yield
     finally:
         compiler.loop.on_new = None
-        for graph, name, call in calls:
-            graph.call_by(name, call)
+        for compiled in noted:
+            compiled.call_through(None)

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, FxrematError, SampleError
+from fxremat.frontend.capture import results_of
 from fxremat.frontend.outputs import Unused, forward_of
 from fxremat.frontend.raised import refused
 from fxremat.frontend.sample import Sample, places_of
@@ -144,6 +145,7 @@ def capture(
         def partition(
             joint: fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
         ) -> Any:
+            results_of(joint, num_fwd_outputs)
             values = enumerate(torch_compat.primal_values(joint, inputs))
             tensors = {i: value for i, value in values if isinstance(value, torch.Tensor)}
             raise _CapturedError(Captured(joint, num_fwd_outputs, tensors))

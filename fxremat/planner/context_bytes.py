@@ -12,7 +12,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.costs.workspaces import library_workspaces
-from fxremat.passes.joint.graph import JointGraph, StorageTable, allocated_bytes
+from fxremat.passes.joint.graph import JointGraph, StorageTable, allocated_bytes, is_tensor
 from fxremat.passes.joint.sizes import Values, layouts_of, number_at
 from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import Counted
@@ -155,7 +155,9 @@ def context_bytes_of(
     caller = caller.of_outputs(sum(tangents))
     loss_bytes = caller.loss_bytes
     if loss_bytes is None:
-        loss_bytes = sum(_unknown_loss_bytes(node, sizes) for node in joint.tangents)
+        loss_bytes = sum(
+            _unknown_loss_bytes(node, sizes) for node in joint.tangents if is_tensor(node)
+        )
     given = (
         *_each(table, table.of(joint.given)),
         *_unread_bytes(joint, real, caller),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fxremat.torch_compat.modes import in_dispatch_mode
 from fxremat.torch_compat.symbols import hint_of
 
 
@@ -292,44 +295,92 @@ def compiled_now() -> CodeType | None:
     return found
 
 
-def never_uncompiled(
-    ours: Callable[[object], bool],
-    error: Callable[[object, str, int], BaseException],
-    as_it_is: Callable[[object, CodeType], bool],
-) -> None:
-    """Let no code of ours run as it is where Dynamo may not compile it again.
+@dataclass(frozen=True)
+class Rules:
+    """How Dynamo treats code that backends of ours are given.
 
-    Dynamo runs code that it has compiled too often eagerly, and says so in its log alone.
-
-    Args:
+    Attributes:
         ours: whether a backend is.
-        error: what is raised instead, from the backend, the name of the setting that is the limit,
-            and its value.
+        too_often: what is raised where code may not be compiled again, from the backend, the name
+            of the setting that is the limit, and its value.
         as_it_is: whether code is not to be compiled again for a backend: from then on it runs as
             it is, and what it calls is compiled for itself.
+        in_mode: is called where code runs as it is, as it is called under a mode that sees each
+            operation.
+    """
+
+    ours: Callable[[object], bool]
+    too_often: Callable[[object, str, int], BaseException]
+    as_it_is: Callable[[object, CodeType], bool]
+    in_mode: Callable[[], None]
+
+
+@cache
+def never_uncompiled(rules: Rules) -> None:
+    """Let no code of ours run as it is where Dynamo may not compile it again.
+
+    Dynamo runs code that it has compiled too often eagerly, and says so in its log alone; and code
+    that was once called under a ``TorchDispatchMode`` ever after, and says nothing. All other
+    backends' code is treated as before.
     """
     from torch._dynamo import config, convert_frame  # noqa: PLC0415
 
     module: Any = convert_frame
     exceeds: Callable[..., tuple[bool, str]] = module.exceeds_recompile_limit
+    entered: Callable[..., Any] = module.CatchErrorsWrapper.__call__
 
     def asked(*args: Any) -> tuple[bool, str]:
         exceeded, name = exceeds(*args)
         # Who asks, for which code and backend, is told by nothing but its own frame.
         asking = sys._getframe(1).f_locals
-        backend, code = asking["compiler_fn"], asking["code"]
-        while hasattr(backend, "_torchdynamo_orig_backend"):
-            backend = backend._torchdynamo_orig_backend
-        backend = getattr(backend, "compiler_fn", backend)
-        if ours(backend):
+        backend, code = _innermost(asking["compiler_fn"]), asking["code"]
+        if rules.ours(backend):
             _compiling.code = code
-            if as_it_is(backend, code):
+            if rules.as_it_is(backend, code):
                 raise _runs_as_it_is()
             if exceeded:
-                raise error(backend, f"torch._dynamo.config.{name}", getattr(config, name))
+                raise rules.too_often(
+                    backend, f"torch._dynamo.config.{name}", getattr(config, name)
+                )
         return exceeded, name
 
+    @functools.wraps(entered)
+    def enter(own: Any, *args: Any, **kwargs: Any) -> Any:
+        if in_dispatch_mode() and rules.ours(_innermost(own)):
+            rules.in_mode()
+            return _skipped_once()
+        return entered(own, *args, **kwargs)
+
     module.exceeds_recompile_limit = asked
+    module.CatchErrorsWrapper.__call__ = enter
+
+
+def _innermost(backend: Any) -> object:
+    """What Dynamo was given, inside all that it wraps that in."""
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_fn", backend)
+
+
+def _skipped_once() -> Any:
+    """What has Dynamo leave a call to Python, and all that it calls, but no later one."""
+    from torch._dynamo import types  # noqa: PLC0415
+
+    names = vars(types)
+    skip = names["FrameAction"].SKIP
+    return types.ConvertFrameReturn(names["FrameExecStrategy"](skip, skip), apply_to_code=False)
+
+
+def runs_eagerly(*, captured: bool) -> bool:
+    """Whether ``torch.compiler.set_stance`` has what is called now run as it is.
+
+    Args:
+        captured: it was captured before.
+    """
+    from torch._dynamo import eval_frame  # noqa: PLC0415
+
+    stance: str = eval_frame._stance.stance
+    return stance == "force_eager" or (stance == "eager_on_recompile" and not captured)
 
 
 def _runs_as_it_is() -> BaseException:
@@ -363,8 +414,18 @@ def may_be_the_models(cause: BaseException) -> bool:
     """Whether Dynamo's error may be one that the function itself raises, and not only its own."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError  # noqa: PLC0415
 
-    ours = not isinstance(cause, TorchDynamoException)
-    return ours or isinstance(cause, TorchRuntimeError) or "Observed exception" in str(cause)
+    if not isinstance(cause, TorchDynamoException) or isinstance(cause, TorchRuntimeError):
+        return True
+    return any(sign in str(cause).lower() for sign in _OF_THE_MODEL)
+
+
+_OF_THE_MODEL = (
+    "observed exception",
+    "failed to bind arguments",
+    "typeerror when making fake tensor call",
+    "failed to convert args/kwargs to proxy",
+)
+"""What Dynamo says where a line of the function itself raises, or would."""
 
 
 def leading_to(error: BaseException) -> list[BaseException]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,14 @@ def aot_autograd_backend(
         keep_inference_input_mutations=False,
     )
     return backend
+
+
+def as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What ``torch.compile(backend="aot_eager")`` runs for a graph of Dynamo's."""
+    from torch._dynamo.backends.debugging import aot_eager  # noqa: PLC0415
+
+    run: Callable[..., Any] = aot_eager(module, list(inputs))
+    return run
 
 
 def opaque_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,6 +156,49 @@ def _value_of(described: Any, inputs: Sequence[object]) -> object:
     return None
 
 
+def spread_results(joint: fx.GraphModule, *, forward_output_count: int) -> tuple[int, ...] | None:
+    """Let the backward have a result for each primal; the graph is changed.
+
+    AOTAutograd has one for all parts of a tensor without a gradient, as a nested one's.
+
+    Returns places among the results of those that there were before; ``None``: the graph stays, as
+    there is no telling whose results these are, such as beside tokens that order effects.
+    """
+    results, output = _results(joint), joint.graph.output_node()
+    described = list(output.meta.get("desc", ())) or [None] * len(results)
+    inputs = [_input_of(node.meta.get("desc")) for node in _primals(joint)]
+    found, names = results[:forward_output_count], described[:forward_output_count]
+    places: list[int] = []
+    place = forward_output_count
+    whole = len(results) - forward_output_count == len(inputs)
+    for index, group in itertools.groupby(range(len(inputs)), lambda i: inputs[i]):
+        count = len(list(group))
+        if index is None and not whole:
+            return None
+        one = not whole and count > 1 and described[place : place + 1] == [None]
+        own = results[place : place + 1] if one else results[place : place + count]
+        own_names = described[place : place + len(own)]
+        first = len(found) - forward_output_count
+        places += range(first, first + len(own))
+        found += own + [None] * (count - len(own))
+        names += own_names + [None] * (count - len(own))
+        place += len(own)
+    if place != len(results) or len(found) != forward_output_count + len(inputs):
+        return None
+    output.args = (tuple(found),)
+    output.meta["desc"] = names
+    return tuple(places)
+
+
+def _input_of(described: Any) -> int | None:
+    """The place of the input that a primal is, or is part of; ``None``: it is none."""
+    from torch._functorch._aot_autograd import descriptors  # noqa: PLC0415
+
+    while isinstance(described, descriptors.SubclassGetAttrAOTInput):
+        described = described.base
+    return described.idx if isinstance(described, descriptors.PlainAOTInput) else None
+
+
 def differentiated_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[int, int]:
     """Primals that get a gradient, and which of the tensors among all primals each is."""
     results = _results(joint)[forward_output_count:]
@@ -176,12 +228,12 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def stub_graphs(
-    joint: fx.GraphModule, *, forward_output_count: int
+    joint: fx.GraphModule, *, forward_output_count: int, places: Sequence[int]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Graphs that tell AOTAutograd what goes in and out, and are never run.
 
     The forward returns its outputs and a token, one number on the CPU, for all that is saved; the
-    backward takes the token and the tangents.
+    backward takes the token and the tangents, and returns what :func:`spread_results` has told.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     results = _results(joint)
@@ -203,7 +255,8 @@ def stub_graphs(
 
     tangents = [n for n in placeholders if is_tangent(n)]
     forward = stub(_primals(joint), [*results[:forward_output_count], _TOKEN])
-    return forward, stub([_TOKEN, *tangents], results[forward_output_count:])
+    gradients = results[forward_output_count:]
+    return forward, stub([_TOKEN, *tangents], [gradients[place] for place in places])
 
 
 _TOKEN = object()

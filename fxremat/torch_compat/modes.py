@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -16,3 +17,26 @@ def real_execution() -> Iterator[None]:
 
     with _disable_current_modes(), no_python_dispatcher(), torch._C._DisableAutocast():
         yield
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no ``TorchDispatchMode`` is on."""
+    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
+
+    left: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return left
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a ``TorchDispatchMode`` is on in this thread that is to see each operation.
+
+    Dynamo compiles nothing under it. One that traces, or computes shapes, is among them.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # noqa: PLC0415
+
+    return any(
+        mode.is_infra_mode() or not getattr(mode, "ignore_compile_internals", bool)()
+        for mode in _get_current_dispatch_mode_stack()
+    )

@@ -51,6 +51,16 @@ def tensors_of_module(model: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
+def is_uninitialized(model: torch.nn.Module) -> bool:
+    """Whether it has parameters, or buffers, that its first call makes, as ``nn.LazyLinear``."""
+    return any(map(torch.nn.parameter.is_lazy, tensors_of_module(model)))
+
+
+def becomes_another_class(model: type[torch.nn.Module]) -> bool:
+    """Whether a module of this class takes another one at its first call."""
+    return issubclass(model, torch.nn.modules.lazy.LazyModuleMixin)
+
+
 def wrapped_by(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside a ``DistributedDataParallel``; any other as it is."""
     if not torch.distributed.is_available():

@@ -12,6 +12,11 @@ def has_symbols(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_has_symbolic_sizes_strides", False))
 
 
+def is_nested_size(number: torch.SymInt) -> bool:
+    """Whether it stands for lengths that differ, those of a nested tensor's rows."""
+    return bool(number.node.is_nested_int())
+
+
 def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
     """The sympy expression of a symbolic size, and its value at the sizes of the capture.
 
@@ -22,7 +27,8 @@ def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
     expression = number.node.expr
     if free_unbacked_symbols(expression):
         return expression, None
-    return expression, int(number.node.hint)
+    hint = number.node.hint  # none either of what is computed from such a number
+    return expression, None if hint is None else int(hint)
 
 
 def hint_of(size: int | torch.SymInt) -> int:

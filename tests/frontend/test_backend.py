@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxremat
 
@@ -114,6 +115,29 @@ def test_the_plan_of_a_compiled_module_is_its_own() -> None:
 def test_what_was_compiled_otherwise_has_no_plan(other: object) -> None:
     with pytest.raises(fxremat.ArgumentError, match="was not compiled"):
         fxremat.plan_of(other)
+
+
+class Logged(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("compiled_by", [by_module, by_function, by_method])
+def test_steps_after_one_under_a_mode_are_planned(
+    compiled_by: Callable[[Any], Callable[..., Any]], at: int
+) -> None:
+    """Torch by itself would never compile that code again, nor say so."""
+    options = {"budget": "1 GiB"}
+    compiled = compiled_by(options)
+    for i in range(at):
+        compiled(X[: 4 + i]).sum().backward()
+    with pytest.warns(fxremat.BudgetWarning, match="no plan"), Logged():
+        compiled(X)
+    compiled(X).sum().backward()
+    assert fxremat.plan_of(compiled).budget_bytes == 1 << 30
 
 
 def test_what_torch_compile_may_not_capture_again_is_refused():

@@ -65,6 +65,29 @@ def test_a_sample_is_a_call(sample: Any):
     assert fxremat.compile(Plain(), sample, 1.0).plan.baseline_peak_bytes > 0
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        (X, X[:, :4], X), (), {"zzz": X}, [[X]], (None,), ("X",), (object(),), X[:, :3],
+        X.double(),
+    ],
+)  # fmt: skip
+def test_a_sample_that_is_no_call_raises_what_the_model_does(sample: Any):
+    """And leaves the model as it was: the next call is planned as one graph."""
+    call = fxremat.Sample.of(sample)
+    with pytest.raises((TypeError, RuntimeError)) as own:
+        Plain()(*call.args, **call.kwargs)
+    model = Plain()
+    with pytest.raises(type(own.value)) as caught:
+        fxremat.compile(model, sample, 1.0)
+    assert str(caught.value) == str(own.value)
+    compiled = fxremat.compile(model, budget=1.0)
+    with pytest.raises(type(own.value)):
+        compiled(*call.args, **call.kwargs)
+    compiled(X).sum().backward()
+    assert isinstance(compiled.plan, fxremat.Plan)
+
+
 class Chatty(Plain):
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         print("forward")

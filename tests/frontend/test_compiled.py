@@ -1,5 +1,6 @@
 """The compiled module is the user's model in all but its training forward."""
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -12,12 +13,18 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxremat
 
@@ -395,6 +402,118 @@ def test_so_it_is_after_steps_that_were_planned_and_not_of_an_evaluation():
         compiled(X).sum().backward()
 
 
+class Logged(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Overridden(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "dispatch": Logged,
+    "flops": functools.partial(FlopCounterMode, display=False),
+    "no data": functools.partial(FakeTensorMode, allow_non_fake_inputs=True),
+    "eager": functools.partial(torch.compiler.set_stance, "force_eager"),
+    "known only": functools.partial(torch.compiler.set_stance, "eager_on_recompile"),
+    "function": Overridden,
+    "device": functools.partial(torch.device, "cpu"),
+}
+UNPLANNED = ("dispatch", "flops", "no data", "eager")
+"""Under these, nothing is planned."""
+
+
+def step_of(model: nn.Module, mode: AbstractContextManager[Any], *, backward: bool) -> list[Any]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    with contextlib.ExitStack() as both:
+        both.enter_context(mode)
+        loss = model(X).square().sum()
+        if not backward:
+            both.close()
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning")
+@pytest.mark.more
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("name", MODES)
+def test_steps_around_one_under_a_mode_are_planned(name: str, at: int, backward: bool) -> None:
+    reference, compiled = Net(), fxremat.compile(Net(), budget="min")
+    for i in range(3):
+        here = i == at
+        mode = MODES[name] if here else contextlib.nullcontext
+        first = here and i == 0
+        warned = here and (name in UNPLANNED or (first and name == "known only"))
+        found: list[Any]
+        with (
+            pytest.warns(fxremat.BudgetWarning, match="no plan")
+            if warned
+            else contextlib.nullcontext()
+        ):
+            found = step_of(compiled, mode(), backward=backward)
+        expected = step_of(reference, contextlib.nullcontext(), backward=backward)
+        if not (here and name == "no data"):
+            assert all(map(torch.equal, found, expected))
+    assert any(compiled.plan is own for own in compiled.plans)
+
+
+@pytest.mark.parametrize("name", ["dispatch", "flops"])
+def test_a_backward_under_a_mode_has_the_same_bits(name: str) -> None:
+    reference, compiled = Net(), fxremat.compile(Net(), X, "min")
+    for model in (reference, compiled):
+        torch.manual_seed(1)
+        loss = model(X).square().sum()
+        with MODES[name]():
+            loss.backward()
+    pairs = zip(reference.parameters(), compiled.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_a_sample_may_be_planned_under_a_mode() -> None:
+    with Logged():
+        compiled = fxremat.compile(Net(), X, "min")
+    assert compiled.plan.budget_bytes
+    with pytest.warns(fxremat.BudgetWarning, match="no plan"), MODES["flops"]():
+        compiled(X)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "no plan")
+        compiled(X).sum().backward()
+
+
+def test_a_mode_of_another_thread_is_none_of_this_one() -> None:
+    compiled = fxremat.compile(Net(), X, "min")
+    inside, may_go = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def other() -> None:
+        with pytest.warns(fxremat.BudgetWarning, match="no plan"), Logged():
+            found.append(compiled(X).sum().item())
+            inside.set()
+            assert may_go.wait(20)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "no plan")
+            compiled(X).sum().backward()
+    finally:
+        may_go.set()
+        thread.join()
+    assert len(found) == 1
+    assert len(compiled.plans) >= 1
+
+
 class Particular(Net):
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 7:
@@ -534,8 +653,7 @@ def test_few_frames_lie_between_a_call_and_emitted_code(pair):
         return stage
 
     forward = call._compiler.latest.planned.graphs.forward
-    for name, run in list(forward.calls()):
-        forward.call_by(name, counted(run))
+    forward.call_through(counted)
     call(X)
     assert counts
     assert max(counts) <= 7

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -41,3 +45,31 @@ def test_each_is_captured_by_itself() -> None:
         torch.compile(model, backend=backend)(torch.ones(1, 2))
     torch._dynamo.reset()
     assert len(graphs) >= 2
+
+
+IMPORTED = """
+import torch, torch._dynamo
+from torch._dynamo import convert_frame
+
+def functions():
+    found = dict(vars(convert_frame))
+    for name, own in vars(convert_frame).items():
+        if isinstance(own, type):
+            found |= {(name, key): value for key, value in vars(own).items()}
+    return {name: own for name, own in found.items() if callable(own)}
+
+before = functions()
+import fxremat
+for name in fxremat.__all__:
+    if name not in ("backend", "plan_of"):
+        getattr(fxremat, name)
+changed = [name for name, own in functions().items() if own is not before[name]]
+assert not changed, changed
+fxremat.compile(torch.nn.Linear(4, 4), torch.ones(2, 4), 1.0)
+assert functions() != before
+"""
+
+
+def test_an_import_leaves_dynamo_as_it_is() -> None:
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", IMPORTED], check=True, cwd=root, timeout=300)

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import fxremat
 from fxremat.ir import Copy, Lane
 from tests.models import ZOO
 from tests.moving import intercept_copies
@@ -43,6 +46,27 @@ def test_same_events_in_the_order_of_their_lanes(mode: Any):
     assert all(0 <= e.start_s <= e.end_s <= taken_s for e in real)
     assert any(isinstance(e.op, Copy) for e in real) == (mode == "only")
     assert 0 <= trace.overlap <= 1
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        """``times`` shapes nothing."""
+        return self.layer(x).tanh() * times
+
+
+def test_a_number_that_shapes_nothing_may_be_another_one_at_each_step():
+    call, x = fxremat.compile(Times(), budget="16 MiB"), torch.randn(32, 64)
+    for times in (2, 3, 4):
+        call(x, times).sum().backward()
+    for times in (5, 4):
+        trace = call.trace_step(lambda times=times: call(x, times).sum().backward())
+        plan, real = trace.predicted.events, trace.measured.events
+        assert [(e.op, e.lane) for e in plan] == [(e.op, e.lane) for e in real]
+    call(x, 5).sum().backward()
 
 
 def test_slow_copies_are_seen():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, groupby
 from types import FunctionType, MethodType
 from typing import Any
@@ -25,6 +25,8 @@ WIDTH = 100
 FOLLOWS = "fxremat_follows"
 """Metadata of a module: its code names sizes, which it finds among its globals."""
 
+Around = Callable[[torch_compat.BoxedCallable], torch_compat.BoxedCallable]
+
 _serial = count()
 
 
@@ -40,6 +42,7 @@ class Emitted:
         code: their text.
         function: runs that text, at other sizes perhaps.
         names: of sizes in the code, and their values; those of the capture for all others.
+        around: makes of what each stage runs what its calls run; ``None``: these are the same.
 
     Attributes:
         forward: runs it; found at once, since to call a module takes microseconds, for hooks of
@@ -47,14 +50,19 @@ class Emitted:
     """
 
     def __init__(
-        self, body: Body, code: str, function: FunctionType, names: Mapping[str, int]
+        self,
+        body: Body,
+        code: str,
+        function: FunctionType,
+        names: Mapping[str, int],
+        around: Around | None = None,
     ) -> None:
-        self.body, self.code, self._names = body, code, names
+        self.body, self.code, self._names, self._around = body, code, names, around
         self._runs = {
             name: _sized(stage, names) if names and _follows(stage) else stage.forward
             for name, stage in body.stages.items()
         }
-        scope = {**function.__globals__, **names, **self._runs}
+        scope = {**function.__globals__, **names, **self._called()}
         self._function = FunctionType(function.__code__, scope)
         self.forward: torch_compat.BoxedCallable = self._function
 
@@ -64,15 +72,21 @@ class Emitted:
 
     def at(self, names: Mapping[str, int]) -> Emitted:
         """The same code where ``names`` of sizes have these values; microseconds for each stage."""
-        return Emitted(self.body, self.code, self._function, {**self._names, **names})
+        names = {**self._names, **names}
+        return Emitted(self.body, self.code, self._function, names, self._around)
 
-    def calls(self) -> Iterator[tuple[str, torch_compat.BoxedCallable]]:
-        """The name of each stage's code, and what its calls run."""
-        yield from self._runs.items()
+    def call_through(self, around: Around | None) -> None:
+        """Have calls of stages made by what ``around`` makes of them, at other sizes as well, from
+        now on; ``None``: by nothing else than the stages.
+        """
+        self._around = around
+        self._function.__globals__.update(self._called())
 
-    def call_by(self, name: str, run: torch_compat.BoxedCallable) -> None:
-        """Have calls of ``name`` made by ``run``."""
-        self._function.__globals__[name] = run
+    def _called(self) -> dict[str, torch_compat.BoxedCallable]:
+        """What calls of stages run, by name."""
+        if self._around is None:
+            return self._runs
+        return {name: self._around(run) for name, run in self._runs.items()}
 
     def structure_digest(self) -> str:
         """A digest of what it runs: of stages :func:`structure_digest`, and how they are called."""

@@ -196,6 +196,11 @@ class _Settler:
         """A plain number, or a :class:`Size`."""
         if isinstance(number, int):
             return number
+        if torch_compat.is_nested_size(number):
+            raise CaptureError(
+                f"{node.name} is of a nested tensor, whose rows differ in length: fxremat plans "
+                "tensors. Take out its values() for what it is computed with"
+            )
         expression, hint = torch_compat.expression_of(number)
         if hint is None:
             maker = _maker(number, node)

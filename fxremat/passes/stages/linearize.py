@@ -291,7 +291,7 @@ def _turn_of(joint: JointGraph, stages: Sequence[StageNodes]) -> tuple[StageNode
     A loss inside leaves the gradients of its scalars to come from outside, which take no
     memory worth a stage.
     """
-    outside = any(n.meta["val"].numel() > 1 for n in joint.tangents)
+    outside = any(n.meta["val"].numel() > 1 for n in joint.tangents if is_tensor(n))
     there = not stages[-1].forward and not stages[-1].backward
     return (StageNodes((), (), (), (), (), ()),) if outside and not there else ()
 
