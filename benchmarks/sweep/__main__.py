@@ -22,15 +22,10 @@ from pathlib import Path
 from benchmarks.common import RESULTS, show
 from benchmarks.rows import Row, Rows
 from benchmarks.sweep.cases import Case, cases
+from benchmarks.sweep.train import OUTCOMES, SKIPPED
 from benchmarks.sweep.worker import Worker
 
 KINDS = ("op", "train", "eval")
-
-OUTCOMES = ("same", "bits", "refused", "untyped", "died")
-"""Of what ``aot_eager`` trains."""
-
-SKIPPED = ("cannot", "repeats", "nothing")
-"""Of what it does not, or not twice alike."""
 
 UNINITIALIZED = "*empty*"
 """Operators whose results are no numbers."""
@@ -54,11 +49,11 @@ class Sweep:
 
     def run(self) -> list[Row]:
         """All rows, with those that were there."""
-        there = {(row["kind"], row["name"], row["dtype"]) for row in self.rows.rows}
+        there = {key_of(row) for row in self.rows.rows}
         worker = Worker(self.limit_s)
         try:
             for case in self.selected:
-                if (case.kind, case.name, case.dtype) in there:
+                if key_of(case.row) in there:
                     continue
                 found = list(worker.rows(case, self.samples))
                 self.rows.rows += found
@@ -69,6 +64,11 @@ class Sweep:
         finally:
             worker.stop()
         return self.rows.rows
+
+
+def key_of(row: Row) -> tuple[str, str, str]:
+    """The case that a row is of."""
+    return row["kind"], row["name"], row["dtype"]
 
 
 def line_of(row: Row) -> list[str]:
@@ -112,8 +112,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--ops", nargs="+", default=["*"], metavar="NAME", help="or patterns")
     parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=120, help="seconds of one model")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of one model")
+    parser.add_argument("--resume", action="store_true", help="keep rows, but of what died")
     parser.add_argument("--save", default="sweep", help="name of the file of results")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     return parser.parse_args(arguments)
@@ -130,7 +130,9 @@ def main() -> None:
     rows = Rows(options.save, {}, folder=options.folder)
     path = options.folder / f"{options.save}.json"
     if options.resume and path.exists():
-        rows.rows = json.loads(path.read_text())["results"]["rows"]
+        kept = json.loads(path.read_text())["results"]["rows"]
+        died = {key_of(row) for row in kept if row["outcome"] == "died"}
+        rows.rows = [row for row in kept if key_of(row) not in died]
     found = Sweep(selected, options.samples, options.limit, rows).run()
     table(found)
     failed = sum(row["outcome"] in OUTCOMES[1:] for row in found)

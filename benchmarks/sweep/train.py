@@ -21,6 +21,12 @@ from tests.models.bits import first_difference
 STEPS = 3
 """Steps that are compared: a model in pieces has its plan from the third one on."""
 
+OUTCOMES = ("same", "bits", "refused", "untyped", "died")
+"""Of what ``aot_eager`` trains."""
+
+SKIPPED = ("cannot", "repeats", "nothing")
+"""Of what it does not, or not twice alike."""
+
 Left = dict[str, Tensor | None]
 """What a step leaves: results, gradients and buffers, by name."""
 

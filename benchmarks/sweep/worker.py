@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.rows import Row
 from benchmarks.sweep.cases import Case, databases, models
 
-START_S = 120
+START_S = 600
 """A worker may take to start."""
 
 

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("expecttest", reason="torch's databases of operators need it")
 
 from benchmarks.sweep.cases import Case, Embedded, cases, models
-from benchmarks.sweep.train import difference
+from benchmarks.sweep.train import OUTCOMES, difference
 from benchmarks.sweep.worker import Worker
 
 FOLDER = Path(__file__).parents[2]
@@ -82,3 +82,44 @@ def test_operators_and_modules_have_their_rows(tmp_path: Path):
     )
     assert code == 0
     assert len(rows) == 3
+
+
+SOME = (
+    "add",
+    "as_strided.partial_views",
+    "cdist",
+    "index_put",
+    "linalg.svd",
+    "masked_select",
+    "native_layer_norm",
+    "nn.functional.batch_norm",
+    "nn.functional.conv2d",
+    "nn.functional.cross_entropy",
+    "nn.functional.dropout",
+    "nn.functional.embedding",
+    "nn.functional.group_norm",
+    "nn.functional.scaled_dot_product_attention",
+    "scatter_reduce.amax",
+    "sort",
+    "var_mean",
+)
+"""Operators of every family: by rows, by channels, by indices, random, of sizes that data give."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_aot_eager_trains_has_its_bits_at_the_least_budget(tmp_path: Path, dtype: str):
+    rows, code = swept(tmp_path, ["--kinds", "op", "--dtypes", dtype, "--ops", *SOME])
+    failed = [row for row in rows if row["outcome"] in OUTCOMES[1:]]
+    assert failed == []
+    assert code == 0
+    assert sum(row["outcome"] == "same" for row in rows) > len(rows) // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_modules_have_aot_eagers_bits_at_the_least_budget(tmp_path: Path, kind: str):
+    names = ["nn.BatchNorm1d", "nn.Conv2d", "nn.LSTM", "nn.MultiheadAttention", "nn.GRUCell"]
+    rows, code = swept(tmp_path, ["--kinds", kind, "--dtypes", "float32", "--ops", *names])
+    assert [row for row in rows if row["outcome"] in OUTCOMES[1:]] == []
+    assert code == 0
