@@ -57,8 +57,9 @@ class Worker:
 
     def rows(self, case: Case, samples: int) -> Iterator[Row]:
         """The rows of a case, as they are made."""
-        number = first = 0
+        first = 0
         while True:
+            number = first
             self._start()
             self.pipe.send((case, samples, first))
             try:
