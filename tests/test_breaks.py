@@ -563,3 +563,38 @@ def test_where_nothing_is_captured_steps_over_the_budget_stay_watched() -> None:
     for _ in range(12):
         call(torch.randn(4, 8, WIDTH)).backward()
     assert all(model.watched[-4:])
+
+
+class Matched(nn.Module):
+    """As many numbers are chosen by data as another input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        y = torch.masked_select(torch.tanh(x) * self.weight, x > 0)
+        return torch.tanh(y * other).sum()
+
+
+def test_a_number_of_chosen_ones_that_must_be_a_known_one_is_planned_for():
+    generator = torch.Generator().manual_seed(0)
+    calls = []
+    for rows in (4, 8, 12):  # of the first the number is a constant, of the others a symbol
+        x = -torch.rand(rows, 6, generator=generator) - 0.1
+        x.view(-1)[torch.randperm(6 * rows, generator=generator)[: 2 * rows]] += 2
+        calls.append((x, torch.randn(2 * rows, generator=generator)))
+    left = []
+    for budget in (None, "min"):
+        torch._dynamo.reset()
+        model: Any = Matched()
+        if budget is None:
+            compiled: Call = torch.compile(model, backend="aot_eager")
+        else:
+            compiled = fxremat.compile(model, calls[0], budget, loss="own")
+        left.append([])
+        for call in calls:
+            (loss := compiled(*call)).backward()
+            left[-1] += [loss.detach(), model.weight.grad]
+            model.weight.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))

@@ -27,8 +27,10 @@ def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
     expression = number.node.expr
     if free_unbacked_symbols(expression):
         return expression, None
-    hint = number.node.hint  # none either of what is computed from such a number
-    return expression, None if hint is None else int(hint)
+    hint = number.node.hint
+    if hint is None:  # made by data, and then seen to equal what does not depend on data
+        hint = expression.xreplace({s: symbol_hint(number, s) for s in expression.free_symbols})
+    return expression, int(hint)
 
 
 def hint_of(size: int | torch.SymInt) -> int:

@@ -1,0 +1,144 @@
+"""Every operator and module of torch's test databases at the least budget: who has other bits.
+
+Each of them is called between elementwise operations, with up to three of torch's samples, and
+trained under ``aot_eager`` and within fxremat's least budget. Losses, results, gradients and
+buffers are compared bit by bit. What fxremat refuses is a failure as well: all that ``aot_eager``
+trains must run. A worker does one after the other; it is started again where it dies or hangs.
+Run: python -m benchmarks.sweep [--kinds op train eval] [--dtypes float32 bfloat16]
+[--ops NAME …] [--samples N] [--limit SECONDS] [--resume]  (torch's databases need expecttest)
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.common import RESULTS, show
+from benchmarks.rows import Row, Rows
+from benchmarks.sweep.cases import Case, cases
+from benchmarks.sweep.train import OUTCOMES, SKIPPED
+from benchmarks.sweep.worker import Worker
+
+KINDS = ("op", "train", "eval")
+
+UNINITIALIZED = "*empty*"
+"""Operators whose results are no numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is run.
+
+    Attributes:
+        selected: cases, in their order.
+        samples: of each, at most.
+        limit_s: that one model may take.
+        rows: where they go.
+    """
+
+    selected: Sequence[Case]
+    samples: int
+    limit_s: float
+    rows: Rows = field(default_factory=lambda: Rows("sweep", {}))
+
+    def run(self) -> list[Row]:
+        """All rows, with those that were there."""
+        there = {key_of(row) for row in self.rows.rows}
+        worker = Worker(self.limit_s)
+        try:
+            for case in self.selected:
+                if key_of(case.row) in there:
+                    continue
+                found = list(worker.rows(case, self.samples))
+                self.rows.rows += found
+                self.rows.save(quiet=True)
+                for row in found:
+                    if row["outcome"] in OUTCOMES[1:]:
+                        print(*line_of(row), sep="  ", flush=True)
+        finally:
+            worker.stop()
+        return self.rows.rows
+
+
+def key_of(row: Row) -> tuple[str, str, str]:
+    """The case that a row is of."""
+    return row["kind"], row["name"], row["dtype"]
+
+
+def line_of(row: Row) -> list[str]:
+    """A failure."""
+    words = row.get("differs") or row.get("failed", "")
+    whole = row.get("whole", {}).get("outcome")
+    in_parts = [f"(whole: {whole})"] if whole else []
+    where = [f"{row['kind']} {row['dtype']}", f"{row['name']} [{row['sample']}]"]
+    return [*where, row["outcome"], *in_parts, " ".join(words.split())[:200]]
+
+
+def kind_of(row: Row) -> str:
+    """Its outcome; ``split``: it has other bits that are the same where nothing is in parts."""
+    parts = row["outcome"] == "bits" and row.get("whole", {}).get("outcome") == "same"
+    return "split" if parts else row["outcome"]
+
+
+def table(rows: Sequence[Row]) -> None:
+    """Print how many of what became what."""
+    outcomes = ("same", "bits", "split", *OUTCOMES[2:], *SKIPPED)
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for row in rows:
+        counts.setdefault((row["kind"], row["dtype"]), Counter())[kind_of(row)] += 1
+    lines = []
+    for (kind, dtype), count in counts.items():
+        tried = sum(count.values()) - sum(count[name] for name in SKIPPED)
+        lines.append([f"{kind} {dtype}", str(tried), *(str(count[name]) for name in outcomes)])
+    show("torch's operators and modules at the least budget", ["", "tried", *outcomes], lines)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of some, or matches one."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--ops", nargs="+", default=["*"], metavar="NAME", help="or patterns")
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=600, help="seconds of one model")
+    parser.add_argument("--resume", action="store_true", help="keep rows, but of what died")
+    parser.add_argument("--save", default="sweep", help="name of the file of results")
+    parser.add_argument("--folder", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parsed()
+    os.environ |= {"FXREMAT_CACHE": "0", "FXREMAT_PROGRESS": "0"}
+    selected = [
+        case
+        for case in cases(options.kinds, options.dtypes)
+        if matches(case.name, options.ops) and not matches(case.name, [UNINITIALIZED])
+    ]
+    rows = Rows(options.save, {}, folder=options.folder)
+    path = options.folder / f"{options.save}.json"
+    if options.resume and path.exists():
+        kept = json.loads(path.read_text())["results"]["rows"]
+        died = {key_of(row) for row in kept if row["outcome"] == "died"}
+        rows.rows = [row for row in kept if key_of(row) not in died]
+    found = Sweep(selected, options.samples, options.limit, rows).run()
+    table(found)
+    failed = sum(row["outcome"] in OUTCOMES[1:] for row in found)
+    print(f"{len(found)} rows, {failed} with faults")
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The sweep over torch's operators and modules: what it runs, finds, and survives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("expecttest", reason="torch's databases of operators need it")
+
+from benchmarks.sweep.cases import Case, Embedded, cases, models
+from benchmarks.sweep.train import OUTCOMES, difference
+from benchmarks.sweep.worker import Worker
+
+FOLDER = Path(__file__).parents[2]
+
+
+def swept(folder: Path, arguments: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
+    """Rows and exit code of the script."""
+    command = [sys.executable, "-m", "benchmarks.sweep", "--folder", str(folder), *arguments]
+    ran = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+    rows = json.loads((folder / "sweep.json").read_text())["results"]["rows"]
+    return rows, ran.returncode
+
+
+def case(name: str, kind: str = "op", dtype: str = "float32") -> Case:
+    return next(each for each in cases([kind], [dtype]) if each.name == name)
+
+
+def test_a_model_keeps_the_numbers_of_a_sample():
+    x, given = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    model = Embedded(lambda x, pair, *, other: (x * pair[0], other), (x, [given]), {"other": given})
+    loss, *results = model(*model.given)
+    assert len(model.given) == 1
+    assert torch.equal(results[0], torch.tanh(x * given) * model.scales[0])
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_model_is_made_alike_each_time():
+    for name, kind in (("sort", "op"), ("nn.LSTM", "train"), ("nn.BatchNorm1d", "eval")):
+        for make in models(case(name, kind), samples=2):
+            one, other = make(), make()
+            assert difference([one.state_dict()], [other.state_dict()]) is None
+
+
+def test_bits_differ_by_the_sign_of_zero_and_not_by_which_nan():
+    quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert difference([{"x": quiet}], [{"x": other}]) is None
+    assert difference([{"x": torch.tensor(0.0)}], [{"x": torch.tensor(-0.0)}])
+    assert difference([{"x": None}], [{"x": torch.zeros(())}])
+
+
+@pytest.mark.more
+def test_a_worker_goes_on_where_one_takes_too_long():
+    worker = Worker(limit_s=0.01)
+    try:
+        rows = list(worker.rows(case("add"), samples=2))
+        assert [(row["sample"], row["outcome"]) for row in rows] == [(0, "died"), (1, "died")]
+        worker.limit_s = 120
+        assert [row["outcome"] for row in worker.rows(case("sin"), samples=1)] == ["same"]
+    finally:
+        worker.stop()
+
+
+@pytest.mark.more
+def test_operators_and_modules_have_their_rows(tmp_path: Path):
+    common = ["--dtypes", "float32", "--samples", "1"]
+    rows, code = swept(
+        tmp_path, [*common, "--kinds", "op", "--ops", "add", "nn.functional.dropout"]
+    )
+    assert code == 0
+    assert {row["name"] for row in rows} == {"add", "nn.functional.dropout"}
+    rows, code = swept(
+        tmp_path, [*common, "--resume", "--kinds", "eval", "--ops", "nn.BatchNorm1d"]
+    )
+    assert code == 0
+    assert len(rows) == 3
+
+
+SOME = (
+    "add",
+    "as_strided.partial_views",
+    "cdist",
+    "index_put",
+    "linalg.svd",
+    "masked_select",
+    "native_layer_norm",
+    "nn.functional.batch_norm",
+    "nn.functional.conv2d",
+    "nn.functional.cross_entropy",
+    "nn.functional.dropout",
+    "nn.functional.embedding",
+    "nn.functional.group_norm",
+    "nn.functional.scaled_dot_product_attention",
+    "scatter_reduce.amax",
+    "sort",
+    "var_mean",
+)
+"""Operators of every family: by rows, by channels, by indices, random, of sizes that data give."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_aot_eager_trains_has_its_bits_at_the_least_budget(tmp_path: Path, dtype: str):
+    rows, code = swept(tmp_path, ["--kinds", "op", "--dtypes", dtype, "--ops", *SOME])
+    failed = [row for row in rows if row["outcome"] in OUTCOMES[1:]]
+    assert failed == []
+    assert code == 0
+    assert sum(row["outcome"] == "same" for row in rows) > len(rows) // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_modules_have_aot_eagers_bits_at_the_least_budget(tmp_path: Path, kind: str):
+    names = ["nn.BatchNorm1d", "nn.Conv2d", "nn.LSTM", "nn.MultiheadAttention", "nn.GRUCell"]
+    rows, code = swept(tmp_path, ["--kinds", kind, "--dtypes", "float32", "--ops", *names])
+    assert [row for row in rows if row["outcome"] in OUTCOMES[1:]] == []
+    assert code == 0
