@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from fxremat.frontend.shortfall import warn
 from fxremat.ir import Form
 from fxremat.passes.joint.sizes import evaluated
 from fxremat.passes.split.parts import Parts
-from fxremat.progress import LOG
+from fxremat.units import format_bytes
 
 
 @dataclass(slots=True)
@@ -24,56 +23,62 @@ class Comparison:
         every: in each such step; 0: never.
         compared: runs that were.
         without_room: steps that compared none, as the budget had no room.
-        changed: runs with other bits, which nobody has taken yet.
     """
 
     every: int
     compared: int = 0
     without_room: int = 0
-    changed: list[Parts] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(
-        self, runs: list[Parts], number: int, sizes: Mapping[str, int], room_bytes: int
+        self,
+        runs: list[Parts],
+        number: int,
+        sizes: Mapping[str, int],
+        room_bytes: int,
+        *,
+        refuse: Callable[[Parts], None],
     ) -> None:
-        """Let one of the runs of a step be compared, if it is this step's turn.
+        """Let one of the runs of a step be compared when it is called.
 
         Args:
             runs: of its plan.
             number: of the step.
             sizes: of the step, by name.
             room_bytes: that the budget leaves above the plan's peak.
+            refuse: called with a run that has other bits, of which a warning was given.
         """
-        if not runs or not self.every or number % self.every:
+        if not runs:
             return
-        fit = [run for run in runs if _at_once_bytes(run, sizes) <= room_bytes]
+        takes_bytes = [_at_once_bytes(run, sizes) for run in runs]
+        fit = [run for run, own in zip(runs, takes_bytes, strict=True) if own <= room_bytes]
         if not fit:
-            self.without_room += 1
-            LOG.info("no run is compared: the budget has room for none of them at once")
+            self._has_no_room(min(takes_bytes), room_bytes)
             return
         run = fit[number // self.every % len(fit)]
-        run.compare_next(lambda same: self._compared(run, same=same))
 
-    def _compared(self, run: Parts, *, same: bool) -> None:
-        with self._lock:
+        def report(same: bool) -> None:
             self.compared += 1
             if not same:
-                self.changed.append(run)
+                refuse(run)
+                warn(
+                    f"{run} ({', '.join(run.operations)}) gave other bits in parts than at once in "
+                    "a training step. That step has the bits of the operations at once; earlier "
+                    "ones may differ by rounding. Later plans do without this run, so they may "
+                    "take more memory or time. Please report this; split=False rules such runs out"
+                )
 
-    def take(self) -> list[Parts]:
-        """Return the runs that gave other bits, with a warning; they are given once."""
-        if not self.changed:
-            return []
-        with self._lock:
-            taken, self.changed = self.changed, []
-        for run in taken:
+        run.compare_next(report)
+
+    def _has_no_room(self, least_bytes: int, room_bytes: int) -> None:
+        self.without_room += 1
+        if self.without_room == 1:
+            more = least_bytes - room_bytes
             warn(
-                f"{run} ({', '.join(run.operations)}) gave other bits in parts than at once in a "
-                "training step. That step has the bits of the operations at once; earlier ones may "
-                "differ by rounding. Later plans do without this run, so they may take more memory "
-                "or time. Please report this; split=False rules such runs out"
+                f"verify_bits={self.every} compares nothing in this step: the smallest of its runs "
+                f"in parts takes {least_bytes} bytes at once, and the budget leaves {room_bytes} "
+                f"above the plan's peak. A budget of {more} bytes ({format_bytes(more)}) more has "
+                "room for it"
             )
-        return taken
 
 
 def runs_in(form: Form, targets: Sequence[object]) -> list[Parts]:

@@ -174,6 +174,7 @@ class PlanCache:
     _without: tuple[int, ...] = ()  # primals that get no gradient
     _latest: tuple[Any, StepContext, Compiled] | None = None  # and what was found at that call
     _resolved: int = 0
+    _changed_bits: list[Parts] = field(default_factory=list)  # runs that had others in parts
     _trained: bool = False  # the tensors that it computes a gradient of are known to the regions
     _counts: bool = True  # the allocator does
     _is_sized: bool = True
@@ -244,13 +245,14 @@ class PlanCache:
         targets = [node.target for node in planner.step.variant(form).line.nodes]
         room_bytes = plan.budget_bytes - plan.counted_bytes
         sizes = planner.step.sizes.named(values)
-        comparison.begin(runs_in(form, targets), number, sizes, room_bytes)
+        runs = runs_in(form, targets)
+        comparison.begin(runs, number, sizes, room_bytes, refuse=self._changed_bits.append)
 
-    def _refuse(self, runs: Sequence[Parts]) -> None:
+    def _refuse(self) -> None:
         """Plan without runs that have other bits in parts."""
         with self.loop.planning:
-            for run in runs:
-                self.planner.refuse(run)
+            while self._changed_bits:
+                self.planner.refuse(self._changed_bits.pop())
             self.plans.clear()
             self._followed, self._latest = (), None
             self.corrections.changes += 1
@@ -278,8 +280,8 @@ class PlanCache:
         together = self.planner.together
         if together is not None and 1 < number <= AGREED:
             self.corrections.take(agreed_corrections(together, self.corrections.seen))
-        if loop.comparison.changed:
-            self._refuse(loop.comparison.take())
+        if self._changed_bits:
+            self._refuse()
         values = self.planner.step.sizes.values(args) if self._is_sized else ()
         sizes = self._shaping(values) if values else values
         context, compiled, leaves = self._plan_at(args, sizes, ended_by)

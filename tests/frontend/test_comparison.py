@@ -95,6 +95,18 @@ def test_runs_that_keep_their_bits_stay(kernel: Kernel) -> None:
     assert called.plan.fused and all(same) and not said
 
 
+def test_a_budget_without_room_for_a_comparison_is_warned_of_once() -> None:
+    torch._dynamo.reset()
+    model, x = Model(), torch.randn(ROWS, WIDTH)
+    called = fxremat.compile(model, x, "min", loss="own", verify_bits=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            called(x).backward()
+            model.zero_grad()
+    assert sum("verify_bits=1" in str(w.message) for w in said) == 1
+
+
 @pytest.mark.parametrize("value", [-1, True, 0.5, "1"])
 def test_what_is_no_number_of_steps_is_refused(value: object) -> None:
     with pytest.raises(fxremat.ArgumentError, match="verify_bits"):
