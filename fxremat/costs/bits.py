@@ -41,10 +41,10 @@ def other_bits(
 ) -> Changed:
     """Return which bits of a run differ from those of its operations at once.
 
-    The run is compared as it is emitted, with random numbers and with some that are zeros of either
-    sign, infinite or NaN. Its witnesses are given numbers of which a pointwise kernel computes
-    another value in a vector than one by one: these show each place where it does so in the parts
-    and not at once, or the other way round.
+    The run is compared as it is emitted, with random numbers, with some that are infinite or NaN,
+    and with zeros of either sign. Its witnesses are given numbers of which a pointwise kernel
+    computes another value in a vector than one by one: these show each place where it does so in
+    the parts and not at once, or the other way round.
 
     Args:
         parts: the run.
@@ -83,14 +83,13 @@ def _other_bits(parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, .
     found: frozenset[int] = frozenset()
     # Each operation of a run was compared by itself before, as often as it takes.
     is_single = len(parts.whole) == 1
-    draws = [False] * (comparisons(given) if is_single else LEAST_DRAWS) + [True] * (not is_single)
-    for special in draws:
-        tensors = [_with_special(made_up(t)) if special else made_up(t) for t in given]
+    for fill in [made_up] * (comparisons(given) if is_single else LEAST_DRAWS) + [_special, _zeros]:
+        tensors = [fill(tensor) for tensor in given]
         pairs = [*_both(parts, [*tensors, *sizes])]
         for i in places - found:
             one, other = pairs[i]
-            # Without a finite number a result says nothing.
-            speaks = special or is_true(_some(one).isfinite().any())
+            # Without a finite number a result of finite ones says nothing.
+            speaks = fill is not made_up or is_true(_some(one).isfinite().any())
             if not (speaks and are_equal(one, other)):
                 found |= {i}
         if found == places:
@@ -115,6 +114,16 @@ def _shows(
     return bool(numbers) and not all(
         are_equal(one, other) for one, other in _both(witness.parts, args)
     )
+
+
+def _special(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies as ``tensor``: random numbers, zeros of either sign, some not finite."""
+    return _with_special(made_up(tensor))
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies as ``tensor``: zeros of either sign."""
+    return _with_special(made_up(tensor), zeros=1.0, others=0.0)
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def trained(
                 [loss, *found], [expected, *(p.grad for p in model.parameters())], strict=True
             )
             same.append(all(torch.equal(one, other) for one, other in pairs))
-    of_bits = [str(w.message) for w in said if "bits" in str(w.message)]
+    of_bits = [str(w.message) for w in said if "other bits" in str(w.message)]
     return called, of_bits, same
 
 

@@ -170,7 +170,7 @@ def selected(call: Call) -> Dims:
     return Dims({"self": labels, "index": places}, [out], exact=True)
 
 
-ORDERLESS = ("amax", "amin", "max", "min", "argmax", "argmin", "any", "all")
+ORDERLESS = ("max", "min", "argmax", "argmin", "any", "all")
 
 
 def reduced(call: Call) -> Dims:
@@ -180,7 +180,8 @@ def reduced(call: Call) -> Dims:
     out = axes(self, but=gone)
     if not call.values.get("keepdim"):
         out = tuple(label for i, label in enumerate(out) if i not in gone)
-    # How many numbers come of it decides in which order a kernel, or its threads, add up each.
+    # How many numbers come of it decides in which order a kernel, or its threads, add up each, and
+    # which zero an amax returns of zeros of both signs.
     exact = call.name.split(".")[0] in ORDERLESS or not call.of("self").is_floating_point()
     if call.name.startswith("sum."):
         return Dims({"self": axes(self)}, [out], frozenset(gone), exact)
