@@ -21,7 +21,7 @@ OTHERS: dict[str, Any] = {
     "drop_unused": True, "accumulate": True, "offload": "auto", "host_limit": "8G",
     "host_dir": ".", "exact": False, "split": True, "budget_on": "reserved", "executor": "inductor",
     "dynamic": False, "fullgraph": True, "in_flight": 2, "strict": True,
-    "assume": "strict", "effort": 2.0,
+    "assume": "strict", "effort": 2.0, "verify_bits": 100,
 }  # fmt: skip
 
 

@@ -100,11 +100,11 @@ def interrupted(training: Training) -> None:
 
 def without_host_memory(training: Training) -> None:
     """Host memory goes as soon as no step uses it, whatever the device is at."""
-    arena = training.trained.call._compiler.latest.planned.graphs.arena
+    host = training.trained.call._compiler.loop.host
     for end in (training.loss, training.step):
         end()
-        arena.drop_idle()
-        assert not arena.blocks
+        host.drop_idle()
+        assert not host.blocks
 
 
 LOOPS: tuple[Callable[[Training], None], ...] = (
