@@ -41,8 +41,9 @@ def other_bits(
 ) -> Changed:
     """Return which bits of a run differ from those of its operations at once.
 
-    The run is compared as it is emitted, with random numbers, with some that are infinite or NaN,
-    and with zeros of either sign. Its witnesses are given numbers of which a pointwise kernel
+    The run is compared as it is emitted, with random numbers, and with some that are zeros of
+    either sign, infinite or NaN. A single operation is compared with random numbers several times,
+    and with zeros of either sign. A run's witnesses are given numbers of which a pointwise kernel
     computes another value in a vector than one by one: these show each place where it does so in
     the parts and not at once, or the other way round.
 
@@ -81,9 +82,11 @@ def _other_bits(parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, .
         return Changed(witnesses=witnesses)
     places = frozenset(i for i, o in enumerate(parts.outputs) if o.way is not Result.UNREAD)
     found: frozenset[int] = frozenset()
-    # Each operation of a run was compared by itself before, as often as it takes.
+    count = comparisons(given)
+    # Each operation of a run of several was compared by itself before.
     is_single = len(parts.whole) == 1
-    for fill in [made_up] * (comparisons(given) if is_single else LEAST_DRAWS) + [_special, _zeros]:
+    draws = [made_up] * count + [_zeros] if is_single else [made_up] * (count // 2) + [_special]
+    for fill in draws:
         tensors = [fill(tensor) for tensor in given]
         pairs = [*_both(parts, [*tensors, *sizes])]
         for i in places - found:
