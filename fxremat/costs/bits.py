@@ -11,10 +11,12 @@ from torch import fx
 from fxremat.costs.cache import CostCache
 from fxremat.costs.execute import undisturbed
 from fxremat.costs.synthetic import made_up
+from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.split.parts import Changed, Parts, Witness, are_equal, is_true, same_bits
 from fxremat.passes.split.rules import Result
 from fxremat.passes.stages.block import tensor_key
+from fxremat.progress import LOG
 
 LEAST_DRAWS, MOST_DRAWS, ENOUGH = 2, 16, 1 << 20
 """How often a run is compared, each time with other random numbers: at least twice, and until so
@@ -31,9 +33,12 @@ ZEROS, OTHERS = 1 / 4, 1 / 256
 SINGLE = (0.5, 0.0, -0.0, float("nan"), float("inf"))
 """What a tensor without dimensions may be."""
 
-CANDIDATES = 1 << 14
-"""Among so many random numbers some are looked for that show in which places a pointwise kernel
-computes by which formula."""
+CANDIDATES = 1 << 18
+"""Among so many numbers some are looked for that show in which places a pointwise kernel computes
+by which formula."""
+
+HALF_BYTES = 2
+"""Of a number in half precision."""
 
 
 def other_bits(
@@ -63,10 +68,11 @@ def other_bits(
         every = Changed(frozenset(range(len(parts.outputs))))
         with undisturbed(parts.device):
             try:
-                cache.other_bits[key] = _other_bits(parts, given, sizes)
+                cache.other_bits[key] = _other_bits(parts, given, sizes, cache)
             except torch.OutOfMemoryError:
                 return every
-            except (RuntimeError, ValueError, IndexError):
+            except (RuntimeError, ValueError, IndexError) as error:
+                LOG.info("%s stays whole, as it takes no made-up numbers: %s", parts, error)
                 cache.other_bits[key] = every
             finally:
                 if parts.device.type == "cuda":  # blocks left over would be handed out whole
@@ -74,9 +80,11 @@ def other_bits(
     return cache.other_bits[key]
 
 
-def _other_bits(parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Changed:
+def _other_bits(
+    parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...], cache: CostCache
+) -> Changed:
     """What differs in one of several comparisons."""
-    shown = (i for i, own in enumerate(parts.witnesses) if _shows(own, parts, given, sizes))
+    shown = (i for i, own in enumerate(parts.witnesses) if _shows(own, parts, given, sizes, cache))
     witnesses = frozenset(shown)
     if witnesses:
         return Changed(witnesses=witnesses)
@@ -107,12 +115,16 @@ def _both(parts: Parts, args: Sequence[Any]) -> Iterator[tuple[torch.Tensor, tor
 
 
 def _shows(
-    witness: Witness, parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...]
+    witness: Witness,
+    parts: Parts,
+    given: Sequence[torch.Tensor],
+    sizes: tuple[int, ...],
+    cache: CostCache,
 ) -> bool:
     """Whether a pointwise operation computes a number by another formula than at once."""
     named = dict(zip(parts.hints, sizes, strict=True))
     own = [named[name] for name in witness.parts.hints]
-    numbers = contrast(witness.node)
+    numbers = contrast(witness.node, cache)
     args = [*(made_up(given[place]) for place in witness.taken), *numbers, *own]
     return bool(numbers) and not all(
         are_equal(one, other) for one, other in _both(witness.parts, args)
@@ -149,9 +161,16 @@ def _with_special(
     return tensor
 
 
-def contrast(node: fx.Node) -> list[torch.Tensor]:
+def contrast(node: fx.Node, cache: CostCache) -> list[torch.Tensor]:
     """Find numbers of which a pointwise operation's kernel computes another value in a vector than
     one by one.
+
+    Candidates for a half-precision operation of one tensor are all numbers; others are random,
+    special, or any bits.
+
+    Args:
+        node: the operation.
+        cache: answers; a new one is added.
 
     Returns one for each tensor that it reads; none where it computes all candidates alike, or is
     not for a CPU.
@@ -159,10 +178,20 @@ def contrast(node: fx.Node) -> list[torch.Tensor]:
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     if not all(n.meta["val"].device.type == "cpu" for n in tensors):
         return []
+    read = [(n.meta["val"].dtype, n.meta["val"].dim() > 0) for n in tensors]
+    places = {n: i for i, n in enumerate(tensors)}
+    arguments = written((node.args, dict(node.kwargs)), lambda n: f"%{places.get(n)}")
+    key = (str(node.target), arguments, str(read))
+    if key not in cache.contrasts:
+        cache.contrasts[key] = _contrast(node, tensors)
+    return cache.contrasts[key]
+
+
+def _contrast(node: fx.Node, tensors: Sequence[fx.Node]) -> list[torch.Tensor]:
     has_single = not all(n.meta["val"].dim() for n in tensors)
     for single in SINGLE if has_single else SINGLE[:1]:
-        one_by_one = [_candidates(n.meta["val"], single) for n in tensors]
-        dense = [t.clone(memory_format=torch.contiguous_format) for t in one_by_one]
+        dense = [_candidates(n.meta["val"], single, len(tensors)) for n in tensors]
+        one_by_one = [torch.stack([t, t], -1)[..., 0] if t.dim() else t for t in dense]
         try:
             results = [_computed(node, tensors, values) for values in (dense, one_by_one)]
         except RuntimeError:  # it does not take a single dimension
@@ -189,18 +218,21 @@ def _computed(
     return _listed(target(*args, **kwargs))
 
 
-def _candidates(tensor: torch.Tensor, single: float) -> torch.Tensor:
-    """Numbers for a tensor, every second one in memory: so a kernel computes them one by one; for
-    one without dimensions the number ``single``.
-    """
+def _candidates(tensor: torch.Tensor, single: float, count: int) -> torch.Tensor:
+    """Numbers for one of ``count`` tensors; for one without dimensions the number ``single``."""
     if not tensor.dim():
         return torch.full((), single).to(tensor.dtype)
-    made = torch.empty(2 * CANDIDATES, dtype=tensor.dtype)
-    if tensor.is_floating_point() or tensor.is_complex():
-        made.normal_()
-    else:
-        made.random_(2)
-    return _with_special(made, zeros=1 / 4, others=1 / 4)[::2]
+    made = torch.empty(CANDIDATES, dtype=tensor.dtype)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return made.random_(2)
+    made.normal_()
+    if tensor.is_floating_point() and tensor.itemsize == HALF_BYTES:
+        any_bits = (torch.arange(CANDIDATES) % 2**16 - 2**15).to(torch.int16)  # each several times
+        if count == 1:
+            return any_bits.view(tensor.dtype)
+        any_bits = any_bits[torch.randperm(CANDIDATES)].view(tensor.dtype)
+        made = torch.where(torch.rand(CANDIDATES) < 1 / 4, any_bits, made)
+    return _with_special(made, zeros=1 / 4, others=1 / 8)
 
 
 def comparisons(given: Sequence[torch.Tensor]) -> int:

@@ -494,7 +494,8 @@ class CapturedStep:
             return Measured.of(line, self.costs)
         if self._target is not None:
             return estimate_line(line, blocks, self._target)
-        key = key_of(origin, form=form)
+        runs = sorted({str(parts) for node in line.nodes if (parts := parts_of(node))})
+        key = key_of(origin, form=form, runs=runs)
         known = self.store.get("costs", key, RecordedCosts)
         if known is not None:
             try:

@@ -21,13 +21,10 @@ class Comparison:
 
     Attributes:
         every: in each such step; 0: never.
-        compared: runs that were.
-        without_room: steps that compared none, as the budget had no room.
     """
 
     every: int
-    compared: int = 0
-    without_room: int = 0
+    _has_warned: bool = False
 
     def begin(
         self,
@@ -57,7 +54,6 @@ class Comparison:
         run = fit[number // self.every % len(fit)]
 
         def report(same: bool) -> None:
-            self.compared += 1
             if not same:
                 refuse(run)
                 warn(
@@ -70,15 +66,16 @@ class Comparison:
         run.compare_next(report)
 
     def _has_no_room(self, least_bytes: int, room_bytes: int) -> None:
-        self.without_room += 1
-        if self.without_room == 1:
-            more = least_bytes - room_bytes
-            warn(
-                f"verify_bits={self.every} compares nothing in this step: the smallest of its runs "
-                f"in parts takes {least_bytes} bytes at once, and the budget leaves {room_bytes} "
-                f"above the plan's peak. A budget of {more} bytes ({format_bytes(more)}) more has "
-                "room for it"
-            )
+        """Warn once that the budget of a step has room for no comparison."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        more = least_bytes - room_bytes
+        warn(
+            f"verify_bits={self.every} compares nothing in this step: the smallest of its runs in "
+            f"parts takes {least_bytes} bytes at once, and the budget leaves {room_bytes} above "
+            f"the plan's peak. A plan like this one needs {more} bytes ({format_bytes(more)}) more"
+        )
 
 
 def runs_in(form: Form, targets: Sequence[object]) -> list[Parts]:

@@ -703,7 +703,8 @@ class Planner:
         """Let no later plan compute a run in parts."""
         forms = self.step.refuse(run)
         self._known = [own for own in self._known if own.form not in forms]
-        self._forms = [*forms, *(self._forms or [])]  # without the run
+        if self._forms is not None:  # else none was looked at
+            self._forms = [*forms, *self._forms]  # without the run
         self.sent.clear()
 
     def look_at_all(self, context: StepContext) -> list[Schedules]:

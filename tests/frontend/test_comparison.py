@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,7 +81,11 @@ def trained(
     return called, of_bits, same
 
 
-def test_a_run_that_changes_bits_is_not_in_parts_any_more(kernel: Kernel) -> None:
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_run_that_changes_bits_is_not_in_parts_any_more(
+    kernel: Kernel, stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path) if stored else "0")
     before, said, same = trained(kernel, verify_bits=0, breaks=True)
     names = {run.name for run in before.plan.fused}
     assert same == [True, False, False, False] and not said

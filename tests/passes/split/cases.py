@@ -26,6 +26,7 @@ class Draws:
     draw: st.DrawFn
     dtype: torch.dtype
     generator: torch.Generator
+    largest: int = 5
 
     @staticmethod
     def of(data: st.DataObject) -> Draws:
@@ -37,7 +38,7 @@ class Draws:
 
     def shape(self, least: int = 1, most: int = 4) -> tuple[int, ...]:
         rank = self.draw(st.integers(least, most))
-        return tuple(self.size(5) for _ in range(rank))
+        return tuple(self.size(self.largest) for _ in range(rank))
 
     def one_of(self, *choices: Any) -> Any:
         return choices[self.draw(st.integers(0, len(choices) - 1))]

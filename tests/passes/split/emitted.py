@@ -79,19 +79,21 @@ def in_parts(joint: JointGraph) -> fx.GraphModule | None:
 
 def filled(tensors: Sequence[Tensor], seed: int) -> Iterator[list[Tensor]]:
     """Other numbers in tensors that lie as ``tensors``: random, special ones among them, only
-    special ones.
+    special ones, only zeros of either sign.
     """
     generator = torch.Generator().manual_seed(seed)
-    for share in (0.0, 0.3, 1.0):
-        yield [_filled(t, share, generator) for t in tensors]
+    for share, special in ((0.0, SPECIAL), (0.3, SPECIAL), (1.0, SPECIAL), (1.0, SPECIAL[:2])):
+        yield [_filled(t, share, special, generator) for t in tensors]
 
 
-def _filled(tensor: Tensor, share: float, generator: torch.Generator) -> Tensor:
+def _filled(
+    tensor: Tensor, share: float, special: Sequence[float], generator: torch.Generator
+) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     base = torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype)
     base.copy_(torch.randn(len(base), generator=generator))
-    chosen = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), base.shape, generator=generator)]
+    chosen = torch.tensor(special)[torch.randint(len(special), base.shape, generator=generator)]
     is_special = torch.rand(base.shape, generator=generator) < share
     base = torch.where(is_special, chosen.to(base.dtype), base)
     return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tests.passes.split.layers  # noqa: F401
 from fxremat.costs.bits import contrast
+from fxremat.costs.cache import CostCache
 from fxremat.passes.split.families import EXACT
 from fxremat.passes.split.parts import same_bits
 from fxremat.passes.split.rules import is_pointwise, ways
@@ -37,7 +38,7 @@ def test_no_number_depends_on_its_place(name: str, data: st.DataObject) -> None:
         if is_pointwise(op.node) and any(
             way.same_bits for n in op.counts() for way in ways(op.node, n)
         ):
-            assert not contrast(op.node)
+            assert not contrast(op.node, CostCache())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -53,4 +54,5 @@ def test_no_half_depends_on_its_place(name: str, dtype: torch.dtype) -> None:
 def test_numbers_that_do_are_seen(name: str) -> None:
     x = torch.randn(4, 3)
     more = {"gelu": [x], "maximum": [x, x.clone()], "hardtanh_backward": [x, x.clone(), -0.5, 0.5]}
-    assert contrast(alone(operator_of(f"{name}.default"), *more[name]).node)
+    op = alone(operator_of(f"{name}.default"), *more[name])
+    assert contrast(op.node, CostCache())

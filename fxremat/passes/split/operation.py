@@ -1,0 +1,221 @@
+"""A run of operations as one operation, with what shows whether it keeps its bits."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.passes.joint.digest import target_name, written
+from fxremat.passes.joint.graph import (
+    JointGraph,
+    add_call,
+    is_tensor,
+    operation_of,
+    values_of,
+)
+from fxremat.passes.joint.sizes import Size, layouts_of, names_in, symbol
+from fxremat.passes.split.memory import Memory
+from fxremat.passes.split.parts import ROWS, Output, Parts, Witness, filled
+from fxremat.passes.split.rules import for_rows, is_pointwise
+from fxremat.passes.split.run import Run, place_of
+from fxremat.passes.split.runs import Large, is_sum_of_products
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A run, what a part of it holds, its rows, and its bytes."""
+
+    run: Run
+    memory: Memory
+    part_rows: int
+    part_bytes: int
+
+    @classmethod
+    def of(cls, run: Run, joint: JointGraph, large: Large, *, exact: bool) -> Sized:
+        """A run with parts as large as ``large`` allows."""
+        memory, most_bytes = Memory(run, joint), large.part_bytes(run, joint.storages)
+        return cls(run, memory, *memory.part(most_bytes, exact=exact))
+
+
+def one_operation(
+    own: Sized,
+    sources: Sequence[fx.Node],
+    joint: JointGraph,
+    *,
+    exact: bool,
+    dense: Set[fx.Node] = frozenset(),
+    marked: fx.Node | None = None,
+) -> Parts:
+    """A run as one operation, which takes ``sources``.
+
+    Args:
+        own: the run.
+        sources: in this order.
+        joint: the step.
+        exact: its results must have the bits of the operations at once.
+        dense: parts of these sources are made dense.
+        marked: an operation that reads numbers in place of tensors; it takes these as well.
+    """
+    run = own.run
+    inside = own.memory.inside
+    graph, outputs = _one_part(own, sources, dense, marked)
+    at_once = _at_once(own, sources, marked)
+    lines = [*_lines(graph), *_lines(at_once)]
+    ways = [run.rows_of[n] for n in sources]
+    ways += [None] * len(_tensors(marked))
+    text = "\n".join([*lines, repr((ways, outputs, run.rows, own.part_rows, exact, joint.device))])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    first = [*dict.fromkeys(str(n.target).split(".")[1] for n in inside)][:3]
+    name = "_".join(["parts", *first, digest])
+    return Parts(
+        name,
+        graph,
+        ways,
+        outputs,
+        run.rows,
+        own.part_rows,
+        _names(run, inside),
+        joint.device,
+        exact=exact,
+        certain=all(way.same_bits for way in run.ways.values()),
+        part_bytes=own.part_bytes,
+        whole=[node for node in inside if not joint.storages.is_view(node)],
+        at_once=at_once,
+        witnesses=[
+            _witness(n, own, sources, joint) for n in inside if exact and _is_uneven(n, run)
+        ],
+    )
+
+
+def _lines(graph: fx.Graph) -> Iterator[str]:
+    """What a graph computes, whatever its nodes are named."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        arguments = written((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
+        yield f"{target_name(node.target)} {arguments}"
+
+
+def _tensors(node: fx.Node | None) -> list[fx.Node]:
+    """Tensors that an operation reads."""
+    return [n for n in node.all_input_nodes if is_tensor(n)] if node is not None else []
+
+
+def _is_uneven(node: fx.Node, run: Run) -> bool:
+    """Whether the bits of what a pointwise operation computes may depend on where it is."""
+    return not run.ways[node].same_bits and is_pointwise(node)
+
+
+def _witness(node: fx.Node, own: Sized, sources: Sequence[fx.Node], joint: JointGraph) -> Witness:
+    """What shows by which formula an operation of a run computes each number."""
+    needed, waiting = {node}, [node]
+    while waiting:
+        for value in _tensors(waiting.pop()):
+            operation = operation_of(value)
+            if operation in own.run.ways and operation not in needed:
+                needed.add(operation)
+                waiting.append(operation)
+    run = Run(own.run.rows, {n: own.run.ways[n] for n in own.run.ways if n in needed})
+    run.targets.append(node)
+    read = {v for n in needed for v in _tensors(n)}
+    run.rows_of.update((v, rows) for v, rows in own.run.rows_of.items() if v in read)
+    taken = [n for n in sources if n in {*run.sources}]
+    sized = Sized(run, Memory(run, joint), own.part_rows, 0)
+    parts = one_operation(sized, taken, joint, exact=False, marked=node)
+    return Witness(node, parts, tuple(sources.index(n) for n in taken))
+
+
+def _one_part(
+    own: Sized, sources: Sequence[fx.Node], dense: Set[fx.Node], marked: fx.Node | None
+) -> tuple[fx.Graph, list[Output]]:
+    """What computes one part of a run, and the results of the run."""
+    run, inside = own.run, own.memory.inside
+    rows = Size(own.part_rows, symbol(ROWS), {ROWS: own.part_rows})
+    graph = fx.Graph()
+    copied, numbers = _placeholders(graph, sources, marked)
+    for n in sources:
+        if n in dense:
+            copied[n] = graph.call_function(torch.ops.aten.clone.default, (copied[n],))
+    gone = {t for t in run.targets if is_sum_of_products(t, run.ways[t])}
+    for node in inside:
+        if node in gone:
+            continue
+        args, kwargs = for_rows(node, run.ways[node], rows)
+        called: Any = node.target
+        over = own.memory.over.get(node)
+        if over is not None:
+            called, kwargs = over.variant, {**kwargs, over.argument: over.value}
+        _add(graph, node, (called, args, kwargs), copied, numbers if node is marked else {})
+    given: list[fx.Node] = []
+    outputs = []
+    for target, value, i in results_of_run(run):
+        (layout,) = layouts_of(value)
+        way = run.ways[target].outputs[i]
+        outputs.append(Output(way, layout, value.meta["val"].dtype, target in gone))
+        given += [copied[a] for a in target.args] if target in gone else [copied[value]]  # type: ignore[index]
+    graph.output(tuple(given))
+    return graph, outputs
+
+
+def _at_once(own: Sized, sources: Sequence[fx.Node], marked: fx.Node | None) -> fx.Graph:
+    """The operations of a run as they were traced."""
+    graph = fx.Graph()
+    copied, numbers = _placeholders(graph, sources, marked)
+    for node in own.memory.inside:
+        call = node.target, node.args, node.kwargs
+        _add(graph, node, call, copied, numbers if node is marked else {})
+    graph.output(tuple(copied[value] for _, value, _ in results_of_run(own.run)))
+    return graph
+
+
+def _placeholders(
+    graph: fx.Graph, sources: Sequence[fx.Node], marked: fx.Node | None
+) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
+    """Placeholders of sources, and of numbers for the tensors that an operation reads."""
+    copied = {n: graph.placeholder(f"in{i}") for i, n in enumerate(sources)}
+    numbers = {n: graph.placeholder(f"number{i}") for i, n in enumerate(_tensors(marked))}
+    return copied, numbers
+
+
+def _add(
+    graph: fx.Graph,
+    node: fx.Node,
+    call: tuple[Any, Any, Any],
+    copied: dict[fx.Node, fx.Node],
+    numbers: Mapping[fx.Node, fx.Node],
+) -> None:
+    """Add the call that stands for ``node`` to a graph, with its values; it reads ``numbers`` in
+    place of what these belong to.
+    """
+    marked = {n: graph.call_function(filled, (copied[n], own)) for n, own in numbers.items()}
+    copied[node] = add_call(graph, call, {**copied, **marked}, node.name)
+    for value in values_of(node):
+        picked = (copied[node], value.args[1])
+        copied[value] = graph.call_function(operator.getitem, picked)
+
+
+def results_of_run(run: Run) -> list[tuple[fx.Node, fx.Node, int]]:
+    """Operations that a run is computed for, with each tensor that is read, and its place."""
+    return [(target, value, i) for target in sorted(run.targets) for i, value in _results(target)]
+
+
+def _results(target: fx.Node) -> list[tuple[int, fx.Node]]:
+    """The tensors that an operation returns and somebody reads, with their places."""
+    if is_tensor(target):
+        return [(0, target)]
+    return [(place_of(value), value) for value in values_of(target)]
+
+
+def _names(run: Run, inside: Sequence[fx.Node]) -> dict[str, int]:
+    """Sizes that a run follows."""
+    names = names_in((run.rows,))
+    for node in inside:
+        names |= names_in((node.args, node.kwargs))
+        for layout in layouts_of(node):
+            names |= names_in(layout.numbers)
+    return names
