@@ -89,7 +89,7 @@ def _other_bits(
     if witnesses:
         return Changed(witnesses=witnesses)
     places = frozenset(i for i, o in enumerate(parts.outputs) if o.way is not Result.UNREAD)
-    found: frozenset[int] = frozenset()
+    changed: frozenset[int] = frozenset()
     count = comparisons(given)
     # Each operation of a run of several was compared by itself before.
     is_single = len(parts.whole) == 1
@@ -97,15 +97,15 @@ def _other_bits(
     for fill in draws:
         tensors = [fill(tensor) for tensor in given]
         pairs = [*_both(parts, [*tensors, *sizes])]
-        for i in places - found:
+        for i in places - changed:
             one, other = pairs[i]
             # Without a finite number a result of finite ones says nothing.
             speaks = fill is not made_up or is_true(_some(one).isfinite().any())
             if not (speaks and are_equal(one, other)):
-                found |= {i}
-        if found == places:
+                changed |= {i}
+        if changed == places:
             break
-    return Changed(found)
+    return Changed(changed)
 
 
 def _both(parts: Parts, args: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -155,7 +155,7 @@ class Regions:
         torch_compat.after_backward(self.loop.watcher.done)
 
     def raised(self) -> None:
-        """A graph has raised, or could not be planned: where nobody tells of calls of the model,
+        """A graph has raised, or could not be planned: where calls of the model are not reported,
         that ends its step.
         """
         if not self.called:

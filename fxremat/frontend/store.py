@@ -53,7 +53,7 @@ class Store:
 
     An entry is a file of JSON. It is written whole or not at all, so that any number of
     processes may share the folder. One that cannot be read, or is not as it was written, is
-    ignored, and written anew.
+    ignored, and written again.
 
     Attributes:
         folder: where they are; ``None``: nothing is found and nothing kept.
@@ -98,7 +98,7 @@ class Store:
                 raise FormatError("it was changed")
             found = decode(kind, value)
         except FormatError as error:
-            LOG.warning("%s is ignored, and will be written anew: %s", file, error)
+            LOG.warning("%s is ignored, and will be written again: %s", file, error)
             return None
         with contextlib.suppress(OSError):
             os.utime(file)  # it was used

@@ -11,7 +11,7 @@ from fxremat.report.memory import StepMemory
 
 
 def check_plan(plan: PlanFacts) -> None:
-    """Check that whatever a part names is there, and that parts for the same things are as many.
+    """Check that whatever a part names exists, and that parts for the same things are as many.
 
     So all that shows a plan can show it. Whether a step follows it is decided when it is compiled.
 
@@ -92,12 +92,12 @@ def _check_memory(plan: PlanFacts) -> None:
             raise ValueError(f"memory.lives: from {life.begin} to {life.end} of {memory.end}")
 
 
-def _as_many(place: str, found: Sequence[object], what: str, expected: int) -> None:
-    if len(found) != expected:
-        raise ValueError(f"{place}: {len(found)}, not {expected} as {what}")
+def _as_many(place: str, given: Sequence[object], what: str, expected: int) -> None:
+    if len(given) != expected:
+        raise ValueError(f"{place}: {len(given)}, not {expected} as {what}")
 
 
-def _inside(place: str, found: Iterable[int], end: int) -> None:
-    for number in found:
+def _inside(place: str, numbers: Iterable[int], end: int) -> None:
+    for number in numbers:
         if not 0 <= number < end:
             raise ValueError(f"{place}: {number} is not among {end}")

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 Left = Callable[[Any, Sequence[Any], dict[str, Any]], Sequence[Layout] | None]
 """How the real kernel of an operation leaves its results for such arguments, tensors without data
-among them, at the sizes of the capture; ``None``: as the fake one does, as far as is known."""
+among them, at the sizes of the capture; ``None``: as the fake one does."""
 
 
 def as_kernels_leave(module: fx.GraphModule, left: Left) -> fx.GraphModule:
@@ -44,7 +44,7 @@ def as_kernels_leave(module: fx.GraphModule, left: Left) -> fx.GraphModule:
     for node in graph.nodes:
         reads_moved = not moved.isdisjoint(node.all_input_nodes)
         if not (reads_moved or isinstance(node.target, torch._ops.OpOverload)):
-            continue  # what else there is may have no value
+            continue  # others may have no value
         if node.op != "call_function":
             continue
         try:
@@ -95,10 +95,10 @@ def _as_left(node: fx.Node, value: Any, left: Left, mode: Any) -> Any:
     def laid(item: Any) -> Any:
         return _laid(item, next(each), mode) if isinstance(item, torch.Tensor) else item
 
-    found = list(map(laid, _items(value)))
-    if all(one is other for one, other in zip(found, _items(value), strict=True)):
+    moved = list(map(laid, _items(value)))
+    if all(one is other for one, other in zip(moved, _items(value), strict=True)):
         return value
-    return type(value)(found) if isinstance(value, (tuple, list)) else found[0]
+    return type(value)(moved) if isinstance(value, (tuple, list)) else moved[0]
 
 
 def _items(value: Any) -> Sequence[Any]:
@@ -106,14 +106,16 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _laid(tensor: torch.Tensor, layout: Layout, mode: Any) -> torch.Tensor:
-    """``tensor``, or one in a storage of its own that lies so.
+    """``tensor``, or one with a new storage in this layout.
 
     Raises:
         ValueError: its sizes are symbols, of which such strides are no products.
     """
     shape = tuple(map(torch_compat.hint_of, tensor.shape))
     traced = tuple(map(torch_compat.hint_of, tensor.stride()))
-    if layout.shape != shape or _told(shape, layout.stride) == _told(shape, traced):
+    if layout.shape != shape or _counted_strides(shape, layout.stride) == _counted_strides(
+        shape, traced
+    ):
         return tensor
     if not torch_compat.has_symbols(tensor):
         storage = torch_compat.meta_storage(layout.storage_bytes)
@@ -125,13 +127,13 @@ def _laid(tensor: torch.Tensor, layout: Layout, mode: Any) -> torch.Tensor:
         )
         found = dense.permute([order.index(dim) for dim in range(len(shape))])
     strides = tuple(map(torch_compat.hint_of, found.stride()))
-    if _told(shape, strides) != _told(shape, layout.stride):
+    if _counted_strides(shape, strides) != _counted_strides(shape, layout.stride):
         raise ValueError(f"{strides} are not {layout.stride}")
     return found
 
 
-def _told(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Strides, but where there is no second element along a dimension."""
+def _counted_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides of dimensions that have a second element."""
     if 0 in shape:
         return ()
     return tuple(s for n, s in zip(shape, stride, strict=True) if n != 1)
