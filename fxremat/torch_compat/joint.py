@@ -161,8 +161,8 @@ def spread_results(joint: fx.GraphModule, *, forward_output_count: int) -> tuple
 
     AOTAutograd has one for all parts of a tensor without a gradient, as a nested one's.
 
-    Returns the places of the previous results among the new ones. ``None``: the graph stays, as its
-    results cannot be assigned to primals, such as those of tokens that order effects.
+    Returns the places of the previous results among the new ones. ``None``: the graph stays, as
+    its results cannot be assigned to primals, such as those of tokens that order effects.
     """
     results, output = _results(joint), joint.graph.output_node()
     described = list(output.meta.get("desc", ())) or [None] * len(results)
@@ -233,7 +233,8 @@ def stub_graphs(
     """Graphs that tell AOTAutograd what goes in and out, and are never run.
 
     The forward returns its outputs and a token, one number on the CPU, for all that is saved; the
-    backward takes the token and the tangents, and returns the results at ``places``, as :func:`spread_results` has them.
+    backward takes the token and the tangents, and returns the results at ``places``, which
+    :func:`spread_results` returns.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     results = _results(joint)
