@@ -33,9 +33,9 @@ ZEROS, OTHERS = 1 / 4, 1 / 256
 SINGLE = (0.5, 0.0, -0.0, float("nan"), float("inf"))
 """What a tensor without dimensions may be."""
 
-CANDIDATES = 1 << 18
+CANDIDATES, AT_ONCE = 1 << 18, 1 << 13
 """Among so many numbers some are looked for that show in which places a pointwise kernel computes
-by which formula."""
+by which formula; so many are computed at once, as planning has a budget too."""
 
 HALF_BYTES = 2
 """Of a number in half precision."""
@@ -190,16 +190,17 @@ def contrast(node: fx.Node, cache: CostCache) -> list[torch.Tensor]:
 def _contrast(node: fx.Node, tensors: Sequence[fx.Node]) -> list[torch.Tensor]:
     has_single = not all(n.meta["val"].dim() for n in tensors)
     for single in SINGLE if has_single else SINGLE[:1]:
-        dense = [_candidates(n.meta["val"], single, len(tensors)) for n in tensors]
-        one_by_one = [torch.stack([t, t], -1)[..., 0] if t.dim() else t for t in dense]
-        try:
-            results = [_computed(node, tensors, values) for values in (dense, one_by_one)]
-        except RuntimeError:  # it does not take a single dimension
-            return []
-        differs = torch.stack([~same_bits(a, b) for a, b in zip(*results, strict=True)]).any(0)
-        if differs.any():
-            first = int(differs.nonzero()[0])
-            return [t[first] if t.dim() else t for t in dense]
+        for start in range(0, CANDIDATES, AT_ONCE):
+            dense = [_candidates(n.meta["val"], single, start, len(tensors)) for n in tensors]
+            one_by_one = [torch.stack([t, t], -1)[..., 0] if t.dim() else t for t in dense]
+            try:
+                results = [_computed(node, tensors, values) for values in (dense, one_by_one)]
+            except RuntimeError:  # it does not take a single dimension
+                return []
+            differs = torch.stack([~same_bits(a, b) for a, b in zip(*results, strict=True)]).any(0)
+            if differs.any():
+                first = int(differs.nonzero()[0])
+                return [t[first].clone() if t.dim() else t for t in dense]
     return []
 
 
@@ -218,20 +219,21 @@ def _computed(
     return _listed(target(*args, **kwargs))
 
 
-def _candidates(tensor: torch.Tensor, single: float, count: int) -> torch.Tensor:
-    """Numbers for one of ``count`` tensors; for one without dimensions the number ``single``."""
+def _candidates(tensor: torch.Tensor, single: float, start: int, count: int) -> torch.Tensor:
+    """Numbers from ``start`` on for one of ``count`` tensors; ``single`` for one without
+    dimensions."""
     if not tensor.dim():
         return torch.full((), single).to(tensor.dtype)
-    made = torch.empty(CANDIDATES, dtype=tensor.dtype)
+    made = torch.empty(AT_ONCE, dtype=tensor.dtype)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return made.random_(2)
     made.normal_()
     if tensor.is_floating_point() and tensor.itemsize == HALF_BYTES:
-        any_bits = (torch.arange(CANDIDATES) % 2**16 - 2**15).to(torch.int16)  # each several times
-        if count == 1:
-            return any_bits.view(tensor.dtype)
-        any_bits = any_bits[torch.randperm(CANDIDATES)].view(tensor.dtype)
-        made = torch.where(torch.rand(CANDIDATES) < 1 / 4, any_bits, made)
+        if count == 1:  # all of them, each several times
+            each = (torch.arange(start, start + AT_ONCE) % 2**16 - 2**15).to(torch.int16)
+            return each.view(tensor.dtype)
+        any_bits = torch.randint(-(2**15), 2**15, made.shape, dtype=torch.int16)
+        made = torch.where(torch.rand(AT_ONCE) < 1 / 4, any_bits.view(tensor.dtype), made)
     return _with_special(made, zeros=1 / 4, others=1 / 8)
 
 
