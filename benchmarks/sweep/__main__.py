@@ -49,13 +49,14 @@ class Sweep:
 
     def run(self) -> list[Row]:
         """All rows, with those that were there."""
-        there = {key_of(row) for row in self.rows.rows}
+        there = Counter(key_of(row) for row in self.rows.rows)
         worker = Worker(self.limit_s)
         try:
             for case in self.selected:
-                if key_of(case.row) in there:
+                first = there[key_of(case.row)]
+                if first >= self.samples:
                     continue
-                found = list(worker.rows(case, self.samples))
+                found = list(worker.rows(case, self.samples, first))
                 self.rows.rows += found
                 self.rows.save(quiet=True)
                 for row in found:

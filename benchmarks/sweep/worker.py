@@ -55,9 +55,8 @@ class Worker:
     process: Any = None
     pipe: Any = None
 
-    def rows(self, case: Case, samples: int) -> Iterator[Row]:
-        """The rows of a case, as they are made."""
-        first = 0
+    def rows(self, case: Case, samples: int, first: int = 0) -> Iterator[Row]:
+        """The rows of a case's samples from ``first`` on, as they are made."""
         while True:
             number = first
             self._start()

@@ -221,7 +221,8 @@ def _computed(
 
 def _candidates(tensor: torch.Tensor, single: float, start: int, count: int) -> torch.Tensor:
     """Numbers from ``start`` on for one of ``count`` tensors; ``single`` for one without
-    dimensions."""
+    dimensions.
+    """
     if not tensor.dim():
         return torch.full((), single).to(tensor.dtype)
     made = torch.empty(AT_ONCE, dtype=tensor.dtype)
