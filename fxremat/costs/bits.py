@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,14 +14,22 @@ from fxremat.costs.execute import undisturbed
 from fxremat.costs.synthetic import made_up
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import is_tensor
+from fxremat.passes.joint.sizes import evaluated
 from fxremat.passes.split.parts import Changed, Parts, Witness, are_equal, is_true, same_bits
 from fxremat.passes.split.rules import Result
 from fxremat.passes.stages.block import tensor_key
 from fxremat.progress import LOG
 
-LEAST_DRAWS, MOST_DRAWS, ENOUGH = 2, 16, 1 << 20
-"""How often a run is compared, each time with other random numbers: at least twice, and until so
-many numbers were. Where a kernel of a product rounds otherwise in parts, most numbers show it."""
+LEAST_DRAWS, MOST_DRAWS, ENOUGH, PLENTY = 2, 16, 1 << 20, 1 << 23
+"""How often a run is compared, each time with other random numbers: until so many numbers were, and
+at least twice where its results are not plenty. Where a kernel of a product rounds otherwise in
+parts, most numbers show it."""
+
+SHOWN_BY = 64
+"""Numbers of a tensor that one of a result may stand for: where few are made many are drawn."""
+
+DRAWN = 262_147
+"""So many numbers are drawn for a larger tensor, and repeated: a prime, so that rows differ."""
 
 SOME = 4096
 """Numbers among which a finite one is looked for, at the least where there are so many."""
@@ -90,17 +99,20 @@ def _other_bits(
         return Changed(witnesses=witnesses)
     places = frozenset(i for i, o in enumerate(parts.outputs) if o.way is not Result.UNREAD)
     changed: frozenset[int] = frozenset()
-    count = comparisons(given)
+    named = dict(zip(parts.hints, sizes, strict=True))
+    shapes = [parts.outputs[i].layout.shape for i in places]
+    results = sum(math.prod(int(evaluated(n, named)) for n in shape) for shape in shapes)
+    count = comparisons(given, results)
     # Each operation of a run of several was compared by itself before.
     is_single = len(parts.whole) == 1
-    draws = [made_up] * count + [_zeros] if is_single else [made_up] * (count // 2) + [_special]
+    draws = [_random] * count + [_zeros] if is_single else [_random] * -(-count // 2) + [_special]
     for fill in draws:
         tensors = [fill(tensor) for tensor in given]
         pairs = [*_both(parts, [*tensors, *sizes])]
         for i in places - changed:
             one, other = pairs[i]
             # Without a finite number a result of finite ones says nothing.
-            speaks = fill is not made_up or is_true(_some(one).isfinite().any())
+            speaks = fill is not _random or is_true(_some(one).isfinite().any())
             if not (speaks and are_equal(one, other)):
                 changed |= {i}
         if changed == places:
@@ -125,40 +137,55 @@ def _shows(
     named = dict(zip(parts.hints, sizes, strict=True))
     own = [named[name] for name in witness.parts.hints]
     numbers = contrast(witness.node, cache)
-    args = [*(made_up(given[place]) for place in witness.taken), *numbers, *own]
+    args = [*(_random(given[place]) for place in witness.taken), *numbers, *own]
     return bool(numbers) and not all(
         are_equal(one, other) for one, other in _both(witness.parts, args)
     )
 
 
+def _random(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies as ``tensor``: random numbers."""
+    return _repeated(tensor, _drawn(tensor))
+
+
 def _special(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that lies as ``tensor``: random numbers, zeros of either sign, some not finite."""
-    return _with_special(made_up(tensor))
+    return _repeated(tensor, _with_special(_drawn(tensor), ZEROS, OTHERS))
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that lies as ``tensor``: zeros of either sign."""
-    return _with_special(made_up(tensor), zeros=1.0, others=0.0)
+    return _repeated(tensor, _with_special(_drawn(tensor), zeros=1.0, others=0.0))
 
 
-def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All that is in the storage of a tensor."""
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+def _drawn(tensor: torch.Tensor) -> torch.Tensor:
+    """Random numbers for what is in the storage of a tensor, or for the first of them."""
+    count = min(DRAWN, _storage_numbers(tensor))
+    return made_up(torch.empty(count, dtype=tensor.dtype, device=tensor.device))
 
 
-def _with_special(
-    tensor: torch.Tensor, zeros: float = ZEROS, others: float = OTHERS
-) -> torch.Tensor:
-    """A tensor some numbers of which are made zeros of either sign, infinite or NaN."""
-    if not tensor.is_floating_point():
-        return tensor
-    every = _storage_of(tensor)
-    drawn = torch.rand(every.shape, device=every.device)
-    every.masked_fill_(drawn < zeros, 0.0).masked_fill_(drawn < zeros / 2, -0.0)
+def _repeated(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies as ``tensor``, whose storage is filled with ``numbers``."""
+    count = _storage_numbers(tensor)
+    if count > len(numbers):
+        numbers = numbers.repeat(-(-count // len(numbers)))
+    return numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _storage_numbers(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.itemsize
+
+
+def _with_special(numbers: torch.Tensor, zeros: float, others: float) -> torch.Tensor:
+    """Random numbers some of which are made zeros of either sign, infinite or NaN."""
+    if not numbers.is_floating_point():
+        return numbers
+    drawn = torch.rand(numbers.shape, device=numbers.device)
+    numbers.masked_fill_(drawn < zeros, 0.0).masked_fill_(drawn < zeros / 2, -0.0)
     for i, number in enumerate(NOT_FINITE):
         from_, to = (1 - others * (i + end) / len(NOT_FINITE) for end in (1, 0))
-        every.masked_fill_((drawn >= from_) & (drawn < to), number)
-    return tensor
+        numbers.masked_fill_((drawn >= from_) & (drawn < to), number)
+    return numbers
 
 
 def contrast(node: fx.Node, cache: CostCache) -> list[torch.Tensor]:
@@ -238,10 +265,13 @@ def _candidates(tensor: torch.Tensor, single: float, start: int, count: int) -> 
     return _with_special(made, zeros=1 / 4, others=1 / 8)
 
 
-def comparisons(given: Sequence[torch.Tensor]) -> int:
-    """How often a run that takes such tensors is compared."""
+def comparisons(given: Sequence[torch.Tensor], results: int = 0) -> int:
+    """How often a run that takes such tensors, and makes so many numbers, is compared."""
     numbers = sum(tensor.numel() for tensor in given)
-    return min(MOST_DRAWS, max(LEAST_DRAWS, ENOUGH // max(1, numbers)))
+    if results:
+        numbers = min(numbers, SHOWN_BY * results)
+    least = 1 if results >= PLENTY else LEAST_DRAWS
+    return min(MOST_DRAWS, max(least, ENOUGH // max(1, numbers)))
 
 
 def _listed(results: Any) -> list[torch.Tensor]:
