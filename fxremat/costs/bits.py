@@ -15,7 +15,15 @@ from fxremat.costs.synthetic import made_up
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.joint.sizes import evaluated
-from fxremat.passes.split.parts import Changed, Parts, Witness, are_equal, is_true, same_bits
+from fxremat.passes.split.parts import (
+    INTEGERS,
+    Changed,
+    Parts,
+    Witness,
+    are_equal,
+    is_true,
+    same_bits,
+)
 from fxremat.passes.split.rules import Result
 from fxremat.passes.stages.block import tensor_key
 from fxremat.progress import LOG
@@ -45,9 +53,6 @@ SINGLE = (0.5, 0.0, -0.0, float("nan"), float("inf"))
 CANDIDATES, AT_ONCE = 1 << 18, 1 << 13
 """Among so many numbers some are looked for that show in which places a pointwise kernel computes
 by which formula; so many are computed at once, as planning has a budget too."""
-
-HALF_BYTES = 2
-"""Of a number in half precision."""
 
 
 def other_bits(
@@ -256,11 +261,12 @@ def _candidates(tensor: torch.Tensor, single: float, start: int, count: int) -> 
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return made.random_(2)
     made.normal_()
-    if tensor.is_floating_point() and tensor.itemsize == HALF_BYTES:
-        if count == 1:  # all of them, each several times
-            each = (torch.arange(start, start + AT_ONCE) % 2**16 - 2**15).to(torch.int16)
+    if tensor.is_floating_point():
+        bits = INTEGERS[tensor.itemsize]
+        if count == 1 and bits is torch.int16:  # all of them, each several times
+            each = (torch.arange(start, start + AT_ONCE) % 2**16 - 2**15).to(bits)
             return each.view(tensor.dtype)
-        any_bits = torch.randint(-(2**15), 2**15, made.shape, dtype=torch.int16)
+        any_bits = torch.empty(AT_ONCE, dtype=bits).random_(torch.iinfo(bits).min, None)
         made = torch.where(torch.rand(AT_ONCE) < 1 / 4, any_bits.view(tensor.dtype), made)
     return _with_special(made, zeros=1 / 4, others=1 / 8)
 

@@ -41,8 +41,8 @@ def backend(
         options: ``budget``, and any of ``reserve``, ``optimizer`` (an optimizer, not a class),
             ``loss``, ``target``, ``accumulate``, ``in_flight``, ``offload``, ``host_limit``,
             ``host_dir``, ``exact``, ``split``, ``verify_bits``, ``effort``, ``strict``,
-            ``assume``, ``budget_on`` and ``executor``, as for :func:`fxremat.compile`. ``loss`` is given the tensor that the model returns, or a
-            tuple of all tensors in what it returns.
+            ``assume``, ``budget_on`` and ``executor``, as for :func:`fxremat.compile`. ``loss`` is
+            given the tensor that the model returns, or a tuple of all tensors in what it returns.
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.

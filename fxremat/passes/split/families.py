@@ -18,18 +18,23 @@ from fxremat.passes.split.labels import (
 )
 
 EVEN = (
-    "_to_copy abs add addcdiv addcmul alias bitwise_and bitwise_left_shift bitwise_not "
-    "bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clone copy cos "
-    "detach div eq erf exp floor ge gt hardswish hardtanh isfinite isinf "
-    "isnan le leaky_relu leaky_relu_backward lift_fresh_copy log log1p logical_and "
-    "logical_not logical_or logical_xor lt masked_fill mul "
-    "native_dropout_backward ne neg reciprocal relu round sgn sigmoid_backward sign "
-    "sin sqrt square sub tanh tanh_backward threshold threshold_backward trunc where"
+    "_to_copy abs add.Scalar add.Tensor addcdiv addcmul alias bitwise_and.Scalar bitwise_and.Tensor"
+    " bitwise_left_shift.Tensor bitwise_not bitwise_or.Scalar bitwise_or.Tensor"
+    " bitwise_right_shift.Tensor bitwise_xor.Scalar bitwise_xor.Tensor ceil clamp clamp_max"
+    " clamp_min clone copy cos detach div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode"
+    " eq.Scalar eq.Tensor erf exp floor ge.Scalar ge.Tensor gt.Scalar gt.Tensor hardswish hardtanh"
+    " isfinite isinf isnan le.Scalar le.Tensor leaky_relu leaky_relu_backward lift_fresh_copy log"
+    " log1p logical_and logical_not logical_or logical_xor lt.Scalar lt.Tensor masked_fill.Scalar"
+    " masked_fill.Tensor mul.Scalar mul.Tensor native_dropout_backward ne.Scalar ne.Tensor neg"
+    " reciprocal relu round round.decimals sgn sigmoid_backward sign sin sqrt square sub.Scalar"
+    " sub.Tensor tanh tanh_backward threshold threshold_backward trunc where.Scalar"
+    " where.ScalarOther where.ScalarSelf where.self"
 )
 """Pointwise operators whose kernels compute a number alike wherever it is. Others compute what does
-not fill a vector of a CPU by another formula."""
+not fill a vector of a CPU by another formula, as ``clamp.Tensor`` does, whose bounds are tensors:
+each overload has a kernel of its own."""
 
-EXACT = frozenset(EVEN.split())
+EXACT = frozenset(name if "." in name else f"{name}.default" for name in EVEN.split())
 
 
 def pointwise(call: Call) -> Dims | None:
@@ -40,7 +45,7 @@ def pointwise(call: Call) -> Dims | None:
     out = axes(call.out)
     inputs = {name: beside(shape, out) for name, shape in call.tensors.items()}
     rounds_twice = call.values.get("alpha", 1) != 1  # or once, in a vector
-    exact = call.name.split(".")[0] in EXACT and not rounds_twice
+    exact = call.name in EXACT and not rounds_twice
     return Dims(inputs, [out] * len(call.returns), exact=exact)
 
 

@@ -184,9 +184,32 @@ def _(d: Draws, name: str) -> Any:
     return [d.real(*shape), d.real(*shape), 1.0, 20.0]
 
 
-@case("mul.Scalar add.Scalar sub.Scalar pow.Tensor_Scalar div.Scalar gt.Scalar rsub.Scalar")
+@case("div.Tensor_mode div.Scalar_mode")
 def _(d: Draws, name: str) -> Any:
-    return [d.real(*d.shape()), d.one_of(2, 0.3)]
+    shape = d.shape()
+    other = 0.3 if name == "div.Scalar_mode" else d.real(*d.broadcast(shape))
+    return [d.real(*shape), other], {"rounding_mode": d.one_of("floor", "trunc", None)}
+
+
+@case("clamp.Tensor clamp_min.Tensor clamp_max.Tensor")
+def _(d: Draws, name: str) -> Any:
+    shape = d.shape()
+    bound = d.real(*d.one_of((), d.broadcast(shape)))
+    more = [d.one_of(None, d.real(*shape))] if name == "clamp.Tensor" else []
+    return [d.real(*shape), bound, *more]
+
+
+@case("round.decimals")
+def _(d: Draws, name: str) -> Any:
+    return [d.real(*d.shape())], {"decimals": d.one_of(0, 2, -1)}
+
+
+@case(
+    "mul.Scalar add.Scalar sub.Scalar pow.Tensor_Scalar div.Scalar gt.Scalar rsub.Scalar",
+    "eq.Scalar ne.Scalar ge.Scalar le.Scalar lt.Scalar",
+)
+def _(d: Draws, name: str) -> Any:
+    return [d.real(*d.shape()), d.one_of(2, 0.3, 0.0)]
 
 
 @case(
@@ -251,6 +274,11 @@ def _(d: Draws, name: str) -> Any:
     return [d.real(*(() if reduction else shape)), *args] if "backward" in name else args
 
 
+@case("bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar")
+def _(d: Draws, name: str) -> Any:
+    return [d.index(9, *d.shape()), d.one_of(0, 1, 6)]
+
+
 @case("bitwise_not")
 def _(d: Draws, name: str) -> Any:
     return [d.index(9, *d.shape())]
@@ -258,8 +286,9 @@ def _(d: Draws, name: str) -> Any:
 
 @case("full_like clamp clamp_min clamp_max leaky_relu threshold hardtanh")
 def _(d: Draws, name: str) -> Any:
-    more = {"threshold.default": [0.1, 0.2], "clamp.default": [-0.5, 0.5]}
-    return [d.real(*d.shape()), *more.get(name, [] if name == "hardtanh.default" else [0.1])]
+    number = d.one_of(0.1, 0.0, -0.0)
+    more = {"threshold.default": [number, 0.2], "clamp.default": [number, 0.5]}
+    return [d.real(*d.shape()), *more.get(name, [] if name == "hardtanh.default" else [number])]
 
 
 @case("addcmul addcdiv lerp.Tensor")
