@@ -18,7 +18,7 @@ import fxremat
 from fxremat.costs import scaled
 from fxremat.costs.execute import Operations
 from fxremat.frontend import captured, pipeline, schedules
-from fxremat.passes.split.parts import Changed
+from fxremat.passes.split.parts import Changed, same_bits
 from fxremat.passes.stages.block import Block
 from tests.models import ZOO
 
@@ -270,6 +270,56 @@ def test_others_keep_to_the_least_budget(name: str):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     assert peak_of(model, call, (x,)) <= call.plan.budget_bytes
+
+
+class Averaged(nn.Module):
+    """Integers whose mean is a floating-point number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x[..., 0] * 40_000).long().abs()
+        means = (ids.unsqueeze(-1) * ids.unsqueeze(1)).mean(1, dtype=torch.float32)
+        return (self.up(x) * means.unsqueeze(-1) * 1e-9).square().mean()
+
+
+class Limited(nn.Module):
+    """Numbers above a bound that is a tensor; zeros of both signs are below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 501)
+        self.register_buffer("least", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.clamp_min(self.up(x) * (x[..., :1] > 0), self.least)
+        return y[..., -7:].square().mean() + (1 / y.sum((0, 1))).clamp(-1, 1).mean()
+
+
+class Small(nn.Module):
+    """A cast to eight bits, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 500), nn.Linear(500, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.gelu(self.up(x)).to(torch.float8_e4m3fn)
+        return self.down(y.float()).square().mean()
+
+
+@pytest.mark.parametrize("build", [Averaged, Limited, Small])
+def test_what_random_floats_say_little_about_keeps_its_bits(build: Any):
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(8, 125, 16)
+    expected = gradients(model, torch.compile(model, backend="aot_eager"), (x,))
+    torch._dynamo.reset()
+    call = fxremat.compile(model, x, "min", loss="own")
+    found = [gradients(model, call, (x,)) for _ in range(2)][-1]
+    assert all(same_bits(a, b).all() for a, b in zip(found, expected, strict=True))
+    assert call.plan.fused
 
 
 class Rewritten(nn.Module):

@@ -74,6 +74,8 @@ def _base(traced: torch.Tensor, *, std: float) -> torch.Tensor:
     """A flat tensor that fills the whole storage of ``traced``."""
     count = int(traced.untyped_storage().nbytes()) // traced.element_size()
     base = torch.zeros(count, dtype=traced.dtype, device=traced.device)
-    if traced.is_floating_point() or traced.is_complex():
+    if traced.is_floating_point() and traced.itemsize == 1:  # torch draws no 8-bit ones
+        base.copy_(torch.empty(count, device=traced.device).normal_(std=std))
+    elif traced.is_floating_point() or traced.is_complex():
         base.normal_(std=std)
     return base

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxremat.costs.bits import contrast, other_bits
+from fxremat.costs.bits import other_bits
 from fxremat.costs.cache import CostCache
+from fxremat.costs.contrast import contrasts
 from fxremat.passes.joint.sizes import Layout
-from fxremat.passes.split.parts import Output, Parts, are_equal
+from fxremat.passes.split.parts import Integers, Output, Parts, are_equal
 from fxremat.passes.split.rules import Result, Rows
 
 ROWS, WIDTH = 8, 4
@@ -28,7 +29,12 @@ def graph_of(*operations: Any) -> fx.Graph:
 
 
 def parts_of(
-    *operations: Any, name: str, part_rows: int = 2, sums: bool = False, at_once: Any = None
+    *operations: Any,
+    name: str,
+    part_rows: int = 2,
+    sums: bool = False,
+    at_once: Any = None,
+    integers: Integers | None = None,
 ) -> Parts:
     """A run of operations of one matrix each, rows of it or a sum over them."""
     graph = graph_of(*operations)
@@ -50,6 +56,7 @@ def parts_of(
         part_bytes=0,
         whole=(),
         at_once=graph_of(at_once) if at_once else graph,
+        integers=integers,
     )
 
 
@@ -163,8 +170,31 @@ def call_of(target: Any, *tensors: Tensor) -> fx.Node:
 
 def test_numbers_that_a_vector_computes_otherwise():
     aten = torch.ops.aten
-    assert not contrast(call_of(aten.neg.default, torch.empty(3, 4)), CostCache())
-    for number in contrast(call_of(aten.gelu.default, torch.empty(3, 4)), CostCache()):
+    assert not contrasts(call_of(aten.neg.default, torch.empty(3, 4)), CostCache())
+    for (number,) in contrasts(call_of(aten.gelu.default, torch.empty(3, 4)), CostCache()):
         dense = number.repeat(256)
         apart = number.repeat(512)[::2]
         assert not are_equal(aten.gelu(dense), aten.gelu(apart))
+
+
+def uneven_thirds(x: Tensor) -> Tensor:
+    """Thirds of integers, rounded otherwise where there are few rows."""
+    return x / 3 if len(x) == ROWS else x * (1 / 3)
+
+
+@pytest.mark.parametrize("indices", [frozenset(), frozenset({0})])
+def test_integers_that_become_floats_are_no_zeros(indices: frozenset[int]):
+    integers = Integers(indices, frozenset({0}))
+    given = [torch.empty(ROWS, WIDTH, dtype=torch.int64)]
+    parts = parts_of(uneven_thirds, name=f"thirds{len(indices)}", integers=integers)
+    assert other_bits(parts, given, (), cache=CostCache())
+
+
+def test_integers_that_are_indices_are_valid():
+    parts = parts_of(
+        lambda x: torch.zeros(1).index_select(0, x.flatten()).view(x.shape),
+        name="selected",
+        integers=Integers(indices=frozenset({0})),
+    )
+    given = [torch.empty(ROWS, WIDTH, dtype=torch.int64)]
+    assert not other_bits(parts, given, (), cache=CostCache())

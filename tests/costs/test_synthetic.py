@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.costs.synthetic import Synthesizer
+from fxremat.costs.synthetic import Synthesizer, made_up
 from fxremat.torch_compat import storage_key
 from tests.harness import Captured, capture, captured
 
@@ -99,3 +99,9 @@ def test_an_expanded_tensor_can_be_made():
     assert value.shape == (5, 7)
     assert value.stride() == (0, 0)
     assert value.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_eight_bits_are_random(dtype: torch.dtype):
+    numbers = made_up(torch.empty(4, 5, dtype=dtype)).float()
+    assert len(numbers.unique()) > 1

@@ -21,20 +21,18 @@ EVEN = (
     "_to_copy abs add.Scalar add.Tensor addcdiv addcmul alias bitwise_and.Scalar bitwise_and.Tensor"
     " bitwise_left_shift.Tensor bitwise_not bitwise_or.Scalar bitwise_or.Tensor"
     " bitwise_right_shift.Tensor bitwise_xor.Scalar bitwise_xor.Tensor ceil clamp clamp_max"
-    " clamp_min clone copy cos detach div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode"
+    " clamp_min clone copy cos detach div.Scalar div.Scalar_mode div.Tensor"
     " eq.Scalar eq.Tensor erf exp floor ge.Scalar ge.Tensor gt.Scalar gt.Tensor hardswish hardtanh"
     " isfinite isinf isnan le.Scalar le.Tensor leaky_relu leaky_relu_backward lift_fresh_copy log"
     " log1p logical_and logical_not logical_or logical_xor lt.Scalar lt.Tensor masked_fill.Scalar"
     " masked_fill.Tensor mul.Scalar mul.Tensor native_dropout_backward ne.Scalar ne.Tensor neg"
     " reciprocal relu round round.decimals sgn sigmoid_backward sign sin sqrt square sub.Scalar"
-    " sub.Tensor tanh tanh_backward threshold threshold_backward trunc where.Scalar"
+    " sub.Tensor tanh threshold threshold_backward trunc where.Scalar"
     " where.ScalarOther where.ScalarSelf where.self"
 )
 """Pointwise operators whose kernels compute a number alike wherever it is. Others compute what does
-not fill a vector of a CPU by another formula, as ``clamp.Tensor`` does, whose bounds are tensors:
-each overload has a kernel of its own."""
-
-EXACT = frozenset(name if "." in name else f"{name}.default" for name in EVEN.split())
+not fill a vector of a CPU by another formula, as ``clamp.Tensor`` does, whose bounds are tensors,
+or what is divided by a single number, as ``div.Tensor_mode`` does in half precision."""
 
 
 def pointwise(call: Call) -> Dims | None:
@@ -187,7 +185,7 @@ def reduced(call: Call) -> Dims:
         out = tuple(label for i, label in enumerate(out) if i not in gone)
     # How many numbers come of it decides in which order a kernel, or its threads, add up each, and
     # which zero an amax returns of zeros of both signs.
-    exact = call.name.split(".")[0] in ORDERLESS or not call.of("self").is_floating_point()
+    exact = call.name.split(".")[0] in ORDERLESS or not call.has_floats
     if call.name.startswith("sum."):
         return Dims({"self": axes(self)}, [out], frozenset(gone), exact)
     return Dims({"self": axes(self, but=gone)}, [out] * len(call.returns), exact=exact)
@@ -373,3 +371,8 @@ def overloads(names: str | Sequence[str]) -> list[str]:
 RULES: Mapping[str, Rule] = {
     name: rule for rule, names in FAMILIES.items() for name in overloads(names)
 }
+
+EXACT = frozenset(overloads(EVEN))
+
+BY_INDEX = frozenset((indexed, selected, imaged, attention, embedding, loss))
+"""Whose operators may read integers as indices, or as a seed."""

@@ -31,6 +31,7 @@ class Call:
         values: arguments by name, defaults included.
         tensors: shapes of the arguments that are tensors, by name.
         returns: shape of each value that it returns; ``None`` where that is no tensor.
+        has_floats: whether it reads or returns floating-point numbers.
         on_cpu: whether it runs there.
     """
 
@@ -38,6 +39,7 @@ class Call:
     values: Mapping[str, Any]
     tensors: Mapping[str, Shape]
     returns: tuple[Shape | None, ...]
+    has_floats: bool
     on_cpu: bool
 
     @property
@@ -108,7 +110,8 @@ def call_of(node: fx.Node) -> Call | None:
     shapes = iter(layout.shape for layout in layouts_of(node))
     returns = tuple(next(shapes) if isinstance(t, torch.Tensor) else None for t in items)
     read = {name: shape_of(v) for name, v in values.items() if isinstance(v, fx.Node)}
-    return Call(name_of(node), values, read, returns, devices == {"cpu"})
+    has_floats = any(t.is_floating_point() for t in tensors)
+    return Call(name_of(node), values, read, returns, has_floats, devices == {"cpu"})
 
 
 def whole(shape: Shape | None) -> Labels:

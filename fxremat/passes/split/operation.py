@@ -21,8 +21,16 @@ from fxremat.passes.joint.graph import (
 )
 from fxremat.passes.joint.sizes import Size, layouts_of, names_in, symbol
 from fxremat.passes.split.memory import Memory
-from fxremat.passes.split.parts import ROWS, Output, Parts, Witness, filled
-from fxremat.passes.split.rules import for_rows, is_pointwise
+from fxremat.passes.split.parts import (
+    ROWS,
+    Integers,
+    Output,
+    Parts,
+    Witness,
+    filled,
+    is_integer,
+)
+from fxremat.passes.split.rules import for_rows, is_pointwise, reads_indices
 from fxremat.passes.split.run import Run, place_of
 from fxremat.passes.split.runs import Large, is_sum_of_products
 
@@ -90,7 +98,26 @@ def one_operation(
         witnesses=[
             _witness(n, own, sources, joint) for n in inside if exact and _is_uneven(n, run)
         ],
+        integers=_integers(inside, sources),
     )
+
+
+def _integers(inside: Sequence[fx.Node], sources: Sequence[fx.Node]) -> Integers:
+    """How operations read the integers that they take, be it through others."""
+    held = {n: {i} for i, n in enumerate(sources) if is_integer(n.meta["val"])}
+    indices: set[int] = set()
+    values: set[int] = set()
+    for node in inside:
+        read = set().union(*(held.get(n, ()) for n in node.all_input_nodes))
+        if reads_indices(node):
+            indices |= read
+        results = [n for n in values_of(node) or [node] if is_tensor(n)]
+        for result in results:
+            if is_integer(result.meta["val"]):
+                held[result] = read
+        if not reads_indices(node) and any(n.meta["val"].is_floating_point() for n in results):
+            values |= read
+    return Integers(frozenset(indices), frozenset(values))
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:

@@ -71,6 +71,19 @@ class Witness:
 
 
 @dataclass(frozen=True, slots=True)
+class Integers:
+    """How a run reads the integers that it takes.
+
+    Attributes:
+        indices: places of tensors whose numbers are indices, of which only 0 is valid everywhere.
+        values: places of tensors whose numbers become floating-point numbers.
+    """
+
+    indices: frozenset[int] = frozenset()
+    values: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Changed:
     """What differs where a run is computed in parts; it is true if anything does.
 
@@ -108,6 +121,7 @@ class Parts:
         at_once: the operations as they were traced; placeholders and results are those of
             ``graph``.
         witnesses: of its pointwise operations that are not certain to keep their bits.
+        integers: how it reads what it takes, where that is integers.
 
     It takes the inputs, and the sizes in their order; it returns a tensor, or a list of several.
     Where it is to be exact and that is not certain, it runs ``at_once`` at sizes of which
@@ -131,6 +145,7 @@ class Parts:
         whole: Sequence[fx.Node],
         at_once: fx.Graph,
         witnesses: Sequence[Witness] = (),
+        integers: Integers | None = None,
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = "fxremat.parts"
@@ -140,6 +155,7 @@ class Parts:
         self.exact, self.certain = exact, certain
         self.part_bytes, self.whole, self.at_once = part_bytes, tuple(whole), at_once
         self.witnesses = tuple(witnesses)
+        self.integers = integers or Integers()
         self._keeps_bits: dict[tuple[int, ...], bool] = {}
         self._refused = False
         self._report: Callable[[bool], None] | None = None
@@ -349,6 +365,11 @@ def same_bits(one: Tensor, other: Tensor) -> Tensor:
 def is_true(answer: Tensor) -> bool:
     """An answer that a device has: ``bool`` alone would lock host memory for it."""
     return bool(answer.cpu())
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Whether a tensor holds integers: no bools."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def filled(tensor: Tensor, number: Tensor) -> Tensor:

@@ -114,6 +114,11 @@ def is_pointwise(node: fx.Node) -> bool:
     return _rule_of(node) is families.pointwise
 
 
+def reads_indices(node: fx.Node) -> bool:
+    """Whether an operator of aten may read integers as indices."""
+    return _rule_of(node) in families.BY_INDEX
+
+
 def for_rows(node: fx.Node, way: Way, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of ``node`` for a part of ``rows`` rows: nodes stay, sizes follow the part."""
     args, kwargs = list(node.args), dict(node.kwargs)

@@ -494,6 +494,9 @@ def _(d: Draws, name: str) -> Any:
     shape = d.shape()
     some = d.one_of(d.dims(len(shape)), d.dims(len(shape)), [])
     assume(some or name != "logsumexp.default")
+    if name in ("sum.dim_IntList", "mean.dim") and d.one_of(False, True):
+        integers = d.index(1 << 20, *shape)
+        return [integers, some, d.one_of(True, False)], {"dtype": torch.float32}
     return [d.real(*shape), some, d.one_of(True, False)]
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tests.passes.split.layers  # noqa: F401
-from fxremat.costs.bits import contrast
 from fxremat.costs.cache import CostCache
+from fxremat.costs.contrast import contrasts
 from fxremat.passes.split.families import EXACT
 from fxremat.passes.split.parts import same_bits
 from fxremat.passes.split.rules import is_pointwise, ways
@@ -42,7 +42,7 @@ def test_no_number_depends_on_its_place(name: str, data: st.DataObject) -> None:
         if is_pointwise(op.node) and any(
             way.same_bits for n in op.counts() for way in ways(op.node, n)
         ):
-            assert not contrast(op.node, CostCache())
+            assert not contrasts(op.node, CostCache())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -60,4 +60,11 @@ def test_numbers_that_do_are_seen(name: str) -> None:
     pair = [x, x.clone()]
     more = {"gelu": [x], "hardtanh_backward": [*pair, -0.5, 0.5]}
     op = alone(operator_of(name if "." in name else f"{name}.default"), *more.get(name, pair))
-    assert contrast(op.node, CostCache())
+    assert contrasts(op.node, CostCache())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_divisor_of_a_single_number_has_a_kernel_of_its_own(dtype: torch.dtype) -> None:
+    pair = torch.randn(4, 3).to(dtype), torch.randn(4, 1).to(dtype)
+    op = alone(operator_of("div.Tensor_mode"), *pair, rounding_mode="trunc")
+    assert contrasts(op.node, CostCache())

@@ -1,0 +1,163 @@
+"""Numbers that show by which formula a pointwise kernel of a CPU computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, combinations
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.costs.cache import CostCache
+from fxremat.passes.joint.digest import written
+from fxremat.passes.joint.graph import is_tensor
+from fxremat.passes.split.parts import INTEGERS, same_bits
+
+CANDIDATES, AT_ONCE = 1 << 18, 1 << 13
+"""Among so many numbers some are looked for; so many are computed at once, as planning has a budget
+too."""
+
+SINGLES = 64
+"""So many of them are tried as the only number of a tensor."""
+
+OF_NO_DIMENSIONS = (1 / 3, 0.0, -0.0, float("nan"), float("inf"))
+"""What a tensor without dimensions may be: the first is no number of half precision."""
+
+NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
+
+Numbers = list[torch.Tensor]
+"""One for each tensor that an operation reads."""
+
+
+def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers]:
+    """Find numbers of which a pointwise operation's kernel computes another value by another
+    formula.
+
+    A kernel may have one formula for what fills a vector, another for numbers that it computes one
+    by one, and more where a tensor holds a single number. Candidates for a half-precision operation
+    of one tensor are all numbers; others are random, special, or any bits.
+
+    Args:
+        node: the operation.
+        cache: answers; a new one is added.
+
+    Returns some for each formula that gives another value than the one for a vector; none where it
+    computes all candidates alike, or is not for a CPU.
+    """
+    tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+    if not all(n.meta["val"].device.type == "cpu" for n in tensors):
+        return []
+    read = [(n.meta["val"].dtype, n.meta["val"].dim() > 0) for n in tensors]
+    places = {n: i for i, n in enumerate(tensors)}
+    arguments = written((node.args, dict(node.kwargs)), lambda n: f"%{places.get(n)}")
+    key = (str(node.target), arguments, str(read))
+    if key not in cache.contrasts:
+        try:
+            cache.contrasts[key] = [*_contrasts(node, tensors)]
+        except RuntimeError:  # it does not take a single dimension
+            cache.contrasts[key] = []
+    return cache.contrasts[key]
+
+
+def _contrasts(node: fx.Node, tensors: Sequence[fx.Node]) -> Iterator[Numbers]:
+    """Numbers for a kernel that computes one by one, and for tensors that hold a single number."""
+    rows = [i for i, n in enumerate(tensors) if n.meta["val"].dim()]
+    scalars = OF_NO_DIMENSIONS[: None if len(rows) < len(tensors) else 1]
+    for scalar in scalars:
+        for start in range(0, CANDIDATES, AT_ONCE):
+            dense = [_candidates(n.meta["val"], scalar, start, len(tensors)) for n in tensors]
+            strided = [torch.stack([t, t], -1)[..., 0] if t.dim() else t for t in dense]
+            place = _first_difference(node, tensors, dense, strided)
+            if place is not None:
+                yield _at(dense, place)
+                break
+    for subset in chain.from_iterable(combinations(rows, n + 1) for n in range(len(rows))):
+        for scalar in scalars:
+            dense = [_candidates(n.meta["val"], scalar, 0, len(tensors)) for n in tensors]
+            yield from _of_a_single_number(node, tensors, dense, subset)
+
+
+def _of_a_single_number(
+    node: fx.Node, tensors: Sequence[fx.Node], dense: Numbers, subset: Sequence[int]
+) -> Iterator[Numbers]:
+    """Numbers of which another value is computed where tensors of ``subset`` hold one number."""
+    for i in range(SINGLES):
+        single = {place: dense[place][i].reshape(1) for place in subset}
+        repeated = {place: number.repeat(AT_ONCE) for place, number in single.items()}
+        one, other = (
+            [held.get(place, t) for place, t in enumerate(dense)] for held in (repeated, single)
+        )
+        place = _first_difference(node, tensors, one, other)
+        if place is not None:
+            yield _at(one, place)
+            return
+
+
+def _first_difference(
+    node: fx.Node, tensors: Sequence[fx.Node], one: Numbers, other: Numbers
+) -> int | None:
+    """The first place at which a result has other bits."""
+    results = [_computed(node, tensors, values) for values in (one, other)]
+    pairs = zip(*results, strict=True)
+    differs = torch.stack([~same_bits(a, b.expand_as(a)) for a, b in pairs]).any(0)
+    return int(differs.nonzero()[0]) if differs.any() else None
+
+
+def _at(values: Numbers, place: int) -> Numbers:
+    return [t[place].clone() if t.dim() else t for t in values]
+
+
+def _computed(node: fx.Node, tensors: Sequence[fx.Node], values: Numbers) -> Numbers:
+    """Results of an operation for ``values`` in place of the tensors that it reads."""
+    given = dict(zip(tensors, values, strict=True))
+
+    def value_of(read: fx.Node) -> Any:
+        return given[read] if read in given else read.meta["val"]
+
+    target: Any = node.target
+    args: Any = fx.node.map_arg(node.args, value_of)
+    kwargs: Any = fx.node.map_arg(node.kwargs, value_of)
+    return listed(target(*args, **kwargs))
+
+
+def _candidates(tensor: torch.Tensor, single: float, start: int, count: int) -> torch.Tensor:
+    """Numbers from ``start`` on for one of ``count`` tensors; ``single`` for one without
+    dimensions.
+    """
+    if not tensor.dim():
+        return torch.full((), single).to(tensor.dtype)
+    made = torch.empty(AT_ONCE, dtype=tensor.dtype)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return made.random_(2)
+    made.normal_()
+    if tensor.is_floating_point():
+        bits = INTEGERS[tensor.itemsize]
+        if count == 1 and bits is torch.int16:  # all of them, each several times
+            each = (torch.arange(start, start + AT_ONCE) % 2**16 - 2**15).to(bits)
+            return each.view(tensor.dtype)
+        any_bits = torch.empty(AT_ONCE, dtype=bits).random_(torch.iinfo(bits).min, None)
+        made = torch.where(torch.rand(AT_ONCE) < 1 / 4, any_bits.view(tensor.dtype), made)
+    return with_special(made, zeros=1 / 4, others=1 / 8)
+
+
+def with_special(numbers: torch.Tensor, zeros: float, others: float) -> torch.Tensor:
+    """Random numbers some of which are made zeros of either sign, infinite or NaN.
+
+    Args:
+        numbers: they are changed.
+        zeros, others: shares of those that are made zeros, and that are made not finite.
+    """
+    if not numbers.is_floating_point():
+        return numbers
+    drawn = torch.rand(numbers.shape, device=numbers.device)
+    numbers.masked_fill_(drawn < zeros, 0.0).masked_fill_(drawn < zeros / 2, -0.0)
+    for i, number in enumerate(NOT_FINITE):
+        from_, to = (1 - others * (i + end) / len(NOT_FINITE) for end in (1, 0))
+        numbers.masked_fill_((drawn >= from_) & (drawn < to), number)
+    return numbers
+
+
+def listed(results: Any) -> list[torch.Tensor]:
+    """What an operation returned, as a list."""
+    return list(results) if isinstance(results, (tuple, list)) else [results]
