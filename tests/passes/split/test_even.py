@@ -27,10 +27,6 @@ OF_ONE = [
 ]
 
 
-def test_each_is_tried():
-    assert set(CASES) >= EXACT
-
-
 @pytest.mark.parametrize("name", NAMES)
 @examples(0.2)
 @given(data=st.data())
