@@ -73,7 +73,7 @@ def other_bits(
     key = (str(parts), *sizes, *map(tensor_key, given))
     if key not in cache.other_bits:
         every = Changed(frozenset(range(len(parts.outputs))))
-        if parts.integers.indices & parts.integers.values:
+        if parts.integers.indices & parts.integers.values and not parts.certain:
             return every
         with undisturbed(parts.device):
             try:
@@ -133,13 +133,16 @@ def _shows(
     sizes: tuple[int, ...],
     cache: CostCache,
 ) -> bool:
-    """Whether a pointwise operation computes a number by another formula than at once."""
+    """Whether a pointwise operation computes a number by another formula than at once, or may."""
     named = dict(zip(parts.hints, sizes, strict=True))
     own = [named[name] for name in witness.parts.hints]
+    found = contrasts(witness.node, cache)
+    if not found:
+        return found is None
     taken = [_filled(parts, place, given[place], _random) for place in witness.taken]
     return not all(
         are_equal(one, other)
-        for numbers in contrasts(witness.node, cache)
+        for numbers in found
         for one, other in _both(witness.parts, [*taken, *numbers, *own])
     )
 

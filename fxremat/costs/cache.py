@@ -29,7 +29,8 @@ class CostCache:
         result_bytes: of the storages of an operation's results.
         as_traced: whether an operation's results lie as the trace says.
         asked: what an operation asks for, where an allocator rounds.
-        contrasts: numbers that show by which formula a pointwise kernel computes them.
+        contrasts: numbers that show by which formula a pointwise kernel computes them; ``None``:
+            it computes none that are made up.
         other_bits: what differs where runs are computed in parts.
         left: how kernels leave results; ``None``: that is not known.
         causal: whether a mask is causal, or attention has the same bits with ``is_causal``.
@@ -41,7 +42,7 @@ class CostCache:
     result_bytes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
     as_traced: dict[Key, bool] = field(default_factory=dict)
     asked: dict[Key, tuple[Request, ...]] = field(default_factory=dict)
-    contrasts: dict[Key, list[list[torch.Tensor]]] = field(default_factory=dict)
+    contrasts: dict[Key, list[list[torch.Tensor]] | None] = field(default_factory=dict)
     other_bits: dict[Key, Changed] = field(default_factory=dict)
     left: dict[Key, tuple[Layout, ...] | None] = field(default_factory=dict)
     causal: dict[Key, bool] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
 from typing import Any
@@ -30,7 +31,7 @@ Numbers = list[torch.Tensor]
 """One for each tensor that an operation reads."""
 
 
-def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers]:
+def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers] | None:
     """Find numbers of which a pointwise operation's kernel computes another value by another
     formula.
 
@@ -42,8 +43,9 @@ def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers]:
         node: the operation.
         cache: answers; a new one is added.
 
-    Returns some for each formula that gives another value than the one for a vector; none where it
-    computes all candidates alike, or is not for a CPU.
+    Returns some for each formula that gives another value than the one for a vector: an empty list
+    where it computes all candidates alike, or is not for a CPU; ``None`` where the kernel refuses
+    them, so nothing is known.
     """
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     if not all(n.meta["val"].device.type == "cpu" for n in tensors):
@@ -55,8 +57,8 @@ def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers]:
     if key not in cache.contrasts:
         try:
             cache.contrasts[key] = [*_contrasts(node, tensors)]
-        except RuntimeError:  # it does not take a single dimension
-            cache.contrasts[key] = []
+        except RuntimeError:
+            cache.contrasts[key] = None
     return cache.contrasts[key]
 
 
@@ -66,7 +68,8 @@ def _contrasts(node: fx.Node, tensors: Sequence[fx.Node]) -> Iterator[Numbers]:
     scalars = OF_NO_DIMENSIONS[: None if len(rows) < len(tensors) else 1]
     for scalar in scalars:
         for start in range(0, CANDIDATES, AT_ONCE):
-            dense = [_candidates(n.meta["val"], scalar, start, len(tensors)) for n in tensors]
+            every = start if len(tensors) == 1 else None
+            dense = [_candidates(n.meta["val"], scalar, every) for n in tensors]
             strided = [torch.stack([t, t], -1)[..., 0] if t.dim() else t for t in dense]
             place = _first_difference(node, tensors, dense, strided)
             if place is not None:
@@ -74,8 +77,9 @@ def _contrasts(node: fx.Node, tensors: Sequence[fx.Node]) -> Iterator[Numbers]:
                 break
     for subset in chain.from_iterable(combinations(rows, n + 1) for n in range(len(rows))):
         for scalar in scalars:
-            dense = [_candidates(n.meta["val"], scalar, 0, len(tensors)) for n in tensors]
-            yield from _of_a_single_number(node, tensors, dense, subset)
+            dense = [_candidates(n.meta["val"], scalar, None) for n in tensors]
+            with contextlib.suppress(RuntimeError):  # all tensors are of one shape in any run
+                yield from _of_a_single_number(node, tensors, dense, subset)
 
 
 def _of_a_single_number(
@@ -121,19 +125,19 @@ def _computed(node: fx.Node, tensors: Sequence[fx.Node], values: Numbers) -> Num
     return listed(target(*args, **kwargs))
 
 
-def _candidates(tensor: torch.Tensor, single: float, start: int, count: int) -> torch.Tensor:
-    """Numbers from ``start`` on for one of ``count`` tensors; ``single`` for one without
-    dimensions.
+def _candidates(tensor: torch.Tensor, scalar: float, start: int | None) -> torch.Tensor:
+    """Numbers for a tensor: ``scalar`` for one without dimensions; where ``start`` is given and
+    they are halves, all of them from there on; random, special and any bits elsewhere.
     """
     if not tensor.dim():
-        return torch.full((), single).to(tensor.dtype)
+        return torch.full((), scalar).to(tensor.dtype)
     made = torch.empty(AT_ONCE, dtype=tensor.dtype)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return made.random_(2)
     made.normal_()
     if tensor.is_floating_point():
         bits = INTEGERS[tensor.itemsize]
-        if count == 1 and bits is torch.int16:  # all of them, each several times
+        if start is not None and bits is torch.int16:  # each several times
             each = (torch.arange(start, start + AT_ONCE) % 2**16 - 2**15).to(bits)
             return each.view(tensor.dtype)
         any_bits = torch.empty(AT_ONCE, dtype=bits).random_(torch.iinfo(bits).min, None)

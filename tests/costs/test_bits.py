@@ -170,8 +170,8 @@ def call_of(target: Any, *tensors: Tensor) -> fx.Node:
 
 def test_numbers_that_a_vector_computes_otherwise():
     aten = torch.ops.aten
-    assert not contrasts(call_of(aten.neg.default, torch.empty(3, 4)), CostCache())
-    for (number,) in contrasts(call_of(aten.gelu.default, torch.empty(3, 4)), CostCache()):
+    assert contrasts(call_of(aten.neg.default, torch.empty(3, 4)), CostCache()) == []
+    for (number,) in contrasts(call_of(aten.gelu.default, torch.empty(3, 4)), CostCache()) or []:
         dense = number.repeat(256)
         apart = number.repeat(512)[::2]
         assert not are_equal(aten.gelu(dense), aten.gelu(apart))
