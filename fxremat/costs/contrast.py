@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
 from typing import Any
@@ -50,7 +49,7 @@ def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers] | None:
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     if not all(n.meta["val"].device.type == "cpu" for n in tensors):
         return []
-    read = [(n.meta["val"].dtype, n.meta["val"].dim() > 0) for n in tensors]
+    read = [(n.meta["val"].dtype, kind) for n, kind in zip(tensors, _kinds(tensors), strict=True)]
     places = {n: i for i, n in enumerate(tensors)}
     arguments = written((node.args, dict(node.kwargs)), lambda n: f"%{places.get(n)}")
     key = (str(node.target), arguments, str(read))
@@ -75,11 +74,25 @@ def _contrasts(node: fx.Node, tensors: Sequence[fx.Node]) -> Iterator[Numbers]:
             if place is not None:
                 yield _at(dense, place)
                 break
-    for subset in chain.from_iterable(combinations(rows, n + 1) for n in range(len(rows))):
+    kinds = _kinds(tensors)
+    several = sorted({kind for kind in kinds if kind is not None})
+    for some in chain.from_iterable(combinations(several, n + 1) for n in range(len(several))):
+        subset = [i for i, kind in enumerate(kinds) if kind in some]
         for scalar in scalars:
             dense = [_candidates(n.meta["val"], scalar, None) for n in tensors]
-            with contextlib.suppress(RuntimeError):  # all tensors are of one shape in any run
-                yield from _of_a_single_number(node, tensors, dense, subset)
+            yield from _of_a_single_number(node, tensors, dense, subset)
+
+
+def _kinds(tensors: Sequence[fx.Node]) -> list[int | None]:
+    """A number for each tensor, the same for those of one shape; ``None``: it has no dimensions.
+
+    Those of one shape have one in a part, too: either all or none of them hold a single number.
+    """
+    shapes = [str(tuple(n.meta["val"].shape)) for n in tensors]
+    return [
+        shapes.index(s) if n.meta["val"].dim() else None
+        for n, s in zip(tensors, shapes, strict=True)
+    ]
 
 
 def _of_a_single_number(
