@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from fxremat.frontend.shortfall import warn
 from fxremat.ir import Form
-from fxremat.passes.joint.sizes import evaluated
 from fxremat.passes.split.parts import Parts
 from fxremat.units import format_bytes
+
+MOST_MEASURED = 32
+"""So many steps in a row that are not compared are warned of."""
 
 
 @dataclass(slots=True)
@@ -17,7 +19,8 @@ class Comparison:
     """Compares one run of a plan in every so many steps, on the numbers of the step.
 
     The operations at once take memory that the plan does not have, so a run is compared only where
-    the budget has room for them above the plan's peak.
+    the budget has room for them above the plan's peak. A step that is measured is not compared, as
+    the plans that follow would count the comparison as the step's.
 
     Attributes:
         every: in each such step; 0: never.
@@ -25,6 +28,32 @@ class Comparison:
 
     every: int
     _has_warned: bool = False
+    _next: Parts | None = None
+    _measured: int = 0
+
+    def is_due(self, number: int, *, measured: bool) -> bool:
+        """Whether a run of a step is to be compared.
+
+        Args:
+            number: of the step.
+            measured: a step is, now.
+        """
+        if not self.every or number % self.every:
+            return False
+        self._measured = self._measured + 1 if measured else 0
+        if self._measured == MOST_MEASURED:
+            warn(
+                f"verify_bits={self.every} has compared nothing in {MOST_MEASURED} steps in which "
+                "it was due: these were measured for later plans, as their sizes differ and come "
+                "near the budget. A larger budget measures fewer steps"
+            )
+        return not measured
+
+    def cancel(self) -> None:
+        """Forget a comparison whose step has ended without it."""
+        if self._next is not None:
+            self._next.compare_next(None)
+            self._next = None
 
     def begin(
         self,
@@ -46,7 +75,7 @@ class Comparison:
         """
         if not runs:
             return
-        takes_bytes = [_at_once_bytes(run, sizes) for run in runs]
+        takes_bytes = [run.compared_bytes(sizes) for run in runs]
         fit = [run for run, own in zip(runs, takes_bytes, strict=True) if own <= room_bytes]
         if not fit:
             self._has_no_room(min(takes_bytes), room_bytes)
@@ -63,6 +92,7 @@ class Comparison:
                     "take more memory or time. Please report this; split=False rules such runs out"
                 )
 
+        self._next = run
         run.compare_next(report)
 
     def _has_no_room(self, least_bytes: int, room_bytes: int) -> None:
@@ -83,10 +113,3 @@ def runs_in(form: Form, targets: Sequence[object]) -> list[Parts]:
     if not (form.exact and form.has_parts):
         return []
     return [*dict.fromkeys(t for t in targets if isinstance(t, Parts))]
-
-
-def _at_once_bytes(run: Parts, sizes: Mapping[str, int]) -> int:
-    """Bytes that the operations of a run take at once, with their results."""
-    count = -(-int(evaluated(run.rows, sizes)) // run.part_rows)
-    results = sum(int(evaluated(own.layout.storage_bytes, sizes)) for own in run.outputs)
-    return count * run.part_bytes + results

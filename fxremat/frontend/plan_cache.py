@@ -240,7 +240,9 @@ class PlanCache:
         """Let a run of a plan be compared with its operations at once, where that is asked for."""
         comparison, planner, plan = self.loop.comparison, self.planner, compiled.planned.plan
         form = plan.form
-        if not comparison.every or number % comparison.every or not form.has_parts:
+        if not any(self.loop.in_flight):
+            comparison.cancel()
+        if not form.has_parts or not comparison.is_due(number, measured=self.loop.watcher.is_on):
             return
         targets = [node.target for node in planner.step.variant(form).line.nodes]
         room_bytes = plan.budget_bytes - plan.counted_bytes

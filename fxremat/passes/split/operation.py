@@ -24,6 +24,7 @@ from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.parts import (
     ROWS,
     Integers,
+    Made,
     Output,
     Parts,
     Witness,
@@ -32,7 +33,7 @@ from fxremat.passes.split.parts import (
 )
 from fxremat.passes.split.rules import for_rows, is_pointwise, reads_indices
 from fxremat.passes.split.run import Run, place_of
-from fxremat.passes.split.runs import Large, is_sum_of_products
+from fxremat.passes.split.runs import Large, is_sum_of_products, results_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,22 @@ def one_operation(
             _witness(n, own, sources, joint) for n in inside if exact and _is_uneven(n, run)
         ],
         integers=_integers(inside, sources),
+        made=[*_made(run, inside, joint)],
     )
+
+
+def _made(run: Run, inside: Sequence[fx.Node], joint: JointGraph) -> Iterator[Made]:
+    """What operations allocate as they were traced."""
+    table = joint.storages
+    last = {s: i for i, n in enumerate(inside) for s in table.of(n.all_input_nodes)}
+    last |= dict.fromkeys(table.of(value for _, value, _ in results_of_run(run)), len(inside))
+    seen = set(table.of(run.sources))
+    for i, node in enumerate(inside):
+        for value in results_of(node):
+            new = table.of([value]) - seen
+            seen |= new
+            for own in new:
+                yield Made(layouts_of(value)[0], i, last.get(own, i))
 
 
 def _integers(inside: Sequence[fx.Node], sources: Sequence[fx.Node]) -> Integers:

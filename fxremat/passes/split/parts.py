@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,20 @@ class Output:
     layout: Layout
     dtype: torch.dtype
     is_product: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What the operations of a run allocate.
+
+    Attributes:
+        layout: how it lies in memory.
+        first, last: places of the operations that make it, and read it last.
+    """
+
+    layout: Layout
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +137,7 @@ class Parts:
             ``graph``.
         witnesses: of its pointwise operations that are not certain to keep their bits.
         integers: how it reads what it takes, where that is integers.
+        made: what the operations at once allocate, results included.
 
     It takes the inputs, and the sizes in their order; it returns a tensor, or a list of several.
     Where it is to be exact and that is not certain, it runs ``at_once`` at sizes of which
@@ -146,6 +162,7 @@ class Parts:
         at_once: fx.Graph,
         witnesses: Sequence[Witness] = (),
         integers: Integers | None = None,
+        made: Sequence[Made] = (),
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = "fxremat.parts"
@@ -156,6 +173,7 @@ class Parts:
         self.part_bytes, self.whole, self.at_once = part_bytes, tuple(whole), at_once
         self.witnesses = tuple(witnesses)
         self.integers = integers or Integers()
+        self._made = tuple(made)
         self._keeps_bits: dict[tuple[int, ...], bool] = {}
         self._refused = False
         self._report: Callable[[bool], None] | None = None
@@ -242,8 +260,24 @@ class Parts:
         """
         self._keeps_bits[sizes] = keeps_bits and self._keeps_bits.get(sizes, True)
 
-    def compare_next(self, report: Callable[[bool], None]) -> None:
-        """Run the operations at once as well when it is called next.
+    def compared_bytes(self, sizes: Mapping[str, int]) -> int:
+        """Bytes that a comparison takes at most, but for what kernels allocate and free.
+
+        Where bits of a result are compared, there may be a dense copy of both, and four answers for
+        each number.
+        """
+        made = [(own, int(evaluated(own.layout.storage_bytes, sizes))) for own in self._made]
+        at_once = (
+            sum(nbytes for own, nbytes in made if own.first <= place <= own.last)
+            for place in {own.first for own in self._made}
+        )
+        results = [(own, int(evaluated(own.layout.storage_bytes, sizes))) for own in self.outputs]
+        answers = (math.ceil(nbytes * (2 + 4 / own.dtype.itemsize)) for own, nbytes in results)
+        left = sum(nbytes for _, nbytes in results)
+        return max(max(at_once, default=0), left + max(answers, default=0))
+
+    def compare_next(self, report: Callable[[bool], None] | None) -> None:
+        """Run the operations at once as well when it is called next; ``None``: not any more.
 
         Args:
             report: called with whether the results have the same bits. If they do not, it returns
