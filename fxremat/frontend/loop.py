@@ -148,9 +148,10 @@ class Loop:
         given_bytes = sum(self.caller.target_bytes) + self.caller.reserve_bytes
         self.outside.look(self.device, keys, given_bytes)
 
-    def check_outside(self, peak_bytes: int) -> None:
+    def check_outside(self, peak_bytes: int, *, planned: bool = False) -> None:
         """Warn of a step that keeps to the budget only without what the loop holds outside."""
-        self.outside.check(peak_bytes, self.budget, self.caller.reserve_bytes)
+        reserve_bytes = self.caller.reserve_bytes
+        self.outside.check(peak_bytes, self.budget, reserve_bytes, planned=planned)
 
     def check_measuring(self, measuring_bytes: int, inputs: Iterable[object]) -> None:
         """Warn if measuring inside a training step took more than the budget.

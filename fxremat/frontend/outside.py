@@ -83,13 +83,16 @@ class Outside:
         self._looked_at = perf_counter()
         self._seconds = self._looked_at - now
 
-    def check(self, peak_bytes: int, budget: TrainingBudget, reserve_bytes: int) -> None:
+    def check(
+        self, peak_bytes: int, budget: TrainingBudget, reserve_bytes: int, *, planned: bool = False
+    ) -> None:
         """Warn of a step that keeps to the budget without these tensors, and not with them.
 
         Args:
-            peak_bytes: measured, of what is counted.
+            peak_bytes: of what is counted.
             budget: of the model. A share or ``"min"`` is warned of once.
             reserve_bytes: that the user has set aside.
+            planned: the peak is the plan's, as only a part of the step was measured.
         """
         budget_bytes = budget.nbytes
         peak_bytes -= SCALARS * SCALAR_BYTES  # which are given, and allocated again by the step
@@ -105,8 +108,8 @@ class Outside:
                 f", and a budget of {budget_bytes + self.nbytes} then leaves the plan as it is"
             )
         warn(
-            f"this step took {peak_bytes} bytes, and the loop held {self.nbytes} bytes "
-            f"({format_bytes(self.nbytes)}) outside the model, allocated since that was compiled "
+            f"this step {'takes' if planned else 'took'} {peak_bytes} bytes, and the loop held "
+            f"{self.nbytes} bytes ({format_bytes(self.nbytes)}) outside the model, allocated since that was compiled "
             "(targets, batches, copies of weights): together "
             f"{over} ({format_bytes(over)}) more than the budget of {budget_bytes}. {remedy}; "
             "target= counts the target of a loss"

@@ -779,7 +779,10 @@ def _learn(
     given_bytes = plan_cache.planner.step.given_bytes(compiled.context)
     planned = Taken(held_bytes, held_bytes - given_bytes)
     peak_bytes = plan_cache.corrections.learn(context, planned, seen, is_first=is_first)
-    plan_cache.loop.check_outside(peak_bytes)
+    if seen.taken_bytes is None:  # another step began before its backward had ended
+        plan_cache.loop.check_outside(max(peak_bytes, plan.counted_bytes), planned=True)
+    else:
+        plan_cache.loop.check_outside(peak_bytes)
     with plan_cache.loop.planning:
         if seen.taken_bytes is not None and peak_bytes != plan.measured_peak_bytes:
             plan = replace(compiled.planned.plan, measured_peak_bytes=peak_bytes)
