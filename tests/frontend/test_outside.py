@@ -73,3 +73,9 @@ def test_other_steps_are_not(peak_bytes: int, nbytes: int):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Outside(nbytes=nbytes).check(peak_bytes, TrainingBudget(Budget(1.0), 10_000), 0)
+
+
+def test_a_step_of_which_a_part_was_measured_is_held_to_its_plan():
+    with pytest.warns(BudgetWarning, match="this step takes 9900 bytes"):
+        loop = Outside(nbytes=1024)
+        loop.check(9_940, TrainingBudget(Budget(1.0), 10_000), 0, planned=True)
