@@ -109,8 +109,8 @@ class Outside:
             )
         warn(
             f"this step {'takes' if planned else 'took'} {peak_bytes} bytes, and the loop held "
-            f"{self.nbytes} bytes ({format_bytes(self.nbytes)}) outside the model, allocated since that was compiled "
-            "(targets, batches, copies of weights): together "
+            f"{self.nbytes} bytes ({format_bytes(self.nbytes)}) outside the model, allocated since "
+            "that was compiled (targets, batches, copies of weights): together "
             f"{over} ({format_bytes(over)}) more than the budget of {budget_bytes}. {remedy}; "
             "target= counts the target of a loss"
         )
