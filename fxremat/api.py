@@ -164,7 +164,8 @@ def compile(
             computes in parts is computed at once as well, on the numbers of the step, where the
             budget has room for that above the plan's peak. If bits differ, the step has those of
             the operations at once, a ``BudgetWarning`` names the run, and later plans do without
-            it. ``0``: never.
+            it. Steps that are measured for later plans, such as the first ones, are left out.
+            ``0``: never.
         ranks: processes that train the model together, and what they do where they differ: the
             first of them plans, by the most that any measures, and all follow. ``None``: those of
             the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s; where nothing
