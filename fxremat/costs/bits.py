@@ -67,8 +67,8 @@ def other_bits(
 
     All results are returned where there is no memory to compute the run twice, where a kernel
     refuses made-up numbers, as a binary cross entropy does those outside of 0 to 1, and where
-    integers are indices and become floating-point numbers as well: 0 alone is a valid index, and
-    says nothing of sums.
+    integers are indices and become floating-point numbers as well: only 0 is valid as any index,
+    and sums of zeros say nothing.
     """
     key = (str(parts), *sizes, *map(tensor_key, given))
     if key not in cache.other_bits:
@@ -135,15 +135,15 @@ def _shows(
 ) -> bool:
     """Whether a pointwise operation computes a number by another formula than at once, or may."""
     named = dict(zip(parts.hints, sizes, strict=True))
-    own = [named[name] for name in witness.parts.hints]
-    found = contrasts(witness.node, cache)
-    if not found:
-        return found is None
+    its_sizes = [named[name] for name in witness.parts.hints]
+    contrasting = contrasts(witness.node, cache)
+    if not contrasting:
+        return contrasting is None
     taken = [_filled(parts, place, given[place], _random) for place in witness.taken]
     return not all(
         are_equal(one, other)
-        for numbers in found
-        for one, other in _both(witness.parts, [*taken, *numbers, *own])
+        for numbers in contrasting
+        for one, other in _both(witness.parts, [*taken, *numbers, *its_sizes])
     )
 
 

@@ -11,6 +11,9 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.passes.joint.graph import JointGraph
 
+CHUNK = 1 << 14
+"""Numbers of 8 bits that are drawn at a time, as each takes four bytes until it is rounded."""
+
 
 class Synthesizer:
     """Gives each node a tensor of its traced dtype, shape, strides and storage.
@@ -75,7 +78,9 @@ def _base(traced: torch.Tensor, *, std: float) -> torch.Tensor:
     count = int(traced.untyped_storage().nbytes()) // traced.element_size()
     base = torch.zeros(count, dtype=traced.dtype, device=traced.device)
     if traced.is_floating_point() and traced.itemsize == 1:  # torch draws no 8-bit ones
-        base.copy_(torch.empty(count, device=traced.device).normal_(std=std))
+        for start in range(0, count, CHUNK):
+            chunk = base[start : start + CHUNK]
+            chunk.copy_(torch.empty(len(chunk), device=traced.device).normal_(std=std))
     elif traced.is_floating_point() or traced.is_complex():
         base.normal_(std=std)
     return base

@@ -11,7 +11,7 @@ from fxremat.passes.split.parts import Parts
 from fxremat.units import format_bytes
 
 MOST_MEASURED = 32
-"""So many steps in a row that are not compared are warned of."""
+"""After so many steps in a row that were due, and measured instead, a warning is given."""
 
 
 @dataclass(slots=True)
@@ -36,9 +36,9 @@ class Comparison:
 
         Args:
             number: of the step.
-            measured: a step is, now.
+            measured: whether a step is being measured for later plans.
         """
-        if not self.every or number % self.every:
+        if number % self.every:
             return False
         self._measured = self._measured + 1 if measured else 0
         if self._measured == MOST_MEASURED:

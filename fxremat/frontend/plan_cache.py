@@ -240,6 +240,8 @@ class PlanCache:
         """Let a run of a plan be compared with its operations at once, where that is asked for."""
         comparison, planner, plan = self.loop.comparison, self.planner, compiled.planned.plan
         form = plan.form
+        if not comparison.every:
+            return
         if not any(self.loop.in_flight):
             comparison.cancel()
         if not form.has_parts or not comparison.is_due(number, measured=self.loop.watcher.is_on):

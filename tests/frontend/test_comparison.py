@@ -5,17 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.frontend.comparison import MOST_MEASURED, Comparison
 
 ROWS, WIDTH = 64, 32
 
 MEASURED = 5
-"""Steps of which the first ones are measured: these are not compared."""
+"""First steps, of which some are measured: these are not compared."""
 
 
 class Model(nn.Module):
@@ -117,6 +119,37 @@ def test_steps_that_are_compared_keep_to_the_budget_and_to_their_plan() -> None:
     model.zero_grad()
     assert plan.counted_bytes < max(taken) <= plan.budget_bytes  # something was compared
     assert called.plan.counted_bytes == plan.counted_bytes
+
+
+def test_steps_that_are_always_measured_are_warned_of_once() -> None:
+    comparison = Comparison(2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        due = [comparison.is_due(number, measured=True) for number in range(3 * MOST_MEASURED)]
+    assert not any(due)
+    (warning,) = said
+    assert "verify_bits=2 has compared nothing in 32 steps" in str(warning.message)
+    assert [comparison.is_due(number, measured=False) for number in (1, 2)] == [False, True]
+
+
+class Run:
+    """A run in parts that notes what it is asked for."""
+
+    report: object = None
+
+    def compared_bytes(self, _sizes: object) -> int:
+        return 0
+
+    def compare_next(self, report: object) -> None:
+        self.report = report
+
+
+def test_a_step_that_ends_before_its_comparison_leaves_it_to_no_later_one() -> None:
+    comparison, run = Comparison(1), Run()
+    comparison.begin(cast(Any, [run]), 1, {}, 0, refuse=lambda _: None)
+    assert run.report is not None
+    comparison.cancel()
+    assert run.report is None
 
 
 def test_a_budget_without_room_for_a_comparison_is_warned_of_once() -> None:

@@ -53,11 +53,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What the operations of a run allocate.
+    """A tensor that the operations of a run allocate.
 
     Attributes:
-        layout: how it lies in memory.
-        first, last: places of the operations that make it, and read it last.
+        layout: of its storage.
+        first, last: places of the operation that makes it and of the one that reads it last.
     """
 
     layout: Layout
@@ -261,9 +261,9 @@ class Parts:
         self._keeps_bits[sizes] = keeps_bits and self._keeps_bits.get(sizes, True)
 
     def compared_bytes(self, sizes: Mapping[str, int]) -> int:
-        """Bytes that a comparison takes at most, but for what kernels allocate and free.
+        """Return the most bytes that a comparison takes, without workspaces of kernels.
 
-        Where bits of a result are compared, there may be a dense copy of both, and four answers for
+        Comparing the bits of a result may make a dense copy of both sides, and four Booleans for
         each number.
         """
         made = [(own, int(evaluated(own.layout.storage_bytes, sizes))) for own in self._made]

@@ -64,3 +64,16 @@ def test_a_divisor_of_a_single_number_has_a_kernel_of_its_own(dtype: torch.dtype
     pair = torch.randn(4, 3).to(dtype), torch.randn(4, 1).to(dtype)
     op = alone(operator_of("div.Tensor_mode"), *pair, rounding_mode="trunc")
     assert contrasts(op.node, CostCache())
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("shape", [(4, 3), (4, 1), ()])
+@pytest.mark.parametrize("pair", ["float32 bfloat16", "bfloat16 float32", "float64 float32"])
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
+def test_numbers_of_two_dtypes_depend_on_no_place(
+    name: str, pair: str, shape: tuple[int, ...]
+) -> None:
+    one, other = (getattr(torch, dtype) for dtype in pair.split())
+    args = torch.randn(4, 3).to(one), torch.randn(shape).to(other)
+    op = alone(operator_of(f"{name}.Tensor"), *args)
+    assert contrasts(op.node, CostCache()) == []
