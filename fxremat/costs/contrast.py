@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -74,13 +74,28 @@ def _contrasts(node: fx.Node, tensors: Sequence[fx.Node]) -> Iterator[Numbers]:
             if place is not None:
                 yield _at(dense, place)
                 break
-    kinds = _kinds(tensors)
-    several = sorted({kind for kind in kinds if kind is not None})
-    for some in chain.from_iterable(combinations(several, n + 1) for n in range(len(several))):
-        subset = [i for i, kind in enumerate(kinds) if kind in some]
+    for subset in _subsets_of_single_numbers(tensors):
         for scalar in scalars:
             dense = [_candidates(n.meta["val"], scalar, None) for n in tensors]
             yield from _of_a_single_number(node, tensors, dense, subset)
+
+
+def _subsets_of_single_numbers(tensors: Sequence[fx.Node]) -> Iterator[list[int]]:
+    """Which tensors may hold a single number at once, in some part of a split.
+
+    Where one does, so does each tensor that broadcasts to its shape.
+    """
+    shapes = {kind: tensors[kind].meta["val"].shape for kind in _kinds(tensors) if kind is not None}
+    for count in range(len(shapes)):
+        for some in combinations(shapes, count + 1):
+            below = {a for a in shapes for b in some if _broadcasts(shapes[a], shapes[b])}
+            if below <= {*some}:
+                yield [i for i, kind in enumerate(_kinds(tensors)) if kind in some]
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (1, other) for size, other in pairs)
 
 
 def _kinds(tensors: Sequence[fx.Node]) -> list[int | None]:

@@ -66,6 +66,11 @@ def test_a_divisor_of_a_single_number_has_a_kernel_of_its_own(dtype: torch.dtype
     assert contrasts(op.node, CostCache())
 
 
+def test_a_copied_number_is_never_copied_to_fewer_than_it_is() -> None:
+    op = alone(operator_of("copy.default"), torch.zeros(3), torch.randn(1))
+    assert contrasts(op.node, CostCache()) == []
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("shape", [(4, 3), (4, 1), ()])
 @pytest.mark.parametrize("pair", ["float32 bfloat16", "bfloat16 float32", "float64 float32"])
