@@ -89,6 +89,12 @@ class Measured:
             raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
         return found
 
+    def most_workspace_bytes(self, nodes: Iterable[fx.Node]) -> int:
+        """Return the largest workspace among operations, however they run; 0 for others."""
+        wanted = frozenset(nodes)
+        every = self._workspace_bytes.items()
+        return max((nbytes for (node, _), nbytes in every if node in wanted), default=0)
+
     def asked(self, node: fx.Node, block: Block) -> tuple[Request, ...]:
         """What an operation asks for; none: results as they are returned, then its workspace."""
         return self._asked.get((node, block.mode_of(node)), ())

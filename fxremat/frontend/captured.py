@@ -424,35 +424,35 @@ class CapturedStep:
             known = self._resized[(*key, run)] = self._resize(variant, values, run=run)
         return known
 
-    def _traced(self, values: Values) -> Variant:
+    def traced(self, values: Values) -> Variant:
         """The step as it was traced at sizes ``values``: storages, and what is around them."""
         return self.resized(self.variants[0], values, run=False)
 
     def joint_at(self, values: Values) -> JointGraph:
         """The traced graph with its storages as large as they are at sizes ``values``."""
-        return self._traced(values).line.joint
+        return self.traced(values).line.joint
 
     def around(self, context: StepContext) -> ContextBytes:
         """What is beside the step at a call, in bytes."""
-        return self._traced(context.sizes).around(context)
+        return self.traced(context.sizes).around(context)
 
     def described(self, context: StepContext) -> tuple[tuple[str, int], ...]:
         """What a call finds and its bytes, for people."""
-        traced = self._traced(context.sizes)
+        traced = self.traced(context.sizes)
         return context.described(traced.base, traced.line.joint)
 
     def given_bytes(self, context: StepContext) -> int:
         """Bytes that are held throughout a call."""
-        traced = self._traced(context.sizes)
+        traced = self.traced(context.sizes)
         return context.given_bytes(traced.base, traced.line.joint)
 
     def turn_bytes(self, context: StepContext) -> int:
         """Bytes that the step's own loss needs at a call."""
-        return context.turn_bytes(self._traced(context.sizes).base)
+        return context.turn_bytes(self.traced(context.sizes).base)
 
     def tangent_bytes(self, values: Values) -> int:
         """Bytes of the gradients of the outputs, at sizes ``values``."""
-        return self._traced(values).base.tangent_bytes
+        return self.traced(values).base.tangent_bytes
 
     def _resize(self, variant: Variant, values: Values, *, run: bool) -> Variant:
         """``variant`` at other sizes."""
@@ -473,7 +473,7 @@ class CapturedStep:
 
     def aside_bytes(self, values: Values) -> int:
         """Bytes set aside for workspaces at sizes ``values``, where none is known."""
-        return self._aside_bytes(self._traced(values).line.joint)
+        return self._aside_bytes(self.traced(values).line.joint)
 
     def _aside_bytes(self, joint: JointGraph) -> int:
         return aside_bytes(joint) if self._target is not None and self.costs is None else 0

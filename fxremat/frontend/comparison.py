@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fxremat.frontend.shortfall import warn
@@ -59,9 +59,9 @@ class Comparison:
         self,
         runs: list[Parts],
         number: int,
-        sizes: Mapping[str, int],
         room_bytes: int,
         *,
+        takes_bytes: Callable[[Parts], int],
         refuse: Callable[[Parts], None],
     ) -> None:
         """Let one of the runs of a step be compared when it is called.
@@ -69,16 +69,16 @@ class Comparison:
         Args:
             runs: of its plan.
             number: of the step.
-            sizes: of the step, by name.
             room_bytes: that the budget leaves above the plan's peak.
+            takes_bytes: what comparing a run takes.
             refuse: called with a run that has other bits, of which a warning was given.
         """
         if not runs:
             return
-        takes_bytes = [run.compared_bytes(sizes) for run in runs]
-        fit = [run for run, own in zip(runs, takes_bytes, strict=True) if own <= room_bytes]
+        takes = {run: takes_bytes(run) for run in runs}
+        fit = [run for run in runs if takes[run] <= room_bytes]
         if not fit:
-            self._has_no_room(min(takes_bytes), room_bytes)
+            self._has_no_room(min(takes.values()), room_bytes)
             return
         run = fit[number // self.every % len(fit)]
 

@@ -246,11 +246,16 @@ class PlanCache:
             comparison.cancel()
         if not form.has_parts or not comparison.is_due(number, measured=self.loop.watcher.is_on):
             return
-        targets = [node.target for node in planner.step.variant(form).line.nodes]
-        room_bytes = plan.budget_bytes - plan.counted_bytes
-        sizes = planner.step.sizes.named(values)
-        runs = runs_in(form, targets)
-        comparison.begin(runs, number, sizes, room_bytes, refuse=self._changed_bits.append)
+        step, sizes = planner.step, planner.step.sizes.named(values)
+        runs = runs_in(form, [node.target for node in step.variant(form).line.nodes])
+        traced = step.traced(values).measured
+
+        def takes_bytes(run: Parts) -> int:
+            workspace_bytes = traced.most_workspace_bytes(run.whole)
+            return run.compared_bytes(sizes, workspace_bytes=workspace_bytes)
+
+        room_bytes, refuse = plan.budget_bytes - plan.counted_bytes, self._changed_bits.append
+        comparison.begin(runs, number, room_bytes, takes_bytes=takes_bytes, refuse=refuse)
 
     def _refuse(self) -> None:
         """Plan without runs that have other bits in parts."""

@@ -317,9 +317,12 @@ def test_inputs_of_stride_0_are_measured():
 
 def test_workspaces_are_measured():
     step, cache = captured("unet"), CostCache()
-    measure(step, cache)
+    measured = measure(step, cache)
     assert max(cache.workspace_bytes.values()) > 10_000
     assert min(cache.workspace_bytes.values()) == 0
+    most_bytes = measured.most_workspace_bytes(step.joint.module.graph.nodes)
+    assert most_bytes == max(cache.workspace_bytes.values())
+    assert measured.most_workspace_bytes(step.joint.given) == 0
 
 
 def test_an_operation_that_was_not_measured_is_named():

@@ -137,16 +137,13 @@ class Run:
 
     report: object = None
 
-    def compared_bytes(self, _sizes: object) -> int:
-        return 0
-
     def compare_next(self, report: object) -> None:
         self.report = report
 
 
 def test_a_step_that_ends_before_its_comparison_leaves_it_to_no_later_one() -> None:
     comparison, run = Comparison(1), Run()
-    comparison.begin(cast(Any, [run]), 1, {}, 0, refuse=lambda _: None)
+    comparison.begin(cast(Any, [run]), 1, 0, takes_bytes=lambda _: 0, refuse=lambda _: None)
     assert run.report is not None
     comparison.cancel()
     assert run.report is None

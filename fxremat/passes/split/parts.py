@@ -260,8 +260,12 @@ class Parts:
         """
         self._keeps_bits[sizes] = keeps_bits and self._keeps_bits.get(sizes, True)
 
-    def compared_bytes(self, sizes: Mapping[str, int]) -> int:
-        """Return the most bytes that a comparison takes, without workspaces of kernels.
+    def compared_bytes(self, sizes: Mapping[str, int], *, workspace_bytes: int) -> int:
+        """Return the most bytes that a comparison takes.
+
+        Args:
+            sizes: of the step, by name.
+            workspace_bytes: the most that one of the operations takes beyond its results.
 
         Comparing the bits of a result may make a dense copy of both sides, and four Booleans for
         each number.
@@ -274,7 +278,8 @@ class Parts:
         results = [(own, int(evaluated(own.layout.storage_bytes, sizes))) for own in self.outputs]
         answers = (math.ceil(nbytes * (2 + 4 / own.dtype.itemsize)) for own, nbytes in results)
         left = sum(nbytes for _, nbytes in results)
-        return max(max(at_once, default=0), left + max(answers, default=0))
+        run_bytes = max(at_once, default=0) + workspace_bytes
+        return max(run_bytes, left + max(answers, default=0))
 
     def compare_next(self, report: Callable[[bool], None] | None) -> None:
         """Run the operations at once as well when it is called next; ``None``: not any more.
