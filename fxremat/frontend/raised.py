@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import traceback
-from pathlib import Path
 
 import torch
 
@@ -40,8 +39,6 @@ _REMEDIES = (
 _DEFAULT = "fxremat plans whole steps: take what breaks the graph out of the forward"
 
 _EXPLANATION = re.compile(r"^ *Explanation: (.+)$", re.M)
-
-_FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n(?P<code>.*)$', re.M)
 
 MOST_LINES = 3
 """Lines of the user's that a message names, the innermost ones."""
@@ -91,17 +88,6 @@ def refused(model: torch.nn.Module, cause: BaseException) -> CaptureError:
     reason = str(cause).strip()
     why = [reason.splitlines()[0], *_EXPLANATION.findall(reason)]
     remedy = next((told for sign, told in _REMEDIES if sign in reason), _DEFAULT)
-    lines = [": ".join(why), *_lines_of(reason), remedy]
-    return CaptureError(
-        f"{type(model).__name__} cannot be captured as one graph: " + "\n".join(lines)
-    )
-
-
-def _lines_of(reason: str) -> list[str]:
-    """The user's own lines that led there, once each."""
-    library = [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
-    found: dict[str, None] = {}
-    for frame in _FRAME.finditer(reason):
-        if not frame["file"].startswith(tuple(library)):
-            found[f'  File "{frame["file"]}", line {frame["line"]}: {frame["code"].strip()}'] = None
-    return list(found)[-MOST_LINES:]
+    lines = map(str, torch_compat.user_lines(reason)[-MOST_LINES:])
+    text = "\n".join([": ".join(why), *lines, remedy])
+    return CaptureError(f"{type(model).__name__} cannot be captured as one graph: {text}")

@@ -7,11 +7,11 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import fx
 
+from fxremat import torch_compat
 from fxremat.ir import Move, Request
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.graph import JointGraph
@@ -24,12 +24,6 @@ from fxremat.report.modules import common_module
 
 _ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
 """How Dynamo names the captured module itself, or the functions that call it."""
-
-
-_FRAME = re.compile(r'File "(.+)", line (\d+)')
-"""A line of a traceback that names a file."""
-
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 _WORKSPACE = "workspace of "
 
@@ -133,9 +127,8 @@ def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Foo
 
 def _line_of(node: fx.Node) -> str:
     """The user's line that an operation, or the one that it is the backward of, comes from."""
-    found = _FRAME.findall(node.stack_trace or "")
-    own = [f"{file}:{line}" for file, line in found if not file.startswith(_NOT_THE_USERS)]
-    return own[-1] if own else ""
+    lines = torch_compat.user_lines(node.stack_trace or "")
+    return f"{lines[-1].file}:{lines[-1].number}" if lines else ""
 
 
 def _given(

@@ -251,7 +251,9 @@ class Runner:
         cause = torch_compat.failure_cause(error)
         cuda_graph.refuse_planning()
         planning = cause is not error or isinstance(cause, FxrematError)
-        if planning and not isinstance(cause, CaptureError):
+        if planning and not isinstance(
+            cause, (CaptureError, *torch_compat.data_dependent_errors())
+        ):
             raise error
         if torch_compat.may_be_the_models(cause):
             own = own_error(self._inner, call)

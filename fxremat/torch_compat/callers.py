@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch
+from torch import fx
 
 _NOT_THE_USERS = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parents[1]) + os.sep,
     "<",
 )
+
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)(?:, in .*(?:\n(.*))?)?$', re.M)
+"""A frame in the text of a traceback: a file, a line and its code."""
 
 _PYTHONS = str(Path(os.__file__).parent) + os.sep
 
@@ -29,6 +35,34 @@ def user_line() -> str:
     """
     frame, _depth = _user_frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class SourceLine(NamedTuple):
+    """A line of source code in a traceback."""
+
+    file: str
+    number: int
+    code: str
+
+    def __str__(self) -> str:
+        """As Python writes it, with the code behind it."""
+        return f'  File "{self.file}", line {self.number}' + f": {self.code}" * bool(self.code)
+
+
+def user_lines(trace: str) -> list[SourceLine]:
+    """Return the lines in the text of a traceback that are outside this package and torch.
+
+    Each is named once, the innermost last.
+    """
+    lines = (
+        SourceLine(file, int(number), code.strip()) for file, number, code in _FRAME.findall(trace)
+    )
+    return [*dict.fromkeys(line for line in lines if not line.file.startswith(_NOT_THE_USERS))]
+
+
+def described_lines(node: fx.Node) -> str:
+    """Return the user's lines that an operation comes from, each after a line break."""
+    return "".join(f"\n{line}" for line in user_lines(node.stack_trace or ""))
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -301,6 +301,31 @@ def test_what_cannot_be_captured_in_a_step_ends_it() -> None:
 
 @pytest.mark.more
 @pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning")
+class Sections(nn.Module):
+    """Splits into as many sections as a tensor says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, sections: Tensor) -> Tensor:
+        split = torch.tensor_split(self.layer(x), sections)
+        return torch.stack([part.tanh().sum() for part in split]).logsumexp(0)
+
+
+@pytest.mark.parametrize("sections", [torch.tensor(3), torch.tensor([2, 4])])
+def test_an_operator_that_reads_numbers_of_a_tensor_runs_as_it_is(sections: Tensor) -> None:
+    torch._dynamo.reset()
+    model, x = Sections(), torch.randn(7, 8)
+    called = fxremat.compile(model, (x, sections), "min", loss="own")
+    for _ in range(3):
+        expected = torch.autograd.grad(model(x, sections), [*model.parameters()])
+        found = torch.autograd.grad(called(x, sections), [*model.parameters()])
+        assert all(map(torch.equal, expected, found))
+    with pytest.raises(CaptureError, match=r"(?s)data.*test_regions.py.*tensor_split"):
+        fxremat.compile(model, (x, sections), "min", loss="own", fullgraph=True)
+
+
 def test_a_refused_step_that_is_tried_again_needs_no_more() -> None:
     """The outputs that somebody holds are counted once."""
     model, x = Repeated(), torch.randn(1024, 64)

@@ -37,6 +37,18 @@ def test_frames_of_torch_and_of_python_are_passed_by():
     assert told[0].filename == __file__
 
 
+def test_lines_of_a_traceback_are_the_users():
+    library = Path(torch.__file__).parent / "nn" / "modules" / "linear.py"
+    frames = [(library, 134, "return F.linear(x)"), ("train.py", 7, "y = self.layer(x)")]
+    text = [f'  File "{file}", line {line}, in forward\n    {code}' for file, line, code in frames]
+    trace = "\n".join([*text, *text, '  File "model.py", line 17, in forward'])
+    lines = torch_compat.user_lines(trace)
+    assert [*map(str, lines)] == [
+        '  File "train.py", line 7: y = self.layer(x)',
+        '  File "model.py", line 17',
+    ]
+
+
 def test_a_thread_without_code_of_the_users_may_warn():
     with pytest.warns(UserWarning, match="alone"):
         thread = threading.Thread(target=torch_compat.warn, args=("alone",))

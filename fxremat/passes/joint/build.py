@@ -110,7 +110,8 @@ def _check_collectives(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if torch_compat.is_collective(node) and torch_compat.alone(node.target) is None:
             raise CaptureError(
-                f"{node.target} waits for other processes\n{node.meta.get('stack_trace', '')}\n"
+                f"{node.target} waits for other processes"
+                f"{torch_compat.described_lines(node)}\n"
                 "fxremat does not know what this collective costs: use one of "
                 "torch.distributed._functional_collectives that reduces, gathers, scatters or "
                 "exchanges"
@@ -135,7 +136,8 @@ def _check_flat(module: fx.GraphModule) -> None:
         if isinstance(value, fx.GraphModule):
             reader = next(iter(node.users))
             raise CaptureError(
-                f"{reader.target} runs a graph of its own\n{reader.meta.get('stack_trace', '')}\n"
+                f"{reader.target} runs a graph of its own"
+                f"{torch_compat.described_lines(reader)}\n"
                 "fxremat plans flat graphs: take control flow (torch.cond, while_loop, scan, …) "
                 "out of the forward"
             )

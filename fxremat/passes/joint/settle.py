@@ -188,8 +188,8 @@ class _Settler:
                 return Scale(evaluated(Scale(0.0, text, names), names), text, names)
         raise SizesError(
             f"{node.name} ({node.target}) computes {number} from sizes: only whole numbers, and "
-            f"sums, products and quotients of them, may follow these\n"
-            f"{node.meta.get('stack_trace', '')}"
+            "sums, products and quotients of them, may follow these"
+            f"{torch_compat.described_lines(node)}"
         )
 
     def _size(self, number: Any, node: fx.Node) -> int:
@@ -205,8 +205,8 @@ class _Settler:
         if hint is None:
             maker = _maker(number, node)
             raise CaptureError(
-                f"the sizes {number} computed by {maker.target} depend on data\n"
-                f"{maker.meta.get('stack_trace', '')}\n"
+                f"the sizes {number} computed by {maker.target} depend on data"
+                f"{torch_compat.described_lines(maker)}\n"
                 "fxremat plans shapes known before: replace the data-dependent operation"
             )
         if expression not in self.numbers:
