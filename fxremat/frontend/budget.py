@@ -153,6 +153,7 @@ class TrainingBudget:
         trained: a step of the model has run to its end.
         counted: what the budget was resolved for, and its bytes: what a message compares with.
         hint: a further remedy, for errors before the budget was accepted.
+        workspace_bytes: of it, workspaces of libraries that came after it was resolved.
     """
 
     written: Budget
@@ -163,6 +164,7 @@ class TrainingBudget:
     trained: bool = False
     counted: dict[str, int] = field(default_factory=dict)
     hint: str = ""
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.nbytes = self.written.nbytes if self.nbytes is None else self.nbytes
@@ -190,6 +192,16 @@ class TrainingBudget:
     def set(self, nbytes: int) -> None:
         """Let the budget mean so many bytes from now on."""
         self.nbytes = nbytes
+
+    def add_workspaces(self, nbytes: int) -> None:
+        """Let ``"min"`` have room for what libraries have allocated since it was resolved.
+
+        Args:
+            nbytes: of it all; what was added before is not added again.
+        """
+        if self.grows and self.nbytes is not None and nbytes > self.workspace_bytes:
+            self.nbytes += nbytes - self.workspace_bytes
+            self.workspace_bytes = nbytes
 
 
 def _share(least_bytes: int, full_bytes: int) -> float:

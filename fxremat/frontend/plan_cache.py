@@ -585,6 +585,8 @@ class PlanCache:
         has_news, optimizers.has_news = optimizers.has_news, False
         if not budget.is_relative or budget.nbytes is None or self.planner.together is not None:
             return
+        if self.on_cuda:
+            budget.add_workspaces(self._workspace_bytes())
         is_early = budget.usual and budget.trained and self._resolved < RESOLVED
         if not (has_news or is_early):
             return

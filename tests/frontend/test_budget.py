@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fxremat.errors import BudgetError
-from fxremat.frontend.budget import Budget
+from fxremat.frontend.budget import Budget, TrainingBudget
 
 FULL, LEAST = 1000, 300
 
@@ -121,3 +121,11 @@ def test_a_share_that_is_too_small_is_answered_with_one_that_is_not(full_bytes, 
 
 def test_the_least_budget_itself_is_feasible():
     assert _resolve(LEAST) == LEAST
+
+
+def test_the_least_grows_by_new_workspaces_once():
+    least, fixed = (TrainingBudget(Budget(written), 1000) for written in ("min", 1000))
+    for nbytes in (0, 300, 300, 500, 400):
+        least.add_workspaces(nbytes)
+        fixed.add_workspaces(nbytes)
+    assert (least.nbytes, fixed.nbytes) == (1500, 1000)
