@@ -49,20 +49,29 @@ def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers] | None:
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     if not all(n.meta["val"].device.type == "cpu" for n in tensors):
         return []
-    read = [(n.meta["val"].dtype, kind) for n, kind in zip(tensors, _kinds(tensors), strict=True)]
+    read = [(n.meta["val"].dtype, n.meta["val"].dim() > 0) for n in tensors]
+    singles = [*_subsets_of_single_numbers(tensors)]
     places = {n: i for i, n in enumerate(tensors)}
     arguments = written((node.args, dict(node.kwargs)), lambda n: f"%{places.get(n)}")
-    key = (str(node.target), arguments, str(read))
+    key = (str(node.target), arguments, str((read, singles)))
     if key not in cache.contrasts:
         try:
-            cache.contrasts[key] = [*_contrasts(node, tensors)]
+            cache.contrasts[key] = [*_contrasts(node, tensors, singles)]
         except RuntimeError:
             cache.contrasts[key] = None
     return cache.contrasts[key]
 
 
-def _contrasts(node: fx.Node, tensors: Sequence[fx.Node]) -> Iterator[Numbers]:
-    """Numbers for a kernel that computes one by one, and for tensors that hold a single number."""
+def _contrasts(
+    node: fx.Node, tensors: Sequence[fx.Node], singles: Sequence[Sequence[int]]
+) -> Iterator[Numbers]:
+    """Numbers for a kernel that computes one by one, and for tensors that hold a single number.
+
+    Args:
+        node: the operation.
+        tensors: that it reads.
+        singles: places of tensors that may hold a single number at once.
+    """
     rows = [i for i, n in enumerate(tensors) if n.meta["val"].dim()]
     scalars = OF_NO_DIMENSIONS[: None if len(rows) < len(tensors) else 1]
     for scalar in scalars:
@@ -74,26 +83,28 @@ def _contrasts(node: fx.Node, tensors: Sequence[fx.Node]) -> Iterator[Numbers]:
             if place is not None:
                 yield _at(dense, place)
                 break
-    for subset in _subsets_of_single_numbers(tensors):
+    for subset in singles:
         for scalar in scalars:
             dense = [_candidates(n.meta["val"], scalar, None) for n in tensors]
             yield from _of_a_single_number(node, tensors, dense, subset)
 
 
 def _subsets_of_single_numbers(tensors: Sequence[fx.Node]) -> Iterator[list[int]]:
-    """Which tensors may hold a single number at once, in some part of a split.
+    """Places of tensors that may hold a single number at once, in some part of a split.
 
     Where one does, so does each tensor that broadcasts to its shape.
     """
-    shapes = {kind: tensors[kind].meta["val"].shape for kind in _kinds(tensors) if kind is not None}
+    kinds = _kinds(tensors)
+    shapes = {kind: tensors[kind].meta["val"].shape for kind in kinds if kind is not None}
     for count in range(len(shapes)):
         for some in combinations(shapes, count + 1):
             below = {a for a in shapes for b in some if _broadcasts(shapes[a], shapes[b])}
             if below <= {*some}:
-                yield [i for i, kind in enumerate(_kinds(tensors)) if kind in some]
+                yield [i for i, kind in enumerate(kinds) if kind in some]
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a tensor of one shape can be expanded to another."""
     pairs = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(size in (1, other) for size, other in pairs)
 

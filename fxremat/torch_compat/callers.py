@@ -20,8 +20,8 @@ _NOT_THE_USERS = (
     "<",
 )
 
-_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)(?:, in .*(?:\n(.*))?)?$', re.M)
-"""A frame in the text of a traceback: a file, a line and its code."""
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)(?:, in .*(?:\n(?! *File ")(.*))?)?$', re.M)
+"""A frame in the text of a traceback: a file, a line, and its code if that is there."""
 
 _PYTHONS = str(Path(os.__file__).parent) + os.sep
 

@@ -299,8 +299,6 @@ def test_what_cannot_be_captured_in_a_step_ends_it() -> None:
     assert caught.value is not None
 
 
-@pytest.mark.more
-@pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning")
 class Sections(nn.Module):
     """Splits into as many sections as a tensor says."""
 
@@ -326,6 +324,8 @@ def test_an_operator_that_reads_numbers_of_a_tensor_runs_as_it_is(sections: Tens
         fxremat.compile(model, (x, sections), "min", loss="own", fullgraph=True)
 
 
+@pytest.mark.more
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning")
 def test_a_refused_step_that_is_tried_again_needs_no_more() -> None:
     """The outputs that somebody holds are counted once."""
     model, x = Repeated(), torch.randn(1024, 64)

@@ -41,7 +41,8 @@ def test_lines_of_a_traceback_are_the_users():
     library = Path(torch.__file__).parent / "nn" / "modules" / "linear.py"
     frames = [(library, 134, "return F.linear(x)"), ("train.py", 7, "y = self.layer(x)")]
     text = [f'  File "{file}", line {line}, in forward\n    {code}' for file, line, code in frames]
-    trace = "\n".join([*text, *text, '  File "model.py", line 17, in forward'])
+    without_code = [f'  File "{file}", line 17, in forward' for file in (library, "model.py")]
+    trace = "\n".join([*text, *text, *without_code])
     lines = torch_compat.user_lines(trace)
     assert [*map(str, lines)] == [
         '  File "train.py", line 7: y = self.layer(x)',

@@ -66,6 +66,19 @@ def test_a_divisor_of_a_single_number_has_a_kernel_of_its_own(dtype: torch.dtype
     assert contrasts(op.node, CostCache())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_operation_that_broadcasts_otherwise_has_an_answer_of_its_own(
+    dtype: torch.dtype,
+) -> None:
+    run, cache = operator_of("div.Tensor_mode"), CostCache()
+    few, many = torch.randn(4, 1).to(dtype), torch.randn(4, 3).to(dtype)
+    for pair in ((few, many), (many, few)):
+        own = alone(run, *pair, rounding_mode="trunc").node
+        found, expected = contrasts(own, cache), contrasts(own, CostCache())
+        assert found is not None and expected is not None
+        assert bool(found) == bool(expected)
+
+
 def test_a_copied_number_is_never_copied_to_fewer_than_it_is() -> None:
     op = alone(operator_of("copy.default"), torch.zeros(3), torch.randn(1))
     assert contrasts(op.node, CostCache()) == []
