@@ -54,10 +54,12 @@ def user_lines(trace: str) -> list[SourceLine]:
 
     Each is named once, the innermost last.
     """
-    lines = (
-        SourceLine(file, int(number), code.strip()) for file, number, code in _FRAME.findall(trace)
-    )
-    return [*dict.fromkeys(line for line in lines if not line.file.startswith(_NOT_THE_USERS))]
+    lines = [
+        SourceLine(file, int(number), code.strip())
+        for file, number, code in _FRAME.findall(trace)
+        if not file.startswith(_NOT_THE_USERS)
+    ]
+    return [*dict.fromkeys(reversed(lines))][::-1]
 
 
 def described_lines(node: fx.Node) -> str:

@@ -39,13 +39,15 @@ def test_frames_of_torch_and_of_python_are_passed_by():
 
 def test_lines_of_a_traceback_are_the_users():
     library = Path(torch.__file__).parent / "nn" / "modules" / "linear.py"
-    frames = [(library, 134, "return F.linear(x)"), ("train.py", 7, "y = self.layer(x)")]
+    recursive = ("net.py", 5, "self(x)")
+    frames = [recursive, (library, 134, "F.linear(x)"), ("net.py", 7, "self.layer(x)"), recursive]
     text = [f'  File "{file}", line {line}, in forward\n    {code}' for file, line, code in frames]
     without_code = [f'  File "{file}", line 17, in forward' for file in (library, "model.py")]
     trace = "\n".join([*text, *text, *without_code])
     lines = torch_compat.user_lines(trace)
     assert [*map(str, lines)] == [
-        '  File "train.py", line 7: y = self.layer(x)',
+        '  File "net.py", line 7: self.layer(x)',
+        '  File "net.py", line 5: self(x)',
         '  File "model.py", line 17',
     ]
 
