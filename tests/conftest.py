@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +54,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         elif models.difference(HALF):
             item.add_marker(pytest.mark.more)
+
+
+@functools.cache
+def leave_out_of_collections(when: str) -> None:
+    """Let no collection walk what exists ``when``: modules and tests, a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    leave_out_of_collections("tests are collected")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    if "numba" in sys.modules:
+        leave_out_of_collections("the first plan has imported what planning needs")
 
 
 @pytest.hookimpl(tryfirst=True)

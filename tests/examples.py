@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-FEW, SOME, MANY = 20, 100, 2500
+FEW, SOME, MANY = 20, 50, 2500
 
 
 def register_profiles() -> None:

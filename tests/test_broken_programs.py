@@ -14,6 +14,9 @@ QUICK = (6, 11, 39, 52, 54, 93, 107, 116, 129, 133, 143, 169)
 REGRESSIONS: tuple[int, ...] = (2, 3, 39, 43, 79, 133)
 """Seeds that failed once."""
 
+MORE: tuple[tuple[int, Budget], ...] = ((39, "min"), (133, 0.6))
+"""Of these, and budgets, the pairs that are not slow tests: each takes half a minute."""
+
 MANY = 300
 
 
@@ -44,10 +47,10 @@ def test_few_programs(index: int):
         pytest.param(
             seed,
             budget,
-            marks=pytest.mark.more if at == i else pytest.mark.slow,
+            marks=pytest.mark.more if (seed, budget) in MORE else pytest.mark.slow,
         )
-        for at, seed in enumerate(REGRESSIONS)
-        for i, budget in enumerate(BUDGETS)
+        for seed in REGRESSIONS
+        for budget in BUDGETS
     ],
 )
 def test_programs_that_failed_once(seed: int, budget: Budget):

@@ -68,7 +68,7 @@ def test_a_budget_in_words_is_enough_and_holds(written: str, nbytes: int) -> Non
     assert_bitwise_equal(found.gradients, reference_step(entry).gradients)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_where_no_checkpoints_are_enough_the_least_is_told() -> None:
     entry = text_and_caption(2, batch=2)
     sample = fxremat.Sample(*entry.sample(0))
@@ -173,7 +173,7 @@ def test_more_blocks_add_what_goes_in_and_out_of_them_alone() -> None:
     assert beside[4] - beside[2] <= 2 * 2 * boundary_bytes
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_checkpoints_around_shared_blocks_take_several_working_sets_in_inductor() -> None:
     """Of torch: where this fails, the page is to be written anew."""
     entry = text_and_caption(2)

@@ -192,8 +192,9 @@ def test_a_strict_job_raises() -> None:
 def test_the_plan_comes_back_when_there_is_room() -> None:
     """What a list of outputs holds is warned of, and gone with the list."""
     model = network()
-    plan = fxremat.plan(model, X, 1.0, loss=mse_loss, target=Y)
-    compiled = fxremat.compile(model, X, plan.budget_bytes, loss=mse_loss, target=Y)
+    plan = fxremat.plan(model, X, "min", loss=mse_loss, target=Y)
+    room = 20 * X.nbytes  # for outputs of so many steps
+    compiled = fxremat.compile(model, X, plan.budget_bytes + room, loss=mse_loss, target=Y)
 
     def step() -> Tensor:
         model.zero_grad()
@@ -204,14 +205,15 @@ def test_the_plan_comes_back_when_there_is_room() -> None:
     with no_warning():
         step()
         step()
+    fast_s = compiled.plan.predicted_s
     held = [torch.empty(0)]
-    found = budget_warnings(lambda: held.extend(step() for _ in range(120)))
+    found = budget_warnings(lambda: held.extend(step() for _ in range(30)))
     assert any("outputs of earlier steps" in text for text in found)
     held.clear()
     with no_warning():
         step()
         step()
-    assert compiled.plan.predicted_s <= 1.05 * compiled.plan.baseline_s
+    assert compiled.plan.predicted_s <= 1.05 * fast_s
 
 
 def test_a_larger_batch_later_is_no_error() -> None:

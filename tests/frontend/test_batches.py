@@ -102,17 +102,18 @@ def test_no_size_that_the_model_refuses_is_answered():
 
 
 def test_several_dimensions_have_a_frontier(tmp_path: Path):
-    found = fxremat.max_batch(Net(), sample(), BUDGET, dim=[0, 1], assume="strict")
+    strict: dict[str, Any] = {"assume": "strict", "split": False}  # parts: each point is compiled
+    found = fxremat.max_batch(Net(), sample(), BUDGET, dim=[0, 1], **strict)
     assert found.names == ("args[0].shape[0]", "args[0].shape[1]")
     lengths = [point.sizes[1] for point in found.curve]
     assert lengths == sorted(set(lengths)) and len(lengths) > 3
     largest = [point.size for point in found.curve]
     assert largest == sorted(largest, reverse=True)
     middle = found.curve[len(lengths) // 2]
-    strict = {"dynamic": False, "assume": "strict"}
-    fxremat.compile(Net(), sample(*middle.sizes), BUDGET, **strict)
+    fxremat.compile(Net(), sample(*middle.sizes), BUDGET, dynamic=False, **strict)
+    above = sample(middle.size + 1, middle.sizes[1])
     with pytest.raises(fxremat.BudgetError):
-        fxremat.compile(Net(), sample(middle.size + 1, middle.sizes[1]), BUDGET, **strict)
+        fxremat.compile(Net(), above, BUDGET, dynamic=False, **strict)
     pytest.importorskip("matplotlib")
     found.plot(tmp_path / "frontier.svg")
     assert (tmp_path / "frontier.svg").stat().st_size

@@ -96,9 +96,9 @@ def one_operation(
         part_bytes=own.part_bytes,
         whole=[node for node in inside if not joint.storages.is_view(node)],
         at_once=at_once,
-        witnesses=[
+        witnesses=lambda: (
             _witness(n, own, sources, joint) for n in inside if exact and _is_uneven(n, run)
-        ],
+        ),
         integers=_integers(inside, sources),
         made=[*_made(run, inside, joint)],
     )

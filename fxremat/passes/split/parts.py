@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +136,7 @@ class Parts:
         whole: the step's operations that it computes, but those that only look at a tensor.
         at_once: the operations as they were traced; placeholders and results are those of
             ``graph``.
-        witnesses: of its pointwise operations that are not certain to keep their bits.
+        witnesses: makes those of its pointwise operations that are not certain to keep their bits.
         integers: how it reads what it takes, where that is integers.
         made: what the operations at once allocate, results included.
 
@@ -160,7 +161,7 @@ class Parts:
         part_bytes: int,
         whole: Sequence[fx.Node],
         at_once: fx.Graph,
-        witnesses: Sequence[Witness] = (),
+        witnesses: Callable[[], Iterable[Witness]] = tuple,
         integers: Integers | None = None,
         made: Sequence[Made] = (),
     ) -> None:
@@ -171,7 +172,7 @@ class Parts:
         self.hints, self.device = dict(hints), device
         self.exact, self.certain = exact, certain
         self.part_bytes, self.whole, self.at_once = part_bytes, tuple(whole), at_once
-        self.witnesses = tuple(witnesses)
+        self._make_witnesses = witnesses
         self.integers = integers or Integers()
         self._made = tuple(made)
         self._keeps_bits: dict[tuple[int, ...], bool] = {}
@@ -182,6 +183,11 @@ class Parts:
 
     def __repr__(self) -> str:
         return self.__name__
+
+    @functools.cached_property
+    def witnesses(self) -> tuple[Witness, ...]:
+        """Of its pointwise operations that are not certain to keep their bits."""
+        return tuple(self._make_witnesses())
 
     @property
     def operations(self) -> tuple[str, ...]:
