@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,29 +54,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.more)
 
 
-@functools.cache
-def leave_out_of_collections(when: str) -> None:
-    """Let no collection walk what exists ``when``: modules and tests, a million objects."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_collection_finish() -> None:
-    leave_out_of_collections("tests are collected")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    if "numba" in sys.modules:
-        leave_out_of_collections("the first plan has imported what planning needs")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Weights and batches do not depend on what ran before: a failure comes again."""
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_short() -> None:
+    """They walk nothing of what was there before the file: modules and tests, a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

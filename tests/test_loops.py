@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator
 
@@ -51,16 +50,10 @@ EVERY = cells("mlp", "conv", "gpt", "llama", "resnet", "unet")
 
 @pytest.fixture(scope="module", autouse=True)
 def _nobody_else_holds_anything() -> Iterator[None]:
-    """Records that pytest keeps of torch's trace hold tensors.
-
-    And a collection, of which every loop has some, need not look at all that there was before.
-    """
+    """Records that pytest keeps of torch's trace hold tensors."""
     trace = logging.getLogger("torch.__trace")
     trace.disabled = True
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     trace.disabled = False
 
 

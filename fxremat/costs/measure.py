@@ -88,9 +88,11 @@ def peak_of(step: Callable[[], object], *, device: torch.device, resident_bytes:
 def _garbage_left_alone() -> Iterator[None]:
     """Cycles that are there stay: given back amid a step, they would hide what it takes.
 
-    Those that the step makes are collected as ever.
+    Those that the step makes are collected as ever. Where the process has frozen objects, nothing
+    else can be frozen for a while: cycles are collected before.
     """
-    if gc.get_freeze_count():  # somebody has set them aside
+    if gc.get_freeze_count():
+        gc.collect()
         yield
         return
     gc.freeze()

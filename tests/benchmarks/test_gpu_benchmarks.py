@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,6 @@ from tests.models.zoo import drawn_once
 pytestmark = pytest.mark.more
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    """Each contender ends with one: it need not walk what earlier tests hold."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -32,15 +32,6 @@ OUTPUT_BYTES = ROWS * WIDTH * 4
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _collections_are_short() -> Iterator[None]:
-    """They need not look at all that there was before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def batch(seed: int = 0, rows: int = ROWS) -> Tensor:
     with seeded(seed):
         return torch.randn(rows, WIDTH)
