@@ -126,7 +126,13 @@ def check_views(tmp_path: Path, good: Any, some: list[Change]) -> int:
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(slice(0, 200)), pytest.param(slice(200, None), marks=pytest.mark.more)]
+    "part",
+    [
+        slice(0, 200),
+        pytest.param(slice(200, None, 4), marks=pytest.mark.more),
+        pytest.param(slice(200, None), marks=pytest.mark.slow),
+    ],
+    ids=["few", "some", "many"],
 )
 def test_a_changed_plan_is_refused_or_can_be_looked_at(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, part: slice
