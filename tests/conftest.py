@@ -63,8 +63,8 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _collections_are_short() -> None:
-    """They walk nothing of what was there before the file: modules and tests, a million objects."""
+def _keep_collections_short() -> None:
+    """Keep collections from walking the million objects that exist before each test file."""
     gc.collect()
     gc.freeze()
 

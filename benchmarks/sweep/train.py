@@ -22,7 +22,7 @@ STEPS = 3
 """Steps that are compared: a model in pieces has its plan from the third one on."""
 
 AGAIN = 16
-"""Times that ``aot_eager`` is run again where bits differ: its own may, if rarely."""
+"""Extra runs of ``aot_eager`` where bits differ: some operators vary from run to run."""
 
 OUTCOMES = ("same", "bits", "refused", "untyped", "died")
 """Of what ``aot_eager`` trains."""

@@ -88,8 +88,8 @@ def peak_of(step: Callable[[], object], *, device: torch.device, resident_bytes:
 def _garbage_left_alone() -> Iterator[None]:
     """Cycles that are there stay: given back amid a step, they would hide what it takes.
 
-    Those that the step makes are collected as ever. Where the process has frozen objects, nothing
-    else can be frozen for a while: cycles are collected before.
+    Those that the step makes are collected as ever. If the process has frozen objects already,
+    unfreezing would undo that, so garbage is collected before the step instead.
     """
     if gc.get_freeze_count():
         gc.collect()

@@ -122,7 +122,7 @@ def _tensors_on(device: torch.device) -> list[torch.Tensor]:
     more than one number.
     """
     tensors = []
-    every = gc.get_objects()  # a million of them: what is no tensor is left out without bytecode
+    every = gc.get_objects()  # often a million: a loop in Python would be slower
     for one in compress(every, map(_TYPES.__contains__, map(type, every))):
         if one.device != device:
             continue

@@ -42,6 +42,12 @@ def sample(batch: int = 6, length: int = 10) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
+IN_PARTS_OR_NOT = pytest.mark.parametrize(
+    "split", [False, pytest.param("exact", marks=pytest.mark.slow)]
+)
+"""With parts that keep bits each answer is compiled, which takes a minute."""
+
+
 @functools.cache
 def batches() -> fxremat.Batches:
     found = fxremat.max_batch(Net(), sample(), BUDGET)
@@ -101,8 +107,9 @@ def test_no_size_that_the_model_refuses_is_answered():
     assert found.largest.size == 64
 
 
-def test_several_dimensions_have_a_frontier(tmp_path: Path):
-    strict: dict[str, Any] = {"assume": "strict", "split": False}  # parts: each point is compiled
+@IN_PARTS_OR_NOT
+def test_several_dimensions_have_a_frontier(tmp_path: Path, split: Any):
+    strict: dict[str, Any] = {"assume": "strict", "split": split}
     found = fxremat.max_batch(Net(), sample(), BUDGET, dim=[0, 1], **strict)
     assert found.names == ("args[0].shape[0]", "args[0].shape[1]")
     lengths = [point.sizes[1] for point in found.curve]
@@ -119,18 +126,19 @@ def test_several_dimensions_have_a_frontier(tmp_path: Path):
     assert (tmp_path / "frontier.svg").stat().st_size
 
 
-def test_what_the_caller_holds_is_counted():
+@IN_PARTS_OR_NOT
+def test_what_the_caller_holds_is_counted(split: Any):
     """A loss outside the model and an optimizer's state."""
     model, x = Net(), sample()[0]
 
     def loss(out: Tensor) -> Tensor:
         return out.softmax(-1).square().sum()
 
-    options: dict[str, Any] = {"loss": loss, "split": False}
-    alone = fxremat.max_batch(model, x, BUDGET, **options).largest.size
+    options: dict[str, Any] = {"loss": loss, "split": split}
+    without_state = fxremat.max_batch(model, x, BUDGET, **options).largest.size
     options["optimizer"] = torch.optim.Adam
     largest = fxremat.max_batch(model, x, BUDGET, **options).largest.size
-    assert largest < alone
+    assert largest < without_state
     x = sample(largest)[0]
     call = fxremat.compile(model, x, BUDGET, dynamic=False, **options)
     assert peak_bytes(model, call, (x,), loss) <= BUDGET

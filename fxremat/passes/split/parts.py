@@ -136,7 +136,8 @@ class Parts:
         whole: the step's operations that it computes, but those that only look at a tensor.
         at_once: the operations as they were traced; placeholders and results are those of
             ``graph``.
-        witnesses: makes those of its pointwise operations that are not certain to keep their bits.
+        witnesses: returns those of its pointwise operations that are not certain to keep their
+            bits. It is called once, by the first comparison.
         integers: how it reads what it takes, where that is integers.
         made: what the operations at once allocate, results included.
 
