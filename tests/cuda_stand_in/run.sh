@@ -7,6 +7,10 @@ shift
 export STAND_IN_LIB="$folder/stand-in"
 export LD_LIBRARY_PATH="$folder/stand-in${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export PATH="$folder/bin:$PATH"
+export TRITON_PTXAS_PATH="$STAND_IN_LIB/ptxas"
+# What is compiled here holds no machine code: it may not get among what a GPU's users have compiled.
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$folder/inductor}"
+export TRITON_HOME="${TRITON_HOME:-$folder/triton}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export MKL_CBWR="${MKL_CBWR:-COMPATIBLE}"  # the same bits wherever memory lies
 export NUMBA_CACHE_DIR="${NUMBA_CACHE_DIR:-$folder/numba}"

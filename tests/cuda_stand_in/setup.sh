@@ -33,6 +33,9 @@ if [ ! -e "$folder/installed" ]; then
         'transformers>=5' psutil pyyaml packaging safetensors huggingface-hub
     "$python" -m pip install -q --no-deps 'accelerate>=1.1' 'lightning>=2.5' pytorch-lightning \
         lightning-utilities torchmetrics 'peft>=0.17'
+    triton=$("$python" -c 'import importlib.metadata as m
+print(next(r.split(";")[0] for r in m.requires("torch") if r.startswith("triton=")))')
+    "$python" -m pip install -q --no-deps "$triton"
     "$python" -m pip install -q --no-deps --target "$folder/cuda" \
         'nvidia-cuda-runtime==13.*' 'nvidia-cuda-crt==13.*'
     "$python" -m pip install -q --no-deps -e "$checkout"
@@ -49,8 +52,10 @@ ${CXX:-g++} -O1 -std=c++20 -fPIC -shared -w "-I$source" "-I$torch/include" \
     -ltorch -ltorch_cpu -ltorch_cuda -lc10 -lc10_cuda -l:libcudart.so.13 \
     '-Wl,-rpath,$ORIGIN' "-Wl,-rpath,$torch/lib" "-Wl,-rpath-link,$folder/stand-in"
 
+${CXX:-g++} -O1 -std=c++17 -w "$source/assembler.cpp" -o "$folder/stand-in/ptxas"
+
 # Loaded at the end of `import torch`, by an entry point.
-cp "$source/cuda_stand_in.py" "$source/cuda_stand_in_pytest.py" "$site/"
+cp "$source"/cuda_stand_in*.py "$site/"
 about=$site/cuda_stand_in-1.0.dist-info
 mkdir -p "$about"
 printf 'Metadata-Version: 2.1\nName: cuda-stand-in\nVersion: 1.0\n' >"$about/METADATA"
