@@ -81,12 +81,19 @@ Symbols = Mapping[str, Any]
 
 
 def compile_kernels(
-    described: Callable[[Symbols], Described], device: torch.device
+    described: Callable[[Symbols], Described], device: torch.device, *, benchmarked: bool = True
 ) -> BoxedCallable:
-    """A function of one list of tensors, by Inductor; ``described`` is of numbers alone."""
+    """Return a function of one list of tensors, whose kernels Inductor makes.
+
+    Args:
+        described: called without symbols; it returns the operations and where the inputs lie.
+        device: of all tensors.
+        benchmarked: whether the first call may time several kernels and choose the fastest, which
+            allocates memory on the device. Otherwise there is one kernel, chosen by rules.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
-    return _compiled(described, device, FakeTensorMode(), {})
+    return _compiled(described, device, FakeTensorMode(), {}, benchmarked=benchmarked)
 
 
 def compile_for_sizes(
@@ -108,7 +115,8 @@ def compile_for_sizes(
         symbol = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
         symbols[name] = environment.create_symintnode(symbol, hint=hint, source=source)
         names[symbol] = name
-    run = _compiled(described, device, FakeTensorMode(shape_env=environment), symbols)
+    mode = FakeTensorMode(shape_env=environment)
+    run = _compiled(described, device, mode, symbols, benchmarked=True)
     texts = [f"0 < {name}" for name in hints]
     for guard in environment.guards:
         named = {symbol: sympy.Symbol(name, integer=True) for symbol, name in names.items()}
@@ -158,7 +166,12 @@ _one_thread = threading.Lock()
 
 
 def _compiled(
-    described: Callable[[Symbols], Described], device: torch.device, mode: Any, symbols: Symbols
+    described: Callable[[Symbols], Described],
+    device: torch.device,
+    mode: Any,
+    symbols: Symbols,
+    *,
+    benchmarked: bool,
 ) -> BoxedCallable:
     from torch._guards import TracingContext, tracing  # noqa: PLC0415
     from torch._inductor import config  # noqa: PLC0415
@@ -167,7 +180,9 @@ def _compiled(
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
 
     context = tracing(TracingContext(mode))  # not that of what is being captured
-    with _disable_current_modes(), torch.no_grad(), context, config.patch(_settings()):
+    by_rules = not benchmarked and device.type != "cpu"  # on a CPU nothing is timed
+    settings = _SETTINGS | _BY_RULES if by_rules else _SETTINGS
+    with _disable_current_modes(), torch.no_grad(), context, config.patch(settings):
         graph, inputs = described(symbols)
         with mode:
             examples: list[Any] = [
@@ -191,11 +206,22 @@ def _compiled(
     return found
 
 
-def _settings() -> dict[str, Any]:
-    """Results as large as their operations'; what was checked already is not checked again."""
-    return {
-        "fallback_random": True,
-        "comprehensive_padding": False,
-        "size_asserts": False,
-        "alignment_asserts": False,
-    }
+_SETTINGS: dict[str, Any] = {
+    "fallback_random": True,
+    "comprehensive_padding": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+}
+"""Results as large as their operations'; what was checked already is not checked again."""
+
+_BY_RULES: dict[str, Any] = {
+    "deterministic": True,  # of reductions one kernel, whatever registers it takes
+    "triton.autotune_pointwise": False,
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "combo_kernels": False,
+    "benchmark_fusion": False,
+    "triton.multi_kernel": 0,
+}
+"""Of each kernel one version, so that nothing is timed on the device."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 _COUNTS = (
     "h2d", "d2h", "d2d", "h2h", "kernels", "ops", "waits", "records", "syncs", "mallocs", "frees",
-    "registered", "faults",
+    "registered", "faults", "triton",
 )  # fmt: skip
 
 
@@ -29,6 +29,10 @@ def load() -> None:
     _runtime()
     if os.environ.get("STAND_IN_VALUES", "1") != "0":
         torch.ops.load_library(Path(folder) / "libstandin_values.so")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import cuda_stand_in_triton
+
+        cuda_stand_in_triton.load()
     atexit.register(_tell)
 
 

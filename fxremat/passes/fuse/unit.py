@@ -74,8 +74,9 @@ class Unit:
             key += args[i].stride()
         run = self._runs.get(key)
         if run is None:
+            # Amid a step: kernels are chosen by rules, for a benchmark would take memory.
             places = [(tuple(t.shape), tuple(t.stride())) for t in args[:count]]
-            run = self._run_for(tuple(map(int, args[count:])), places)
+            run = self._run_for(tuple(map(int, args[count:])), places, benchmarked=False)
         return run([*args[:count]])
 
     def __repr__(self) -> str:
@@ -88,7 +89,22 @@ class Unit:
 
     def compile(self, sizes: tuple[int, ...]) -> None:
         """Make its kernels for ``sizes``, in the order of the hints, where all lies as traced."""
-        self._run_for(sizes, self._places(dict(zip(self.hints, sizes, strict=True))))
+        self._run_for(sizes, self._traced(sizes), benchmarked=True)
+
+    def run_once(self, sizes: tuple[int, ...]) -> None:
+        """Run it on zeros, so that its kernels are loaded and the fastest of each are chosen."""
+        places = self._traced(sizes)
+        run = self._run_for(sizes, places, benchmarked=True)
+        run([self._zeros(node, place) for node, place in zip(self.inputs, places, strict=True)])
+
+    def _zeros(self, node: fx.Node, place: Place) -> torch.Tensor:
+        """An input of the unit; zeros are places of elements in whatever is read by place."""
+        shape, stride = place
+        dtype = node.meta["val"].dtype
+        return torch.empty_strided(shape, stride, dtype=dtype, device=self.device).zero_()
+
+    def _traced(self, sizes: tuple[int, ...]) -> list[Place]:
+        return self._places(dict(zip(self.hints, sizes, strict=True)))
 
     def forget(self, sizes: tuple[int, ...]) -> None:
         """Forget kernels for ``sizes``, and those for any."""
@@ -97,7 +113,7 @@ class Unit:
             for key in [key for key in self._runs if key[: len(sizes)] == sizes]:
                 del self._runs[key]
 
-    def _run_for(self, sizes: tuple[int, ...], places: list[Place]) -> Run:
+    def _run_for(self, sizes: tuple[int, ...], places: list[Place], *, benchmarked: bool) -> Run:
         """What runs for inputs that lie so, made now if it must be."""
         key = (*sizes, *(stride for i in self._unsure for stride in places[i][1]))
         with self._lock:
@@ -108,7 +124,8 @@ class Unit:
                     run = self._for_any_size(sizes)
                 if len(self._runs) > MOST_SIZES:  # those of the capture come first, and stay
                     self._runs.pop(next(islice(self._runs, 1, None)))
-                self._runs[key] = self._checked(key, run or self._made(named, places), named)
+                run = run or self._made(named, places, benchmarked=benchmarked)
+                self._runs[key] = self._checked(key, run, named)
             return self._runs[key]
 
     def _places(self, sizes: Mapping[str, Any]) -> list[Place]:
@@ -138,12 +155,16 @@ class Unit:
         run, holds = self._any_size
         return (lambda args: run([*args, *sizes])) if holds(*sizes) else None
 
-    def _made(self, sizes: Mapping[str, int], places: Sequence[Place]) -> Run:
+    def _made(
+        self, sizes: Mapping[str, int], places: Sequence[Place], *, benchmarked: bool
+    ) -> Run:
         """Kernels, or the operations as they are where none can be made."""
         try:
             if not self.eager:
                 return torch_compat.compile_kernels(
-                    lambda _symbols: self._described(sizes, places), self.device
+                    lambda _symbols: self._described(sizes, places),
+                    self.device,
+                    benchmarked=benchmarked,
                 )
         except Exception as error:
             self.eager = True
@@ -248,7 +269,11 @@ def compile_units(
     wanted: Sequence[tuple[Unit, tuple[int, ...]]],
     progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
-    """Make kernels of units, each for sizes, with their compilers side by side."""
+    """Make kernels of units, each for sizes, with their compilers side by side.
+
+    Ensures: on a device other than the CPU each has run once, so none of them allocates more than
+        it needs when it runs again.
+    """
 
     def compile_each() -> None:
         for done, (unit, sizes) in enumerate(wanted):
@@ -267,6 +292,10 @@ def compile_units(
         # A compiler failed: whose unit it was shows if it is the only one at work.
         LOG.debug("kernels are made one after the other", exc_info=True)
         compile_each()
+    with torch_compat.real_execution(), torch.no_grad():
+        for unit, sizes in wanted:
+            if unit.device.type != "cpu":
+                unit.run_once(sizes)
 
 
 def _described(graph: fx.Graph) -> tuple[list[str], dict[str, int]]:
