@@ -8,9 +8,16 @@ before, whether loss, gradients and buffers of each step have the bits of
 ``torch.compile(backend="aot_eager")``, and the most host memory that was locked. Where a share is
 below the least, the cell is run at the least that the error tells.
 
-Each setting of the allocator has a process of its own; rows are saved as they come. Also told is
+The executors are ``eager``, ``inductor``, whose Triton kernels compute nothing on the stand-in, so
+that bytes and races are checked and bits are not, and ``interpreted``: Inductor's kernels, run by
+Triton's interpreter in small networks. Their bits must be those of the fused step with everything
+kept.
+
+Each setting of the allocator, and the interpreter, has a process of its own; rows are saved as they
+come. Also told is
 what the least budget on reserved costs beside that on allocated.
 Run: tests/cuda_stand_in/run.sh .venv-cuda python -m benchmarks.cuda_matrix [network …]
+``--executor inductor interpreted`` writes ``fused_matrix.json``.
 """
 
 from __future__ import annotations
@@ -50,6 +57,8 @@ CUDA = torch.device("cuda", 0)
 STEPS = 6
 ORDERS = ("eager", "late", "early", "random:1", "random:2", "random:3")
 
+Executor = Literal["eager", "inductor", "interpreted"]
+EXECUTORS: tuple[Executor, ...] = ("eager", "inductor", "interpreted")
 Budget = float | Literal["min"]
 BUDGETS: tuple[Budget, ...] = (1.0, 0.6, 0.4, "min")
 OFFLOADS: dict[str, Any] = {"no": False, "auto": "auto", "only": "only"}
@@ -68,12 +77,14 @@ class Cell:
         counted: what the budget is for.
         offload: a name of ``OFFLOADS``.
         budget: a share of the peak with everything kept, or the least.
+        executor: whose kernels, and who computes them.
     """
 
     network: str
     counted: str
     offload: str
     budget: Budget
+    executor: Executor = "eager"
 
 
 def _mlp(*, width: int, blocks: int) -> Callable[[], nn.Module]:
@@ -119,10 +130,26 @@ NETWORKS: dict[str, ZooModel] = {
     "gpt_bf16": replace(_GPT, name="gpt_bf16", autocast=torch.bfloat16),
 }  # fmt: skip
 
+TINY: dict[str, ZooModel] = {
+    "tiny_mlp": _mlp_entry("tiny_mlp", rows=48, width=32, blocks=3),
+    "tiny_gpt": gpt_entry(
+        "tiny_gpt",
+        GPTConfig(vocabulary=32, context=16, width=32, heads=2, blocks=2, dropout=0.1),
+        batch=4,
+        length=16,
+    ),
+    "tiny_resnet": image_entry(
+        "tiny_resnet", drawn_once(lambda: ResNet(width=2, classes=4)), batch=2, size=29, classes=4
+    ),
+}
+"""Small enough for kernels in Python."""
 
-def cells(networks: Sequence[str]) -> list[Cell]:
+ALL = NETWORKS | TINY
+
+
+def cells(networks: Sequence[str], executor: Executor = "eager") -> list[Cell]:
     """All of the matrix."""
-    return [Cell(*of) for of in itertools.product(networks, COUNTED, OFFLOADS, BUDGETS)]
+    return [Cell(*of, executor) for of in itertools.product(networks, COUNTED, OFFLOADS, BUDGETS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +201,25 @@ def _on_the_cpu(x: Tensor | None) -> Tensor | None:
 @cache
 def reference(name: str) -> Steps:
     """The same steps through ``aot_eager``."""
-    entry = NETWORKS[name]
+    entry = ALL[name]
     order("eager")
     forget(CUDA)
     model = entry.build().to(CUDA)
     found = train(entry, model, compile_reference(entry, model))
+    del model
+    forget(CUDA)
+    return found
+
+
+@cache
+def fused_reference(name: str) -> Steps:
+    """The same steps by Inductor's kernels with everything kept."""
+    entry = ALL[name]
+    order("eager")
+    forget(CUDA)
+    model = entry.build().to(CUDA)
+    cell = Cell(name, "allocated", "no", 1.0, "interpreted")
+    found = train(entry, model, _compiled(entry, model, cell, 1.0, None))
     del model
     forget(CUDA)
     return found
@@ -193,7 +234,7 @@ def measure(cell: Cell, orders: Sequence[str]) -> Row:
     try:
         # Of the step as well: a plan is for the kernels that it was measured with.
         with deterministic_kernels(), host_memory() as told:
-            expected = reference(cell.network)
+            expected = (fused_reference if interpreted(cell) else reference)(cell.network)
             row, call = _measured(cell, expected, orders)
             if (locked := told()) is not None:
                 row |= {"locked_bytes": locked.now_bytes, "most_locked_bytes": locked.most_bytes}
@@ -214,7 +255,7 @@ def _measured(cell: Cell, expected: Steps, orders: Sequence[str]) -> tuple[Row, 
     """
     # Half of what a step takes with everything kept: it binds for some, and not for others.
     host_limit = None if cell.offload == "no" else max(expected.allocated_bytes) // 2
-    entry = NETWORKS[cell.network]
+    entry = ALL[cell.network]
     model = entry.build().to(CUDA)
     row: Row = {"host_limit_bytes": host_limit}
     try:
@@ -251,18 +292,39 @@ def _measured(cell: Cell, expected: Steps, orders: Sequence[str]) -> tuple[Row, 
             if nbytes > plan.budget_bytes
         ]
         difference = first_difference(expected.left, found.left)
-        if difference is not None:
+        if difference is not None and cell.executor != "inductor":
             row["other_bits"].append(f"{name}: {difference}")
         row["faults"] += faults()
+    if cell.executor == "inductor" and stand_in() is not None:
+        row |= {"races": races_of(lambda: train(entry, model, call)), "units": len(plan.fused)}
     del beside
     return row | {f"measured_{counted}_bytes": most for counted, most in worst.items()}, call
+
+
+def interpreted(cell: Cell) -> bool:
+    """Whether Python computes the kernels."""
+    return cell.executor == "interpreted"
+
+
+def races_of(steps: Callable[[], object]) -> list[str]:
+    """The accesses of some steps that nothing orders, in words."""
+    from tests.on_cuda.happens_before import checked
+
+    order("eager")
+    with checked() as found:
+        steps()
+    return found.races
 
 
 def _compiled(
     entry: ZooModel, model: nn.Module, cell: Cell, budget: int | Budget, host_limit: int | None
 ) -> Any:
     args, kwargs = move(entry.sample(0), CUDA)
-    how: dict[str, Any] = {"offload": OFFLOADS[cell.offload], "budget_on": cell.counted}
+    how: dict[str, Any] = {
+        "offload": OFFLOADS[cell.offload],
+        "budget_on": cell.counted,
+        "executor": "eager" if cell.executor == "eager" else "inductor",
+    }
     if host_limit is not None:
         how["host_limit"] = host_limit
     with entry.context("cuda"):
@@ -344,7 +406,7 @@ def holds(row: Row) -> bool:
         return False
     least = row.get("told_least_bytes")
     return (
-        not (row["over"] or row["other_bits"] or row["faults"])
+        not (row["over"] or row["other_bits"] or row["faults"] or row.get("races"))
         and (least is None or row["budget_bytes"] == least)
         and row.get("locked_bytes", row["host_bytes"]) == row["host_bytes"]
         and row.get("most_locked_bytes", 0) <= (row["host_limit_bytes"] or 0)
@@ -359,25 +421,32 @@ def run(
     orders: Sequence[str] = ORDERS,
     seconds: float = SECONDS,
 ) -> str | None:
-    """Measure cells in a process with a setting of the allocator; why it ended too early."""
-    told = json.dumps([list(asdict(cell).values()) for cell in chosen])
-    return run_part(
-        ["-m", "benchmarks.cuda_matrix", "--inside", told, "--orders", *orders],
-        settings=ALLOCATORS[allocator],
-        seconds=seconds,
-        add=lambda row: add({"allocator": allocator, **row}),
-    )
+    """Measure cells in a process with a setting of the allocator; why it ended too early.
+
+    Those that are interpreted have a process of their own.
+    """
+    stopped = []
+    for by_python, its_own in itertools.groupby(sorted(chosen, key=interpreted), key=interpreted):
+        told = json.dumps([list(asdict(cell).values()) for cell in its_own])
+        why = run_part(
+            ["-m", "benchmarks.cuda_matrix", "--inside", told, "--orders", *orders],
+            settings={**ALLOCATORS[allocator], **({"TRITON_INTERPRET": "1"} if by_python else {})},
+            seconds=seconds,
+            add=lambda row: add({"allocator": allocator, **row}),
+        )
+        stopped += [] if why is None else [why]
+    return "; ".join(stopped) or None
 
 
 COLUMNS = (
-    "network", "allocator", "budget on", "offload", "budget", "bytes", "least", "predicted",
-    "measured", "host", "locked", "promise",
+    "network", "executor", "allocator", "budget on", "offload", "budget", "bytes", "least",
+    "predicted", "measured", "host", "locked", "promise",
 )  # fmt: skip
 
 
 def line(row: Row) -> list[str]:
     """A line of the table."""
-    names = [row[k] for k in ("network", "allocator", "counted", "offload", "budget")]
+    names = [row[k] for k in ("network", "executor", "allocator", "counted", "offload", "budget")]
     if "failed" in row:
         return [*names, row["failed"][:30], *[""] * (len(COLUMNS) - len(names) - 1)]
     reserved = row["counted"] == "reserved"
@@ -410,7 +479,8 @@ def prices(rows: Sequence[Row]) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("networks", nargs="*", metavar="network", help=", ".join(NETWORKS))
+    parser.add_argument("networks", nargs="*", metavar="network", help=", ".join(ALL))
+    parser.add_argument("--executor", nargs="+", choices=EXECUTORS, default=["eager"])
     parser.add_argument("--allocator", nargs="+", choices=ALLOCATORS, default=list(ALLOCATORS))
     parser.add_argument("--counted", nargs="+", choices=COUNTED, default=COUNTED)
     parser.add_argument("--offload", nargs="+", choices=OFFLOADS, default=list(OFFLOADS))
@@ -426,9 +496,10 @@ def main() -> None:
             cell = Cell(*of)
             append(options.rows, {**asdict(cell), **measure(cell, options.orders)})
         return
-    if unknown := set(options.networks) - set(NETWORKS):
-        parser.error(f"unknown networks {sorted(unknown)}: there are {', '.join(NETWORKS)}")
-    results = Rows("cuda_matrix", describe(CUDA), folder=options.results)
+    if unknown := set(options.networks) - set(ALL):
+        parser.error(f"unknown networks {sorted(unknown)}: there are {', '.join(ALL)}")
+    name = "cuda_matrix" if options.executor == ["eager"] else "fused_matrix"
+    results = Rows(name, describe(CUDA), folder=options.results)
 
     def add(row: Row) -> None:
         results.add(row)
@@ -436,7 +507,10 @@ def main() -> None:
 
     chosen = [
         cell
-        for cell in cells(options.networks or list(NETWORKS))
+        for executor in options.executor
+        for cell in cells(
+            options.networks or list(TINY if executor == "interpreted" else NETWORKS), executor
+        )
         if cell.counted in options.counted
         and cell.offload in options.offload
         and (options.budgets is None or str(cell.budget) in options.budgets)
