@@ -297,6 +297,7 @@ def _measured(cell: Cell, expected: Steps, orders: Sequence[str]) -> tuple[Row, 
         row["faults"] += faults()
     if cell.executor == "inductor" and stand_in() is not None:
         row |= {"races": races_of(lambda: train(entry, model, call)), "units": len(plan.fused)}
+    row["host_bytes"] = call.plan.host_bytes  # later steps may have another plan
     del beside
     return row | {f"measured_{counted}_bytes": most for counted, most in worst.items()}, call
 
