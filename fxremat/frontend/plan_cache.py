@@ -713,13 +713,16 @@ class PlanCache:
             if compiled is None:
                 try:
                     planned = self.planner.again(found, least=not known)
-                except BudgetError:
+                except BudgetError as error:
                     if self.regions.together:
                         raise
-                    # More is there than in the steps that were watched: it leaves what it can.
-                    self.regions.no_room()
-                    found = self.regions.context_unknown(self.planner, context)
-                    planned = self.planner.again(found, least=True)
+                    if known and self.regions.grow_to(error.least_budget_bytes):
+                        planned = self.planner.again(found)
+                    else:
+                        # More is there than in the steps that were watched.
+                        self.regions.no_room()
+                        found = self.regions.context_unknown(self.planner, context)
+                        planned = self.planner.again(found, least=True)
                 compiled = self._new(planned, found)
             self._keep(found, compiled)
             self._followed = ((found, compiled), *self._followed[: MOST_FOLLOWED - 1])

@@ -98,6 +98,7 @@ class Regions:
     latest: list[Called] = field(default_factory=list)
     _watches: int = 1  # of steps to come, whatever they are
     _late_bytes: int = 0  # of collectives in graphs, likewise
+    _planned_bytes: int = 0  # the least "min" that plans, once made, were seen to need
     _before: Walk | None = None
     _choices: dict[tuple[Key, bool], tuple[Choice, ...]] = field(default_factory=dict)
     _unknown: weakref.WeakKeyDictionary[Planner, Contexts] = field(
@@ -274,6 +275,21 @@ class Regions:
         """Have plans of all known steps chosen again: of a graph more is known than before."""
         for known in self.known:
             known.besides = []
+
+    def grow_to(self, least_bytes: int | None) -> bool:
+        """Let ``"min"`` be at least what a plan of the call that was entered last takes.
+
+        Plans are chosen together by what each call takes by itself. An allocator may need a little
+        more for the plan that is made of them.
+
+        Returns whether the budget has grown.
+        """
+        budget = self.loop.budget
+        if not budget.grows or least_bytes is None or least_bytes <= (budget.nbytes or 0):
+            return False
+        self._planned_bytes = least_bytes
+        budget.set(least_bytes)
+        return True
 
     def no_room(self) -> None:
         """The call that was entered last does not fit where it was to: it leaves least."""
@@ -719,7 +735,7 @@ class Regions:
         nbytes = found.budget_bytes
         if budget.grows:
             planned = (own.least_bytes for own in self.known if own.choices)
-            nbytes = max(planned, default=nbytes)
+            nbytes = max(self._planned_bytes, max(planned, default=nbytes))
         budget.set(nbytes)
 
     def _chosen(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> Chosen:
