@@ -92,6 +92,7 @@ def needs_of_loss(
             stack.enter_context(torch.random.fork_rng(devices=devices))
             log = torch_compat.AllocationLog(device)
         else:
+            stack.enter_context(torch_compat.without_launches())
             stack.enter_context(torch_compat.fake_mode_of(tensors))
             log = torch_compat.fake_log(adopt)
         filled = pytree.tree_unflatten([fill(i, leaf) for i, leaf in enumerate(leaves)], spec)
