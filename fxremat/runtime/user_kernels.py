@@ -105,7 +105,8 @@ class Launch:
 
     def is_tuned_for(self, _grid: object, _descriptors: object, *given: Any) -> bool:
         """Whether a configuration was chosen for arguments like these; they may have no data."""
-        return not self.tuned or tuple(map(_tuning_key, given)) in self._tuned_for
+        known = self._run.has_choices and tuple(map(_tuning_key, given)) in self._tuned_for
+        return known or not self.tuned
 
 
 def _made(description: Made, *, beside: Sequence[Any]) -> Tensor:

@@ -6,7 +6,7 @@ process.
 
 Private names, checked on 2.13: ``triton_kernel_wrap`` with its operators, their keyword arguments,
 its ``kernel_side_table`` and ``generate_ttir``; of Triton 3.7 ``JITFunction.cache_key`` and
-attributes of ``Autotuner``.
+attributes of ``Autotuner``, and its ``_bench``, which runs one configuration.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ class KernelLauncher:
         self._kernel, self._constants = kernel, dict(constants)
         self._place = -1
 
+    @property
+    def has_choices(self) -> bool:
+        """Whether Triton has chosen a configuration, and still knows it."""
+        return any(getattr(kernel, "cache", ()) for kernel in _wrapped(self._kernel))
+
     def __call__(
         self, grid: Sequence[Any], descriptors: Mapping[str, Any], arguments: Mapping[str, Any]
     ) -> None:
@@ -107,7 +112,8 @@ class KernelLauncher:
 
 def kernel_name(kernel: Any) -> str:
     """The name of the function that a user has written."""
-    return str(getattr(_function_of(kernel), "__name__", type(kernel).__name__))
+    *_, function = _wrapped(kernel)
+    return str(getattr(function, "__name__", type(kernel).__name__))
 
 
 def kernel_digest(kernel: Any, constants: Mapping[str, Any]) -> str:
@@ -152,19 +158,17 @@ def _text(value: Any) -> str:
     return f"{type(value).__name__} {value}"
 
 
-def _function_of(kernel: Any) -> Any:
+def _wrapped(kernel: Any) -> Iterator[Any]:
+    """A kernel, and what its decorators have wrapped, down to the function."""
+    yield kernel
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
-    return kernel
+        yield kernel
 
 
 def is_tuned(kernel: Any) -> bool:
     """Whether Triton tries out several configurations when it is first launched."""
-    while hasattr(kernel, "fn"):
-        if len(getattr(kernel, "configs", ())) > 1:
-            return True
-        kernel = kernel.fn
-    return False
+    return any(len(getattr(own, "configs", ())) > 1 for own in _wrapped(kernel))
 
 
 def gives_same_bits(launch: UserLaunch) -> bool:
@@ -237,7 +241,34 @@ def without_launches() -> Iterator[None]:
                 _Withheld.restore()
 
 
-_lock = threading.Lock()
+@contextlib.contextmanager
+def tunings() -> Iterator[list[str]]:
+    """A list of the kernels that Triton tunes inside, by name, in any thread.
+
+    Those of a kernel which was the first to load Triton are not among them: the list then holds
+    ``"triton"``.
+    """
+    names: list[str] = []
+    if "triton" not in sys.modules:
+        yield names
+        names += ["triton"] * ("triton" in sys.modules)
+        return
+    tuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
+    with _tuning:
+        own = tuner._bench
+
+        def noted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            names.append(kernel_name(kernel))
+            return own(kernel, *args, **kwargs)
+
+        tuner._bench = noted
+        try:
+            yield names
+        finally:
+            tuner._bench = own
+
+
+_lock, _tuning = threading.Lock(), threading.RLock()
 
 
 class _Withheld:

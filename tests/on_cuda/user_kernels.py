@@ -7,6 +7,7 @@ Each kernel is launched another way: by an operator of ``torch.library`` with a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ def sine_kernel(source, target, count, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     tl.store(target + place, tl.sin(tl.load(source + place, mask=inside)), mask=inside)
+
+
+@triton.jit
+def other_kernel(source, target, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    tl.store(target + place, tl.cos(tl.load(source + place, mask=inside)), mask=inside)
 
 
 @triton.jit
@@ -129,6 +137,13 @@ def sine(x: Tensor) -> Tensor:
     return target
 
 
+@triton_op("fxremat_tests::other", mutates_args=())
+def other(x: Tensor) -> Tensor:
+    target = torch.empty_like(x)
+    wrap_triton(other_kernel)[grid_of(x.numel())](x, target, x.numel(), BLOCK=BLOCK)
+    return target
+
+
 @triton_op("fxremat_tests::sine_backward", mutates_args=())
 def sine_backward(gradient: Tensor, x: Tensor) -> Tensor:
     target = torch.empty_like(x)
@@ -146,6 +161,7 @@ def _derive(ctx: Any, gradient: Tensor) -> Tensor:
 
 
 sine.register_autograd(_derive, setup_context=_keep)
+other.register_autograd(_derive, setup_context=_keep)
 
 
 class Norm(torch.autograd.Function):
@@ -200,6 +216,13 @@ class Operator(nn.Module):
         return sine(x)
 
 
+class OtherOperator(nn.Module):
+    """Another one, of the same arguments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return other(x)
+
+
 class Function(nn.Module):
     """A function of autograd's that launches kernels itself."""
 
@@ -251,13 +274,80 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "atomic": Atomic,
 }
 
+FORWARDS = {
+    "operator": "sine_kernel",
+    "function": "norm_kernel",
+    "tuned": "tuned_kernel",
+    "plain": "sign_kernel",
+}
+BACKWARDS = {
+    "operator": "cosine_kernel",
+    "function": "norm_backward_kernel",
+    "tuned": "tuned_backward_kernel",
+}
+"""Names of kernels, as they are launched."""
+
+TUNED = (tuned_kernel, tuned_backward_kernel)
+
 
 def model_of(kind: str) -> nn.Module:
     """The same numbers each time."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), KINDS[kind]()) for _ in range(BLOCKS)]
+    layer = OtherOperator if kind == "other_operator" else KINDS[kind]
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), layer()) for _ in range(BLOCKS)]
     return nn.Sequential(*blocks)
 
 
 def batch() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+WORDS, LIGER_BLOCKS = 2048, 2
+
+
+class LigerBlock(nn.Module):
+    """Norm, rotation and gated layers, all of Liger's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP
+
+        config = SimpleNamespace(hidden_size=WIDTH, intermediate_size=2 * WIDTH, hidden_act="silu")
+        self.norm, self.inner = LigerRMSNorm(WIDTH), LigerSwiGLUMLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        from liger_kernel.transformers.functional import liger_rope
+
+        heads = self.norm(x).view(1, len(x), 4, -1).transpose(1, 2)
+        one, two = liger_rope(heads, heads.clone(), cos, sin)
+        return x + self.inner((one + two).transpose(1, 2).reshape(x.shape))
+
+
+class LigerModel(nn.Module):
+    """Blocks, and a loss that never has all logits, or none."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, *, fused_loss: bool) -> None:
+        super().__init__()
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        self.blocks = nn.ModuleList([LigerBlock() for _ in range(LIGER_BLOCKS)])
+        self.loss = LigerFusedLinearCrossEntropyLoss() if fused_loss else None
+        self.head = nn.Linear(WIDTH, WORDS, bias=False) if fused_loss else None
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.rand(1, ROWS, WIDTH // 4))
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        if self.loss is None or self.head is None:
+            return x
+        return self.loss(self.head.weight, x, target)
+
+
+def liger_model(*, fused_loss: bool) -> nn.Module:
+    """The same numbers each time."""
+    torch.manual_seed(0)
+    return LigerModel(fused_loss=fused_loss)

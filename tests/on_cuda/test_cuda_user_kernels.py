@@ -1,0 +1,356 @@
+"""Kernels that a user has written for Triton, under a budget, over the stand-in for CUDA.
+
+Its kernels compute nothing: asserted is what they take, how often they run, and on what.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from fxremat.errors import PlanError
+from tests.cuda import CUDA, forget
+from tests.on_cuda.happens_before import check
+from tests.on_cuda.stood_in import needs_stand_in
+
+pytest.importorskip("triton")
+
+from tests.on_cuda import user_kernels as own
+
+pytestmark = needs_stand_in
+
+needs_liger = pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="no liger-kernel"
+)
+
+PLANNED = tuple(kind for kind in own.KINDS if kind != "atomic")
+FEW = (("operator", "eager"), ("function", "inductor"), ("tuned", "eager"), ("plain", "eager"))
+PAIRS = pytest.mark.parametrize(
+    ("kind", "executor"),
+    [
+        pytest.param(kind, executor, marks=() if (kind, executor) in FEW else pytest.mark.slow)
+        for kind in PLANNED
+        for executor in ("eager", "inductor")
+    ],
+)
+"""Each way to launch a kernel, and who makes the kernels of all else."""
+
+FLUSH_BYTES = 64 << 20
+"""Less than Triton's tuner takes to empty caches, more than a step of these models takes."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """No model of another test is there, and no kernel is tuned."""
+    forget(CUDA)
+    for kernel in own.TUNED:
+        kernel.cache.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*data pointer of FakeTensor.*")
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        yield
+    forget(CUDA)
+
+
+class Run:
+    """A model that is trained under a budget.
+
+    Args:
+        model: on the device.
+        batch: its arguments, on the device.
+        budget: of the step.
+        loss: of the model's outputs; ``"own"``: the model returns it.
+        entry: ``compile`` or ``backend``.
+        options: of either.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: tuple[Tensor, ...],
+        budget: int | str | float,
+        *,
+        loss: Callable[[Any], Tensor] | str = torch.sum,
+        entry: str = "compile",
+        **options: Any,
+    ) -> None:
+        self.model, self.batch = model, batch
+        self.loss: Callable[[Any], Tensor] = loss if callable(loss) else lambda out: out
+        if entry == "compile":
+            sample = fxremat.Sample(batch, {})
+            self.call = fxremat.compile(model, sample, budget, loss=loss, **options)
+        else:
+            self.call = torch.compile(
+                model, backend="fxremat", options={"budget": budget, **options}
+            )
+
+    def step(self, batch: tuple[Tensor, ...] | None = None) -> int:
+        """One step; the bytes that it takes."""
+        self.model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        self.loss(self.call(*(batch or self.batch))).backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    def peaks(self, count: int = 3) -> list[int]:
+        """What some steps take, after the first, in which ``backend`` captures and measures."""
+        self.step()
+        return [self.step() for _ in range(count)]
+
+
+def run(kind: str, budget: int | str | float, **options: Any) -> Run:
+    return Run(own.model_of(kind).to(CUDA), (own.batch().to(CUDA),), budget, **options)
+
+
+def ends(kind: str, **options: Any) -> tuple[int, int]:
+    """The least budget of the usual loop, and what the step takes with everything kept."""
+    plan = run(kind, "min", **options).call.plan
+    found = plan.budget_bytes, plan.baseline_peak_bytes
+    del plan
+    forget(CUDA)
+    return found
+
+
+def eager_peak(kind: str) -> int:
+    """What a step of the model takes as ``aot_eager`` runs it."""
+    model, x = own.model_of(kind).to(CUDA), own.batch().to(CUDA)
+    call = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        call(x).sum().backward()
+    return torch.cuda.max_memory_allocated()
+
+
+@contextlib.contextmanager
+def launches(*, copied: bool = False) -> Iterator[collections.Counter[str]]:
+    """How often each kernel is launched inside, by its name; none of them races.
+
+    ``copied``: tensors that nobody has written may be copied, as torch does for a kernel that
+    writes to one.
+    """
+    import cuda_stand_in
+
+    found: collections.Counter[str] = collections.Counter()
+    torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        cuda_stand_in.log_to(str(path))
+        try:
+            yield found
+        finally:
+            cuda_stand_in.log_to("")
+            torch.cuda.synchronize()
+        lines = list(map(json.loads, path.read_text().splitlines()))
+    races = [race for race in check(lines).races if not (copied and "nobody has" in race)]
+    assert not races, races
+    found.update(line["accesses"] for line in lines if "accesses" in line)
+
+
+@PAIRS
+def test_a_step_keeps_to_its_budget(kind: str, executor: str):
+    least, full = ends(kind, executor=executor)
+    found = []
+    for budget in (least, (least + full) // 2, full):
+        trained = run(kind, budget, executor=executor)
+        found.append(max(trained.peaks()))
+        assert found[-1] <= budget
+        with launches() as counted:
+            trained.step()
+        assert counted[own.FORWARDS[kind]] >= own.BLOCKS
+        del trained
+        forget(CUDA)
+    assert found[0] < found[-1]
+
+
+@PAIRS
+def test_a_step_keeps_to_its_budget_as_a_backend(kind: str, executor: str):
+    least, full = ends(kind, executor=executor)
+    budget = (least + full) // 2
+    trained = run(kind, budget, entry="backend", executor=executor)
+    assert max(trained.peaks()) <= budget
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("function", "late"),
+        ("plain", "random"),
+        pytest.param("function", "early", marks=pytest.mark.slow),
+        pytest.param("function", "random", marks=pytest.mark.slow),
+        pytest.param("plain", "late", marks=pytest.mark.slow),
+    ],
+)
+def test_no_order_of_streams_shows_what_is_gone(kind: str, mode: str):
+    import cuda_stand_in
+
+    trained = run(kind, "min", offload="only")
+    trained.peaks(1)
+    cuda_stand_in.mode(mode, seed=1)
+    try:
+        with launches():
+            assert trained.step() <= trained.call.plan.budget_bytes
+    finally:
+        torch.cuda.synchronize()
+        cuda_stand_in.mode(os.environ.get("STAND_IN_MODE", "eager"))
+
+
+@pytest.mark.parametrize("kind", ["function", "plain"])
+def test_a_kernel_makes_what_it_writes(kind: str):
+    """torch copies the user's empty tensor; everything kept takes no more than without a copy."""
+    _, full = ends(kind)
+    kept = max(run(kind, full).peaks())
+    assert kept <= eager_peak(kind)
+
+
+@pytest.mark.parametrize("kind", ["operator", "function", "tuned"])
+def test_a_recomputation_launches_the_kernel_again(kind: str):
+    trained = run(kind, "min")
+    trained.peaks(1)
+    with launches() as counted:
+        trained.step()
+    assert counted[own.FORWARDS[kind]] > own.BLOCKS
+    assert counted[own.BACKWARDS[kind]] == own.BLOCKS
+
+
+def test_a_sum_in_any_order_is_not_computed_again():
+    trained = run("atomic", "min")
+    trained.peaks(1)
+    with launches() as counted:
+        trained.step()
+    assert counted["column_sum_kernel"] == own.BLOCKS
+
+
+def test_a_tuned_kernel_is_tuned_before_the_first_step():
+    trained = run("tuned", "min")
+    with launches() as counted:
+        peak = trained.step()
+    assert peak <= trained.call.plan.budget_bytes < FLUSH_BYTES
+    assert counted["tuned_kernel"] < 2 * own.BLOCKS
+    assert counted["tuned_backward_kernel"] == own.BLOCKS
+
+
+def test_a_tuned_kernel_of_the_loss_is_no_part_of_the_budget():
+    trained = run("operator", "min", loss=lambda out: own.Tuned.apply(out).sum())
+    assert trained.call.plan.budget_bytes < FLUSH_BYTES
+    assert max(trained.peaks()) <= trained.call.plan.budget_bytes
+
+
+@pytest.mark.parametrize("kind", ["operator", "tuned"])
+def test_other_sizes(kind: str):
+    trained = run(kind, 0.9, dynamic=True)
+    for rows in (own.ROWS // 2, own.ROWS + 176):
+        other = (torch.randn(rows, own.WIDTH, device=CUDA),)
+        trained.step(other)  # in which a tuned kernel is tuned for this size
+        assert trained.step(other) <= trained.call.plan.budget_bytes
+
+
+def test_another_kernel_at_the_same_place_is_another_step(tmp_path: Path):
+    """Each process numbers kernels as they come: the number says nothing."""
+    path = tmp_path / "plan.json"
+    run("operator", "min").call.plan.save(path)
+    forget(CUDA)
+    with pytest.raises(PlanError):
+        run("other_operator", "min", plan=path)
+    forget(CUDA)
+    trained = run("other_operator", "min")  # which has the number of the first now
+    trained.peaks(1)
+    with launches() as counted:
+        trained.step()
+    assert not counted["sine_kernel"]
+    assert counted["other_kernel"] >= own.BLOCKS
+    del trained
+    followed = run("operator", "min", plan=path)
+    with launches() as counted:
+        followed.step()
+    assert not counted["other_kernel"]
+
+
+PROGRAM = """
+import torch, fxremat
+from tests.on_cuda import user_kernels as own
+from tests.on_cuda.test_cuda_user_kernels import launches, run
+if {first!r}:
+    run({first!r}, "min")
+    torch._dynamo.reset()
+trained = run("tuned", "min")
+with launches() as counted:
+    peak = trained.step()
+assert peak <= trained.call.plan.budget_bytes < {flush}, peak
+print(trained.call.plan.budget_bytes, counted["tuned_kernel"], counted["tuned_backward_kernel"])
+"""
+
+
+def _in_a_process(first: str, cache: Path) -> str:
+    code = PROGRAM.format(first=first, flush=FLUSH_BYTES)
+    environment = {**os.environ, "FXREMAT_CACHE": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_another_process_has_the_same_costs_and_tunes_before_the_first_step(tmp_path: Path):
+    """It measures nothing, and numbers kernels otherwise."""
+    found = _in_a_process("", tmp_path)
+    assert _in_a_process("operator", tmp_path) == found
+
+
+def liger(*, fused_loss: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model of Liger's layers, and its batch."""
+    model = own.liger_model(fused_loss=fused_loss).to(CUDA)
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(own.ROWS, own.WIDTH, generator=draw).to(CUDA)
+    if not fused_loss:
+        return model, (x,)
+    return model, (x, torch.randint(0, own.WORDS, (own.ROWS,), generator=draw).to(CUDA))
+
+
+@needs_liger
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_layers_of_liger(executor: str):
+    plan = Run(*liger(fused_loss=False), "min", executor=executor).call.plan
+    least, full = plan.budget_bytes, plan.baseline_peak_bytes
+    del plan
+    for budget in (least, (least + full) // 2):
+        forget(CUDA)
+        trained = Run(*liger(fused_loss=False), budget, executor=executor)
+        assert max(trained.peaks()) <= budget
+        with launches() as counted:
+            trained.step()
+        assert counted["_swiglu_forward_kernel"] >= own.LIGER_BLOCKS
+
+
+@needs_liger
+@pytest.mark.parametrize("entry", ["compile", pytest.param("backend", marks=pytest.mark.slow)])
+def test_the_fused_loss_of_liger(entry: str):
+    """It reads a number of the device, so Dynamo runs it as it is, between regions."""
+    model, batch = liger(fused_loss=True)
+    for _ in range(2):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        model(*batch).backward()
+    budget = torch.cuda.max_memory_allocated()
+    del model, batch
+    trained = Run(*liger(fused_loss=True), budget, entry=entry, loss="own")
+    assert max(trained.peaks(6)[2:]) <= budget
+    with launches(copied=True) as counted:
+        trained.step()
+    assert counted["liger_cross_entropy_kernel"]
