@@ -86,7 +86,7 @@ class Launch:
         arguments = dict(zip(self.names, given, strict=True))
         for name in self.names:
             if name in self.made:
-                arguments[name] = _made(arguments[name], beside=given)
+                arguments[name] = _made(arguments[name], near=given)
             elif name in self.written:
                 arguments[name] = torch_compat.clone_with_strides(arguments[name])
             else:
@@ -105,14 +105,14 @@ class Launch:
 
     def is_tuned_for(self, _grid: object, _descriptors: object, *given: Any) -> bool:
         """Whether a configuration was chosen for arguments like these; they may have no data."""
-        known = self._run.has_choices and tuple(map(_tuning_key, given)) in self._tuned_for
-        return known or not self.tuned
+        chosen = self._run.has_choices and tuple(map(_tuning_key, given)) in self._tuned_for
+        return chosen or not self.tuned
 
 
-def _made(description: Made, *, beside: Sequence[Any]) -> Tensor:
-    """The tensor that is described, on the device of those ``beside`` it."""
+def _made(description: Made, *, near: Sequence[Any]) -> Tensor:
+    """The tensor that is described, on the device of those ``near`` it."""
     shape, stride, dtype, fill = description
-    device = next(own.device for own in beside if isinstance(own, Tensor))
+    device = next(other.device for other in near if isinstance(other, Tensor))
     made = torch.empty_strided(_plain(shape), _plain(stride), dtype=dtype, device=device)
     return made if fill is None else made.fill_(fill)
 

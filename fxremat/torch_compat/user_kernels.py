@@ -78,7 +78,7 @@ class KernelLauncher:
 
     Args:
         kernel: as :class:`UserLaunch` has it.
-        constants: likewise.
+        constants: as :class:`UserLaunch` has them.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
@@ -125,15 +125,15 @@ def kernel_digest(kernel: Any, constants: Mapping[str, Any]) -> str:
 
 
 def _described(kernel: Any) -> list[str]:
-    lines = []
-    while not hasattr(kernel, "cache_key"):
-        lines.append(type(kernel).__name__)
-        lines += [f"{name} {_text(getattr(kernel, name, None))}" for name in _OF_TUNING]
-        for config in getattr(kernel, "configs", ()):
+    lines: list[str] = []
+    for layer in _wrapped(kernel):
+        if hasattr(layer, "cache_key"):
+            options = [(p.name, p.is_constexpr, p.do_not_specialize) for p in layer.params]
+            return [*lines, layer.cache_key, str(options)]
+        lines += [f"{name} {_text(getattr(layer, name, None))}" for name in _OF_TUNING]
+        for config in getattr(layer, "configs", ()):
             lines.append(f"{config} {_text(getattr(config, 'pre_hook', None))}")
-        kernel = kernel.fn
-    options = [(p.name, p.is_constexpr, p.do_not_specialize) for p in kernel.params]
-    return [*lines, kernel.cache_key, str(options)]
+    return [*lines, _text(layer)]
 
 
 _OF_TUNING = (
@@ -153,7 +153,7 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]"
     code = getattr(value, "__code__", None)
     if code is not None:
-        plain = [own for own in code.co_consts if not hasattr(own, "co_code")]
+        plain = [const for const in code.co_consts if not hasattr(const, "co_code")]
         return f"{value.__module__}.{value.__qualname__} {code.co_code.hex()} {plain}"
     return f"{type(value).__name__} {value}"
 
@@ -168,15 +168,16 @@ def _wrapped(kernel: Any) -> Iterator[Any]:
 
 def is_tuned(kernel: Any) -> bool:
     """Whether Triton tries out several configurations when it is first launched."""
-    return any(len(getattr(own, "configs", ())) > 1 for own in _wrapped(kernel))
+    return any(len(getattr(layer, "configs", ())) > 1 for layer in _wrapped(kernel))
 
 
 def gives_same_bits(launch: UserLaunch) -> bool:
     """Whether two launches with equal arguments leave equal bits, whatever order programs run in.
 
-    Triton's own form of the kernel says it: floats that several programs add to one place are
-    summed in any order, and what an atomic operation returns, exchanges or compares depends on who
-    came first. ``False`` also where Triton cannot compile the kernel for the arguments as traced.
+    The form into which Triton parses the kernel says it: floats that several programs add to one
+    place are summed in any order, and what an atomic operation returns, exchanges or compares
+    depends on who came first. ``False`` also where Triton cannot parse the kernel for the arguments
+    as traced.
     """
     from torch._higher_order_ops.triton_kernel_wrap import generate_ttir  # noqa: PLC0415
 
@@ -211,7 +212,7 @@ def _is_ordered(function: str) -> bool:
 
 
 def clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory of its own as ``tensor`` does in its storage."""
+    """A copy in a new storage, in which it lies as ``tensor`` does in its storage."""
     from torch import _prims_common  # noqa: PLC0415
 
     clone: Any = _prims_common.clone_preserve_strides
@@ -255,17 +256,17 @@ def tunings() -> Iterator[list[str]]:
         return
     tuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
     with _tuning:
-        own = tuner._bench
+        run = tuner._bench
 
         def noted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             names.append(kernel_name(kernel))
-            return own(kernel, *args, **kwargs)
+            return run(kernel, *args, **kwargs)
 
         tuner._bench = noted
         try:
             yield names
         finally:
-            tuner._bench = own
+            tuner._bench = run
 
 
 _lock, _tuning = threading.Lock(), threading.RLock()

@@ -1,7 +1,7 @@
 """Kernels that a user has written for Triton: one operation for each launch.
 
 torch has an operator for a launch that copies what the kernel writes to, and returns the copies by
-the names of arguments. It names the kernel by its place in a table of the process, which tells
+the names of arguments. It names the kernel by its place in a table of the process, which means
 nothing in another process. Here such a node calls a :class:`fxremat.runtime.user_kernels.Launch`,
 whose name says which kernel it is, and which returns tensors in order.
 """
@@ -42,21 +42,21 @@ def with_launches(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     graph.output_node().meta = dict(module.graph.output_node().meta)
     for node in list(graph.nodes):
-        own = torch_compat.user_launch(node)
-        if own is not None:
-            _take_over(node, own)
+        traced = torch_compat.user_launch(node)
+        if traced is not None:
+            _take_over(node, traced)
     graph.lint()
     return torch_compat.graph_module(module, graph)
 
 
-def _take_over(node: fx.Node, own: torch_compat.UserLaunch) -> None:
+def _take_over(node: fx.Node, traced: torch_compat.UserLaunch) -> None:
     """Let ``node`` call a launch of ours."""
-    launch = _launch(own)
-    args: Any = (own.grid, own.descriptors, *own.arguments.values())
+    launch = _launch(traced)
+    args: Any = (traced.grid, traced.descriptors, *traced.arguments.values())
     with node.graph.inserting_before(node):
         made = node.graph.create_node("call_function", launch, args, name=launch.kernel)
     made.meta = {key: value for key, value in node.meta.items() if key != "tensor_meta"}
-    values = tuple(node.meta["val"][name] for name in own.written)
+    values = tuple(node.meta["val"][name] for name in traced.written)
     made.meta["val"] = values[0] if len(values) == 1 else values
     for value in values_of(node):
         name: Any = value.args[1]
@@ -64,29 +64,29 @@ def _take_over(node: fx.Node, own: torch_compat.UserLaunch) -> None:
             value.replace_all_uses_with(made)
             node.graph.erase_node(value)
         else:
-            value.args = (made, own.written.index(name))
+            value.args = (made, traced.written.index(name))
     node.graph.erase_node(node)
 
 
-def _launch(own: torch_compat.UserLaunch) -> Launch:
+def _launch(traced: torch_compat.UserLaunch) -> Launch:
     """The launch of a kernel that writes to copies of what it is given."""
-    name = torch_compat.kernel_name(own.kernel)
-    lines = [torch_compat.kernel_digest(own.kernel, own.constants)]
-    for argument, value in own.arguments.items():
+    name = torch_compat.kernel_name(traced.kernel)
+    lines = [torch_compat.kernel_digest(traced.kernel, traced.constants)]
+    for argument, value in traced.arguments.items():
         dtypes = [t.dtype for t in tensors_of(value)] if isinstance(value, fx.Node) else []
-        lines.append(f"{argument} {dtypes} {argument in own.written}")
+        lines.append(f"{argument} {dtypes} {argument in traced.written}")
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    known = launch_of(digest)
-    if known is not None:
-        return known
+    shared = launch_of(digest)
+    if shared is not None:
+        return shared
     return Launch(
         name,
         digest,
-        torch_compat.KernelLauncher(own.kernel, own.constants),
-        tuple(own.arguments),
-        written=own.written,
-        tuned=torch_compat.is_tuned(own.kernel),
-        repeatable=torch_compat.gives_same_bits(own),
+        torch_compat.KernelLauncher(traced.kernel, traced.constants),
+        tuple(traced.arguments),
+        written=traced.written,
+        tuned=torch_compat.is_tuned(traced.kernel),
+        repeatable=torch_compat.gives_same_bits(traced),
     )
 
 
@@ -140,7 +140,7 @@ def make_results_inside(graph: fx.Graph) -> None:
             made = dict(_made(node, node.target))
             if made:
                 names = [node.target.names[place - BEFORE] for place in made]
-                node.args = tuple(made.get(place, own) for place, own in enumerate(node.args))
+                node.args = tuple(made.get(place, given) for place, given in enumerate(node.args))
                 node.target = node.target.making(names)
 
 
@@ -149,15 +149,15 @@ def _made(node: fx.Node, launch: Launch) -> Iterator[tuple[int, Any]]:
     values = dict(zip(launch.written, _results(node), strict=True))
     arguments: Any = node.args
     given = [a for a in arguments if isinstance(a, fx.Node)]
-    own = {n: made for n in given if (made := _filling(n)) and [*n.users] == [node]}
-    devices = {t.device for n in given if n not in own for t in tensors_of(n)}
+    makers = {n: made for n in given if (made := _filling(n)) and [*n.users] == [node]}
+    devices = {t.device for n in given if n not in makers for t in tensors_of(n)}
     for place, argument in enumerate(arguments):
         name = launch.names[place - BEFORE] if place >= BEFORE else ""
-        if name not in values or argument not in own or given.count(argument) > 1:
+        if name not in values or argument not in makers or given.count(argument) > 1:
             continue
         (before,), after, tensor = layouts_of(argument), values[name], argument.meta["val"]
         if devices == {tensor.device} and (before.shape, before.stride) == after:
-            yield place, (*after, tensor.dtype, own[argument][0])
+            yield place, (*after, tensor.dtype, makers[argument][0])
 
 
 def _results(node: fx.Node) -> list[tuple[Any, Any]]:
