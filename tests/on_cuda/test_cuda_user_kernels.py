@@ -126,14 +126,13 @@ def ends(kind: str, **options: Any) -> tuple[int, int]:
     return both
 
 
-def eager_peak(kind: str) -> int:
-    """What a step of the model takes as ``aot_eager`` runs it."""
-    model, x = kernels.model_of(kind).to(CUDA), kernels.batch().to(CUDA)
-    call = torch.compile(model, backend="aot_eager")
+def plain_peak(model: nn.Module, batch: tuple[Tensor, ...], loss: Callable[[Any], Tensor]) -> int:
+    """What a step of a model takes without a plan."""
     for _ in range(2):
         model.zero_grad()
         torch.cuda.reset_peak_memory_stats()
-        call(x).sum().backward()
+        loss(model(*batch)).backward()
+    model.zero_grad()
     return torch.cuda.max_memory_allocated()
 
 
@@ -215,7 +214,9 @@ def test_a_kernel_makes_what_it_writes(kind: str):
     """torch copies the user's empty tensor; everything kept takes no more than without a copy."""
     _, full = ends(kind)
     kept = max(run(kind, full).peaks())
-    assert kept <= eager_peak(kind)
+    forget(CUDA)
+    model, batch = kernels.model_of(kind).to(CUDA), (kernels.batch().to(CUDA),)
+    assert kept <= plain_peak(model, batch, torch.sum)
 
 
 @pytest.mark.parametrize("kind", ["function", pytest.param("tuned", marks=pytest.mark.slow)])
@@ -343,14 +344,11 @@ def test_layers_of_liger(executor: str):
 def test_the_fused_loss_of_liger(entry: str):
     """It reads a number of the device, so Dynamo runs it as it is, between regions."""
     model, batch = liger(fused_loss=True)
-    for _ in range(2):
-        model.zero_grad()
-        torch.cuda.reset_peak_memory_stats()
-        model(*batch).backward()
-    budget = torch.cuda.max_memory_allocated()
+    budget = plain_peak(model, batch, lambda out: out)
+    unseen = model.head.weight.nbytes if entry == "backend" else 0  # which is not captured
     del model, batch
     trained = Run(*liger(fused_loss=True), budget, entry=entry, loss="own")
-    assert max(trained.peaks(6)[2:]) <= budget
+    assert max(trained.peaks(6)[2:]) <= budget + unseen
     with launches(copied=True) as counted:
         trained.step()
     assert counted["liger_cross_entropy_kernel"]
@@ -381,6 +379,9 @@ def test_tuned_kernels_between_regions():
     sides = [nn.Linear(kernels.WIDTH, kernels.WIDTH) for _ in range(6)]
     layers = [layer for side in sides for layer in (side, nn.GELU())]
     model = nn.Sequential(*layers[:6], NotCaptured(), *layers[6:]).to(CUDA)
-    trained = Run(model, (kernels.batch().to(CUDA),), "min")
-    peaks = trained.peaks(6)  # the first step tunes
-    assert max(peaks) <= trained.call.plan.budget_bytes < FLUSH_BYTES
+    batch = (kernels.batch().to(CUDA),)
+    budget = plain_peak(model, batch, torch.sum)
+    for kernel in kernels.TUNED:
+        kernel.cache.clear()
+    trained = Run(model, batch, budget)
+    assert max(trained.peaks(6)) <= budget < FLUSH_BYTES  # after the first, which tunes
