@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat import torch_compat
 from fxremat.errors import PlanError
 from tests.cuda import CUDA, forget
 from tests.on_cuda.happens_before import check
@@ -235,6 +236,24 @@ def test_a_sum_in_any_order_is_not_computed_again():
     with launches() as counted:
         trained.step()
     assert counted["column_sum_kernel"] == kernels.BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "same"),
+    [
+        (kernels.whole_sum_kernel, torch.int32, True),
+        (kernels.whole_sum_kernel, torch.float32, False),
+        (kernels.ticket_kernel, torch.int32, False),
+        (kernels.exchange_kernel, torch.int32, False),
+        (kernels.calling_kernel, torch.int32, True),
+        (kernels.calling_kernel, torch.float16, False),
+    ],
+)
+def test_which_kernels_give_the_same_bits_again(kernel: Any, dtype: torch.dtype, same: bool):
+    numbers = torch.zeros(65, dtype=dtype, device=CUDA)
+    arguments = {"source": numbers, "target": numbers, "BLOCK": 64}
+    launch = torch_compat.UserLaunch(kernel, {}, [(1, 1, 1)], {}, arguments, ("target",))
+    assert torch_compat.gives_same_bits(launch) is same
 
 
 def test_a_tuned_kernel_is_tuned_before_the_first_step():

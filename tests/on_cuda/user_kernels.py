@@ -351,3 +351,33 @@ def liger_model(*, fused_loss: bool) -> nn.Module:
     """The same numbers each time."""
     torch.manual_seed(0)
     return LigerModel(fused_loss=fused_loss)
+
+
+@triton.jit
+def whole_sum_kernel(source, target, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.atomic_add(target + place, tl.load(source + place))
+
+
+@triton.jit
+def ticket_kernel(source, target, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    ticket = tl.atomic_add(target, 1)
+    tl.store(target + 1 + place, tl.load(source + place) + ticket)
+
+
+@triton.jit
+def exchange_kernel(source, target, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.atomic_xchg(target + place, tl.load(source + place))
+
+
+@triton.jit
+def _added(target, value):
+    tl.atomic_add(target, value)
+
+
+@triton.jit
+def calling_kernel(source, target, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    _added(target + place, tl.load(source + place))
