@@ -384,20 +384,12 @@ def test_nothing_is_launched_without_data(kind: str):
     assert not counted
 
 
-class NotCaptured(nn.Module):
-    """Runs as it is, between two regions."""
-
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.Tuned.apply(x)
-
-
 @pytest.mark.slow
 def test_tuned_kernels_between_regions():
     torch.manual_seed(0)
     sides = [nn.Linear(kernels.WIDTH, kernels.WIDTH) for _ in range(6)]
     layers = [layer for side in sides for layer in (side, nn.GELU())]
-    model = nn.Sequential(*layers[:6], NotCaptured(), *layers[6:]).to(CUDA)
+    model = nn.Sequential(*layers[:6], kernels.NotCaptured(), *layers[6:]).to(CUDA)
     batch = (kernels.batch().to(CUDA),)
     budget = plain_peak(model, batch, torch.sum)
     for kernel in kernels.TUNED:

@@ -241,6 +241,14 @@ class AutoTuned(nn.Module):
         return Tuned.apply(x)
 
 
+class NotCaptured(nn.Module):
+    """Runs as it is, between two regions."""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return Tuned.apply(x)
+
+
 class Plain(nn.Module):
     """Kernels in plain code: of a detached tensor, and of a buffer that they write to."""
 
