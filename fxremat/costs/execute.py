@@ -19,6 +19,7 @@ from fxremat.passes.emit.code import compile_graph
 from fxremat.passes.joint.graph import allocated_bytes, is_getitem, tensors_of
 from fxremat.passes.split.beside import Beside
 from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, node_key
+from fxremat.runtime.user_kernels import Launch
 
 BLOCK_S, OPERATION_S = 0.01, 0.002
 LEAST_RUNS, DOUBTFUL_RUNS, MOST_RUNS, AGREE = 2, 5, 20, 1.05
@@ -229,6 +230,7 @@ class Operations:
         key = self._key(node, block)
         if key in self._cache.workspace_bytes:
             return _call(node, block, values)
+        self._tune(node, block, values)
         with torch_compat.AllocationLog(self._device) as log:
             value = _call(node, block, values)
         fresh = _fresh(node, block, value, values)
@@ -241,6 +243,21 @@ class Operations:
         self._cache.asked[key] = requests_seen(changes, sizes) if on_cuda else ()
         self._cache.workspace_bytes[key] = max(log.peak_bytes - sum(sizes), 0)
         return value
+
+    def _tune(self, node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> None:
+        """Have a user's kernel tuned: what that takes is no workspace of a step."""
+        if not isinstance(node.target, Launch):
+            return
+        arguments = _bound(node, block, values).args
+        if not node.target.is_tuned_for(*arguments):
+            node.target.tune(*arguments)
+            give_back(self._device)
+
+
+def give_back(device: torch.device) -> None:
+    """Give the memory back that tuning has left in the allocator's cache."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def requests_seen(changes: Sequence[int], sizes: Sequence[int]) -> tuple[Request, ...]:
@@ -315,7 +332,7 @@ def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
         ) from error
 
 
-def _bound(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Callable[[], Any]:
+def _bound(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> functools.partial[Any]:
     """``node`` as ``block`` runs it, with its arguments; what may be computed once more, is."""
     target, args, kwargs = call_of(node, block.mode_of(node))
     target = target.anew if isinstance(target, Beside) else torch_compat.alone(target)

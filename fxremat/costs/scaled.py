@@ -47,6 +47,7 @@ from fxremat.ir import RecordedCosts, Request, StageSeconds
 from fxremat.passes.fuse.unit import Unit, compile_units
 from fxremat.passes.joint.graph import granule_of
 from fxremat.passes.joint.sizes import Values, layouts_of
+from fxremat.passes.joint.user_kernels import is_tuned
 from fxremat.passes.split.beside import Beside, parts_of
 from fxremat.passes.split.rules import Rows
 from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
@@ -321,4 +322,4 @@ def _is_lawless(node: fx.Node) -> bool:
     """Whether nothing tells what workspace an operation takes at other sizes."""
     if parts_of(node) is not None:
         return not _is_steady(node)
-    return node.target in _CONVOLUTIONS or isinstance(node.target, Unit)
+    return node.target in _CONVOLUTIONS or isinstance(node.target, Unit) or is_tuned(node)

@@ -19,6 +19,7 @@ from fxremat.costs.devices import Device
 from fxremat.costs.layouts import KernelLayouts
 from fxremat.costs.roofline import aside_bytes, estimate_line
 from fxremat.costs.scaled import ScaledCosts, with_workspaces
+from fxremat.costs.tuning import tune_kernels
 from fxremat.errors import ArgumentError, CaptureError, CostError, PlanError
 from fxremat.frontend.agreed import agreed_costs, agreed_speeds
 from fxremat.frontend.dimensions import Dimension, dimensions_of
@@ -37,6 +38,7 @@ from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.layouts import as_kernels_leave
 from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.joint.user_kernels import with_launches
 from fxremat.passes.split.beside import parts_of
 from fxremat.passes.split.parts import Changed, Parts
 from fxremat.passes.split.rewrite import split
@@ -136,6 +138,7 @@ class CapturedStep:
         roles: Mapping[int, Kind] | None = None,
     ) -> None:
         self.measuring_bytes = 0
+        module = with_launches(module)
         if not fused and target is None:  # else Inductor lays them, or nothing is run
             layouts = KernelLayouts(cost_cache())
             module = as_kernels_leave(module, layouts.left)
@@ -366,6 +369,8 @@ class CapturedStep:
         origin, blocks = self.origin(), BlockCache(line)
         known = Measured.of(line, costs) if costs is not None else None
         measured = known or self._measured(origin, blocks, form)
+        if self._target is None:
+            tune_kernels(line.joint, self._real(line.joint))
         self.measuring_bytes = max(self.measuring_bytes, measured.measuring_bytes)
         if self._variants:  # nothing that is around knows how norms are computed
             base = self._variants[0].base

@@ -166,6 +166,7 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
         with (
             contextlib.redirect_stdout(io.StringIO()),
             attributes_replaced(model, fake_copy),
+            torch_compat.without_launches(),
             quiet,
             mode,
             torch.no_grad(),

@@ -62,6 +62,8 @@ def needs_of_loss(
 ) -> LossNeeds:
     """Run ``loss``, forward and backward, on made-up outputs.
 
+    It is run once more where Triton has tuned kernels of it: what that takes is not the loss's.
+
     Args:
         loss: of the model's outputs.
         outputs: without data; values are made up.
@@ -73,6 +75,18 @@ def needs_of_loss(
         ArgumentError: ``loss`` returns no scalar with a gradient. What ``loss`` itself raises
             is not caught.
     """
+    with torch_compat.tunings() as tuned:
+        found = _measured(loss, outputs, adopt)
+    if tuned and adopt is None:
+        found = _measured(loss, outputs, adopt)
+        torch.cuda.empty_cache()
+    return found
+
+
+def _measured(
+    loss: Callable[[Any], torch.Tensor], outputs: object, adopt: Callable[[Any], Any] | None
+) -> LossNeeds:
+    """What one run of ``loss`` takes."""
     leaves, spec = pytree.tree_flatten(outputs)
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     made: dict[int, torch.Tensor] = {}
@@ -92,6 +106,7 @@ def needs_of_loss(
             stack.enter_context(torch.random.fork_rng(devices=devices))
             log = torch_compat.AllocationLog(device)
         else:
+            stack.enter_context(torch_compat.without_launches())
             stack.enter_context(torch_compat.fake_mode_of(tensors))
             log = torch_compat.fake_log(adopt)
         filled = pytree.tree_unflatten([fill(i, leaf) for i, leaf in enumerate(leaves)], spec)

@@ -21,3 +21,4 @@ from fxremat.torch_compat.partitioner import *  # noqa: F403
 from fxremat.torch_compat.processes import *  # noqa: F403
 from fxremat.torch_compat.storages import *  # noqa: F403
 from fxremat.torch_compat.symbols import *  # noqa: F403
+from fxremat.torch_compat.user_kernels import *  # noqa: F403

@@ -32,7 +32,7 @@ if [ ! -e "$folder/installed" ]; then
         numpy 'setuptools>=77' numba ortools rich 'pytest>=8' 'pytest-xdist>=3.5' hypothesis \
         'transformers>=5' psutil pyyaml packaging safetensors huggingface-hub
     "$python" -m pip install -q --no-deps 'accelerate>=1.1' 'lightning>=2.5' pytorch-lightning \
-        lightning-utilities torchmetrics 'peft>=0.17'
+        lightning-utilities torchmetrics 'peft>=0.17' 'liger-kernel>=0.8'
     triton=$("$python" -c 'import importlib.metadata as m
 print(next(r.split(";")[0] for r in m.requires("torch") if r.startswith("triton=")))')
     "$python" -m pip install -q --no-deps "$triton"

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError, SizesError
-from fxremat.passes.joint import batchnorm, masks, rng
+from fxremat.passes.joint import batchnorm, masks, rng, user_kernels
 from fxremat.passes.joint.graph import (
     JointGraph,
     build_storage_table,
@@ -71,6 +71,7 @@ def build_joint_graph(
     owner = torch_compat.graph_module(module, graph)
     _return_gradients_alone(graph, forward_output_count)
     _erase_detach(graph)
+    user_kernels.make_results_inside(graph)
     if can_replace is not None and not sizes:
         masks.replace_causal_masks(graph, can_replace)
     _gather_operations(graph)

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from torch import fx
 
-from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint import batchnorm, rng, user_kernels
 from fxremat.passes.joint.graph import JointGraph, is_tensor
 from fxremat.passes.stages.branches import find_branches, is_apart, place_backward
 from fxremat.passes.stages.cuts import Crossing, cut_segments
@@ -170,7 +170,7 @@ def _choose_pinned(joint: JointGraph, positions: Positions, lives: Lives) -> fro
     for node, position in positions.forward.items():
         late = any(positions.backward.get(user, position) < position for user in node.users)
         once = joint.is_old_value(node) or rng.is_state(node) or batchnorm.is_new_statistic(node)
-        if late or once:
+        if late or once or user_kernels.runs_once(node):
             pinned.update(joint.storages.of_node[node])
     small_bytes = int(PIN_SHARE * joint.storages.total(joint.saved))
     long_life = max(LONG_LIFE, positions.count // LONG_SHARE)

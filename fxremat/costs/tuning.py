@@ -1,0 +1,41 @@
+"""Kernels of a user are tuned before a step runs, separately from all that is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.costs.execute import give_back, undisturbed
+from fxremat.costs.synthetic import Synthesizer
+from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.user_kernels import is_tuned
+from fxremat.runtime.user_kernels import Launch
+
+
+def tune_kernels(joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> None:
+    """Have Triton choose a configuration of each kernel that it tunes, where it did not yet.
+
+    Measuring a step does so, too. Where costs are cached and nothing is measured, the first step
+    would tune, and hold the buffer of 256 MiB by which Triton empties caches as well.
+
+    Args:
+        joint: the step.
+        real: values of primals, where there are any; others are made up.
+
+    Ensures: no tensor of ``real`` is written to; the random generators are as before.
+    """
+    for node in filter(is_tuned, (*joint.forward, *joint.backward)):
+        launch: Any = node.target
+        if not _is_tuned(node, launch):
+            with undisturbed(joint.device):
+                values: Mapping[fx.Node, Any] = Synthesizer(joint, real).of(node.all_input_nodes)
+                launch.tune(*fx.node.map_arg(node.args, values.__getitem__))
+            give_back(joint.device)
+
+
+def _is_tuned(node: fx.Node, launch: Launch) -> bool:
+    traced: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    return launch.is_tuned_for(*traced)

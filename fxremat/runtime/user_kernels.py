@@ -1,0 +1,147 @@
+"""Kernels that a user has written for Triton, as operations that change none of their arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxremat import torch_compat
+
+DIGITS = 12
+"""Digits of its digest in the name of a launch."""
+
+Made = tuple[Sequence[int], Sequence[int], torch.dtype, Any]
+"""A tensor that a launch makes before it writes to it: shape, strides, dtype, and the number that
+all elements are, or ``None``: any. It is made where the other arguments are."""
+
+
+class Launch:
+    """Launches a kernel that writes to copies of its arguments, and returns these.
+
+    Equal launches are one object, see :func:`launch_of`: its name is another for any other kernel,
+    whatever place the kernel has in a table of the process.
+
+    Args:
+        kernel: the name of the function that a user has written.
+        digest: the same in any process: of the kernel and all that is below.
+        run: launches the kernel, which writes to the tensors that it is given.
+        names: of the arguments that a graph holds.
+        written: names of the tensors that the kernel writes to.
+        tuned: the first launch tries out several configurations.
+        repeatable: a second launch leaves the same bits as the first.
+        made: names of tensors that the launch makes, where a caller gives a description.
+
+    It takes the grid, how descriptors are made, and the arguments in the order of ``names``: in
+    place of a tensor that is made a ``Made``. It returns the tensors of ``written``, or the only
+    one.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        digest: str,
+        run: torch_compat.KernelLauncher,
+        names: Sequence[str],
+        *,
+        written: Sequence[str],
+        tuned: bool,
+        repeatable: bool,
+        made: Sequence[str] = (),
+    ) -> None:
+        self.__name__ = self.__qualname__ = f"{kernel}_{digest[:DIGITS]}"
+        self.__module__ = "fxremat.user_kernels"
+        self.kernel, self.digest, self.names = kernel, digest, tuple(names)
+        self.written, self.made = tuple(written), tuple(made)
+        self.tuned, self.repeatable = tuned, repeatable
+        self._run = run
+        self._tuned_for = set[tuple[object, ...]]()
+        with _lock:
+            _LAUNCHES.setdefault(digest, self)
+
+    def making(self, names: Sequence[str]) -> Launch:
+        """The launch of this kernel that makes the tensors of ``names`` itself."""
+        text = f"{self.digest} makes {sorted(names)}"
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return launch_of(digest) or Launch(
+            self.kernel,
+            digest,
+            self._run,
+            self.names,
+            written=self.written,
+            tuned=self.tuned,
+            repeatable=self.repeatable,
+            made=names,
+        )
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, grid: Sequence[Any], descriptors: Mapping[str, Any], *given: Any) -> Any:
+        """Launch it."""
+        arguments = dict(zip(self.names, given, strict=True))
+        for name in self.names:
+            if name in self.made:
+                arguments[name] = _made(arguments[name], near=given)
+            elif name in self.written:
+                arguments[name] = torch_compat.clone_with_strides(arguments[name])
+            else:
+                arguments[name] = _plain(arguments[name])
+        self._run(_plain(grid), _plain(descriptors), arguments)
+        results = [arguments[name] for name in self.written]
+        return results[0] if len(results) == 1 else results
+
+    def tune(self, grid: Sequence[Any], descriptors: Mapping[str, Any], *given: Any) -> None:
+        """Have Triton choose a configuration for such arguments, by many launches.
+
+        That takes device memory for a while, and none of the arguments is changed.
+        """
+        self(grid, descriptors, *given)
+        self._tuned_for.add(tuple(map(_tuning_key, given)))
+
+    def is_tuned_for(self, _grid: object, _descriptors: object, *given: Any) -> bool:
+        """Whether a configuration was chosen for arguments like these; they may have no data."""
+        chosen = self._run.has_choices and tuple(map(_tuning_key, given)) in self._tuned_for
+        return chosen or not self.tuned
+
+
+def _made(description: Made, *, near: Sequence[Any]) -> Tensor:
+    """The tensor that is described, on the device of those ``near`` it."""
+    shape, stride, dtype, fill = description
+    device = next(other.device for other in near if isinstance(other, Tensor))
+    made = torch.empty_strided(_plain(shape), _plain(stride), dtype=dtype, device=device)
+    return made if fill is None else made.fill_(fill)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that follow the sizes of a step as what they are now: Triton looks at their type."""
+    if isinstance(value, (tuple, list)):
+        items = map(_plain, value)
+        return tuple(items) if isinstance(value, tuple) else list(items)
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, int) and type(value) not in (int, bool):
+        return int(value)
+    if isinstance(value, float) and type(value) is not float:
+        return float(value)
+    return value
+
+
+def _tuning_key(value: Any) -> object:
+    """What a choice may depend on."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), tuple(value.stride())
+    return str(_plain(value))
+
+
+_LAUNCHES: dict[str, Launch] = {}
+_lock = threading.Lock()
+
+
+def launch_of(digest: str) -> Launch | None:
+    """The launch with this digest, if there is one in this process."""
+    return _LAUNCHES.get(digest)

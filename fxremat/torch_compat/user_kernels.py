@@ -1,0 +1,302 @@
+"""Kernels that a user has written for Triton, as operations of a graph.
+
+Dynamo and ``torch.library.wrap_triton`` put a higher-order operator into a graph for each launch.
+Its node names the kernel, and arguments that no graph can hold, by places in a table of the
+process.
+
+Private names, checked on 2.13: ``triton_kernel_wrap`` with its operators, their keyword arguments,
+its ``kernel_side_table`` and ``generate_ttir``; of Triton 3.7 ``JITFunction.cache_key`` and
+attributes of ``Autotuner``, and its ``_bench``, which runs one configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.torch_compat.fakes import is_fake
+
+
+@dataclass(frozen=True, slots=True)
+class UserLaunch:
+    """One launch in a graph.
+
+    Attributes:
+        kernel: what Triton's decorators have made of the function.
+        constants: arguments that no graph can hold, by name.
+        grid: how many programs run, for each configuration that the kernel is tuned over.
+        descriptors: of tensors that the kernel reads by descriptors, how these are made.
+        arguments: by name, in order; nodes among them.
+        written: names of the tensors that the kernel writes to, in the order of the arguments.
+    """
+
+    kernel: Any
+    constants: Mapping[str, Any]
+    grid: Sequence[Any]
+    descriptors: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+    written: tuple[str, ...]
+
+
+def user_launch(node: fx.Node) -> UserLaunch | None:
+    """The launch that ``node`` is, of a kernel whose results are copies of what it writes to;
+    ``None``: it is none.
+    """
+    if getattr(node.target, "__name__", None) != "triton_kernel_wrapper_functional":
+        return None  # by name: to import the operator takes time, and most steps have none
+    given: Any = node.kwargs
+    table = _table()
+    cloned = frozenset(given["tensors_to_clone"])
+    return UserLaunch(
+        table.get_kernel(given["kernel_idx"]),
+        table.get_constant_args(given["constant_args_idx"]),
+        given["grid"],
+        given["tma_descriptor_metadata"],
+        given["kwargs"],
+        tuple(name for name in given["kwargs"] if name in cloned),
+    )
+
+
+def _table() -> Any:
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table  # noqa: PLC0415
+
+    return kernel_side_table
+
+
+class KernelLauncher:
+    """Launches one kernel, which writes to the tensors that it is given.
+
+    Args:
+        kernel: as :class:`UserLaunch` has it.
+        constants: as :class:`UserLaunch` has them.
+    """
+
+    def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
+        self._kernel, self._constants = kernel, dict(constants)
+        self._place = -1
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether Triton has chosen a configuration, and still knows it."""
+        return any(getattr(kernel, "cache", ()) for kernel in _wrapped(self._kernel))
+
+    def __call__(
+        self, grid: Sequence[Any], descriptors: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> None:
+        """Launch it; without data nothing is launched."""
+        from torch._higher_order_ops.triton_kernel_wrap import (  # noqa: PLC0415
+            triton_kernel_wrapper_mutation,
+        )
+
+        table, place = _table(), self._place
+        if table.constant_args.get(place) is not self._constants:  # Dynamo's reset empties it
+            place = self._place = table.add_constant_args(self._constants)
+        triton_kernel_wrapper_mutation(
+            kernel_idx=table.add_kernel(self._kernel),
+            constant_args_idx=place,
+            grid=list(grid),
+            tma_descriptor_metadata=dict(descriptors),
+            kwargs=dict(arguments),
+        )
+
+
+def kernel_name(kernel: Any) -> str:
+    """The name of the function that a user has written."""
+    *_, function = _wrapped(kernel)
+    return str(getattr(function, "__name__", type(kernel).__name__))
+
+
+def kernel_digest(kernel: Any, constants: Mapping[str, Any]) -> str:
+    """A digest that is the same in any process: of the source of ``kernel``, and of all that it
+    calls and reads, of how it is compiled and tuned, and of ``constants``.
+    """
+    lines = [*_described(kernel), *(f"{name} {_text(constants[name])}" for name in constants)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _described(kernel: Any) -> list[str]:
+    lines: list[str] = []
+    for layer in _wrapped(kernel):
+        if hasattr(layer, "cache_key"):
+            options = [(p.name, p.is_constexpr, p.do_not_specialize) for p in layer.params]
+            return [*lines, layer.cache_key, str(options)]
+        lines += [f"{name} {_text(getattr(layer, name, None))}" for name in _OF_TUNING]
+        for config in getattr(layer, "configs", ()):
+            lines.append(f"{config} {_text(getattr(config, 'pre_hook', None))}")
+    return [*lines, _text(layer)]
+
+
+_OF_TUNING = (
+    "keys", "reset_to_zero", "restore_value", "values", "configs_top_k", "early_config_prune",
+    "perf_model",
+)  # fmt: skip
+"""Attributes of Triton's decorators for tuning and for heuristics."""
+
+
+def _text(value: Any) -> str:
+    """A value as text that holds no address."""
+    if hasattr(value, "cache_key"):
+        return str(value.cache_key)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_text(value[name])}' for name in value)}}}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_text, value))}]"
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        plain = [const for const in code.co_consts if not hasattr(const, "co_code")]
+        return f"{value.__module__}.{value.__qualname__} {code.co_code.hex()} {plain}"
+    return f"{type(value).__name__} {value}"
+
+
+def _wrapped(kernel: Any) -> Iterator[Any]:
+    """A kernel, and what its decorators have wrapped, down to the function."""
+    yield kernel
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+        yield kernel
+
+
+def is_tuned(kernel: Any) -> bool:
+    """Whether Triton tries out several configurations when it is first launched."""
+    return any(len(getattr(layer, "configs", ())) > 1 for layer in _wrapped(kernel))
+
+
+def gives_same_bits(launch: UserLaunch) -> bool:
+    """Whether two launches with equal arguments leave equal bits, whatever order programs run in.
+
+    The form into which Triton parses the kernel says it: floats that several programs add to one
+    place are summed in any order, and what an atomic operation returns, exchanges or compares
+    depends on who came first. ``False`` also where Triton cannot parse the kernel for the arguments
+    as traced.
+    """
+    from torch._higher_order_ops.triton_kernel_wrap import generate_ttir  # noqa: PLC0415
+
+    values: dict[str, Any] = {
+        name: value.meta["val"] if isinstance(value, fx.Node) else value
+        for name, value in launch.arguments.items()
+    }
+    try:
+        module, _names = generate_ttir(
+            launch.kernel, {**values, **launch.constants}, dict(launch.descriptors)
+        )
+        text = str(module)
+    except Exception:  # of any kind: torch asks in the same way, and takes it as an answer, too
+        return False
+    return all(map(_is_ordered, re.split(r"^\s*tt\.func ", text, flags=re.MULTILINE)))
+
+
+_ATOMIC = re.compile(r"(?:(%\S+) = )?\"?tt\.atomic_(rmw|cas|poll)\"?[ (](\w*)")
+
+_ANY_ORDER = ("add", "and", "or", "xor", "max", "min", "umax", "umin")
+"""Atomic operations that give the same result in any order: of whole numbers, or that choose one of
+those given."""
+
+
+def _is_ordered(function: str) -> bool:
+    """Whether nothing that a function computes depends on the order of programs."""
+    for result, kind, operation in _ATOMIC.findall(function):
+        read = len(re.findall(rf"{re.escape(result)}(?![\w:#])", function)) > 1 if result else False
+        if kind != "rmw" or operation not in _ANY_ORDER or read:
+            return False
+    return "pure = false" not in function
+
+
+def clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in a new storage, in which it lies as ``tensor`` does in its storage."""
+    from torch import _prims_common  # noqa: PLC0415
+
+    clone: Any = _prims_common.clone_preserve_strides
+    made: torch.Tensor = clone(tensor)
+    return made
+
+
+@contextlib.contextmanager
+def without_launches() -> Iterator[None]:
+    """Let no kernel be launched that is given tensors without data: it would write to address 0.
+
+    Triton itself launches it. Launches with data, of any thread, are as ever.
+    """
+    if "triton" not in sys.modules:  # nobody can have written a kernel
+        yield
+        return
+    with _lock:
+        _Withheld.depth += 1
+        if _Withheld.depth == 1:
+            _Withheld.replace()
+    try:
+        yield
+    finally:
+        with _lock:
+            _Withheld.depth -= 1
+            if _Withheld.depth == 0:
+                _Withheld.restore()
+
+
+@contextlib.contextmanager
+def tunings() -> Iterator[list[str]]:
+    """A list of the kernels that Triton tunes inside, by name, in any thread.
+
+    Those of a kernel which was the first to load Triton are not among them: the list then holds
+    ``"triton"``.
+    """
+    names: list[str] = []
+    if "triton" not in sys.modules:
+        yield names
+        names += ["triton"] * ("triton" in sys.modules)
+        return
+    tuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
+    with _tuning:
+        run = tuner._bench
+
+        def noted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            names.append(kernel_name(kernel))
+            return run(kernel, *args, **kwargs)
+
+        tuner._bench = noted
+        try:
+            yield names
+        finally:
+            tuner._bench = run
+
+
+_lock, _tuning = threading.Lock(), threading.RLock()
+
+
+class _Withheld:
+    """What launches kernels, while some are withheld."""
+
+    depth = 0
+    _own: tuple[tuple[Any, Any], ...] = ()
+
+    @classmethod
+    def replace(cls) -> None:
+        tuner: Any = importlib.import_module("triton.runtime.autotuner")
+        compiler: Any = importlib.import_module("triton.runtime.jit")
+        kinds = tuner.Autotuner, compiler.JITFunction
+        cls._own = tuple((kind, kind.run) for kind in kinds)
+        for kind, run in cls._own:
+            kind.run = _unless_fake(run)
+
+    @classmethod
+    def restore(cls) -> None:
+        for kind, run in cls._own:
+            kind.run = run
+
+
+def _unless_fake(run: Callable[..., Any]) -> Callable[..., Any]:
+    def launched(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(map(is_fake, (*args, *kwargs.values()))):
+            return None
+        return run(kernel, *args, **kwargs)
+
+    return launched
