@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxremat import torch_compat
 from fxremat.errors import ArgumentError, FxrematError, PlanError
-from fxremat.frontend.arguments import Arguments
+from fxremat.frontend.arguments import Arguments, Executor
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.frontend.entry import keep_compiled
@@ -43,6 +44,8 @@ def backend(
             ``host_dir``, ``exact``, ``split``, ``verify_bits``, ``effort``, ``strict``,
             ``assume``, ``budget_on`` and ``executor``, as for :func:`fxremat.compile`. ``loss`` is
             given the tensor that the model returns, or a tuple of all tensors in what it returns.
+            Without ``executor``, kernels on a GPU are Inductor's, as those of ``torch.compile``
+            are, and elsewhere eager's.
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.
@@ -51,7 +54,8 @@ def backend(
     try:
         known = _compilers.get(id(options))
         if known is None:
-            known = _compiler(module, Arguments.read_options(options))
+            given = {"executor": _usual_executor(module, example_inputs), **(options or {})}
+            known = _compiler(module, Arguments.read_options(given))
             known.asked_by = options  # whose identity is nobody else's then
             _compilers[id(options)] = known
         return known(module, example_inputs)
@@ -94,6 +98,19 @@ def plan_of(compiled: object) -> Plan | StepPlan:
         raise PlanError("no step is planned yet: the first training call is")
     named = compiled.named_parameters() if isinstance(compiled, nn.Module) else ()
     return latest_plan(compiler, lambda: {id(own): name for name, own in named})
+
+
+def _usual_executor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Executor:
+    """Return whose kernels run where ``executor`` is not given.
+
+    Who calls ``torch.compile`` on a GPU expects the speed and the rounding of its kernels. Where
+    Triton does not work there are none.
+    """
+    given = (x for x in example_inputs if isinstance(x, torch.Tensor))
+    devices = {tensor.device for tensor in (*given, *module.parameters(), *module.buffers())}
+    on_gpu = (device for device in devices if device.type == "cuda")
+    fused = any(torch_compat.missing_compiler(device) is None for device in on_gpu)
+    return "inductor" if fused else "eager"
 
 
 def _compiler(module: fx.GraphModule, asked: Arguments) -> StepCompiler:

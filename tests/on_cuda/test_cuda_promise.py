@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 
@@ -11,9 +10,12 @@ import torch
 
 from benchmarks.cuda_matrix import (
     COUNTED,
+    EXECUTORS,
     NETWORKS,
     ORDERS,
+    TINY,
     Cell,
+    Executor,
     Locked,
     cells,
     holds,
@@ -30,13 +32,18 @@ FAST = {
         Cell("gpt", "reserved", "no", "min"),  # a dropout asks for its mask before its output
         Cell("mlp", "allocated", "only", 0.6),
         Cell("mlp", "allocated", "auto", "min"),
+        Cell("gpt", "reserved", "auto", "min", "inductor"),
+        Cell("tiny_gpt", "allocated", "no", "min", "interpreted"),
+        Cell("tiny_mlp", "allocated", "only", "min", "interpreted"),
     ],
     "expandable": [
         Cell("llama", "reserved", "auto", 0.6),
         Cell("gpt_bf16", "allocated", "no", 0.4),
+        Cell("llama", "allocated", "only", "min", "inductor"),
+        Cell("tiny_resnet", "reserved", "auto", 0.6, "interpreted"),
     ],
 }
-"""Each allocator and way, and what is counted, in a cell or more; the last is below the least."""
+"""Each allocator and way, and what is counted, in a cell or more; one is below the least."""
 
 FEW_ORDERS = ("late", "random:1")
 """Of streams: the matrix has all."""
@@ -67,10 +74,19 @@ def test_bytes_bits_and_host_memory_are_as_promised(allocator: str):
 @on_cuda
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("allocator", "counted", "network"), [*itertools.product(ALLOCATORS, COUNTED, NETWORKS)]
+    ("executor", "network"),
+    [
+        (executor, network)
+        for executor in EXECUTORS
+        for network in (TINY if executor == "interpreted" else NETWORKS)
+    ],
 )
-def test_so_they_are_in_the_whole_matrix(allocator: str, counted: str, network: str):
-    check([cell for cell in cells([network]) if cell.counted == counted], allocator)
+@pytest.mark.parametrize("counted", COUNTED)
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_so_they_are_in_the_whole_matrix(
+    allocator: str, counted: str, executor: Executor, network: str
+):
+    check([cell for cell in cells([network], executor) if cell.counted == counted], allocator)
 
 
 @on_cuda

@@ -1,0 +1,244 @@
+"""Inductor's Triton kernels within a budget, over the stand-in: bytes, cold caches, other callers.
+
+The kernels compute nothing here; tests/on_cuda/test_cuda_promise.py compares their bits, by
+Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fxremat
+from fxremat.passes.fuse.unit import Unit, compile_units
+from tests.cuda import CUDA, forget
+from tests.on_cuda.stood_in import needs_stand_in
+from tests.passes.test_unit import aten, unit_of
+
+pytest.importorskip("triton")
+
+pytestmark = needs_stand_in
+
+Executor = str | None
+FUSED: dict[str, Any] = {"executor": "inductor", "loss": torch.sum}
+ROWS, WIDTH = 256, 128
+
+
+class Block(nn.Module):
+    """A norm, an MLP, and a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(functional.gelu(self.up(self.norm(x))))
+        return x + functional.dropout(y, 0.1)
+
+
+class Broken(nn.Module):
+    """Captured as two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = blocks(2), blocks(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+class Amp(nn.Module):
+    """Blocks under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.blocks(x)
+
+
+def blocks(count: int) -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
+def rows(count: int = ROWS) -> Tensor:
+    return torch.randn(count, WIDTH, device=CUDA)
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_there() -> Iterator[None]:
+    forget(CUDA)
+    yield
+    forget(CUDA)
+
+
+def peak_of(model: nn.Module, call: Callable[..., Any], x: Tensor) -> int:
+    """Of a step, gradients cleared."""
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call(x).sum().backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def check(model: nn.Module, call: Callable[..., Any], sizes: tuple[int, ...], steps: int) -> None:
+    """The last of some steps of each size keeps to the budget, without a warning."""
+    for count in sizes:
+        x = rows(count)
+        for _ in range(steps):
+            peak = peak_of(model, call, x)
+        plan = fxremat.plan_of(call)
+        assert peak <= plan.budget_bytes, f"{count} rows: {peak - plan.budget_bytes} over"
+        del x
+
+
+@pytest.mark.parametrize(
+    ("build", "sizes", "steps", "options"),
+    [
+        pytest.param(lambda: blocks(4), (ROWS,), 3, {}, id="one graph"),
+        pytest.param(lambda: blocks(4), (ROWS,), 3, {"offload": "auto"}, id="offload"),
+        pytest.param(lambda: blocks(3), (ROWS, 96, 300), 3, {"dynamic": True}, id="other sizes"),
+        pytest.param(Broken, (ROWS,), 6, {}, id="two graphs"),
+        pytest.param(Broken, (ROWS,), 6, {"executor": "eager"}, id="two graphs, eager"),
+        pytest.param(Amp, (ROWS,), 3, {}, id="autocast"),
+        pytest.param(lambda: blocks(4), (ROWS,), 3, {"split": True}, id="in parts"),
+    ],
+)
+def test_steps_at_the_least_budget_keep_to_it(
+    build: Callable[[], nn.Module], sizes: tuple[int, ...], steps: int, options: dict[str, Any]
+):
+    model = build().to(CUDA)
+    call = fxremat.compile(model, rows(), "min", **{**FUSED, **options})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        check(model, call, sizes, steps)
+
+
+@pytest.mark.parametrize(
+    ("executor", "fuses"), [(None, True), ("inductor", True), ("eager", False)]
+)
+def test_the_backend_uses_inductors_kernels_unless_it_is_asked_not_to(
+    executor: Executor, fuses: bool
+):
+    model = blocks(3).to(CUDA)
+    options: dict[str, Any] = {"budget": "min", "loss": torch.sum}
+    if executor is not None:
+        options["executor"] = executor
+    call = torch.compile(model, backend="fxremat", options=options)
+    check(model, call, (ROWS,), 3)
+    assert bool(fxremat.plan_of(call).fused) == fuses
+
+
+def test_compile_keeps_eagers_bits_unless_it_is_asked_not_to():
+    call = fxremat.compile(blocks(2).to(CUDA), rows(), 1.0, loss=torch.sum)
+    assert not call.plan.fused
+
+
+def least_in_a_process(caches: Path) -> dict[str, int]:
+    """What a process sees that shares ``caches`` with those before."""
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.on_cuda.test_cuda_fused"],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches), "FXREMAT_CACHE": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(made.stdout.splitlines()[-1])
+
+
+def test_the_first_run_of_a_machine_has_the_plan_of_the_second(tmp_path: Path):
+    cold, warm = (least_in_a_process(tmp_path) for _ in range(2))
+    assert cold == warm
+    assert cold["peak_bytes"] <= cold["budget_bytes"]
+
+
+def normalized(sizes: tuple[int, ...]) -> Unit:
+    """A unit with a reduction, whose inputs may lie otherwise than traced."""
+    x = torch.zeros(*sizes)
+    unit = unit_of(
+        {"x": x},
+        {
+            "e": (aten.exp.default, ("x",)),
+            "s": (aten.sum.dim_IntList, ("e", [1], True)),
+            "y": (aten.div.Tensor, ("e", "s")),
+        },
+        ["y"],
+        sure=False,
+    )
+    return Unit(f"{unit}_on_cuda", unit.graph, [False], {}, CUDA)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_unit_that_runs_allocates_its_results_alone(transposed: bool):
+    unit = normalized((256, 256))
+    compile_units([(unit, ())])
+    x = rows(256).new_zeros(256, 256)
+    x = x.t() if transposed else x
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = unit(x)
+    more = torch.cuda.max_memory_allocated() - before
+    # Where it lies otherwise, what the kernel returns may be copied to lie as traced.
+    assert more <= (2 if transposed else 1) * y.untyped_storage().nbytes() + 1024
+
+
+@pytest.mark.slow
+def test_a_trainer_keeps_to_the_budget(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    from fxremat.integrations.transformers import FxrematCallback
+
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=64, n_layer=3, n_head=2, use_cache=False
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    data = [{"input_ids": [i % 64] * 32, "labels": [i % 64] * 32} for i in range(32)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=6, report_to=[],
+        disable_tqdm=True, logging_steps=1, save_strategy="no",
+    )  # fmt: skip
+    callback = FxrematCallback("min", executor="inductor")
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=data, callbacks=[callback]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        trainer.train()
+    assert callback.model is not None and callback.model.plan.fused
+    logged = [row for row in trainer.state.log_history if "measured_peak_bytes" in row]
+    assert logged
+    for row in logged[2:]:  # the first ones observe the loop
+        assert row["measured_peak_bytes"] <= row["budget_bytes"]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = blocks(3).to(CUDA)
+    plan = (call := fxremat.compile(model, rows(), "min", **FUSED)).plan
+    seen = {
+        "budget_bytes": plan.budget_bytes,
+        "least_bytes": plan.least_budget_bytes,
+        "full_bytes": plan.baseline_peak_bytes,
+        "peak_bytes": max(peak_of(model, call, rows()) for _ in range(3)),
+    }
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
