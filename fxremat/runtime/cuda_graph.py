@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fxremat.errors import CaptureError, TransferError
@@ -39,5 +37,5 @@ def refuse_host_memory(nbytes: int) -> None:
 
 def is_captured() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    is_built: Any = torch.backends.cuda.is_built
-    return bool(is_built()) and torch.cuda.is_current_stream_capturing()
+    # None is before torch has come to a device; a build with CUDA raises where there is no GPU.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
