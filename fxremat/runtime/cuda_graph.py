@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fxremat.errors import CaptureError, TransferError
@@ -38,4 +40,5 @@ def refuse_host_memory(nbytes: int) -> None:
 def is_captured() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     # None is before torch has come to a device; a build with CUDA raises where there is no GPU.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
