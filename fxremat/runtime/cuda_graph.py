@@ -39,5 +39,6 @@ def refuse_host_memory(nbytes: int) -> None:
 
 def is_captured() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    is_built: Any = torch.backends.cuda.is_built
-    return bool(is_built()) and torch.cuda.is_current_stream_capturing()
+    # None is before torch has come to a device; a build with CUDA raises where there is no GPU.
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())

@@ -46,7 +46,10 @@ def invert_batch_norm(
     y = functional.leaky_relu(z, 1 / slope)
     # One pass: a norm that scales by ``back`` and adds ``shift``.
     nothing, one = torch.zeros_like(mean), torch.ones_like(mean)
-    return functional.batch_norm(y, nothing, one, back, shift, training=False, eps=0.0)
+    # Not by ``functional``: in torch 2.11 that refuses an epsilon of 0, which the operator takes.
+    return torch.batch_norm(
+        y, back, shift, nothing, one, False, 0.0, 0.0, torch.backends.cudnn.enabled
+    )
 
 
 def _fake(z: Tensor, *_others: object) -> Tensor:

@@ -424,6 +424,7 @@ _OF_THE_MODEL = (
     "failed to bind arguments",
     "typeerror when making fake tensor call",
     "failed to convert args/kwargs to proxy",
+    "\n    raise ",  # the function's line: torch 2.11 fails itself at ``raise … from …``
 )
 """What Dynamo says where a line of the function itself raises, or would."""
 

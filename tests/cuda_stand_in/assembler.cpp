@@ -174,7 +174,7 @@ int main(int count, char** words) {
   for (int i = 1; i < count; ++i) {
     string word = words[i];
     if (word == "--version") {
-      puts("Cuda compilation tools, release 13.0, V13.0.0 (stand-in)");
+      printf("Cuda compilation tools, release %d.0, V%d.0.0 (stand-in)\n", STANDIN_CUDA, STANDIN_CUDA);
       return 0;
     }
     if (word == "-o" && i + 1 < count) to = words[++i];

@@ -38,9 +38,10 @@ def load() -> None:
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    if not os.environ.get("STAND_IN_LIB"):
+    folder = os.environ.get("STAND_IN_LIB", "")
+    if not folder:
         raise RuntimeError("the CUDA stand-in is not loaded: start the program with run.sh")
-    runtime = ctypes.CDLL("libcudart.so.13")
+    runtime = ctypes.CDLL(next(map(str, Path(folder).glob("libcudart.so.*"))))
     runtime.standin_take_faults.restype = ctypes.c_char_p
     runtime.standin_count.restype = runtime.standin_queued.restype = ctypes.c_uint64
     runtime.standin_host_seconds.restype = ctypes.c_double

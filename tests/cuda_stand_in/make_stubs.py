@@ -22,17 +22,17 @@ UNVERSIONED = {
 NVSHMEM = "NVSHMEM"  # the version of that library's symbols
 NEEDED = [*UNVERSIONED.values(), "libcurand.so.10"]
 BY_HAND = {
-    "libcudart.so.13": "runtime",
-    "libcuda.so.1": "driver",
-    "libcublas.so.13": "libraries",
-    "libcublasLt.so.13": "libraries",
-    "libcudnn.so.9": "libraries",
-    "libnccl.so.2": "libraries",
-    "libcusparse.so.12": "libraries",
-    "libcusolver.so.12": "libraries",
-    "libnvrtc.so.13": "libraries",
-    "libcupti.so.13": "libraries",
-}
+    "libcudart": "runtime",
+    "libcuda": "driver",
+    "libcublas": "libraries",
+    "libcublasLt": "libraries",
+    "libcudnn": "libraries",
+    "libnccl": "libraries",
+    "libcusparse": "libraries",
+    "libcusolver": "libraries",
+    "libnvrtc": "libraries",
+    "libcupti": "libraries",
+}  # by the library's name without its version, which torch says
 FLAGS = ["-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w"]
 
 
@@ -79,24 +79,25 @@ def main() -> None:
 def build(
     torch_lib: pathlib.Path, headers: pathlib.Path, out: pathlib.Path, folder: pathlib.Path
 ) -> None:
+    asked = asked_of_libraries(torch_lib)
+    runtime = out / next(name for name in asked if name.startswith("libcudart.so."))
+    cuda = runtime.name.rsplit(".", 1)[1]
     objects = {}
     for source in ("runtime.cpp", "driver.cpp", "libraries.c"):
         target = folder / (source.split(".")[0] + ".o")
         compiler = ["g++", "-std=c++17"] if source.endswith("cpp") else ["gcc"]
-        subprocess.run(
-            [*compiler, *FLAGS, f"-I{headers}", "-c", SOURCE / source, "-o", target], check=True
-        )
+        command = [*compiler, *FLAGS, f"-I{headers}", f"-DSTANDIN_CUDA={cuda}"]
+        subprocess.run([*command, "-c", SOURCE / source, "-o", target], check=True)
         objects[target.stem] = target
     have = {
         stem: set(names(path, "--defined-only", "--extern-only")) for stem, path in objects.items()
     }
-    asked = asked_of_libraries(torch_lib)
-    runtime = out / "libcudart.so.13"
     for library in sorted(asked, key=lambda name: name != runtime.name):  # all link the runtime
         symbols = asked[library]
-        stem = BY_HAND.get(library)
+        plain = library.split(".")[0]
+        stem = BY_HAND.get(plain)
         missing = sorted(symbols - (have[stem] if stem else set()))
-        quiet = library in ("libcupti.so.13", runtime.name)
+        quiet = plain in ("libcupti", "libcudart")
         lines = [
             "extern void standin_note(const char*);",
             '#define API __attribute__((visibility("default")))',

@@ -1,17 +1,31 @@
 #!/bin/sh
 # setup.sh FOLDER: an environment in FOLDER with torch's CUDA build over the stand-in, and fxremat
 # from this checkout. Run again, it only builds the stand-in again.
-# PYTHON names the interpreter, TORCH_WHEEL a wheel of torch that is there already.
+# PYTHON names the interpreter, TORCH torch's version (default: that of constraints.txt),
+# TORCH_WHEEL a wheel of torch that is there already.
 set -eu
-[ $# -eq 1 ] || { sed -n 2,4p "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n 2,5p "$0"; exit 2; }
 source=$(cd "$(dirname "$0")" && pwd)
 checkout=$(dirname "$(dirname "$source")")
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 python=$folder/bin/python
-version=$(sed -n 's/^torch==//p' "$checkout/constraints.txt")
+version=${TORCH:-$(sed -n 's/^torch==//p' "$checkout/constraints.txt")}
 
-if [ ! -e "$folder/installed" ]; then
+is_installed() {
+    [ -e "$folder/installed" ] || return 1
+    [ -n "${TORCH_WHEEL:-}" ] || "$python" -c 'import importlib.metadata as m, sys
+sys.exit(m.version("torch").split("+")[0] != sys.argv[1])' "$version"
+}
+
+# Torch's CUDA, by which its libraries are named, too.
+cuda_major() {
+    sed -n "s/^cuda.*= '\([0-9]*\)\..*/\1/p" \
+        "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch/version.py"
+}
+
+if ! is_installed; then
+    rm -f "$folder/installed"
     [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$folder"
     wheel=${TORCH_WHEEL:-}
     rm -f "$folder/unavailable"
@@ -27,21 +41,29 @@ if [ ! -e "$folder/installed" ]; then
     fi
     "$python" -m pip install -q --no-deps "$wheel"
     rm -rf "$folder/wheel"
-    # Without torch's own requirements: they are the libraries that are stood in for.
-    "$python" -m pip install -q filelock 'typing-extensions>=4.10' sympy networkx jinja2 fsspec \
-        numpy 'setuptools>=77' numba ortools rich 'pytest>=8' 'pytest-xdist>=3.5' hypothesis \
+    # Of torch's own requirements those that are no libraries of CUDA: these are stood in for.
+    "$python" -c 'import importlib.metadata as m
+for line in m.requires("torch"):
+    if "extra ==" not in line and not line.startswith(("nvidia-", "cuda-", "triton")):
+        print(line)' >"$folder/requirements.txt"
+    "$python" -m pip install -q -r "$folder/requirements.txt" 'setuptools>=77' \
+        numpy numba ortools rich 'pytest>=8' 'pytest-xdist>=3.5' hypothesis \
         'transformers>=5' psutil pyyaml packaging safetensors huggingface-hub
+    rm "$folder/requirements.txt"
     "$python" -m pip install -q --no-deps 'accelerate>=1.1' 'lightning>=2.5' pytorch-lightning \
         lightning-utilities torchmetrics 'peft>=0.17' 'liger-kernel>=0.8'
     triton=$("$python" -c 'import importlib.metadata as m
 print(next(r.split(";")[0] for r in m.requires("torch") if r.startswith("triton=")))')
     "$python" -m pip install -q --no-deps "$triton"
+    rm -rf "$folder/cuda"
+    cuda=$(cuda_major)
     "$python" -m pip install -q --no-deps --target "$folder/cuda" \
-        'nvidia-cuda-runtime==13.*' 'nvidia-cuda-crt==13.*'
+        "nvidia-cuda-runtime==$cuda.*" "nvidia-cuda-crt==$cuda.*"
     "$python" -m pip install -q --no-deps -e "$checkout"
     touch "$folder/installed"
 fi
 
+cuda=$(cuda_major)
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 torch=$site/torch
 headers=$(dirname "$(find "$folder/cuda" -name cuda_runtime_api.h | head -1)")
@@ -49,10 +71,11 @@ headers=$(dirname "$(find "$folder/cuda" -name cuda_runtime_api.h | head -1)")
 ${CXX:-g++} -O1 -std=c++20 -fPIC -shared -w "-I$source" "-I$torch/include" \
     "-I$torch/include/torch/csrc/api/include" "-I$headers" "$source/values.cpp" \
     -o "$folder/stand-in/libstandin_values.so" "-L$torch/lib" "-L$folder/stand-in" \
-    -ltorch -ltorch_cpu -ltorch_cuda -lc10 -lc10_cuda -l:libcudart.so.13 \
+    -ltorch -ltorch_cpu -ltorch_cuda -lc10 -lc10_cuda "-l:libcudart.so.$cuda" \
     '-Wl,-rpath,$ORIGIN' "-Wl,-rpath,$torch/lib" "-Wl,-rpath-link,$folder/stand-in"
 
-${CXX:-g++} -O1 -std=c++17 -w "$source/assembler.cpp" -o "$folder/stand-in/ptxas"
+${CXX:-g++} -O1 -std=c++17 -w "-DSTANDIN_CUDA=$cuda" "$source/assembler.cpp" \
+    -o "$folder/stand-in/ptxas"
 
 # Loaded at the end of `import torch`, by an entry point.
 cp "$source"/cuda_stand_in*.py "$site/"

@@ -16,8 +16,8 @@ from tests.test_split import Language, batch, parts_of_loss, softmaxes
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As if this were a build with CUDA, and a graph being captured."""
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    """As if torch had come to a device, and a graph were being captured there."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     return monkeypatch
 
@@ -32,6 +32,20 @@ X = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
 
 
 def test_nothing_is_captured_on_a_machine_without_cuda():
+    assert not cuda_graph.is_captured()
+
+
+def test_nothing_is_asked_of_a_build_with_cuda_before_it_has_come_to_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """On a machine without a GPU asking raises."""
+
+    def raises() -> bool:
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", raises)
     assert not cuda_graph.is_captured()
 
 

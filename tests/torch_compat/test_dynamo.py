@@ -26,6 +26,17 @@ class Talking(torch.nn.Module):
         return x.sin().sum()
 
 
+def settings_are_of_all_threads() -> bool:
+    """As they are in torch 2.11, where nothing can keep calls that overlap apart."""
+    seen: list[int] = []
+    with config.patch(recompile_limit=USERS):
+        thread = threading.Thread(target=lambda: seen.append(config.recompile_limit))
+        thread.start()
+        thread.join()
+    return seen == [USERS]
+
+
+@pytest.mark.skipif(settings_are_of_all_threads(), reason="this torch has one set of settings")
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_threads_that_overlap_have_the_settings_until_each_has_left():
     """And then the user's own again, whoever came and went first."""
