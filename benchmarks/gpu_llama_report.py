@@ -217,7 +217,7 @@ def summary(rows: Sequence[Row]) -> str:
                 [each.text, each.wanted, each.found, _answer(each.holds)]
                 for each in targets(chosen)
             ]
-            parts.append(markdown(("on a GPU, Llama-1B", "target", "found", "holds"), lines))
+            parts.append(markdown(("on a GPU, Llama-1B", "target", "measured", "holds"), lines))
     return "\n\n".join(parts) + "\n"
 
 

@@ -146,7 +146,8 @@ class Bench:
     def first_step(self, contender: Contender, budget_bytes: int | None) -> Row:
         """The first step of a contender, in a process that does nothing else."""
         row: Row = {}
-        self._first_step(contender, row, budget_bytes)
+        with messages(row):
+            self._first_step(contender, row, budget_bytes)
         return row
 
     def _row(self, contender: Contender) -> Row:
@@ -180,8 +181,8 @@ class Bench:
             "peak_bytes": max(steps.peak_bytes),
             "promised_peak_bytes": max(steps.promised_peak_bytes),
             "reserved_peak_bytes": max(steps.reserved_peak_bytes),
-            "seconds": steps.seconds,
-            "update_s": steps.update_s,
+            "seconds": list(steps.seconds),
+            "update_s": list(steps.update_s),
             "items": self.trained.items,
             "flops": self.trained.flops,
             "most_flops": dense_flops(torch.cuda.get_device_name()),
