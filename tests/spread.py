@@ -24,13 +24,27 @@ MESSAGE_S = 3e-5
 
 
 @contextmanager
-def group_of_one() -> Iterator[None]:
-    """A process group that this process is alone in: no thread of a backend holds anything."""
+def group_of_one(*, with_values: bool = False) -> Iterator[None]:
+    """A process group that this process is alone in: no thread of a backend holds anything.
+
+    Args:
+        with_values: results are right. Torch 2.11's fake group writes none of some collectives:
+            there it is a real one, whose threads hold tensors.
+    """
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    if with_values and not _scatters():
+        distributed.destroy_process_group()
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         distributed.destroy_process_group()
+
+
+def _scatters() -> bool:
+    result = torch.zeros(1)
+    distributed.reduce_scatter_tensor(result, torch.ones(1))
+    return bool(result == 1)
 
 
 class Gathering(nn.Module):

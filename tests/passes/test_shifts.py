@@ -19,7 +19,7 @@ from tests.spread import gathering, group_of_one
 
 @pytest.fixture(scope="module")
 def step() -> Iterator[Captured]:
-    with group_of_one():
+    with group_of_one(with_values=True):
         yield gathering()
 
 
