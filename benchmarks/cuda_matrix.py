@@ -134,12 +134,16 @@ TINY: dict[str, ZooModel] = {
     "tiny_mlp": _mlp_entry("tiny_mlp", rows=48, width=32, blocks=3),
     "tiny_gpt": gpt_entry(
         "tiny_gpt",
-        GPTConfig(vocabulary=32, context=16, width=32, heads=2, blocks=2, dropout=0.1),
-        batch=4,
-        length=16,
+        GPTConfig(vocabulary=16, context=8, width=16, heads=2, blocks=2, dropout=0.1),
+        batch=2,
+        length=8,
     ),
     "tiny_resnet": image_entry(
-        "tiny_resnet", drawn_once(lambda: ResNet(width=2, classes=4)), batch=2, size=29, classes=4
+        "tiny_resnet",
+        drawn_once(lambda: ResNet(depths=(1, 1, 1, 1), width=2, classes=4)),
+        batch=2,
+        size=21,
+        classes=4,
     ),
 }
 """Small enough for kernels in Python."""

@@ -40,8 +40,37 @@ def load() -> None:
         _enqueue(name, run_now)
 
     interpreter.GridExecutor.__call__ = queued
+    interpreter._patch_lang = _patched_once(interpreter._patch_lang)
     interpreter.InterpreterBuilder.create_extern_elementwise = _elementwise
     _interpret_libdevice(interpreter.interpreter_semantic)
+
+
+class _Patched:
+    """What a kernel has patched of Triton's language; its helpers patch the same modules again."""
+
+    def __init__(self, scope: Any, modules: set[frozenset[int]]) -> None:
+        self._scope, self._modules = scope, modules
+
+    def restore(self) -> None:
+        self._modules.clear()
+        self._scope.restore()
+
+
+def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``patch``, once for each set of modules while a kernel runs: it is slow."""
+    from triton import language
+
+    patched: set[frozenset[int]] = set()
+
+    def once(function: Any) -> Any:
+        used = function.__globals__.values()
+        modules = frozenset(id(m) for m in used if m is language or m is language.core)
+        if modules in patched:
+            return None  # for a helper, whose scope nobody restores
+        patched.add(modules)
+        return _Patched(patch(function), patched)
+
+    return once
 
 
 def _on_the_host(arg: Any, spans: list[tuple[int, int]]) -> Any:

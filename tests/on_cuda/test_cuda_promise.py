@@ -34,13 +34,12 @@ FAST = {
         Cell("mlp", "allocated", "auto", "min"),
         Cell("gpt", "reserved", "auto", "min", "inductor"),
         Cell("tiny_gpt", "allocated", "no", "min", "interpreted"),
-        Cell("tiny_mlp", "allocated", "only", "min", "interpreted"),
     ],
     "expandable": [
         Cell("llama", "reserved", "auto", 0.6),
         Cell("gpt_bf16", "allocated", "no", 0.4),
         Cell("llama", "allocated", "only", "min", "inductor"),
-        Cell("tiny_resnet", "reserved", "auto", 0.6, "interpreted"),
+        Cell("tiny_mlp", "allocated", "only", "min", "interpreted"),
     ],
 }
 """Each allocator and way, and what is counted, in a cell or more; one is below the least."""

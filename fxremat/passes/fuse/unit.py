@@ -155,9 +155,7 @@ class Unit:
         run, holds = self._any_size
         return (lambda args: run([*args, *sizes])) if holds(*sizes) else None
 
-    def _made(
-        self, sizes: Mapping[str, int], places: Sequence[Place], *, benchmarked: bool
-    ) -> Run:
+    def _made(self, sizes: Mapping[str, int], places: Sequence[Place], *, benchmarked: bool) -> Run:
         """Kernels, or the operations as they are where none can be made."""
         try:
             if not self.eager:
