@@ -10,6 +10,7 @@ attention's backward is not deterministic. So step times here are not those of `
 
 Each setting of the allocator has a process of its own; rows are saved as they come.
 Run: python -m benchmarks.gpu_promise [network …] [--allocator default expandable]
+     python -m benchmarks.gpu_promise --executor inductor     (its kernels at all budgets)
      python -m benchmarks.gpu_promise --device cpu --tiny     (where there is no GPU)
 """
 
@@ -157,7 +158,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         cuda.enable_mem_efficient_sdp(False)
         cuda.enable_cudnn_sdp(False)
     torch.manual_seed(0)
-    how = {"offload": "auto" if options.offload else False, "budget_on": options.budget_on}
+    how = {
+        "offload": "auto" if options.offload else False,
+        "budget_on": options.budget_on,
+        "executor": options.executor,
+    }
     for name in options.networks:
         about: Row = {"network": name, "allocator": options.inside}
         try:
@@ -203,9 +208,16 @@ def run(options: argparse.Namespace, device: torch.device) -> Sequence[Row]:
     name = "gpu_promise" if device.type == "cuda" else "gpu_promise-tried-on-cpu"
     if options.budget_on != "allocated":
         name += f"-{options.budget_on}"
-    how = {"offload": options.offload, "budget_on": options.budget_on}
+    if options.executor != "eager":
+        name += f"-{options.executor}"
+    how = {
+        "offload": options.offload,
+        "budget_on": options.budget_on,
+        "executor": options.executor,
+    }
     results = Rows(name, {**describe(device), **how}, folder=options.results)
     passed_on = ["--device", str(device), "--budget-on", options.budget_on]
+    passed_on += ["--executor", options.executor]
     passed_on += [f"--{flag}" for flag in ("tiny", "offload") if getattr(options, flag)]
     allocators = options.allocator if device.type == "cuda" else ["default"]
     for allocator in allocators:
@@ -228,6 +240,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     parser.add_argument("--offload", action="store_true", help="with storages that travel, too")
     parser.add_argument("--budget-on", choices=("allocated", "reserved"), default="allocated")
+    parser.add_argument("--executor", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--allocator", nargs="+", choices=ALLOCATORS, default=list(ALLOCATORS))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each allocator")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the file goes")

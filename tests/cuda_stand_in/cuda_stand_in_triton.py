@@ -1,8 +1,8 @@
-"""Values of Triton's kernels: with ``TRITON_INTERPRET=1`` numpy computes them, when a stream gets there.
+"""Values of Triton's kernels: with ``TRITON_INTERPRET=1`` numpy computes them on their stream.
 
-Triton's interpreter copies a kernel's tensors to the host, runs it there and copies them back, all at
-the launch. Here a launch is queued as any other item, and runs over the device's memory itself: what
-a stream has not computed by then is not there, and what another stream writes meanwhile is seen.
+Triton's interpreter copies a kernel's tensors to the host, runs it there and copies them back, all
+at the launch. Here a launch is queued like any other item, and runs over the device's memory
+itself. So it reads what its stream has computed by then, and what other streams write meanwhile.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from cuda_stand_in import _runtime
 
 
 def load() -> None:
-    """Queue what Triton's interpreter is asked to run, and give it the functions of ``libdevice``."""
+    """Queue what Triton's interpreter runs, and give it the functions of ``libdevice``."""
     from triton.runtime import interpreter
 
     run = interpreter.GridExecutor.__call__
@@ -122,8 +121,9 @@ def _enqueue(name: str, run: Callable[[], None]) -> None:
 
 
 def _interpret_libdevice(semantic: Any) -> None:
-    """Have its functions reach :func:`_elementwise`: Triton chooses one of a device's by its target,
-    and the interpreter has none.
+    """Have its functions reach :func:`_elementwise`.
+
+    Triton chooses those of a device by its target, and the interpreter has none.
     """
     from triton.language import core
     from triton.language.extra import libdevice
@@ -146,10 +146,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
         name: _by_torch(name)
         for name in (
-            "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "ceil", "copysign", "cos", "cosh",
-            "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "fmod", "hypot", "lgamma", "log",
-            "log10", "log1p", "log2", "nextafter", "pow", "rsqrt", "signbit", "sin", "sinh", "sqrt", "tan",
-            "tanh", "trunc",
+            "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "ceil", "copysign",
+            "cos", "cosh", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "fmod",
+            "hypot", "lgamma", "log", "log10", "log1p", "log2", "nextafter", "pow", "rsqrt",
+            "signbit", "sin", "sinh", "sqrt", "tan", "tanh", "trunc",
         )
     },
     "fabs": np.abs,
