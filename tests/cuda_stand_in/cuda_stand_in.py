@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import os
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,9 @@ _COUNTS = (
     "h2d", "d2h", "d2d", "h2h", "kernels", "ops", "waits", "records", "syncs", "mallocs", "frees",
     "registered", "faults", "triton",
 )  # fmt: skip
+
+AUTOGRAD_S = 0.2
+"""At the end of a process, for threads that let go of what a backward has held."""
 
 
 def load() -> None:
@@ -33,7 +37,7 @@ def load() -> None:
         import cuda_stand_in_triton
 
         cuda_stand_in_triton.load()
-    atexit.register(_tell)
+    atexit.register(_at_exit)
 
 
 @cache
@@ -125,7 +129,15 @@ def host_access(what: str, address: int, nbytes: int, *, writes: bool) -> None:
     )
 
 
-def _tell() -> None:
+def _at_exit() -> None:
+    """Report the number of faults, once autograd's threads are done.
+
+    A thread that waits for the interpreter's lock when the interpreter ends would abort the process.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        time.sleep(AUTOGRAD_S)
     found = int(_runtime().standin_count(_COUNTS.index("faults")))
     if found:
         print(f"stand-in: {found} FAULTS in process {os.getpid()}", file=sys.stderr)
