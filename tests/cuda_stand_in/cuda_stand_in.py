@@ -132,7 +132,7 @@ def host_access(what: str, address: int, nbytes: int, *, writes: bool) -> None:
 def _at_exit() -> None:
     """Report the number of faults, once autograd's threads are done.
 
-    A thread that waits for the interpreter's lock when the interpreter ends would abort the process.
+    A thread that waits for the interpreter's lock when that ends would abort the process.
     """
     import torch
 
