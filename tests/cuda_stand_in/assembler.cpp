@@ -5,7 +5,8 @@
 //
 // The result is text: the first line is `stand-in kernels`; of each kernel a line `kernel NAME`, and of
 // each of its parameters a line `parameter BYTES r`, `w`, `rw` or `-`: whether an address computed from
-// the parameter is read, or written, or both.
+// the parameter is read, or written, or both. What a kernel reads only after it has written there, as
+// reductions in two loops do, is `w`.
 //
 // Addresses are followed through registers in any order of instructions, and through shared memory, so
 // the answer covers every way through the kernel. What is loaded from memory is no address.
@@ -46,7 +47,7 @@ struct Kernel {
   }
   void access(const set<size_t>& what, bool reads, bool writes) {
     for (size_t p : what) {
-      parameters[p].reads |= reads;
+      parameters[p].reads |= reads && !parameters[p].writes;
       parameters[p].writes |= writes;
     }
   }
@@ -155,6 +156,9 @@ Kernel read_kernel(const string& name, const string& formal, const string& body)
     k.changed = false;
     for (const auto& [operation, rest] : instructions) instruction(k, operation, rest);
   } while (k.changed);
+  // Once more in order: now it is certain where each address comes from.
+  for (Parameter& p : k.parameters) p.reads = p.writes = false;
+  for (const auto& [operation, rest] : instructions) instruction(k, operation, rest);
   return k;
 }
 

@@ -76,6 +76,7 @@ ${CXX:-g++} -O1 -std=c++20 -fPIC -shared -w "-I$source" "-I$torch/include" \
 
 ${CXX:-g++} -O1 -std=c++17 -w "-DSTANDIN_CUDA=$cuda" "$source/assembler.cpp" \
     -o "$folder/stand-in/ptxas"
+rm -rf "$folder/inductor" "$folder/triton"  # kernels that another assembler described
 
 # Loaded at the end of `import torch`, by an entry point.
 cp "$source"/cuda_stand_in*.py "$site/"
