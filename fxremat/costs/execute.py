@@ -230,7 +230,9 @@ class Operations:
         key = self._key(node, block)
         if key in self._cache.workspace_bytes:
             return _call(node, block, values)
-        self._tune(node, block, values)
+        if isinstance(node.target, Launch):
+            tuning_bytes = tuned(node.target, _bound(node, block, values).args, self._device)
+            self.peak_bytes = max(self.peak_bytes, tuning_bytes)
         with torch_compat.AllocationLog(self._device) as log:
             value = _call(node, block, values)
         fresh = _fresh(node, block, value, values)
@@ -244,20 +246,15 @@ class Operations:
         self._cache.workspace_bytes[key] = max(log.peak_bytes - sum(sizes), 0)
         return value
 
-    def _tune(self, node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> None:
-        """Have a user's kernel tuned: what that takes is no workspace of a step."""
-        if not isinstance(node.target, Launch):
-            return
-        arguments = _bound(node, block, values).args
-        if not node.target.is_tuned_for(*arguments):
-            node.target.tune(*arguments)
-            give_back(self._device)
 
+def tuned(launch: Launch, arguments: Sequence[Any], device: torch.device) -> int:
+    """Have a user's kernel tuned if it is not, and return the bytes that this held at once.
 
-def give_back(device: torch.device) -> None:
-    """Give the memory back that tuning has left in the allocator's cache."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    They are no workspace of a step.
+    """
+    if launch.is_tuned_for(*arguments):
+        return 0
+    return torch_compat.bytes_held_by(lambda: launch.tune(*arguments), device)
 
 
 def requests_seen(changes: Sequence[int], sizes: Sequence[int]) -> tuple[Request, ...]:

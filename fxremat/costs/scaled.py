@@ -42,6 +42,7 @@ from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import stage_blocks
 from fxremat.costs.execute import Operations, undisturbed
 from fxremat.costs.synthetic import Synthesizer
+from fxremat.costs.tuning import tune_kernels
 from fxremat.costs.work import Floats, Work, Works, ratio
 from fxremat.ir import RecordedCosts, Request, StageSeconds
 from fxremat.passes.fuse.unit import Unit, compile_units
@@ -193,25 +194,27 @@ def _operations(line: Line, blocks: BlockCache) -> tuple[Indices, Indices]:
 
 def with_workspaces(
     costs: RecordedCosts, line: Line, values: Values, cache: CostCache
-) -> RecordedCosts:
+) -> tuple[RecordedCosts, int]:
     """``costs`` at sizes ``values``, with the workspaces that convolutions and units take there,
-    and runs whose parts are not those of the capture.
+    and runs whose parts are not those of the capture; and the most bytes that this held at once.
 
     That takes about as long as all that are distinct together, and as making kernels for units at
     their first other size; where ``line``, at the size of its capture, has none, it is ``costs``.
 
-    Ensures: the random generators are as before.
+    Ensures: the random generators are as before. Kernels of units are made, and kernels of users
+        tuned, whether or not what they take is in the cache.
 
     Raises:
         CostError: one of them cannot be run.
     """
     lawless = [_is_lawless(node) for node in line.joint.module.graph.nodes]
     if not any(lawless) and not any(map(_is_measured, line.joint.module.graph.nodes)):
-        return costs
+        return costs, 0
     line = resize(line, values)
     nodes, device = tuple(line.joint.module.graph.nodes), line.joint.device
     keys: dict[tuple[int, str], tuple[Block, Key]] = {}
     made_up, operations = Synthesizer(line.joint, {}), Operations(cache, device=device)
+    first = Operations(CostCache(), device=device)  # where kernels are made, that takes memory once
 
     def alone(node: fx.Node, mode: Mode) -> tuple[Block, Key]:
         """An operation as a block of its own, and its key."""
@@ -224,8 +227,8 @@ def with_workspaces(
     def workspace_bytes(block: Block, key: Key) -> int:
         if key not in cache.workspace_bytes:
             real = made_up.of(block.inputs)
-            if _unit_of(block):  # where its kernels are made, that takes memory once
-                Operations(CostCache(), device=device).run(block, real)
+            if _unit_of(block):
+                first.run(block, real)
             operations.run(block, real)
         return cache.workspace_bytes[key]
 
@@ -243,8 +246,9 @@ def with_workspaces(
         for i, mode, _ in costs.workspace_bytes:
             if lawless[i]:
                 keys[i, mode] = alone(nodes[i], Mode(mode))
-        unknown = (block for block, key in keys.values() if key not in cache.workspace_bytes)
-        compile_units([*dict.fromkeys(filter(None, map(_unit_of, unknown)))])
+        units = (_unit_of(block) for block, _key in keys.values())
+        kernels_bytes = compile_units([*dict.fromkeys(filter(None, units))])
+        kernels_bytes = max(kernels_bytes, tune_kernels(line.joint, {}))
         found = tuple(
             (i, mode, workspace_bytes(*keys[i, mode]) if lawless[i] else nbytes)
             for i, mode, nbytes in costs.workspace_bytes
@@ -256,7 +260,8 @@ def with_workspaces(
         _block, key = keys.get((i, mode), (None, None))
         if key is not None and cache.asked[key]:
             asked[i, mode] = i, mode, cache.asked[key]
-    return replace(costs, workspace_bytes=found, asked=tuple(asked.values()))
+    resized = replace(costs, workspace_bytes=found, asked=tuple(asked.values()))
+    return resized, max(kernels_bytes, first.peak_bytes, operations.peak_bytes)
 
 
 def _resized(

@@ -329,7 +329,7 @@ class CapturedStep:
             sizes=self.sizes,
             can_replace=masks.can_replace if self._target is None else None,
         )
-        self.measuring_bytes = max(self.measuring_bytes, masks.measuring_bytes)
+        self._note_measuring(masks.measuring_bytes)
         return joint
 
     def _other_bits(self, parts: Parts, given: Sequence[torch.Tensor]) -> Changed:
@@ -361,7 +361,7 @@ class CapturedStep:
         line = linearize(rebuilt(line.joint, computed_twice(line)))
         module = fuse(line, units)
         if self._target is None:
-            units.compile(self.progress)
+            self._note_measuring(units.compile(self.progress))
         return linearize(rebuilt(line.joint, module))
 
     def take(self, line: Line, form: Form, *, costs: RecordedCosts | None = None) -> Variant:
@@ -370,8 +370,8 @@ class CapturedStep:
         known = Measured.of(line, costs) if costs is not None else None
         measured = known or self._measured(origin, blocks, form)
         if self._target is None:
-            tune_kernels(line.joint, self._real(line.joint))
-        self.measuring_bytes = max(self.measuring_bytes, measured.measuring_bytes)
+            self._note_measuring(tune_kernels(line.joint, self._real(line.joint)))
+        self._note_measuring(measured.measuring_bytes)
         if self._variants:  # nothing that is around knows how norms are computed
             base = self._variants[0].base
         else:
@@ -459,13 +459,18 @@ class CapturedStep:
         """Bytes of the gradients of the outputs, at sizes ``values``."""
         return self.traced(values).base.tangent_bytes
 
+    def _note_measuring(self, nbytes: int) -> None:
+        self.measuring_bytes = max(self.measuring_bytes, nbytes)
+
     def _resize(self, variant: Variant, values: Values, *, run: bool) -> Variant:
         """``variant`` at other sizes."""
         line, blocks = variant.blocks.line, variant.blocks  # as traced
         if run and self._target is None:
             scaled = self.resized(variant, values, run=False)
-            costs = with_workspaces(scaled.measured.costs, line, values, cost_cache())
-            if costs is scaled.measured.costs:
+            known = scaled.measured.costs
+            costs, measuring_bytes = with_workspaces(known, line, values, cost_cache())
+            self._note_measuring(measuring_bytes)
+            if costs is known:
                 return scaled
         else:
             if variant.scaled is None:

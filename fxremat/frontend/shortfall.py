@@ -112,7 +112,7 @@ def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
         f"operations took at least {peak_bytes} bytes ({format_bytes(peak_bytes)}), {over} "
         f"({format_bytes(over)}) more than the budget of {budget_bytes}. Steps that follow the "
         "same plan measure nothing. To measure before training, give fxremat.compile a sample, and "
-        "register hooks before that"
+        f"register hooks before that. For sizes that are new, a budget of {peak_bytes} has room"
     )
 
 

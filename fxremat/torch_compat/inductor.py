@@ -97,11 +97,16 @@ def compile_kernels(
 
 
 def compile_for_sizes(
-    described: Callable[[Symbols], Described], device: torch.device, hints: Mapping[str, int]
+    described: Callable[[Symbols], Described],
+    device: torch.device,
+    hints: Mapping[str, int],
+    *,
+    benchmarked: bool = True,
 ) -> tuple[BoxedCallable, Callable[..., bool]]:
     """A function of one list, of tensors and then sizes, and a test of which sizes it holds for.
 
-    ``described`` is called with symbols for the sizes, of which ``hints`` are examples by name.
+    ``described`` is called with symbols for the sizes, of which ``hints`` are examples by name;
+    ``benchmarked`` is as for :func:`compile_kernels`.
     """
     from torch._dynamo.source import ConstantSource  # noqa: PLC0415
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
@@ -116,7 +121,7 @@ def compile_for_sizes(
         symbols[name] = environment.create_symintnode(symbol, hint=hint, source=source)
         names[symbol] = name
     mode = FakeTensorMode(shape_env=environment)
-    run = _compiled(described, device, mode, symbols, benchmarked=True)
+    run = _compiled(described, device, mode, symbols, benchmarked=benchmarked)
     texts = [f"0 < {name}" for name in hints]
     for guard in environment.guards:
         named = {symbol: sympy.Symbol(name, integer=True) for symbol, name in names.items()}

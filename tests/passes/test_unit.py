@@ -77,9 +77,9 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     counts = {"one": 0, "any": 0}
 
     def counted(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
             counts[name] += 1
-            return make(*args)
+            return make(*args, **options)
 
         return run
 
@@ -93,7 +93,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels cannot be made."""
 
-    def fails(*_args: Any) -> Any:
+    def fails(*_args: Any, **_options: Any) -> Any:
         raise RuntimeError("no kernels today")
 
     monkeypatch.setattr(torch_compat, "compile_kernels", fails)
@@ -126,7 +126,7 @@ def test_results_are_those_of_its_operations_and_lie_so(compilations: dict[str, 
 def test_whatever_kernels_return_results_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch):
     """A kernel may return its input, one tensor for two results, or lay a result otherwise."""
 
-    def kernels(*_args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
+    def kernels(*_args: Any, **_options: Any) -> Callable[[list[Tensor]], list[Tensor]]:
         def run(args: list[Tensor]) -> list[Tensor]:
             (x,) = args
             args.clear()

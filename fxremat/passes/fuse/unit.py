@@ -87,9 +87,16 @@ class Unit:
         """Names of what it computes, in order."""
         return _operations(self.graph)
 
-    def compile(self, sizes: tuple[int, ...]) -> None:
-        """Make its kernels for ``sizes``, in the order of the hints, where all lies as traced."""
-        self._run_for(sizes, self._traced(sizes), benchmarked=True)
+    def compile(self, sizes: tuple[int, ...]) -> bool:
+        """Make its kernels for ``sizes``, in the order of the hints, where all lies as traced.
+
+        Returns whether there were none.
+        """
+        places = self._traced(sizes)
+        with self._lock:
+            is_new = self._key(sizes, places) not in self._runs
+            self._run_for(sizes, places, benchmarked=True)
+        return is_new
 
     def run_once(self, sizes: tuple[int, ...]) -> None:
         """Run it on zeros, so that its kernels are loaded and the fastest of each are chosen."""
@@ -115,18 +122,21 @@ class Unit:
 
     def _run_for(self, sizes: tuple[int, ...], places: list[Place], *, benchmarked: bool) -> Run:
         """What runs for inputs that lie so, made now if it must be."""
-        key = (*sizes, *(stride for i in self._unsure for stride in places[i][1]))
+        key = self._key(sizes, places)
         with self._lock:
             if key not in self._runs:
                 named = dict(zip(self.hints, sizes, strict=True))
                 run = None
                 if named != self.hints and places == self._places(named):
-                    run = self._for_any_size(sizes)
+                    run = self._for_any_size(sizes, benchmarked=benchmarked)
                 if len(self._runs) > MOST_SIZES:  # those of the capture come first, and stay
                     self._runs.pop(next(islice(self._runs, 1, None)))
                 run = run or self._made(named, places, benchmarked=benchmarked)
                 self._runs[key] = self._checked(key, run, named)
             return self._runs[key]
+
+    def _key(self, sizes: tuple[int, ...], places: Sequence[Place]) -> tuple[int, ...]:
+        return (*sizes, *(stride for i in self._unsure for stride in places[i][1]))
 
     def _places(self, sizes: Mapping[str, Any]) -> list[Place]:
         """Shapes and strides of inputs as they were traced."""
@@ -138,7 +148,7 @@ class Unit:
         dtypes = (node.meta["val"].dtype for node in self.inputs)
         return self._graph_at(sizes), list(zip(places, dtypes, strict=True))
 
-    def _for_any_size(self, sizes: tuple[int, ...]) -> Run | None:
+    def _for_any_size(self, sizes: tuple[int, ...], *, benchmarked: bool) -> Run | None:
         """Kernels for all sizes at once, where they hold for ``sizes``."""
         if self.eager:
             return None
@@ -148,6 +158,7 @@ class Unit:
                     lambda symbols: self._described(symbols, self._places(symbols)),
                     self.device,
                     self.hints,
+                    benchmarked=benchmarked,
                 )
             except Exception as error:
                 LOG.info("%s is compiled for each size: %s", self, error)
@@ -240,10 +251,14 @@ class Units:
     def __iter__(self) -> Iterator[Unit]:
         yield from self._units.values()
 
-    def compile(self, progress: Callable[[str, int, int], None]) -> None:
-        """Make the kernels of all for the sizes of the capture; ``progress`` is told how many."""
+    def compile(self, progress: Callable[[str, int, int], None]) -> int:
+        """Make the kernels of all for the sizes of the capture.
+
+        ``progress`` is called with the number made and the number of all. Returns the most bytes
+        that kernels held at once; see :func:`compile_units`.
+        """
         wanted = [(unit, tuple(unit.hints.values())) for unit in self]
-        compile_units(wanted, lambda done: progress("compile kernels", done, len(wanted)))
+        return compile_units(wanted, lambda done: progress("compile kernels", done, len(wanted)))
 
     def of(self, graph: fx.Graph, sure: Sequence[bool], device: torch.device) -> Unit:
         """The unit that runs ``graph``.
@@ -266,17 +281,22 @@ class Units:
 def compile_units(
     wanted: Sequence[tuple[Unit, tuple[int, ...]]],
     progress: Callable[[int], None] = lambda _done: None,
-) -> None:
+) -> int:
     """Make kernels of units, each for sizes, with their compilers side by side.
 
-    Ensures: on a device other than the CPU each has run once, so none of them allocates more than
-        it needs when it runs again.
+    Returns the most bytes that these kernels held at once when they first ran, with the buffers
+    by which the fastest versions are chosen; 0 on a CPU, and where a profiler is active.
+
+    Ensures: on other devices each kernel has run, so none of them allocates more than it needs
+        when it runs again.
     """
+    new: list[tuple[Unit, tuple[int, ...]]] = []
 
     def compile_each() -> None:
         for done, (unit, sizes) in enumerate(wanted):
             progress(done)
-            unit.compile(sizes)
+            if unit.compile(sizes):
+                new.append((unit, sizes))
         progress(len(wanted))
 
     try:
@@ -290,10 +310,14 @@ def compile_units(
         # A compiler failed: whose unit it was shows if it is the only one at work.
         LOG.debug("kernels are made one after the other", exc_info=True)
         compile_each()
-    with torch_compat.real_execution(), torch.no_grad():
-        for unit, sizes in wanted:
-            if unit.device.type != "cpu":
+    new = [(unit, sizes) for unit, sizes in dict.fromkeys(new) if unit.device.type != "cpu"]
+
+    def run_each() -> None:
+        with torch_compat.real_execution(), torch.no_grad():
+            for unit, sizes in new:
                 unit.run_once(sizes)
+
+    return torch_compat.bytes_held_by(run_each, new[0][0].device) if new else 0
 
 
 def _described(graph: fx.Graph) -> tuple[list[str], dict[str, int]]:
