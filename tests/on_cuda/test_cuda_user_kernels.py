@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -276,7 +277,12 @@ def test_other_sizes(kind: str):
     trained = run(kind, 0.9, dynamic=True)
     for rows in (kernels.ROWS // 2, kernels.ROWS + 176):
         other = (torch.randn(rows, kernels.WIDTH, device=CUDA),)
-        trained.step(other)  # in which a tuned kernel is tuned for this size
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", fxremat.BudgetWarning)
+            first_bytes = trained.step(other)  # in which a tuned kernel is tuned for this size
+        told = [n for w in warned for n in re.findall(r"at least (\d+) bytes", str(w.message))]
+        assert len(told) == len(warned) == (kind == "tuned")
+        assert all(FLUSH_BYTES < int(nbytes) <= first_bytes for nbytes in told)
         assert trained.step(other) <= trained.call.plan.budget_bytes
 
 
