@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.contrast import contrasts, listed, with_special
 from fxremat.costs.execute import undisturbed
@@ -47,7 +48,12 @@ ZEROS, OTHERS = 1 / 4, 1 / 256
 
 
 def other_bits(
-    parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...], *, cache: CostCache
+    parts: Parts,
+    given: Sequence[torch.Tensor],
+    sizes: tuple[int, ...],
+    *,
+    cache: CostCache,
+    note: Callable[[int], None] = lambda _nbytes: None,
 ) -> Changed:
     """Return which bits of a run differ from those of its operations at once.
 
@@ -62,6 +68,7 @@ def other_bits(
         given: tensors that lie as those that it takes; their numbers do not matter.
         sizes: that it follows.
         cache: answers; new ones are added.
+        note: called with the most bytes that a comparison held, if one was made.
 
     Ensures: the random generators are as before.
 
@@ -75,9 +82,13 @@ def other_bits(
         every = Changed(frozenset(range(len(parts.outputs))))
         if parts.integers.indices & parts.integers.values and not parts.certain:
             return every
+
+        def compare() -> None:
+            cache.other_bits[key] = _other_bits(parts, given, sizes, cache)
+
         with undisturbed(parts.device):
             try:
-                cache.other_bits[key] = _other_bits(parts, given, sizes, cache)
+                note(torch_compat.bytes_held_by(compare, parts.device))
             except torch.OutOfMemoryError:
                 return every
             except (RuntimeError, ValueError, IndexError) as error:

@@ -232,6 +232,7 @@ def with_workspaces(
             operations.run(block, real)
         return cache.workspace_bytes[key]
 
+    held_bytes = list[int]()
     for place, node in enumerate(nodes):
         parts = parts_of(node)
         if parts is not None and _is_measured(node):
@@ -239,7 +240,7 @@ def with_workspaces(
             args: Any = node.args
             given = [n.meta["val"] for n in args[:count]]
             own = tuple(map(int, args[count : count + len(parts.hints)]))
-            kept = not other_bits(parts, given, own, cache=cache)
+            kept = not other_bits(parts, given, own, cache=cache, note=held_bytes.append)
             parts.settle(own, keeps_bits=kept)
             lawless[place] |= not kept  # it is one part then
     with undisturbed(device):
@@ -247,8 +248,8 @@ def with_workspaces(
             if lawless[i]:
                 keys[i, mode] = alone(nodes[i], Mode(mode))
         units = (_unit_of(block) for block, _key in keys.values())
-        kernels_bytes = compile_units([*dict.fromkeys(filter(None, units))])
-        kernels_bytes = max(kernels_bytes, tune_kernels(line.joint, {}))
+        held_bytes.append(compile_units([*dict.fromkeys(filter(None, units))]))
+        held_bytes.append(tune_kernels(line.joint, {}))
         found = tuple(
             (i, mode, workspace_bytes(*keys[i, mode]) if lawless[i] else nbytes)
             for i, mode, nbytes in costs.workspace_bytes
@@ -261,7 +262,7 @@ def with_workspaces(
         if key is not None and cache.asked[key]:
             asked[i, mode] = i, mode, cache.asked[key]
     resized = replace(costs, workspace_bytes=found, asked=tuple(asked.values()))
-    return resized, max(kernels_bytes, first.peak_bytes, operations.peak_bytes)
+    return resized, max(*held_bytes, first.peak_bytes, operations.peak_bytes)
 
 
 def _resized(

@@ -342,7 +342,8 @@ class CapturedStep:
             return every
         if self._target is not None or (self._from_data and self.sizes):
             return Changed() if parts.certain else every
-        return other_bits(parts, given, tuple(parts.hints.values()), cache=cost_cache())
+        sizes = tuple(parts.hints.values())
+        return other_bits(parts, given, sizes, cache=cost_cache(), note=self._note_measuring)
 
     def _fused(self, line: Line, units: Units) -> Line:
         """``line`` with units, their kernels made.

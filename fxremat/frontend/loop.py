@@ -14,6 +14,7 @@ from torch import nn
 
 from fxremat import torch_compat
 from fxremat.costs.execute import HeldBytes
+from fxremat.costs.workspaces import library_workspaces
 from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.comparison import Comparison
 from fxremat.frontend.optimizer_state import StateBytes, counted_state
@@ -153,21 +154,24 @@ class Loop:
         reserve_bytes = self.caller.reserve_bytes
         self.outside.check(peak_bytes, self.budget, reserve_bytes, planned=planned)
 
-    def check_measuring(self, measuring_bytes: int, inputs: Iterable[object]) -> None:
+    def check_measuring(
+        self, measuring_bytes: int, inputs: Iterable[object], device: torch.device
+    ) -> None:
         """Warn if measuring inside a training step took more than the budget.
 
         Args:
             measuring_bytes: the most that it held at once, without what the model holds.
             inputs: of the call that was planned; what is no tensor is left out.
+            device: of the step.
         """
         if self.budget.nbytes is None:
             return
-        held = HeldBytes(self.device)
+        held = HeldBytes(device)
         for tensor in self.held_tensors():
             held.add(torch_compat.local_part(tensor))
         for value in inputs:
             held.add(value)
-        peak_bytes = held.nbytes + measuring_bytes
+        peak_bytes = held.nbytes + sum(library_workspaces(device)) + measuring_bytes
         if excess_bytes(peak_bytes, self.budget.nbytes):
             warn_of_measuring(peak_bytes, self.budget.nbytes)
 

@@ -29,7 +29,8 @@ from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.regions import Regions
 from fxremat.frontend.shortfall import Shortfall, excess_bytes, warn
 from fxremat.passes.emit.code import Around, Emitted
-from fxremat.passes.joint.sizes import Values
+from fxremat.passes.joint.graph import allocated_bytes
+from fxremat.passes.joint.sizes import Values, evaluated, layouts_of
 from fxremat.passes.split.beside import computed_anew
 from fxremat.passes.split.parts import Parts
 from fxremat.planner.context import StepContext
@@ -297,7 +298,7 @@ class PlanCache:
         captured = self.planner.step
         if captured.measuring_bytes:
             measuring_bytes, captured.measuring_bytes = captured.measuring_bytes, 0
-            loop.check_measuring(measuring_bytes, args)
+            loop.check_measuring(measuring_bytes, args, captured.device)
         arena = None if compiled.plain else compiled.planned.graphs.arena
         if arena is not None:
             cuda_graph.refuse_host_memory(arena.nbytes)
@@ -333,7 +334,12 @@ class PlanCache:
     def _count(self, context: StepContext) -> Count | None:
         """Begin to count what a call takes that finds ``context``."""
         step = self.planner.step
-        return Count.begin(step.device, lambda: step.given_bytes(context) - step.late_bytes)
+
+        def there_bytes() -> int:
+            """What is given but for what is allocated later, as a correction has shown."""
+            return step.given_bytes(context) - step.late_bytes - context.correction.more_bytes
+
+        return Count.begin(step.device, there_bytes)
 
     def left(self, step: Step, results: list[Any]) -> list[Any]:
         """A forward has run.
@@ -531,8 +537,26 @@ class PlanCache:
             self._workspace_bytes() if self.on_cuda else 0,
             self._slack_bytes() if self.on_cuda else 0,
             loop.spread_bytes() if self.passed else 0,
+            0 if self.planner.together else self._buffer_bytes(values, sizes),
         )
         return found, leaves
+
+    def _buffer_bytes(self, values: Sequence[object], sizes: Values) -> int:
+        """By how much the storages of inputs are larger than the plan's at ``sizes``."""
+        joint = self.planner.step.joint
+        nbytes: dict[int, int] = {}
+        for primal in self._without:
+            value = values[primal]
+            if type(value) is not Tensor or value.device != joint.device:
+                continue  # parameters stay as they were captured
+            (layout,) = layouts_of(joint.primals[primal])
+            taken = value.untyped_storage().nbytes()
+            if taken != layout.storage_bytes:
+                planned = evaluated(layout.storage_bytes, joint.sizes.named(sizes))
+                more = allocated_bytes(taken, joint.device) - allocated_bytes(planned, joint.device)
+                key = torch_compat.storage_key(value)
+                nbytes[key] = min(more, nbytes.get(key, more))  # the largest is planned for
+        return sum(more for more in nbytes.values() if more > 0)
 
     def _context_of(self, found: tuple[Any, ...]) -> StepContext:
         """The context of a call, with all that steps before have taught."""

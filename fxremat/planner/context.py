@@ -76,6 +76,8 @@ class StepContext:
             captured.
         slack_bytes: by how much blocks of what is there are larger than what lies in them.
         spread_bytes: parts of gradients that exist, of tensors that several processes share.
+        buffer_bytes: by how much the storages of inputs are larger than planned: a view of a larger
+            buffer holds all of it.
         others_bytes: of the budget, for steps that may wait beside those that do.
         correction: from earlier steps.
         cleared: the gradients that exist will be gone when the backward begins, as torch's own
@@ -102,6 +104,7 @@ class StepContext:
     workspace_bytes: int = 0
     slack_bytes: int = 0
     spread_bytes: int = 0
+    buffer_bytes: int = 0
     others_bytes: int = 0
     correction: Correction = NO_CORRECTION
     cleared: bool = False
@@ -151,6 +154,7 @@ class StepContext:
             + sum(self.bucket_bytes)
             + self.workspace_bytes
             + self.slack_bytes
+            + self.buffer_bytes
             + self.others_there_bytes
             + self.others_bytes
             + self.correction.more_bytes
@@ -202,6 +206,7 @@ class StepContext:
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("workspaces of libraries for another thread or stream", self.workspace_bytes),
             ("blocks that are larger than what lies in them", self.slack_bytes),
+            ("buffers of which inputs are a part", self.buffer_bytes),
             ("what the loss was measured to take", loss_point),
             ("further steps", seen.room_bytes),
             ("what of that was measured to be held in the backward", left),

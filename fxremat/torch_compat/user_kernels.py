@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -153,9 +154,27 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]"
     code = getattr(value, "__code__", None)
     if code is not None:
-        plain = [const for const in code.co_consts if not hasattr(const, "co_code")]
-        return f"{value.__module__}.{value.__qualname__} {code.co_code.hex()} {plain}"
+        return f"{value.__module__}.{value.__qualname__} {_code_text(code)} {_closure_text(value)}"
     return f"{type(value).__name__} {value}"
+
+
+def _code_text(code: CodeType) -> str:
+    """What a function does, by its own names and constants, with functions inside it."""
+    consts = [
+        _code_text(const) if isinstance(const, CodeType) else _text(const)
+        for const in code.co_consts
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {consts}"
+
+
+def _closure_text(function: Any) -> str:
+    """Values that a function has from around it, of which functions by name, and its defaults."""
+    named = list[str]()
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a name that has no value yet
+            value = cell.cell_contents
+            named.append(getattr(value, "__qualname__", None) or _text(value))
+    return f"{named} {_text(function.__defaults__)}"
 
 
 def _wrapped(kernel: Any) -> Iterator[Any]:

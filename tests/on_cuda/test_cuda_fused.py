@@ -159,6 +159,78 @@ def test_compile_keeps_eagers_bits_unless_it_is_asked_not_to():
     assert not call.plan.fused
 
 
+class Pooled(nn.Module):
+    """A step of which the inputs are most bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(functional.layer_norm(x, (WIDTH,)) * self.scale))
+
+
+def told_bytes(warned: list[warnings.WarningMessage]) -> list[int]:
+    """What warnings say that measuring took."""
+    told = (re.search(r"took at least (\d+) bytes", str(own.message)) for own in warned)
+    return [int(own[1]) for own in told if own]
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_what_measuring_takes_in_a_training_call_is_told_to_the_byte(executor: Executor):
+    """At the backend's first call, and at the first of another size."""
+    model = Pooled().to(CUDA)
+    options = {"budget": "min", "loss": torch.sum, "executor": executor}
+    call = torch.compile(model, backend="fxremat", options=options, dynamic=True)
+    for count in (4096, 6144):
+        x = rows(count)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", fxremat.BudgetWarning)
+            peak = peak_of(model, call, x)
+        budget_bytes = fxremat.plan_of(call).budget_bytes
+        told = told_bytes(warned)
+        assert told == [peak] if peak > budget_bytes else not told
+        assert told or count == 4096
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", fxremat.BudgetWarning)
+            assert peak_of(model, call, x) <= budget_bytes
+        del x
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_a_buffer_of_which_an_input_is_a_part_is_counted_at_any_size(executor: Executor):
+    def frames(count: int) -> Tensor:
+        return torch.randn(count, 65, WIDTH, device=CUDA)[:, :-1]
+
+    model = Pooled().to(CUDA)
+    x = frames(64)
+    call = fxremat.compile(model, x, "min", executor=executor, loss=torch.sum, dynamic=True)
+    for count in (64, 96):
+        x = frames(count)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*was planned as it began")
+            peak_of(model, call, x)
+        assert peak_of(model, call, x) <= call.plan.budget_bytes, count
+
+
+def test_a_step_that_keeps_to_what_it_was_corrected_to_warns_no_more():
+    """Inductor copies an input that lies at no multiple of 16 bytes."""
+    buffer = torch.randn(4096 * WIDTH + 4, device=CUDA)
+    aligned, shifted = (buffer[i : i + 4096 * WIDTH].view(4096, WIDTH) for i in (0, 1))
+    model = Pooled().to(CUDA)
+    call = fxremat.compile(model, aligned, "min", **FUSED)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", fxremat.BudgetWarning)
+        for _ in range(3):
+            peak_of(model, call, shifted)
+    assert 1 <= len(warned) <= 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        for _ in range(4):
+            assert peak_of(model, call, shifted) <= call.plan.budget_bytes
+
+
 def seen_in_a_process(kernels: Path, costs: Path | None = None) -> list[dict[str, Any]]:
     """What a process sees of steps of two sizes.
 
@@ -268,15 +340,14 @@ def main() -> None:
             warnings.simplefilter("always", fxremat.BudgetWarning)
             first, *later = (peak_of(model, call, rows(count)) for _ in range(3))
         plan = call.plan
-        told = (re.search(r"took at least (\d+) bytes", str(w.message)) for w in warned)
         usual = {
             "budget_bytes": plan.budget_bytes,
             "least_bytes": plan.least_budget_bytes,
             "full_bytes": plan.baseline_peak_bytes,
             "peak_bytes": max(later),
         }
-        told_bytes = sum(int(own[1]) for own in told if own)
-        seen.append({"usual": usual, "first_bytes": first, "told_bytes": told_bytes})
+        told = sum(told_bytes(warned))
+        seen.append({"usual": usual, "first_bytes": first, "told_bytes": told})
     print(json.dumps(seen))
 
 

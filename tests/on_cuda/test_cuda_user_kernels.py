@@ -286,6 +286,19 @@ def test_other_sizes(kind: str):
         assert trained.step(other) <= trained.call.plan.budget_bytes
 
 
+def test_a_digest_is_of_all_that_decides_what_a_kernel_does():
+    triton = pytest.importorskip("triton")
+
+    def chosen(value: int) -> Any:
+        return triton.heuristics({"BLOCK": lambda _arguments: value})(kernels.sine_kernel)
+
+    least = triton.heuristics({"BLOCK": lambda _arguments: min(64, 128)})(kernels.sine_kernel)
+    most = triton.heuristics({"BLOCK": lambda _arguments: max(64, 128)})(kernels.sine_kernel)
+    every = (kernels.sine_kernel, least, most, chosen(64), chosen(128))
+    assert len({torch_compat.kernel_digest(kernel, {}) for kernel in every}) == len(every)
+    assert torch_compat.kernel_digest(chosen(64), {}) == torch_compat.kernel_digest(every[3], {})
+
+
 def test_another_kernel_at_the_same_place_is_another_step(tmp_path: Path):
     """Each process numbers kernels as they come: the number says nothing."""
     path = tmp_path / "plan.json"

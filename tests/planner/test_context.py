@@ -67,7 +67,9 @@ def test_those_that_are_cleared_are_there_in_the_forward_only():
     assert not found.added
 
 
-@pytest.mark.parametrize("name", ["waiting_bytes", "kept_bytes", "state_bytes", "spread_bytes"])
+@pytest.mark.parametrize(
+    "name", ["waiting_bytes", "kept_bytes", "state_bytes", "spread_bytes", "buffer_bytes"]
+)
 def test_what_others_hold_is_given(name: str):
     found = around(StepContext(waiting=2, **{name: 77}))
     assert found == replace(BASE, given_bytes=BASE.given_bytes + 77)

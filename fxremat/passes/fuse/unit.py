@@ -317,7 +317,12 @@ def compile_units(
             for unit, sizes in new:
                 unit.run_once(sizes)
 
-    return torch_compat.bytes_held_by(run_each, new[0][0].device) if new else 0
+    try:
+        return torch_compat.bytes_held_by(run_each, new[0][0].device) if new else 0
+    except BaseException:
+        for unit, sizes in new:  # the next call makes them, and lets them run, once more
+            unit.forget(sizes)
+        raise
 
 
 def _described(graph: fx.Graph) -> tuple[list[str], dict[str, int]]:
