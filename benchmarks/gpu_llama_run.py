@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -339,8 +340,6 @@ def _elapsed_s() -> float:
 
 def _start_planner() -> subprocess.Popen[bytes]:
     """Compile the planner's loops while the device is busy with others: numba keeps them."""
-    import os
-
     settings = {**os.environ, "FXREMAT_CACHE": "0", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen([sys.executable, "-c", _COMPILE_PLANNER], env=settings)
 
@@ -384,7 +383,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _inside(options: argparse.Namespace, device: torch.device) -> None:
-    """The first step of one contender, as a row for the process that waits for it."""
+    """The first step of one contender, as a row for the process that waits for it.
+
+    The process ends without Python's exit handlers: Inductor's waits for its compilers, which hang
+    on torch 2.11 where a process that has found all kernels in the cache ends as they start.
+    """
     trained = NETWORKS[options.network](device, small=options.small)
     (contender,) = (
         each
@@ -396,3 +399,5 @@ def _inside(options: argparse.Namespace, device: torch.device) -> None:
         append(options.rows, Bench(trained, saved, options).first_step(contender, options.budget))
     except Exception as error:
         append(options.rows, failure(error))
+    sys.stderr.flush()
+    os._exit(0)
