@@ -207,6 +207,11 @@ class CapturedStep:
         return self._units is not None
 
     @property
+    def placeholders(self) -> tuple[fx.Node, ...]:
+        """Those of the captured graph, primals first: nothing is measured for them."""
+        return tuple(self._module.graph.find_nodes(op="placeholder"))
+
+    @property
     def executor(self) -> str:
         """Who makes the kernels, and what is run without."""
         if self._units is None:

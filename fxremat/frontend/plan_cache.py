@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxremat import torch_compat
@@ -139,6 +140,10 @@ class Compiled:
         return held[1]
 
 
+MOST_BUFFERS = 256
+"""Sizes of which the largest buffers around inputs are remembered; the oldest go first."""
+
+
 @dataclass(slots=True)
 class PlanCache:
     """One captured graph, and a plan for each context in which it was called.
@@ -173,6 +178,9 @@ class PlanCache:
     _own: frozenset[int] = frozenset()
     _made: tuple[int, ...] = ()
     _without: tuple[int, ...] = ()  # primals that get no gradient
+    _storages: tuple[tuple[int, Any], ...] = ()  # of these, and their bytes as expressions
+    _buffers: dict[Values, int] = field(default_factory=dict)  # bytes beyond these, by sizes
+    _device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the step
     _latest: tuple[Any, StepContext, Compiled] | None = None  # and what was found at that call
     _resolved: int = 0
     _changed_bits: list[Parts] = field(default_factory=list)  # runs that had others in parts
@@ -218,7 +226,14 @@ class PlanCache:
         )
         values = [inputs.get(i) for i in range(len(torch_compat.primal_values(joint, ())))]
         plan_cache._without = tuple(i for i in range(len(values)) if i not in plan_cache.gradients)
-        plan_cache.on_cuda = planner.step.device.type == "cuda"
+        plan_cache._storages = tuple(
+            (i, layout.storage_bytes)
+            for i, node in enumerate(planner.step.placeholders[: len(values)])
+            if i not in plan_cache.gradients
+            for layout in layouts_of(node)
+        )
+        plan_cache._device = planner.step.device
+        plan_cache.on_cuda = plan_cache._device.type == "cuda"
         plan_cache._counts = torch_compat.counted_bytes(planner.step.device) is not None
         plan_cache._is_sized = bool(planner.step.sizes.hints)
         found = plan_cache._context_of(plan_cache._find(values, planner.step.sizes.hints)[0])
@@ -542,21 +557,29 @@ class PlanCache:
         return found, leaves
 
     def _buffer_bytes(self, values: Sequence[object], sizes: Values) -> int:
-        """By how much the storages of inputs are larger than the plan's at ``sizes``."""
-        joint = self.planner.step.joint
+        """By how much the storages of inputs have been larger than the plan's at ``sizes``, at most.
+
+        A loop that slices buffers of many sizes has a new plan only where one is larger than all.
+        """
+        named, device = self.planner.step.sizes.named(sizes), self._device
         nbytes: dict[int, int] = {}
-        for primal in self._without:
+        for primal, storage_bytes in self._storages:
             value = values[primal]
-            if type(value) is not Tensor or value.device != joint.device:
+            if type(value) is not Tensor or value.device != device:
                 continue  # parameters stay as they were captured
-            (layout,) = layouts_of(joint.primals[primal])
             taken = value.untyped_storage().nbytes()
-            if taken != layout.storage_bytes:
-                planned = evaluated(layout.storage_bytes, joint.sizes.named(sizes))
-                more = allocated_bytes(taken, joint.device) - allocated_bytes(planned, joint.device)
+            if taken != storage_bytes:
+                planned = evaluated(storage_bytes, named)
+                more = allocated_bytes(taken, device) - allocated_bytes(planned, device)
                 key = torch_compat.storage_key(value)
                 nbytes[key] = min(more, nbytes.get(key, more))  # the largest is planned for
-        return sum(more for more in nbytes.values() if more > 0)
+        more_bytes = sum(more for more in nbytes.values() if more > 0)
+        most_bytes = self._buffers.get(sizes, 0)
+        if more_bytes > most_bytes:
+            if len(self._buffers) >= MOST_BUFFERS:
+                self._buffers.pop(next(iter(self._buffers)))
+            self._buffers[sizes] = most_bytes = more_bytes
+        return most_bytes
 
     def _context_of(self, found: tuple[Any, ...]) -> StepContext:
         """The context of a call, with all that steps before have taught."""
