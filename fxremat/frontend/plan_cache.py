@@ -557,7 +557,7 @@ class PlanCache:
         return found, leaves
 
     def _buffer_bytes(self, values: Sequence[object], sizes: Values) -> int:
-        """By how much the storages of inputs have been larger than the plan's at ``sizes``, at most.
+        """By how much storages of inputs were larger than the plan's at ``sizes``, at most.
 
         A loop that slices buffers of many sizes has a new plan only where one is larger than all.
         """
