@@ -399,5 +399,6 @@ def _inside(options: argparse.Namespace, device: torch.device) -> None:
         append(options.rows, Bench(trained, saved, options).first_step(contender, options.budget))
     except Exception as error:
         append(options.rows, failure(error))
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

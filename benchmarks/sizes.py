@@ -100,7 +100,7 @@ class Family:
         """Graphs that can be called and predicted seconds at a size; ``None``: nothing fits."""
         step = self.step
         with clock.part("costs"):
-            costs, _ = with_workspaces(self.costs.at(values), step.line, values, cost_cache())
+            costs = with_workspaces(self.costs.at(values), step.line, values, cost_cache())
         with clock.part("numbers"):
             measured = self.search.measured.at(costs)
             around = context_bytes_of(measured.line.joint, {}, CALLER, values=values)
@@ -123,7 +123,7 @@ class Family:
         """Seconds of the best that a search for that size alone finds with the same costs."""
         line = resize(self.step.line, values)
         blocks = BlockCache(line)
-        costs, _ = with_workspaces(self.costs.at(values), self.step.line, values, cost_cache())
+        costs = with_workspaces(self.costs.at(values), self.step.line, values, cost_cache())
         measured = Measured.of(line, costs)
         around = context_bytes_of(measured.line.joint, {}, CALLER, values=values)
         search = Search.over(measured, blocks, around, progress=silent)

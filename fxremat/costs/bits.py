@@ -11,7 +11,7 @@ import torch
 from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.contrast import contrasts, listed, with_special
-from fxremat.costs.execute import undisturbed
+from fxremat.costs.execute import Note, undisturbed, unnoted
 from fxremat.costs.synthetic import made_up
 from fxremat.passes.joint.sizes import evaluated
 from fxremat.passes.split.parts import (
@@ -53,7 +53,7 @@ def other_bits(
     sizes: tuple[int, ...],
     *,
     cache: CostCache,
-    note: Callable[[int], None] = lambda _nbytes: None,
+    note: Note = unnoted,
 ) -> Changed:
     """Return which bits of a run differ from those of its operations at once.
 
@@ -68,7 +68,7 @@ def other_bits(
         given: tensors that lie as those that it takes; their numbers do not matter.
         sizes: that it follows.
         cache: answers; new ones are added.
-        note: called with the most bytes that a comparison held, if one was made.
+        note: called with the most bytes that a comparison held at once.
 
     Ensures: the random generators are as before.
 
@@ -82,21 +82,15 @@ def other_bits(
         every = Changed(frozenset(range(len(parts.outputs))))
         if parts.integers.indices & parts.integers.values and not parts.certain:
             return every
-
-        def compare() -> None:
-            cache.other_bits[key] = _other_bits(parts, given, sizes, cache)
-
         with undisturbed(parts.device):
             try:
-                note(torch_compat.bytes_held_by(compare, parts.device))
+                with torch_compat.noted_bytes(parts.device, note):
+                    cache.other_bits[key] = _other_bits(parts, given, sizes, cache)
             except torch.OutOfMemoryError:
                 return every
             except (RuntimeError, ValueError, IndexError) as error:
                 LOG.info("%s stays whole, as it takes no made-up numbers: %s", parts, error)
                 cache.other_bits[key] = every
-            finally:
-                if parts.device.type == "cuda":  # blocks left over would be handed out whole
-                    torch.cuda.empty_cache()
     return cache.other_bits[key]
 
 

@@ -21,6 +21,14 @@ from fxremat.passes.split.beside import Beside
 from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, node_key
 from fxremat.runtime.user_kernels import Launch
 
+Note = Callable[[int], object]
+"""Takes the most bytes that something has held at once while a step was measured."""
+
+
+def unnoted(_nbytes: int) -> None:
+    """Note nothing: measuring is no part of a training step."""
+
+
 BLOCK_S, OPERATION_S = 0.01, 0.002
 LEAST_RUNS, DOUBTFUL_RUNS, MOST_RUNS, AGREE = 2, 5, 20, 1.05
 """How often something is timed after it has run once. The fastest run counts: what else the
@@ -231,8 +239,7 @@ class Operations:
         if key in self._cache.workspace_bytes:
             return _call(node, block, values)
         if isinstance(node.target, Launch):
-            tuning_bytes = tuned(node.target, _bound(node, block, values).args, self._device)
-            self.peak_bytes = max(self.peak_bytes, tuning_bytes)
+            tune(node.target, _bound(node, block, values).args, self._device, note=self._note)
         with torch_compat.AllocationLog(self._device) as log:
             value = _call(node, block, values)
         fresh = _fresh(node, block, value, values)
@@ -246,15 +253,18 @@ class Operations:
         self._cache.workspace_bytes[key] = max(log.peak_bytes - sum(sizes), 0)
         return value
 
+    def _note(self, nbytes: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, nbytes)
 
-def tuned(launch: Launch, arguments: Sequence[Any], device: torch.device) -> int:
-    """Have a user's kernel tuned if it is not, and return the bytes that this held at once.
+
+def tune(launch: Launch, arguments: Sequence[Any], device: torch.device, *, note: Note) -> None:
+    """Have Triton tune a user's kernel if it has not; ``note`` gets the bytes that this held.
 
     They are no workspace of a step.
     """
-    if launch.is_tuned_for(*arguments):
-        return 0
-    return torch_compat.bytes_held_by(lambda: launch.tune(*arguments), device)
+    if not launch.is_tuned_for(*arguments):
+        with torch_compat.noted_bytes(device, note):
+            launch.tune(*arguments)
 
 
 def requests_seen(changes: Sequence[int], sizes: Sequence[int]) -> tuple[Request, ...]:

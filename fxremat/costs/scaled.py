@@ -40,7 +40,7 @@ from torch import fx
 from fxremat.costs.bits import other_bits
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import stage_blocks
-from fxremat.costs.execute import Operations, undisturbed
+from fxremat.costs.execute import Note, Operations, undisturbed, unnoted
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.tuning import tune_kernels
 from fxremat.costs.work import Floats, Work, Works, ratio
@@ -193,10 +193,15 @@ def _operations(line: Line, blocks: BlockCache) -> tuple[Indices, Indices]:
 
 
 def with_workspaces(
-    costs: RecordedCosts, line: Line, values: Values, cache: CostCache
-) -> tuple[RecordedCosts, int]:
+    costs: RecordedCosts,
+    line: Line,
+    values: Values,
+    cache: CostCache,
+    *,
+    note: Note = unnoted,
+) -> RecordedCosts:
     """``costs`` at sizes ``values``, with the workspaces that convolutions and units take there,
-    and runs whose parts are not those of the capture; and the most bytes that this held at once.
+    and runs whose parts are not those of the capture. ``note`` gets the bytes that this held.
 
     That takes about as long as all that are distinct together, and as making kernels for units at
     their first other size; where ``line``, at the size of its capture, has none, it is ``costs``.
@@ -209,7 +214,7 @@ def with_workspaces(
     """
     lawless = [_is_lawless(node) for node in line.joint.module.graph.nodes]
     if not any(lawless) and not any(map(_is_measured, line.joint.module.graph.nodes)):
-        return costs, 0
+        return costs
     line = resize(line, values)
     nodes, device = tuple(line.joint.module.graph.nodes), line.joint.device
     keys: dict[tuple[int, str], tuple[Block, Key]] = {}
@@ -232,7 +237,6 @@ def with_workspaces(
             operations.run(block, real)
         return cache.workspace_bytes[key]
 
-    held_bytes = list[int]()
     for place, node in enumerate(nodes):
         parts = parts_of(node)
         if parts is not None and _is_measured(node):
@@ -240,7 +244,7 @@ def with_workspaces(
             args: Any = node.args
             given = [n.meta["val"] for n in args[:count]]
             own = tuple(map(int, args[count : count + len(parts.hints)]))
-            kept = not other_bits(parts, given, own, cache=cache, note=held_bytes.append)
+            kept = not other_bits(parts, given, own, cache=cache, note=note)
             parts.settle(own, keeps_bits=kept)
             lawless[place] |= not kept  # it is one part then
     with undisturbed(device):
@@ -248,8 +252,8 @@ def with_workspaces(
             if lawless[i]:
                 keys[i, mode] = alone(nodes[i], Mode(mode))
         units = (_unit_of(block) for block, _key in keys.values())
-        held_bytes.append(compile_units([*dict.fromkeys(filter(None, units))]))
-        held_bytes.append(tune_kernels(line.joint, {}))
+        compile_units([*dict.fromkeys(filter(None, units))], note=note)
+        tune_kernels(line.joint, {}, note=note)
         found = tuple(
             (i, mode, workspace_bytes(*keys[i, mode]) if lawless[i] else nbytes)
             for i, mode, nbytes in costs.workspace_bytes
@@ -261,8 +265,8 @@ def with_workspaces(
         _block, key = keys.get((i, mode), (None, None))
         if key is not None and cache.asked[key]:
             asked[i, mode] = i, mode, cache.asked[key]
-    resized = replace(costs, workspace_bytes=found, asked=tuple(asked.values()))
-    return resized, max(*held_bytes, first.peak_bytes, operations.peak_bytes)
+    note(max(first.peak_bytes, operations.peak_bytes))
+    return replace(costs, workspace_bytes=found, asked=tuple(asked.values()))
 
 
 def _resized(

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.costs.execute import tuned, undisturbed
+from fxremat.costs.execute import Note, tune, undisturbed
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.user_kernels import is_tuned
 from fxremat.runtime.user_kernels import Launch
 
 
-def tune_kernels(joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> int:
+def tune_kernels(joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], *, note: Note) -> None:
     """Have Triton choose a configuration of each kernel that it tunes, where it did not yet.
 
     Measuring a step does so, too. Where costs are cached and nothing is measured, the first step
@@ -24,20 +24,17 @@ def tune_kernels(joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> int
     Args:
         joint: the step.
         real: values of primals, where there are any; others are made up.
-
-    Returns the most bytes that this held at once.
+        note: called with the bytes that each tuning held at once.
 
     Ensures: no tensor of ``real`` is written to; the random generators are as before.
     """
-    most_bytes = 0
     for node in filter(is_tuned, (*joint.forward, *joint.backward)):
         launch: Any = node.target
         if not _is_tuned(node, launch):
             with undisturbed(joint.device):
                 values: Mapping[fx.Node, Any] = Synthesizer(joint, real).of(node.all_input_nodes)
                 arguments = fx.node.map_arg(node.args, values.__getitem__)
-                most_bytes = max(most_bytes, tuned(launch, arguments, joint.device))
-    return most_bytes
+                tune(launch, arguments, joint.device, note=note)
 
 
 def _is_tuned(node: fx.Node, launch: Launch) -> bool:

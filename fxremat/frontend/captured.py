@@ -367,7 +367,7 @@ class CapturedStep:
         line = linearize(rebuilt(line.joint, computed_twice(line)))
         module = fuse(line, units)
         if self._target is None:
-            self._note_measuring(units.compile(self.progress))
+            units.compile(self.progress, note=self._note_measuring)
         return linearize(rebuilt(line.joint, module))
 
     def take(self, line: Line, form: Form, *, costs: RecordedCosts | None = None) -> Variant:
@@ -376,7 +376,7 @@ class CapturedStep:
         known = Measured.of(line, costs) if costs is not None else None
         measured = known or self._measured(origin, blocks, form)
         if self._target is None:
-            self._note_measuring(tune_kernels(line.joint, self._real(line.joint)))
+            tune_kernels(line.joint, self._real(line.joint), note=self._note_measuring)
         self._note_measuring(measured.measuring_bytes)
         if self._variants:  # nothing that is around knows how norms are computed
             base = self._variants[0].base
@@ -474,8 +474,8 @@ class CapturedStep:
         if run and self._target is None:
             scaled = self.resized(variant, values, run=False)
             known = scaled.measured.costs
-            costs, measuring_bytes = with_workspaces(known, line, values, cost_cache())
-            self._note_measuring(measuring_bytes)
+            note = self._note_measuring
+            costs = with_workspaces(known, line, values, cost_cache(), note=note)
             if costs is known:
                 return scaled
         else:

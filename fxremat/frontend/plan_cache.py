@@ -178,7 +178,7 @@ class PlanCache:
     _own: frozenset[int] = frozenset()
     _made: tuple[int, ...] = ()
     _without: tuple[int, ...] = ()  # primals that get no gradient
-    _storages: tuple[tuple[int, Any], ...] = ()  # of these, and their bytes as expressions
+    _storages: tuple[tuple[int, Any], ...] = ()  # of primals, and their bytes as expressions
     _buffers: dict[Values, int] = field(default_factory=dict)  # bytes beyond these, by sizes
     _device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the step
     _latest: tuple[Any, StepContext, Compiled] | None = None  # and what was found at that call
@@ -229,7 +229,6 @@ class PlanCache:
         plan_cache._storages = tuple(
             (i, layout.storage_bytes)
             for i, node in enumerate(planner.step.placeholders[: len(values)])
-            if i not in plan_cache.gradients
             for layout in layouts_of(node)
         )
         plan_cache._device = planner.step.device
@@ -557,11 +556,11 @@ class PlanCache:
         return found, leaves
 
     def _buffer_bytes(self, values: Sequence[object], sizes: Values) -> int:
-        """By how much storages of inputs were larger than the plan's at ``sizes``, at most.
+        """Return the most bytes by which inputs' storages exceeded planned ones at ``sizes``.
 
         A loop that slices buffers of many sizes has a new plan only where one is larger than all.
         """
-        named, device = self.planner.step.sizes.named(sizes), self._device
+        device = self._device
         nbytes: dict[int, int] = {}
         for primal, storage_bytes in self._storages:
             value = values[primal]
@@ -569,7 +568,7 @@ class PlanCache:
                 continue  # parameters stay as they were captured
             taken = value.untyped_storage().nbytes()
             if taken != storage_bytes:
-                planned = evaluated(storage_bytes, named)
+                planned = evaluated(storage_bytes, self.planner.step.sizes.named(sizes))
                 more = allocated_bytes(taken, device) - allocated_bytes(planned, device)
                 key = torch_compat.storage_key(value)
                 nbytes[key] = min(more, nbytes.get(key, more))  # the largest is planned for

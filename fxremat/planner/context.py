@@ -206,7 +206,7 @@ class StepContext:
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("workspaces of libraries for another thread or stream", self.workspace_bytes),
             ("blocks that are larger than what lies in them", self.slack_bytes),
-            ("buffers of which inputs are a part", self.buffer_bytes),
+            ("larger buffers around the inputs", self.buffer_bytes),
             ("what the loss was measured to take", loss_point),
             ("further steps", seen.room_bytes),
             ("what of that was measured to be held in the backward", left),

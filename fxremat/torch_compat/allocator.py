@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -147,21 +147,25 @@ class AllocationLog:
         return max(0, *accumulate(change for _mark, change in self.events), 0)
 
 
-def bytes_held_by(run: Callable[[], object], device: torch.device) -> int:
-    """Run something once; return the most bytes that it held at once on ``device``.
+@contextlib.contextmanager
+def noted_bytes(device: torch.device, note: Callable[[int], object]) -> Iterator[None]:
+    """Call ``note`` at the end with the most bytes that were held at once on ``device``, less those
+    at the start; also where an exception ends it.
 
-    It returns 0 where a profiler is active, which sees the allocator instead.
+    They are 0 where a profiler is active, which sees the allocator instead.
 
     Ensures: the cache of CUDA's allocator is empty.
     """
     log = AllocationLog(device)
-    with contextlib.ExitStack() as logged:
-        with contextlib.suppress(CostError):
-            logged.enter_context(log)
-        run()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return log.peak_bytes
+    try:
+        with contextlib.ExitStack() as logged:
+            with contextlib.suppress(CostError):
+                logged.enter_context(log)
+            yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        note(log.peak_bytes)
 
 
 def _record_operators(is_on: bool) -> None:

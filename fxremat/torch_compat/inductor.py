@@ -187,13 +187,7 @@ def _compiled(
     context = tracing(TracingContext(mode))  # not that of what is being captured
     by_rules = not benchmarked and device.type != "cpu"  # on a CPU nothing is timed
     settings = _SETTINGS | _BY_RULES if by_rules else _SETTINGS
-    with (
-        _others_may_run(),
-        _disable_current_modes(),
-        torch.no_grad(),
-        context,
-        config.patch(settings),
-    ):
+    with _disable_current_modes(), torch.no_grad(), context, config.patch(settings):
         graph, inputs = described(symbols)
         with mode:
             examples: list[Any] = [
@@ -215,22 +209,6 @@ def _compiled(
         made: Any = compile_fx_inner(traced, examples, is_inference=True)
     found: BoxedCallable = getattr(made, "current_callable", None) or made
     return found
-
-
-@contextmanager
-def _others_may_run() -> Iterator[None]:
-    """Trace without other threads' compiled functions refusing to be called meanwhile.
-
-    FX says process-wide that something is traced, which they take for a trace of themselves unless
-    something is being compiled as well. Checked on torch 2.11 and 2.13.
-    """
-    compiler: Any = torch.compiler
-    before = compiler._is_compiling_flag
-    compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        compiler._is_compiling_flag = before
 
 
 _SETTINGS: dict[str, Any] = {

@@ -168,13 +168,14 @@ def _code_text(code: CodeType) -> str:
 
 
 def _closure_text(function: Any) -> str:
-    """Values that a function has from around it, of which functions by name, and its defaults."""
+    """Values that a function has from around it, of which functions by their code, and defaults."""
     named = list[str]()
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # a name that has no value yet
             value = cell.cell_contents
-            named.append(getattr(value, "__qualname__", None) or _text(value))
-    return f"{named} {_text(function.__defaults__)}"
+            code = getattr(value, "__code__", None)  # no further: a function may hold itself
+            named.append(_text(value) if code is None else _code_text(code))
+    return f"{named} {_text(function.__defaults__)} {_text(function.__kwdefaults__)}"
 
 
 def _wrapped(kernel: Any) -> Iterator[Any]:

@@ -140,7 +140,7 @@ def test_convolutions_take_what_is_measured_at_that_size():
     cache = CostCache()
     torch.manual_seed(7)
     generator = torch.get_rng_state()
-    found, _ = with_workspaces(costs, step.line, at.values, cache)
+    found = with_workspaces(costs, step.line, at.values, cache)
     assert torch.equal(torch.get_rng_state(), generator)
     nodes = tuple(step.joint.module.graph.nodes)
     checked = 0
@@ -154,7 +154,7 @@ def test_convolutions_take_what_is_measured_at_that_size():
             assert mine == scaled
     assert checked
     known = dict(cache.workspace_bytes)
-    assert with_workspaces(costs, step.line, at.values, cache) == (found, 0)
+    assert with_workspaces(costs, step.line, at.values, cache) == found
     assert cache.workspace_bytes == known
 
 
@@ -163,7 +163,7 @@ def test_units_take_what_their_kernels_take_at_that_size():
     model = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1), nn.Linear(64, 8), nn.LogSoftmax(-1))
     step = with_units(capture_sized(model, (x,), dims=[(0,)], apart=True))
     costs = ScaledCosts(step.line, step.blocks, step.measured.costs).at((64,))
-    found, _ = with_workspaces(costs, step.line, (64,), CostCache())
+    found = with_workspaces(costs, step.line, (64,), CostCache())
     assert found.workspace_bytes != costs.workspace_bytes
     nodes = tuple(step.joint.module.graph.nodes)
     checked = 0
@@ -191,7 +191,7 @@ def test_where_there_are_none_nothing_is_run():
     step = symbolic("gpt", (3, 24))
     cache = CostCache()
     costs = step.measured.costs
-    assert with_workspaces(costs, step.line, step.joint.sizes.hints, cache) == (costs, 0)
+    assert with_workspaces(costs, step.line, step.joint.sizes.hints, cache) is costs
     assert not cache.workspace_bytes
 
 
@@ -221,8 +221,7 @@ def test_parts_take_no_more_where_there_are_more_of_them(hint: int, rows: int):
         return measure_line(line, blocks, real={}, cache=CostCache(), progress=silent).costs
 
     scaled = ScaledCosts(line, BlockCache(line), measured(line))
-    costs, _ = with_workspaces(scaled.at((rows,)), line, (rows,), CostCache())
-    found = costs.workspace_bytes
+    found = with_workspaces(scaled.at((rows,)), line, (rows,), CostCache()).workspace_bytes
     real = measured(resize(line, (rows,))).workspace_bytes
     assert any(nbytes for _, _, nbytes in real)
     for mine, expected in zip(found, real, strict=True):

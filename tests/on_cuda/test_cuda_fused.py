@@ -171,14 +171,14 @@ class Pooled(nn.Module):
         return self.head(torch.tanh(functional.layer_norm(x, (WIDTH,)) * self.scale))
 
 
-def told_bytes(warned: list[warnings.WarningMessage]) -> list[int]:
+def reported_bytes(warned: list[warnings.WarningMessage]) -> list[int]:
     """What warnings say that measuring took."""
-    told = (re.search(r"took at least (\d+) bytes", str(own.message)) for own in warned)
-    return [int(own[1]) for own in told if own]
+    reported = (re.search(r"took at least (\d+) bytes", str(own.message)) for own in warned)
+    return [int(own[1]) for own in reported if own]
 
 
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
-def test_what_measuring_takes_in_a_training_call_is_told_to_the_byte(executor: Executor):
+def test_a_warning_reports_what_measuring_takes_to_the_byte(executor: Executor):
     """At the backend's first call, and at the first of another size."""
     model = Pooled().to(CUDA)
     options = {"budget": "min", "loss": torch.sum, "executor": executor}
@@ -189,19 +189,23 @@ def test_what_measuring_takes_in_a_training_call_is_told_to_the_byte(executor: E
             warnings.simplefilter("always", fxremat.BudgetWarning)
             peak = peak_of(model, call, x)
         budget_bytes = fxremat.plan_of(call).budget_bytes
-        told = told_bytes(warned)
-        assert told == [peak] if peak > budget_bytes else not told
-        assert told or count == 4096
+        reported = reported_bytes(warned)
+        assert reported == [peak] if peak > budget_bytes else not reported
+        assert reported or count == 4096
         with warnings.catch_warnings():
             warnings.simplefilter("error", fxremat.BudgetWarning)
             assert peak_of(model, call, x) <= budget_bytes
         del x
 
 
+@pytest.mark.parametrize("with_gradient", [False, True])
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
-def test_a_buffer_of_which_an_input_is_a_part_is_counted_at_any_size(executor: Executor):
+def test_a_buffer_of_which_an_input_is_a_part_is_counted_at_any_size(
+    executor: Executor, with_gradient: bool
+):
     def frames(count: int) -> Tensor:
-        return torch.randn(count, 65, WIDTH, device=CUDA)[:, :-1]
+        buffer = torch.randn(count, 65, WIDTH, device=CUDA)
+        return buffer[:, :-1].requires_grad_(with_gradient)
 
     model = Pooled().to(CUDA)
     x = frames(64)
@@ -267,8 +271,8 @@ def test_no_cache_changes_what_a_step_takes(tmp_path: Path):
         for size in sizes:
             budget_bytes = size["usual"]["budget_bytes"]
             assert size["usual"]["peak_bytes"] <= budget_bytes
-            assert size["first_bytes"] <= max(budget_bytes, 1.2 * size["told_bytes"])
-    measures = [[bool(size["told_bytes"]) for size in sizes] for sizes in seen.values()]
+            assert size["first_bytes"] <= max(budget_bytes, 1.2 * size["reported_bytes"])
+    measures = [[bool(size["reported_bytes"]) for size in sizes] for sizes in seen.values()]
     assert measures == [[False, True], [False, False], [False, True]]
 
 
@@ -322,6 +326,8 @@ def test_a_trainer_keeps_to_the_budget(tmp_path: Path):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", fxremat.BudgetWarning)
+        # The callback has no sample: kernels are made and compared inside the first training call.
+        warnings.filterwarnings("ignore", "(?s).*was planned as it began")
         trainer.train()
     assert callback.model is not None and callback.model.plan.fused
     logged = [row for row in trainer.state.log_history if "measured_peak_bytes" in row]
@@ -346,8 +352,8 @@ def main() -> None:
             "full_bytes": plan.baseline_peak_bytes,
             "peak_bytes": max(later),
         }
-        told = sum(told_bytes(warned))
-        seen.append({"usual": usual, "first_bytes": first, "told_bytes": told})
+        reported = sum(reported_bytes(warned))
+        seen.append({"usual": usual, "first_bytes": first, "reported_bytes": reported})
     print(json.dumps(seen))
 
 

@@ -269,30 +269,6 @@ def test_threads_that_race_compile_once(compilations: dict[str, int]):
     assert compilations == {"one": 1, "any": 0}
 
 
-def test_other_threads_may_call_compiled_functions_while_kernels_are_made():
-    """Tracing is known to the whole process; here it takes as long as that call."""
-    x = torch.randn(8)
-    compiled = torch.compile(lambda t: t + 1, backend="eager")
-    compiled(x)
-    found: list[Tensor] = []
-
-    def call() -> None:
-        found.append(compiled(x))
-
-    def call_and_add(t: Tensor) -> Tensor:
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        return t + 3
-
-    graph = fx.Graph()
-    graph.output((graph.call_function(call_and_add, (graph.placeholder("x"),)),))
-    place = (tuple(x.shape), tuple(x.stride())), x.dtype
-    run = torch_compat.compile_kernels(lambda _symbols: (graph, [place]), x.device)
-    assert_bitwise_equal(run([x])[0], x + 3)
-    assert_bitwise_equal(found[0], x + 1)
-
-
 SCRIPT = """#!/bin/sh
 for argument in "$@"; do
     case "$argument" in *.cpp) source=$argument ;; esac

@@ -251,14 +251,23 @@ class Units:
     def __iter__(self) -> Iterator[Unit]:
         yield from self._units.values()
 
-    def compile(self, progress: Callable[[str, int, int], None]) -> int:
+    def compile(
+        self,
+        progress: Callable[[str, int, int], None],
+        *,
+        note: Callable[[int], object] = lambda _nbytes: None,
+    ) -> None:
         """Make the kernels of all for the sizes of the capture.
 
-        ``progress`` is called with the number made and the number of all. Returns the most bytes
-        that kernels held at once; see :func:`compile_units`.
+        ``progress`` is called with the number made and the number of all, ``note`` as by
+        :func:`compile_units`.
         """
         wanted = [(unit, tuple(unit.hints.values())) for unit in self]
-        return compile_units(wanted, lambda done: progress("compile kernels", done, len(wanted)))
+
+        def made(done: int) -> None:
+            progress("compile kernels", done, len(wanted))
+
+        compile_units(wanted, made, note=note)
 
     def of(self, graph: fx.Graph, sure: Sequence[bool], device: torch.device) -> Unit:
         """The unit that runs ``graph``.
@@ -281,11 +290,16 @@ class Units:
 def compile_units(
     wanted: Sequence[tuple[Unit, tuple[int, ...]]],
     progress: Callable[[int], None] = lambda _done: None,
-) -> int:
+    *,
+    note: Callable[[int], object] = lambda _nbytes: None,
+) -> None:
     """Make kernels of units, each for sizes, with their compilers side by side.
 
-    Returns the most bytes that these kernels held at once when they first ran, with the buffers
-    by which the fastest versions are chosen; 0 on a CPU, and where a profiler is active.
+    Args:
+        wanted: units, and their sizes in the order of the hints.
+        progress: called with the number of those made.
+        note: called with the most bytes that these kernels held at once when they first ran, with
+            the buffers by which the fastest versions are chosen; not on a CPU.
 
     Ensures: on other devices each kernel has run, so none of them allocates more than it needs
         when it runs again.
@@ -311,14 +325,13 @@ def compile_units(
         LOG.debug("kernels are made one after the other", exc_info=True)
         compile_each()
     new = [(unit, sizes) for unit, sizes in dict.fromkeys(new) if unit.device.type != "cpu"]
-
-    def run_each() -> None:
-        with torch_compat.real_execution(), torch.no_grad():
+    if not new:
+        return
+    noted = torch_compat.noted_bytes(new[0][0].device, note)
+    try:
+        with noted, torch_compat.real_execution(), torch.no_grad():
             for unit, sizes in new:
                 unit.run_once(sizes)
-
-    try:
-        return torch_compat.bytes_held_by(run_each, new[0][0].device) if new else 0
     except BaseException:
         for unit, sizes in new:  # the next call makes them, and lets them run, once more
             unit.forget(sizes)
