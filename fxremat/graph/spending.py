@@ -25,7 +25,7 @@ LOOKS_IN_STEP = 200_000
 
 
 @dataclass(slots=True)
-class Effort:
+class Spending:
     """What is left of it. It is a count of work, not of time: plans are the same in any process.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""A captured step: its graphs, and what they cost, at the sizes of the capture and at others."""
+"""A captured graph: its variants and what they cost, at the sizes of the capture and at others."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ from fxremat.costs.tuning import tune_kernels
 from fxremat.errors import ArgumentError, CaptureError, CostError, PlanError
 from fxremat.frontend.agreed import agreed_costs, agreed_speeds
 from fxremat.frontend.dimensions import Dimension, dimensions_of
-from fxremat.frontend.forms import large_in, room_bytes, way_of
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.store import Store, key_of, origin_of_costs
-from fxremat.ir import TRACED, Form, Origin, RecordedCosts
+from fxremat.graph.feedback import Feedback
+from fxremat.graph.forms import NO_OPTIONS, FurtherForms, PlanOptions, large_in, room_bytes, way_of
+from fxremat.graph.signature import Signature
+from fxremat.graph.spending import Spending
+from fxremat.graph.variant import Variant
+from fxremat.ir import TRACED, Form, MeasuredLink, Origin, RecordedCosts
+from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
@@ -45,6 +50,7 @@ from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.run import Looks
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
+from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of, settled
 from fxremat.progress import LOG, Progress, silent
@@ -55,65 +61,47 @@ MOST_RESIZED = 512
 """Variants at other sizes whose costs are kept; which was met first goes first."""
 
 
-@dataclass(slots=True)
-class Variant:
-    """One way to compute a captured step at one size: as it was traced, with norms undone, or with
-    runs of operations in parts.
+class Graph:
+    """One captured graph: what it computes, its sizes, its variants, plans and feedback.
 
-    Attributes:
-        origin: what its costs hold for.
-        blocks: of its stages.
-        measured: its stages, and what they cost.
-        base: what is held beside it at every call.
-        form: how its operations are computed.
-        scaled: its costs at any sizes; ``None`` before another size is asked for.
-    """
-
-    origin: Origin
-    blocks: BlockCache
-    measured: Measured
-    base: ContextBytes
-    form: Form
-    scaled: ScaledCosts | None = None
-
-    @property
-    def line(self) -> Line:
-        """Its graph, cut into stages."""
-        return self.measured.line
-
-    def around(self, context: StepContext) -> ContextBytes:
-        """What is held beside it at a call, in bytes."""
-        return context.around(self.base, self.line.joint)
-
-
-class CapturedStep:
-    """What AOTAutograd captured, and what is known of it.
+    It knows no budget, no loop and no other graph: what it needs of them is an argument.
 
     Args:
         module: its joint graph.
         forward_output_count: how many of its outputs are the forward's.
-        inputs: real values of primals, by index; they are held until :meth:`settle`.
-        caller: what is needed beside the step at every call.
-        progress: told how far measuring and solving have come.
-        places: of primals that are arguments of the call, where known.
-        costs: of the step as it was traced, to be taken for what was measured.
-        store: costs and plans that are known; ``None``: there are none.
-        target: the device that the step is to be estimated for, and none that is here: nothing
-            is run then.
+        inputs: real values of primals, by index; held until :meth:`release`.
+        caller: what is held at every call by the caller of the graph.
+        progress: receives how far measuring and solving have come.
+        options: the user's options that plans depend on.
+        places: of primals that are arguments of the call.
+        costs: costs of the graph as it was traced, used in place of measured ones.
+        store: the cache folder of costs and plans; ``None``: nothing is cached.
+        target: a device that the graph is estimated for; nothing is run then.
         fused: operations run as units that Inductor compiles.
-        peers: processes that agree on what it costs, until it is settled.
-        model: its class, for people.
-        from_data: its sizes may follow from data: each may be met once only.
-        roles: of primals; ``None``: as ``inputs`` and the caller's tensors tell.
+        peers: processes that follow the same first plan.
+        model: the class of the model, for people.
+        from_data: sizes may follow from data, so each may occur only once.
+        roles: of primals; ``None``: they follow from ``inputs`` and the caller's tensors.
 
     Attributes:
         sizes: symbols of the capture.
-        dimensions: of arguments, whose sizes are symbols.
-        inputs, caller, progress, peers: as given; no batch, silent and none once it is settled.
-        optimizer_bytes: that the caller holds beside tensors of the model.
-        late_bytes: left alone for buffers of collectives that go late.
+        dimensions: dimensions of arguments that are symbols.
+        signature: inputs and results, as calls see them.
+        inputs, progress: as given; empty and silent once they are released.
+        caller, options, store, places, roles, model: as given.
+        peers: processes that follow the same plans; see :attr:`together`.
+        optimizer_bytes: optimizer state that the caller holds.
+        late_bytes: set aside for buffers of collectives that are freed late.
         measuring_bytes: the most that measuring has held at once since somebody took that number,
             without parameters and inputs.
+        further: forms that were not searched yet.
+        feedback: what its steps have shown.
+        link: the link to host memory, once it is measured.
+        sent: by sizes and variant, what travels in plans of other contexts.
+        modules: emitted blocks, shared by all plans.
+        started: the plan of the captured call has been made.
+        bound: its processes follow the same plans at all calls.
+        estimated: sizes whose workspaces could not be measured.
 
     Raises:
         CaptureError, GraphError: as the passes raise them.
@@ -126,7 +114,8 @@ class CapturedStep:
         forward_output_count: int,
         inputs: Mapping[int, torch.Tensor],
         caller: Caller,
-        progress: Progress,
+        progress: Progress = silent,
+        options: PlanOptions = NO_OPTIONS,
         places: Mapping[int, str] | None = None,
         costs: RecordedCosts | None = None,
         store: Store | None = None,
@@ -138,6 +127,7 @@ class CapturedStep:
         roles: Mapping[int, Kind] | None = None,
     ) -> None:
         self.measuring_bytes = 0
+        joint = module
         module = with_launches(module)
         if not fused and target is None:  # else Inductor lays them, or nothing is run
             layouts = KernelLayouts(cost_cache())
@@ -175,8 +165,17 @@ class CapturedStep:
         self._variants: list[Variant] = []
         self._expected: dict[str, Expected] = {}
         self._resized: dict[tuple[Values, Form, bool], Variant] = {}
+        self.signature = Signature.of(joint, self.placeholders, output_count=forward_output_count)
+        self.options = options
+        self.further = FurtherForms(Spending(options.effort))
+        self.feedback = Feedback()
+        self.link: MeasuredLink | None = None
+        self.sent: dict[Values, tuple[tuple[Candidate, ...], ...]] = {}
+        self.modules = BlockModules()
+        self.started = self.bound = self._released = False
+        self.estimated: set[Values] = set()
 
-    def is_same(self, other: CapturedStep) -> bool:
+    def is_same(self, other: Graph) -> bool:
         """Whether ``other`` is the same step, captured once more."""
         constants = self._module.graph.find_nodes(op="get_attr")  # their values may differ
         shaping = self.shaping == other.shaping and all(
@@ -285,10 +284,19 @@ class CapturedStep:
         """The key by which corrections of the step are kept."""
         return key_of(self.origin(), loss=(self.caller.loss_bytes, self.caller.loss_small_bytes))
 
-    def settle(self) -> None:
-        """Let the values of the captured call go: no batch outlives its step."""
+    def release(self) -> None:
+        """Drop the tensors of the captured call: no batch outlives its step."""
         self.caller = settled(self.caller, self.joint, self._real(self.joint))
-        self.inputs, self.progress, self.peers = {}, silent, None
+        self.inputs, self.progress, self._released = {}, silent, True
+
+    @property
+    def together(self) -> Peers | None:
+        """Processes that must follow the same plans at all calls; ``None``: there are none."""
+        return self.peers if self.bound or self.has_collectives else None
+
+    def bind(self, peers: Peers | None) -> None:
+        """Make processes follow the same plans at all calls, as another graph of the step needs."""
+        self.peers, self.bound = peers, True
 
     def _real(self, joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
         """Values of primals, where known."""
@@ -385,7 +393,7 @@ class CapturedStep:
             if self.caller.outputs_bytes is None:
                 self.caller = replace(self.caller, outputs_bytes=sum(base.tangent_each_bytes))
         variant = Variant(origin, blocks, measured, base, form)
-        if self.peers is not None:
+        if self.peers is not None and not self._released:
             variant = self._agreed(self.peers, variant, new=costs is None)
         self._variants.append(variant)
         return variant
@@ -443,9 +451,10 @@ class CapturedStep:
         """The traced graph with its storages as large as they are at sizes ``values``."""
         return self.traced(values).line.joint
 
-    def around(self, context: StepContext) -> ContextBytes:
-        """What is beside the step at a call, in bytes."""
-        return self.traced(context.sizes).around(context)
+    def held(self, context: StepContext) -> ContextBytes:
+        """Return what is held at a call beside what the graph allocates, in bytes."""
+        traced = self.traced(context.sizes)
+        return context.around(traced.base, traced.line.joint)
 
     def described(self, context: StepContext) -> tuple[tuple[str, int], ...]:
         """What a call finds and its bytes, for people."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+from fxremat.frontend.arguments import Split
+from fxremat.graph.spending import Spending
 from fxremat.ir import Form
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.graph import JointGraph
@@ -13,9 +15,60 @@ from fxremat.passes.split.losses import has_losses
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.split.runs import Large
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.crowded import crowded
-from fxremat.planner.search import Search
+from fxremat.planner.search import DEFAULT_GENERATORS, Search
+from fxremat.planner.transfers import HostMemory
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The options of the user that plans of a graph depend on.
+
+    Attributes:
+        host: host memory to which storages may travel; ``None``: none may.
+        exact: gradients must be bitwise those without a plan; otherwise inputs of norms may be
+            rebuilt from outputs.
+        split: runs of operations may be computed in parts: ``"exact"``, where that keeps their
+            bits; ``True``, also where it rounds otherwise.
+        effort: how much of planning may go into forms that are not needed to fit.
+        allocator: rules that replace those of the device's allocator.
+        generators: names of the solvers whose schedules are looked at.
+    """
+
+    host: HostMemory | None = None
+    exact: bool = True
+    split: Split = False
+    effort: float = 1.0
+    allocator: AllocatorSettings | None = None
+    generators: tuple[str, ...] = DEFAULT_GENERATORS
+
+
+NO_OPTIONS = PlanOptions()
+
+
+@dataclass(slots=True)
+class FurtherForms:
+    """The forms of a graph that were not searched yet.
+
+    Attributes:
+        spending: the effort that is left for those that are not needed to fit.
+        left: forms in parts, in the order in which they are tried; ``None``: not listed yet.
+        aims: forms whose peaks were looked at, down to a budget or as far as that goes.
+        slow: forms that were measured, and take too long.
+        coarse: the first form in parts.
+        may_unshare: the form in which equal operations are computed each by itself is left, too.
+        scaled: forms for losses with other gradients at each step are listed.
+    """
+
+    spending: Spending
+    left: list[Form] | None = None
+    aims: set[tuple[Form, bool]] = field(default_factory=set)
+    slow: set[Form] = field(default_factory=set)
+    coarse: Form | None = None
+    may_unshare: bool = False
+    scaled: bool = False
+
 
 PART_SHARES = (2, 8, 32)
 """Of the largest value: those above so much of it are computed in parts, in one variant each."""

@@ -1,0 +1,186 @@
+"""Pools: the candidates of one variant of a graph, at one size and in one context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fxremat.costs.cost import Measured
+from fxremat.frontend.record import describe_peak
+from fxremat.ir import Form, RecordedCosts
+from fxremat.planner.candidates import Candidate
+from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.resized import search_at
+from fxremat.planner.search import Search
+from fxremat.planner.transfers import Transfers
+from fxremat.report.frontier import Frontier, frontier_of
+
+FASTER = 0.9
+"""A step that fits as it was traced follows another form only where that takes less than this share
+of its seconds."""
+
+MOST_BASES = 16
+"""Candidates from which transfers set out where all plans of a graph are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The candidates of one variant, at one size and in one context.
+
+    Attributes:
+        search: the candidates without transfers.
+        transfers: the candidates with transfers; ``None``: nothing may travel.
+        form: how the variant computes its operations.
+    """
+
+    search: Search
+    transfers: Transfers | None
+    form: Form
+
+    def at(self, measured: Measured, held: ContextBytes, *, budget_bytes: int | None) -> Pool:
+        """Return the pool at another size or in another context.
+
+        Args:
+            measured: the variant's costs there.
+            held: what is held there.
+            budget_bytes: only candidates that can matter within it are evaluated; ``None``: all.
+        """
+        transfers = self.transfers
+        search = search_at(
+            self.search,
+            measured,
+            held,
+            budget_bytes=budget_bytes,
+            apart=transfers is not None,  # transfers set out from each generator's candidates
+        )
+        if search is self.search:
+            return self
+        if transfers is not None:
+            transfers = Transfers.of(search, transfers.host, transfers.link)
+        return replace(self, search=search, transfers=transfers)
+
+    def knowing(self, other: Pool) -> Pool:
+        """Return this pool, which also looks at the candidates of ``other``, of another context."""
+        return replace(self, search=self.search.knowing(other.search))
+
+    def with_sent(self, candidates: Iterable[Candidate]) -> Pool:
+        """Return this pool, which also looks at the transfers of ``candidates``."""
+        if self.transfers is None:
+            return self
+        return replace(self, transfers=self.transfers.knowing(candidates))
+
+    def graded(self) -> Iterator[Candidate]:
+        """Yield candidates from least bytes to least seconds; with transfers, ever more travels."""
+        pool = self.search.pool
+        if self.transfers is None:
+            return iter(pool.members)
+        only = self.transfers.host.only
+        return self.transfers.graded((pool.baseline,) if only else pool.thinned(MOST_BASES))
+
+    @property
+    def held(self) -> ContextBytes:
+        """What is held in the context of the pool."""
+        return self.search.setting.context_bytes
+
+    @property
+    def baseline(self) -> Candidate:
+        """The candidate that keeps everything."""
+        return self.search.baseline
+
+    @property
+    def full_bytes(self) -> int:
+        """The peak with everything kept."""
+        return self.search.counted_bytes(self.search.baseline)
+
+    @property
+    def host_limited(self) -> bool:
+        """Whether the host memory that candidates may take has a limit."""
+        return self.transfers is not None and self.transfers.host.limit_bytes is not None
+
+    @property
+    def least_bytes(self) -> int:
+        """The least feasible budget."""
+        return (self.transfers or self.search).least_bytes
+
+    @property
+    def costs(self) -> RecordedCosts:
+        """All measurements that the candidates rest on."""
+        link = self.transfers.link if self.transfers else None
+        return replace(self.search.measured.costs, link=link)
+
+    @property
+    def bound_bytes(self) -> int:
+        """A lower bound of :attr:`least_bytes` that replays nothing."""
+        return 0 if self.transfers else self.search.pool.members[0].peak_bytes
+
+    def bound_s(self, budget_bytes: int) -> float:
+        """Return a lower bound of the seconds of every candidate that fits."""
+        members = () if self.transfers else reversed(self.search.pool.members)
+        return next((c.total_s for c in members if c.peak_bytes <= budget_bytes), 0.0)
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Return whether a candidate fits."""
+        if self.transfers is None:
+            return self.search.fits(budget_bytes)
+        return self.least_bytes <= budget_bytes
+
+    def describe_least(self) -> str:
+        """Say what needs the least feasible budget."""
+        if self.transfers is not None:
+            return self.transfers.describe_least()
+        search = self.search
+        program = search.evaluator.program(search.least)
+        return describe_peak(program, self.held, search.allocations.footprints)
+
+    def fastest_within(self, budget_bytes: int) -> Candidate:
+        """Return the fastest candidate that fits."""
+        return (self.transfers or self.search).fastest_within(budget_bytes)
+
+
+def frontier_over(pools: Sequence[Pool]) -> Frontier:
+    """Return the least time at every budget, over all forms, the traced one first.
+
+    No point is faster than everything kept, which is the last one; a step whose loss is computed in
+    parts may be.
+    """
+    traced, *others = (pool.search for pool in pools)
+    kept_s = math.nextafter(traced.baseline.total_s, math.inf)
+    points = traced.points()
+    for search in others:
+        points += [(nbytes, max(s, kept_s)) for nbytes, s in search.points(points)]
+    return frontier_of(points)
+
+
+def fastest(pools: Sequence[Pool], budget_bytes: int) -> tuple[Pool, Candidate]:
+    """Return the fastest candidate within a budget, and its pool.
+
+    The traced variant, the first, is preferred where it is as fast, or nearly so with everything
+    kept. Requires: one fits.
+    """
+    chosen: tuple[Pool, Candidate] | None = None
+    least_s = math.inf
+    for pool in pools:
+        if pool.bound_s(budget_bytes) >= least_s or not pool.fits(budget_bytes):
+            continue
+        candidate = pool.fastest_within(budget_bytes)
+        if candidate.total_s < least_s:
+            chosen, least_s = (pool, candidate), candidate.total_s
+        if candidate is pools[0].baseline:  # everything fits
+            least_s *= FASTER
+    assert chosen is not None
+    return chosen
+
+
+def below_s(pools: Sequence[Pool], chosen: Candidate) -> float:
+    """Return the seconds that a step in one more form must take less than to replace ``chosen``."""
+    return chosen.total_s * (FASTER if chosen is pools[0].baseline else 1.0)
+
+
+def least_of(pools: Iterable[Pool]) -> Pool:
+    """Return the pool of the least feasible budget; pools that cannot have it replay nothing."""
+    first, *others = sorted(pools, key=lambda pool: pool.bound_bytes)
+    for pool in others:
+        if pool.bound_bytes < first.least_bytes and pool.least_bytes < first.least_bytes:
+            first = pool
+    return first
