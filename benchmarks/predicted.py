@@ -63,7 +63,6 @@ def measure(entry: ZooModel, rounds: int) -> list[dict[str, Any]]:
             "budget_bytes": plan.budget_bytes,
             "transfers": sum(isinstance(e.op, Copy) for e in plan.timeline.events),
             "calls": sum(not isinstance(e.op, Copy) for e in plan.timeline.events),
-            "overhead_s": plan.overhead_s,
             "predicted_s": plan.predicted_s,
             "seconds": values[what],
         }
@@ -78,7 +77,6 @@ def line(row: dict[str, Any]) -> list[str]:
         f"{row['model']}, {row['what']}",
         str(row["calls"]),
         str(row["transfers"]),
-        f"{row['overhead_s'] * 1e3:.2f}",
         f"{row['predicted_s'] * 1e3:.2f}",
         spread.text(1e3, 2),
         f"{row['predicted_s'] / spread.median:.3f}",
@@ -92,7 +90,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for name in options.models for row in measure(entry_of(name), options.rounds)]
-    columns = ["", "calls", "transfers", "beside ms", "predicted ms", "measured ms", "÷"]
+    columns = ["", "calls", "transfers", "predicted ms", "measured ms", "÷"]
     show("Predicted and measured seconds of a step", columns, [line(row) for row in rows])
     save("predicted", {"rounds": options.rounds, "threads": 1, "rows": rows})
 

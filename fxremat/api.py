@@ -252,12 +252,12 @@ def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
     """
     made = compile(model, sample, 1.0, **_whole(options))
     made._compiler.loop.leave()  # it does not train
-    (plan_cache,), (plan,) = made._compiler.plan_caches, made.plans
+    (plan_cache,) = made._compiler.plan_caches
     (first,) = plan_cache.plans
     context = plan_cache.planner.usual(first)
     with generators_restored(), in_training(original_of(model)), torch.enable_grad():
         found = plan_cache.planner.look_at_all(context)
-    return frontier_over(found).delayed(plan.overhead_s)
+    return frontier_over(found)
 
 
 def max_batch(
@@ -335,7 +335,6 @@ def max_batch(
             context,
             model,
             call,
-            made.plans[0].overhead_s,
             limit,
             progress,
             trains,

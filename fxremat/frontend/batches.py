@@ -147,7 +147,6 @@ class Batching:
         context: what the captured call found.
         model: what was captured.
         sample: of the capture.
-        overhead_s: what a step takes beside its calls.
         most: the largest size that is asked for.
         progress: told how far the search for sizes has come.
         trains: compiles a sample of other sizes; whether the budget is accepted. ``None``: sizes
@@ -159,7 +158,6 @@ class Batching:
     context: StepContext
     model: nn.Module
     sample: Sample
-    overhead_s: float
     most: int
     progress: Progress
     trains: Callable[[Sample], bool] | None = None
@@ -209,7 +207,7 @@ class Batching:
         schedules = self.planner.within(context, self.budget_bytes, run=run, bits=False)
         least_bytes = least_of(schedules).least_bytes
         _, found = fastest(schedules, max(self.budget_bytes, least_bytes))
-        return BatchPoint(sizes, least_bytes, found.total_s + self.overhead_s)
+        return BatchPoint(sizes, least_bytes, found.total_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
         taken = self._taken(self.context, group)

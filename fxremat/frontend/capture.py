@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 
 from fxremat import torch_compat
-from fxremat.costs.overhead import call_s
 from fxremat.errors import BackwardError, CaptureError, SizesError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.budget import TrainingBudget
@@ -168,30 +167,6 @@ class StepCompiler:
         )
         return list(dict.fromkeys(found))
 
-    def measure_overhead(self, call: Callable[[], object]) -> None:
-        """Find what a step takes beside its calls, for the latest plan and those to come.
-
-        Args:
-            call: leads to the forward graph and returns before it runs.
-        """
-        assert self.latest is not None
-        planned = self.latest.planned
-        if planned.measure_overhead is None:
-            overhead_s = planned.plan.overhead_s
-        else:
-            self.progress("measure overhead")
-            overhead_s = planned.measure_overhead(call)
-        if self.loop.peers is not None:
-            overhead_s = self.loop.peers.agree(
-                "what a step takes beside its calls",
-                float,
-                overhead_s,
-                lambda told: max(told.values()),
-            )
-        self.loop.overhead_s = overhead_s
-        for plan_cache in self.plan_caches:
-            plan_cache.know_overhead(overhead_s)
-
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
     ) -> Callable[..., Any]:
@@ -207,7 +182,6 @@ class StepCompiler:
             self.regions.several = True
         if not self.regions.several:
             self.loop.watcher.end()
-        call_s()  # measured before torch's tracers slow modules down
         me = self._seen_by_graphs()
         given = [example_inputs]  # AOTAutograd keeps what it is made with
         place: int | None = None  # of the graph's plan cache
@@ -442,10 +416,7 @@ class StepCompiler:
                 self.regions,
                 output_count=output_count,
                 kept=self.kept,
-                rehearse=self.dry and not planner.step.has_collectives,
             )
-        if not self.dry:  # a rehearsal needs the way in, which is there once all is compiled
-            plan_cache.know_overhead(self.loop.overhead_s)
         self.plan_caches.append(plan_cache)
         self.regions.captured = True
         (self.latest,) = plan_cache.plans.values()

@@ -9,14 +9,10 @@ from functools import partial
 
 from torch import fx
 
-from fxremat import torch_compat
-from fxremat.costs.overhead import Rehearsal
-from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import PlanError, ScheduleError
 from fxremat.frontend.captured import CapturedStep
 from fxremat.frontend.record import record_memory
 from fxremat.frontend.schedules import Schedules
-from fxremat.frontend.store import key_of
 from fxremat.ir import TRACED, Decision, Lane, Move, Origin
 from fxremat.ir.schedule import decoded
 from fxremat.passes.emit.code import Emitted
@@ -26,7 +22,7 @@ from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.beside import Beside
 from fxremat.passes.split.parts import Parts
-from fxremat.passes.stages.block import BlockCache, Mode, tensor_key
+from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.candidates import Candidate, Evaluation
 from fxremat.planner.context import StepContext
@@ -129,20 +125,13 @@ class Planned:
     """A plan and its graphs.
 
     Attributes:
-        measure_overhead: finds, and keeps, the seconds that the step takes beside its calls; it
-            holds the step's inputs. ``None`` where that is known, or will not be.
         complete: finds what a step holds in memory, and how fast it could be; ``None`` where the
             plan says that.
     """
 
     plan: Plan
     graphs: Graphs
-    measure_overhead: Callable[[Callable[[], object]], float] | None = None
     complete: Callable[[Plan], Plan] | None = None
-
-    def with_overhead(self, seconds: float) -> Planned:
-        """This plan, of a step that takes ``seconds`` beside its calls."""
-        return replace(self, plan=self.plan.with_overhead(seconds), measure_overhead=None)
 
     def completed(self) -> Planned:
         """This plan with all that it tells people."""
@@ -260,7 +249,7 @@ def _completed(
 ) -> Plan:
     """``plan``, whose calls take ``total_s``, with what takes long to find."""
     if bound is not None:
-        plan = replace(plan, lower_bound_s=min(bound(), total_s) + plan.overhead_s)
+        plan = replace(plan, lower_bound_s=min(bound(), total_s))
     found = kept()
     baseline = Outline(found.seconds, found.peaks_bytes, found.turn, found.turn_bytes)
     return replace(plan, memory=record(), kept=baseline)
@@ -327,43 +316,4 @@ def _unlike(plan: Plan) -> PlanError:
     return PlanError(
         f"the plan for {plan.budget_bytes} bytes does not lead to the code that it holds: it was "
         "changed, or written by another fxremat. Leave plan= out to plan again, and save that plan"
-    )
-
-
-def with_overhead(planned: Planned, step: CapturedStep) -> Planned:
-    """``planned`` with what the step takes beside its calls, or a way to find that."""
-    travels = planned.graphs.arena is not None
-    key = key_of(step.variants[0].origin, overhead_of=travels)
-    known = step.store.get("overhead", key, float)
-    if known is not None:
-        return planned.with_overhead(known)
-    rehearsal = _rehearsal(planned, step)
-
-    def measure(way_in: Callable[[], object]) -> float:
-        seconds = rehearsal.overhead_s(way_in)
-        step.store.put("overhead", key, float, seconds)
-        return seconds
-
-    return replace(planned, measure_overhead=measure)
-
-
-def _rehearsal(planned: Planned, step: CapturedStep) -> Rehearsal:
-    """How to run the planned step without its caller."""
-    joint = step.joint
-    with torch_compat.real_execution():
-        values = Synthesizer(joint, {joint.primals[i]: t for i, t in step.inputs.items()})
-        primals, tangents = values.of(joint.primals), values.of(joint.tangents)
-    gradients = sum(isinstance(g, fx.Node) for g in joint.backward_outputs)
-    ins = tuple(tensor_key(n.meta["val"]) for n in joint.primals)
-    operations = tuple(str(n.target) for n in (*joint.forward, *joint.backward))
-    return Rehearsal(
-        joint.device,
-        (joint.device, ins, operations, gradients, planned.graphs.arena is not None),
-        gradients,
-        planned.graphs.forward.forward,
-        planned.graphs.backward.forward,
-        outputs=len(joint.forward_outputs),
-        primals=tuple(primals.values()),
-        tangents=tuple(tangents.values()),
-        calls_s=planned.plan.timeline.makespan_s,
     )

@@ -54,11 +54,6 @@ class Asked:
     budget: Budget | None
     known: Plan | None
 
-    @property
-    def overhead_s(self) -> float:
-        """What a step takes beside its calls, by who measured it."""
-        return self.known.overhead_s if self.known else 0.0
-
 
 def planner_dry(
     model: nn.Module,
@@ -217,8 +212,7 @@ def estimate_step(
     plan, batches, budget_bytes = None, None, None
     with copies.inside(model), in_training(model), torch.enable_grad():
         planner, context = planner_dry(model, shape, asked, copies, progress, dynamic=False)
-        kept = planner.first(context, rehearse=False).completed().plan
-        kept = kept.with_overhead(asked.overhead_s)
+        kept = planner.first(context).completed().plan
         progress(PLAN)
         if asked.budget is not None:
             budget_bytes = asked.budget.bytes_of(
@@ -227,8 +221,7 @@ def estimate_step(
             planner.budget = replace(planner.budget, written=asked.budget, nbytes=None)
             planner.started = False
             with contextlib.suppress(BudgetError):  # nothing fits
-                planned = planner.again(context).completed()
-                plan = planned.plan.with_overhead(asked.overhead_s)
+                plan = planner.again(context).completed().plan
         if dims:
             batches = _batches(model, shape, asked, copies, dims, most, progress)
     return Estimate(
@@ -271,7 +264,6 @@ def _batches(
         context,
         torch_compat.wrapped_by(model),
         sample,
-        asked.overhead_s,
         most,
         progress,
     )

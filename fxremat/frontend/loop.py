@@ -78,7 +78,6 @@ class Loop:
         planning: one thread at a time plans: evaluators of one step share their room.
         born: when it was made, and ``last_call``, when the model was called last, 0 if never, as
             numbers of one count in the process.
-        overhead_s: what a step takes beside its calls, once that is known.
         on_new: is told of each new plan.
     """
 
@@ -100,7 +99,6 @@ class Loop:
     comparison: Comparison = field(default_factory=lambda: Comparison(0))
     born: int = field(default_factory=lambda: next(_clock))
     last_call: int = 0
-    overhead_s: float = 0.0
     on_new: Callable[[Any], None] | None = None
     _slack_bytes: int = 0  # the most that was found
     _all_slack_bytes: int = 0  # of all on the device, when it was found

@@ -16,7 +16,7 @@ from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.frontend.captured import CapturedStep, Variant
 from fxremat.frontend.dimensions import arguments_of
 from fxremat.frontend.effort import Effort
-from fxremat.frontend.emission import Planned, carry_out, emit, follow, with_overhead
+from fxremat.frontend.emission import Planned, carry_out, emit, follow
 from fxremat.frontend.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.frontend.largest import advised
 from fxremat.frontend.ranks import Peers
@@ -144,7 +144,6 @@ class Planner:
         context: StepContext,
         *,
         kept: Plan | None = None,
-        rehearse: bool = True,
         least: bool = False,
     ) -> Planned:
         """The plan for the call that was captured.
@@ -152,7 +151,6 @@ class Planner:
         Args:
             context: what that call finds.
             kept: a plan to follow.
-            rehearse: tell how to find what the step takes beside its calls.
             least: that of the least peak; what the budget means is not known yet.
 
         Raises:
@@ -175,8 +173,6 @@ class Planner:
                 )  # later plans are each process's: all start from these schedules
         self.started = True
         self.budget.accepted |= not least
-        if kept is None and rehearse:
-            planned = with_overhead(planned, self.step)
         if not least:
             self.budget.set(planned.plan.budget_bytes)
         self.step.settle()

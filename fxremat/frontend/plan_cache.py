@@ -110,8 +110,8 @@ class Compiled:
             same = (now.plan.schedule, now.plan.form) == (plan.schedule, plan.form)
             if same and now.plan.decision == plan.decision:
                 found = replace(now.plan, measured_peak_bytes=plan.measured_peak_bytes)
-                now = replace(now, plan=found, graphs=self.planned.graphs)
-                self.planned, self.context = now.with_overhead(plan.overhead_s), followed
+                self.planned = replace(now, plan=found, graphs=self.planned.graphs)
+                self.context = followed
         planner.step.measuring_bytes = 0  # that was for a reader, between steps
 
     def at(self, values: Values) -> tuple[torch_compat.BoxedCallable, ...]:
@@ -199,7 +199,6 @@ class PlanCache:
         *,
         output_count: int,
         kept: Plan | None = None,
-        rehearse: bool = True,
     ) -> PlanCache:
         """The plan cache of a graph, with its first plan.
 
@@ -210,7 +209,6 @@ class PlanCache:
             regions: of the model, with the loop around it.
             output_count: how many results of the forward go to its caller.
             kept: a plan that is followed, instead of making one.
-            rehearse: let it be told what the step takes beside its calls.
 
         Raises:
             BudgetError, PlanError, HostMemoryError, …: as planning raises them.
@@ -237,7 +235,7 @@ class PlanCache:
         plan_cache._is_sized = bool(planner.step.sizes.hints)
         found = plan_cache._context_of(plan_cache._find(values, planner.step.sizes.hints)[0])
         context = regions.context_unknown(planner, found) if regions.several else found
-        planned = planner.first(context, kept=kept, rehearse=rehearse, least=regions.several)
+        planned = planner.first(context, kept=kept, least=regions.several)
         if regions.several:
             made = [v for i in plan_cache.gradients if isinstance(v := values[i], Tensor)]
             regions.check_least(planner, found, made)
@@ -245,11 +243,6 @@ class PlanCache:
         plan_cache._made = made_outputs(planner.step.joint)
         plan_cache.plans[context] = Compiled(planned, plan_cache, context)
         return plan_cache
-
-    def know_overhead(self, seconds: float) -> None:
-        """Let it be in all plans; no rehearsal stays, and with it no batch."""
-        for compiled in self.plans.values():
-            compiled.planned = compiled.planned.with_overhead(seconds)
 
     def _compare(self, compiled: Compiled, number: int, values: Values) -> None:
         """Let a run of a plan be compared with its operations at once, where that is asked for."""
@@ -781,7 +774,7 @@ class PlanCache:
         self.plans[context] = compiled
 
     def _new(self, planned: Planned, context: StepContext) -> Compiled:
-        compiled = Compiled(planned.with_overhead(self.loop.overhead_s), self, context)
+        compiled = Compiled(planned, self, context)
         _tell(planned.plan)
         # Of several regions each call has a correction.
         if self.loop.host is not None and not self.regions.several and self._supersedes(context):

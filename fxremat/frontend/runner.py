@@ -385,8 +385,6 @@ class Runner:
         try:
             if self._pieces is None:
                 run()
-            if compiler.compiled:
-                compiler.measure_overhead(run)
         finally:
             compiler.dry = False
         if not compiler.compiled and self._pieces is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from fxremat.ir import (
@@ -69,11 +69,6 @@ class CrossCheck:
         """By what share of ``seconds`` the plan takes longer; negative where it is faster."""
         return self.plan_s / self.seconds - 1 if self.seconds else None
 
-    def delayed(self, seconds: float) -> CrossCheck:
-        """The figures of a step that takes ``seconds`` more, whatever its schedule."""
-        found_s = None if self.seconds is None else self.seconds + seconds
-        return replace(self, plan_s=self.plan_s + seconds, seconds=found_s)
-
 
 @dataclass(frozen=True, slots=True)
 class PlanFacts:
@@ -90,8 +85,6 @@ class PlanFacts:
         predicted_held_bytes: the predicted peak as a sum of tensors and workspaces, whatever their
             blocks are.
         predicted_s: seconds of a step, from the measured stages.
-        overhead_s: seconds that a step takes beside its calls, part of all times here and nearly
-            the same for all plans (0 on a GPU, whose host runs ahead).
         baseline_peak_bytes, baseline_s: peak and seconds of the step with nothing recomputed, in
             the same loop; the peak in the bytes that the budget is for, allocated or reserved.
         lower_bound_s: no schedule of these stages within the budget takes less.
@@ -154,7 +147,6 @@ class PlanFacts:
     branch_ends: tuple[int, ...] = ()
     form: Form = TRACED
     budget_on: Counted = "allocated"
-    overhead_s: float = 0.0
     decision: Decision = field(default_factory=Decision, repr=False)
     origin: Origin | None = field(default=None, repr=False)
     measured: RecordedCosts | None = field(default=None, repr=False)

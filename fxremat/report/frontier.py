@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,6 @@ class Frontier:
             )
         within = [point for point in self.points if point.peak_bytes <= nbytes]
         return within[-1] if within else None
-
-    def delayed(self, seconds: float) -> Frontier:
-        """This frontier with ``seconds`` added to the time of every point."""
-        return Frontier(tuple(replace(p, predicted_s=p.predicted_s + seconds) for p in self.points))
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """Peak, seconds, and seconds beyond everything kept, of some points from least to most."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxremat.errors import PlanError
@@ -101,19 +101,6 @@ class Plan(Shown, PlanFacts, Checked):
             ValueError: they do not; the message says where.
         """
         check_plan(self)
-
-    def with_overhead(self, seconds: float) -> Plan:
-        """The plan of a step that takes ``seconds`` beside its calls."""
-        more = seconds - self.overhead_s
-        return replace(
-            self,
-            overhead_s=seconds,
-            predicted_s=self.predicted_s + more,
-            baseline_s=self.baseline_s + more,
-            lower_bound_s=self.lower_bound_s + more,
-            frontier=self.frontier.delayed(more),
-            cross_check=self.cross_check and self.cross_check.delayed(more),
-        )
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted memory as torch's memory tools read it.

@@ -48,15 +48,6 @@ def test_a_plan_that_is_optimal_has_no_gap():
     assert found_in(plan_of(everything_kept(4), stages=4)).gap == 0
 
 
-def test_what_a_step_takes_beside_its_calls_is_in_both_figures():
-    plan, later = plan_of(SLOW, stages=4), 0.5
-    before, after = found_in(plan), found_in(plan.with_overhead(later))
-    assert after.plan_s == before.plan_s + later
-    assert before.seconds is not None
-    assert after.seconds == before.seconds + later
-    assert cross_checked(plan).with_overhead(later).cross_check == after
-
-
 def test_only_what_is_small_enough_is_tried():
     joined = replace(plan_of(everything_kept(4), stages=4), branch_ends=(1, 2))
     for plan in (plan_of(everything_kept(MOST_STAGES + 1), stages=MOST_STAGES + 1), joined):

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.costs.cost import Measured, measure_line
-from fxremat.costs.overhead import Rehearsal
 from fxremat.frontend import captured, schedules
 from fxremat.ir import MeasuredLink, RecordedCosts
 from fxremat.report.codec import decode, encode
@@ -34,7 +33,6 @@ from tests.models.zoo import seeded
 FOLDER = Path(__file__).parent
 
 LINK = MeasuredLink(4e9, 3e9, 5e9, 1.05, shared=False)
-OVERHEAD_S = 0.001
 
 DIGITS = 10
 """Of seconds in plans: the last of them are the machine's."""
@@ -169,7 +167,6 @@ def _on(costs: list[RecordedCosts], *, recording: bool) -> Iterator[None]:
         patch.setenv("FXREMAT_CACHE", "0")
         patch.setattr(captured, "measure_line", measured)
         patch.setattr(schedules, "measure_link", lambda *_args, **_options: LINK)
-        patch.setattr(Rehearsal, "overhead_s", lambda *_args: OVERHEAD_S)
         yield
 
 
